@@ -1,0 +1,48 @@
+# Everything a user or developer runs. The environment is .venv, made by `make setup`, pip only.
+#
+# TORCH_INDEX: PyTorch's own index for a build without CUDA, where pip would fetch the CUDA one:
+#     make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench campaign build clean
+
+help:      ## Show the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+
+setup: $(STAMP)  ## Make .venv and install the package with what its tests need
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip
+	$(if $(TORCH_INDEX),$(BIN)/pip install --quiet -c constraints.txt --index-url $(TORCH_INDEX) torch)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup  ## Train, kill, resume, rotate, lose the disk, stage: the whole story on this machine in 90 s
+	$(BIN)/ckptmirror demo
+
+test: setup  ## Run every test
+	$(BIN)/python -m pytest
+
+check: setup  ## Lint, types, layers
+	$(BIN)/ruff check ckptmirror tests
+	$(BIN)/ruff format --check ckptmirror tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup  ## Measure against what you would use instead, as ratios, beside the physical limit
+	$(BIN)/python -m tests.bench
+
+campaign: setup  ## Kill at every crash point, not only at the slice that `make test` takes
+	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash --timeout=3600
+
+build: setup  ## Build the wheel and the source archive
+	$(BIN)/pip install --quiet build
+	$(BIN)/python -m build
+
+clean:     ## Remove what the targets made
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

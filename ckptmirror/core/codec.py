@@ -1,0 +1,328 @@
+"""Values to JSON bytes and back: the meta, the tombstone, the list of attempts.
+
+Rules:
+* What is read is checked whole before any of it is used; what is written passes the same checks first.
+* Unknown keys are refused; free content goes under ``fields``, ``metrics`` and ``training_config``.
+* A file's crc32c is the combination of its blocks'.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import math
+import struct
+from typing import Any
+
+from ckptmirror.core.crc import combine_blocks
+from ckptmirror.core.errors import BrokenMeta
+from ckptmirror.core.field_checks import Fields
+from ckptmirror.core.merging import merge_emergency, merge_parts, missing_ranks
+from ckptmirror.core.meta_checks import check_meta
+from ckptmirror.core.model import (
+    ALL_NODES,
+    KINDS,
+    MAX_BLOCKS,
+    MIN_BLOCK_SIZE_BYTES,
+    Artifact,
+    Attempt,
+    AttemptList,
+    Digest,
+    Kind,
+    Meta,
+    SaveRef,
+    Tombstone,
+)
+from ckptmirror.core.names import MAX_STEP
+from ckptmirror.core.plain_values import finite_metrics, plain_values
+from ckptmirror.core.sealed_json import open_sealed, printable, seal
+
+__all__ = [
+    "MAX_ARTIFACTS",
+    "MAX_ATTEMPTS",
+    "attempts_from_bytes",
+    "attempts_to_bytes",
+    "finite_metrics",
+    "merge_emergency",
+    "merge_parts",
+    "meta_from_bytes",
+    "meta_or_tombstone_from_bytes",
+    "meta_to_bytes",
+    "missing_ranks",
+    "plain_values",
+    "tombstone_from_bytes",
+    "tombstone_to_bytes",
+]
+
+MAX_ARTIFACTS = 1_000_000
+MAX_ATTEMPTS = 100_000
+_MAX_RANKS = 10_000_000
+_MAX_NUMBER = 10**15
+_MAX_SIZE_BYTES = 2**62
+_MAX_BLOCK_SIZE_BYTES = 2**50
+_MAX_METRICS = 10_000
+
+_META = "ckptmirror-meta"
+_TOMBSTONE = "ckptmirror-tombstone"
+_ATTEMPTS = "ckptmirror-attempts"
+
+# -- meta ---------------------------------------------------------------------------------------------------
+
+
+def meta_to_bytes(meta: Meta) -> bytes:
+    """Return the one JSON form of ``meta``.
+
+    Raises:
+        BrokenMeta: It would not be read back: a value is not plain (see :func:`plain_values` and
+            :func:`finite_metrics`), or something in it contradicts itself.
+    """
+    document = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta)}
+    document["attempt"] = _attempt_document(meta.attempt)
+    document["kinds"] = list(meta.kinds)
+    document["artifacts"] = [_artifact_document(artifact) for artifact in meta.artifacts]
+    for name in ("training_config", "metrics", "fields"):
+        document[name] = dict(document[name])
+    data = seal(_META, document)
+    _meta_from_fields(Fields(document))
+    return data
+
+
+def meta_from_bytes(data: bytes) -> Meta:
+    """Read a meta.
+
+    Raises:
+        BrokenMeta: It is not valid; names the field and the reason.
+    """
+    return _meta_from_fields(_opened(data, _META))
+
+
+def meta_or_tombstone_from_bytes(data: bytes) -> Meta | Tombstone:
+    """Read what stands under a meta's name on a mirror.
+
+    Raises:
+        BrokenMeta: It is neither.
+    """
+    document = open_sealed(data, (_META, _TOMBSTONE))
+    read = _meta_from_fields if document.pop("format") == _META else _tombstone_from_fields
+    return read(Fields(document))
+
+
+def _meta_from_fields(fields: Fields) -> Meta:
+    nodes = fields.integer("nodes", 1, _MAX_RANKS)
+    meta = Meta(
+        run_id=fields.id("run_id"),
+        attempt=_attempt(fields.value("attempt"), "attempt"),
+        step=fields.integer("step", 0, MAX_STEP),
+        save_id=fields.id("save_id"),
+        save_number=fields.integer("save_number", 1, _MAX_NUMBER),
+        kinds=_kinds(fields, "kinds"),
+        world_size=fields.integer("world_size", 1, _MAX_RANKS),
+        nodes=nodes,
+        node=fields.integer("node", ALL_NODES if nodes > 1 else 0, nodes - 1),
+        artifacts=tuple(
+            _artifact(item, f"artifacts[{index}]")
+            for index, item in enumerate(fields.array("artifacts", MAX_ARTIFACTS))
+        ),
+        tag=fields.text("tag", 8),
+        training_config=fields.mapping("training_config"),
+        architecture_hash=fields.text_or_none("architecture_hash", 256),
+        metrics=_metrics(fields),
+        fields=fields.mapping("fields"),
+        created_at_utc=fields.text("created_at_utc", 64),
+        staged_from=fields.text_or_none("staged_from"),
+    )
+    fields.end()
+    check_meta(meta)
+    return meta
+
+
+def _metrics(fields: Fields) -> dict[str, float]:
+    metrics = fields.mapping("metrics")
+    if len(metrics) > _MAX_METRICS:
+        raise fields.refuse("metrics", f"has {len(metrics)} items; the limit is {_MAX_METRICS}")
+    for name, value in metrics.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise BrokenMeta(f"metrics.{printable(name)} is not a finite number.")
+    return metrics
+
+
+# -- artifacts ----------------------------------------------------------------------------------------------
+
+
+def _artifact_document(artifact: Artifact) -> dict[str, Any]:
+    digest = artifact.digest
+    try:
+        blocks = base64.b64encode(struct.pack(f">{len(digest.blocks)}I", *digest.blocks)).decode("ascii")
+    except struct.error as error:
+        raise BrokenMeta(f"A block of {artifact.path[:80]!a} has a crc32c that is no 32-bit number.") from error
+    return {
+        "path": artifact.path,
+        "kinds": list(artifact.kinds),
+        "rank": artifact.rank,
+        "object": artifact.object,
+        "size_bytes": digest.size_bytes,
+        "crc32c": digest.crc32c,
+        "block_size_bytes": digest.block_size_bytes,
+        "blocks": blocks,
+    }
+
+
+def _artifact(document: Any, where: str) -> Artifact:
+    fields = Fields(document, where)
+    rank = fields.value("rank")
+    if rank is not None and (type(rank) is not int or not 0 <= rank < _MAX_RANKS):
+        raise fields.refuse("rank", "is neither null nor a rank")
+    path, stored = fields.text("path", 1024), fields.text_or_none("object", 1024)
+    if stored == path:
+        raise fields.refuse("object", "repeats the path; null says the same")
+    artifact = Artifact(path=path, kinds=_kinds(fields, "kinds"), rank=rank, digest=_digest(fields), object=stored)
+    fields.end()
+    return artifact
+
+
+def _digest(fields: Fields) -> Digest:
+    size = fields.integer("size_bytes", 0, _MAX_SIZE_BYTES)
+    block_size = fields.integer("block_size_bytes", MIN_BLOCK_SIZE_BYTES, _MAX_BLOCK_SIZE_BYTES)
+    if block_size & (block_size - 1):
+        raise fields.refuse("block_size_bytes", f"is {block_size}, not a power of two")
+    crc32c = fields.integer("crc32c", 0, 2**32 - 1)
+    text = fields.value("blocks")
+    if not isinstance(text, str) or len(text) > MAX_BLOCKS * 6:
+        raise fields.refuse("blocks", f"is not base64 of at most {MAX_BLOCKS} blocks")
+    try:
+        packed = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise fields.refuse("blocks", "is not base64") from error
+    if base64.b64encode(packed).decode("ascii") != text:
+        raise fields.refuse("blocks", "is not canonical base64")
+    wanted = -(-size // block_size)
+    if len(packed) != 4 * wanted or wanted > MAX_BLOCKS:
+        raise fields.refuse("blocks", f"has {len(packed)} bytes, not the {4 * wanted} of {size} in {block_size}")
+    blocks = struct.unpack(f">{wanted}I", packed)
+    if combine_blocks(blocks, block_size, size) != crc32c:
+        raise fields.refuse("crc32c", "is not the combination of the blocks'")
+    return Digest(size, crc32c, block_size, blocks)
+
+
+def _kinds(fields: Fields, key: str) -> tuple[Kind, ...]:
+    found = fields.array(key, len(KINDS))
+    kinds = tuple(kind for kind in KINDS if kind in found)
+    if not found or len(kinds) != len(found):
+        raise fields.refuse(key, f"is not a list of different kinds out of {', '.join(KINDS)}")
+    return tuple(sorted(kinds, key=found.index))
+
+
+# -- tombstone ----------------------------------------------------------------------------------------------
+
+
+def tombstone_to_bytes(tombstone: Tombstone) -> bytes:
+    """Return the one JSON form of ``tombstone``.
+
+    Raises:
+        BrokenMeta: It would not be read back.
+    """
+    document = {field.name: getattr(tombstone, field.name) for field in dataclasses.fields(tombstone)}
+    document["kinds"] = list(tombstone.kinds)
+    data = seal(_TOMBSTONE, document)
+    _tombstone_from_fields(Fields(document))
+    return data
+
+
+def tombstone_from_bytes(data: bytes) -> Tombstone:
+    """Read a tombstone.
+
+    Raises:
+        BrokenMeta: It is not valid.
+    """
+    return _tombstone_from_fields(_opened(data, _TOMBSTONE))
+
+
+def _tombstone_from_fields(fields: Fields) -> Tombstone:
+    tombstone = Tombstone(
+        save_id=fields.id("save_id"),
+        step=fields.integer("step", 0, MAX_STEP),
+        kinds=_kinds(fields, "kinds"),
+        reason=fields.text("reason"),
+        removed_at_utc=fields.text("removed_at_utc", 64),
+    )
+    fields.end()
+    return tombstone
+
+
+# -- attempts -----------------------------------------------------------------------------------------------
+
+
+def attempts_to_bytes(attempts: AttemptList) -> bytes:
+    """Return the one JSON form of a list of attempts; they are written in the order of their numbers.
+
+    Raises:
+        BrokenMeta: It would not be read back.
+    """
+    ordered = sorted(attempts.attempts, key=lambda attempt: (attempt.number, attempt.id))
+    document = {"run_id": attempts.run_id, "attempts": [_attempt_document(attempt) for attempt in ordered]}
+    data = seal(_ATTEMPTS, document)
+    _attempts_from_fields(Fields(document))
+    return data
+
+
+def attempts_from_bytes(data: bytes) -> AttemptList:
+    """Read a list of attempts, in the order of their numbers.
+
+    Raises:
+        BrokenMeta: It is not valid.
+    """
+    return _attempts_from_fields(_opened(data, _ATTEMPTS))
+
+
+def _attempts_from_fields(fields: Fields) -> AttemptList:
+    run_id = fields.id("run_id")
+    items = fields.array("attempts", MAX_ATTEMPTS)
+    fields.end()
+    attempts = [_attempt(item, f"attempts[{index}]") for index, item in enumerate(items)]
+    if len({attempt.id for attempt in attempts}) != len(attempts):
+        raise BrokenMeta("attempts names an attempt twice.")
+    return AttemptList(run_id, tuple(sorted(attempts, key=lambda attempt: (attempt.number, attempt.id))))
+
+
+def _attempt_document(attempt: Attempt) -> dict[str, Any]:
+    parent = attempt.parent
+    return {
+        "id": attempt.id,
+        "number": attempt.number,
+        "decided": attempt.decided,
+        "parent": None if parent is None else dataclasses.asdict(parent),
+    }
+
+
+def _attempt(document: Any, where: str) -> Attempt:
+    fields = Fields(document, where)
+    parent = fields.value("parent")
+    attempt = Attempt(
+        id=fields.id("id"),
+        number=fields.integer("number", 0, _MAX_NUMBER),
+        parent=None if parent is None else _save_ref(parent, f"{where}.parent"),
+        decided=fields.boolean("decided"),
+    )
+    fields.end()
+    if attempt.parent is not None and not attempt.decided:
+        raise fields.refuse("parent", "is known, but decided is false")
+    return attempt
+
+
+def _save_ref(document: Any, where: str) -> SaveRef:
+    fields = Fields(document, where)
+    ref = SaveRef(
+        attempt=fields.id("attempt"),
+        number=fields.integer("number", 1, _MAX_NUMBER),
+        step=fields.integer("step", 0, MAX_STEP),
+        save_id=fields.id("save_id"),
+    )
+    fields.end()
+    return ref
+
+
+def _opened(data: bytes, format_name: str) -> Fields:
+    document = open_sealed(data, (format_name,))
+    del document["format"]
+    return Fields(document)

@@ -1,0 +1,302 @@
+"""Every error that ckptmirror raises on purpose: one tree, with exit codes and hints.
+
+Rules:
+* The class docstring's first line is the default message; an instance may say more.
+* ``exit_code`` is what the CLI exits with (the table in docs/reference/exit-codes.md is checked against it).
+* ``hint`` names the next command or action; an instance may replace it.
+* Whether an operation may be tried again is a property of the class (``temporary``), never guessed from a message.
+"""
+
+# ruff: noqa: N818 - a class is named after what happened, as a person would say it ("step behind", "root locked")
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "AttemptFenced",
+    "BackgroundSaveFailed",
+    "BrokenMeta",
+    "BrokenTable",
+    "CheckpointNotFound",
+    "CkptMirrorError",
+    "ClaimLost",
+    "ConfigError",
+    "DeadlinePassed",
+    "DestinationOccupied",
+    "ForeignTable",
+    "IllegalTransition",
+    "IntegrityError",
+    "KindMismatch",
+    "LineageError",
+    "LocalStorageFull",
+    "LocalStorageUnwritable",
+    "NameTaken",
+    "NewerTable",
+    "NoTable",
+    "NotAuthorised",
+    "ObjectNotFound",
+    "PreconditionFailed",
+    "RankFailed",
+    "RefusedOnlyCopy",
+    "RootLocked",
+    "StepBehind",
+    "StorePermanent",
+    "StoreTemporary",
+    "TableLocked",
+    "Temporary",
+    "UnsafePickle",
+    "UsageError",
+    "WaitTimeout",
+]
+
+
+class CkptMirrorError(Exception):
+    """Something unexpected happened in ckptmirror."""
+
+    exit_code: ClassVar[int] = 1
+    temporary: ClassVar[bool] = False
+    hint: str = "Run the same command again with --verbose and report what it prints."
+
+    def __init__(self, message: str | None = None, *, hint: str | None = None) -> None:
+        doc = (type(self).__doc__ or "").strip().splitlines()
+        self.message = message if message is not None else doc[0]
+        if hint is not None:
+            self.hint = hint
+        super().__init__(self.message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors travel between ranks, so they pickle with their message, hint and plain attributes."""
+        plain = {key: value for key, value in vars(self).items() if isinstance(value, str | int | float | None)}
+        return (_rebuild, (type(self), self.message, self.hint), plain)
+
+
+def _rebuild(cls: type[CkptMirrorError], message: str, hint: str) -> CkptMirrorError:
+    return cls(message, hint=hint)
+
+
+# -- what the caller asked for ------------------------------------------------------------------------------
+
+
+class UsageError(CkptMirrorError):
+    """The call or command line cannot be understood."""
+
+    exit_code = 2
+    hint = "See `ckptmirror --help`."
+
+
+class CheckpointNotFound(CkptMirrorError):
+    """There is no such checkpoint."""
+
+    exit_code = 3
+    hint = "List what there is with `ckptmirror ls`."
+
+
+class KindMismatch(CkptMirrorError):
+    """The step exists, but not in the kind that was asked for."""
+
+    exit_code = 4
+    hint = "List the kinds of each step with `ckptmirror ls`."
+
+
+class ConfigError(CkptMirrorError):
+    """A setting is missing or wrong."""
+
+    exit_code = 10
+    hint = "Check the root, the mirror URLs and the retention settings."
+
+
+class NoTable(ConfigError):
+    """This directory has no pending-uploads table, so ckptmirror has not saved here."""
+
+    hint = "Pass the root that the trainer saves to."
+
+
+class NewerTable(ConfigError):
+    """The pending-uploads table was written by a newer version of ckptmirror."""
+
+    hint = "Use that newer version here; the table is left as it is."
+
+
+class ForeignTable(ConfigError):
+    """The pending-uploads table belongs to another root or another run."""
+
+    hint = "Give each root a state_dir of its own."
+
+
+class StepBehind(UsageError):
+    """A save at a step lower than this attempt's last save is a rewind, and a rewind is a new attempt."""
+
+    hint = "Start again with manager.resume(state, policy=<step or reference>)."
+
+
+# -- whether bytes and structures can be trusted -------------------------------------------------------------
+
+
+class IntegrityError(CkptMirrorError):
+    """What was read is not what was saved."""
+
+    exit_code = 6
+    hint = "Stage the step again from a mirror with `ckptmirror stage --step N --refresh`."
+
+
+class BrokenMeta(IntegrityError):
+    """A meta file is not valid."""
+
+
+class BrokenTable(IntegrityError):
+    """The pending-uploads table, or a row of it, does not read back as it was written."""
+
+    hint = "Nothing is deleted meanwhile; see `ckptmirror doctor`. The table is rebuilt from disk and mirror."
+
+
+class UnsafePickle(IntegrityError):
+    """A file asks to load something that is not on the allow-list."""
+
+    hint = "Do not load this file: checkpoints need tensors and plain values only."
+
+
+class LineageError(IntegrityError):
+    """The list of attempts contradicts itself."""
+
+    hint = "Compare .ckptmirror/attempts.json with writer.json on the mirror."
+
+
+class IllegalTransition(CkptMirrorError):
+    """An upload record cannot go from its state to the state that was asked for."""
+
+
+# -- who else is here ----------------------------------------------------------------------------------------
+
+
+class RootLocked(CkptMirrorError):
+    """Another live process writes to this root."""
+
+    exit_code = 11
+    hint = "Stop the other process, or use another root."
+
+
+class TableLocked(CkptMirrorError):
+    """The pending-uploads table is locked by another process."""
+
+    exit_code = 11
+    temporary = True
+    hint = "Try again in a moment; `ckptmirror status` shows who writes."
+
+
+class ClaimLost(CkptMirrorError):
+    """Another worker holds this upload record now, so this one changed nothing."""
+
+    hint = "Nothing is wrong: the record is in another worker's hands."
+
+
+class AttemptFenced(CkptMirrorError):
+    """A newer attempt of this run has started, so this one commits nothing more."""
+
+    exit_code = 7
+    hint = "Stop this process; the newer attempt continues the run."
+
+
+class NameTaken(CkptMirrorError):
+    """A path that was to be created exists already."""
+
+    exit_code = 7
+    hint = "Nothing was replaced. Look at what is there with `ckptmirror ls`."
+
+
+class DestinationOccupied(NameTaken):
+    """The destination holds files that ckptmirror did not put there."""
+
+    hint = "Choose an empty --dest, or move the files away."
+
+
+class RefusedOnlyCopy(CkptMirrorError):
+    """Refused: this may be the only copy."""
+
+    exit_code = 7
+    hint = "See why with `ckptmirror status`; finish the uploads with `ckptmirror drain`."
+
+
+# -- temporary conditions ------------------------------------------------------------------------------------
+
+
+class Temporary(CkptMirrorError):
+    """A condition that may pass by itself."""
+
+    exit_code = 5
+    temporary = True
+    hint = "Try the same command again."
+
+
+class WaitTimeout(Temporary):
+    """A wait reached its limit."""
+
+
+class DeadlinePassed(CkptMirrorError):
+    """The deadline passed with uploads pending."""
+
+    exit_code = 8
+    hint = "Finish the uploads with `ckptmirror drain`."
+
+
+class RankFailed(CkptMirrorError):
+    """Another rank failed, so this one cannot go on."""
+
+    hint = "Read the first error in the log of the rank that is named."
+
+
+class BackgroundSaveFailed(CkptMirrorError):
+    """An earlier save failed in the background."""
+
+    hint = "The training state is intact: mend the cause and save again."
+
+
+# -- the local disk ------------------------------------------------------------------------------------------
+
+
+class LocalStorageFull(Temporary):
+    """The local disk is full (no space or no inodes)."""
+
+    hint = "Free space: see `ckptmirror status` and `ckptmirror rotate --dry-run`."
+
+
+class LocalStorageUnwritable(ConfigError):
+    """The root cannot be written."""
+
+    hint = "Check that the directory exists, is yours, and is not mounted read-only."
+
+
+# -- stores --------------------------------------------------------------------------------------------------
+
+
+class StoreTemporary(Temporary):
+    """The mirror did not answer, or answered that it is busy."""
+
+    retry_after_s: float | None = None
+
+    hint = "Check the network; uploads continue by themselves when the mirror answers again."
+
+
+class StorePermanent(CkptMirrorError):
+    """The mirror refused the request, and would refuse it again."""
+
+    hint = "Check the mirror URL; then `ckptmirror retry`."
+
+
+class ObjectNotFound(StorePermanent):
+    """There is no such object on the mirror."""
+
+    exit_code = 3
+
+
+class PreconditionFailed(StorePermanent):
+    """The object on the mirror is not in the state that the request required."""
+
+    exit_code = 7
+
+
+class NotAuthorised(CkptMirrorError):
+    """The mirror does not accept these credentials."""
+
+    exit_code = 12
+    hint = "Log in (`gcloud auth application-default login`) or fix the bucket's permissions, then `ckptmirror drain`."

@@ -1,0 +1,290 @@
+"""What happened, told to whoever listens: logging, metrics, the status page.
+
+Rules:
+* Events are values, told after the fact. No decision hangs on a listener.
+* A listener's error never reaches the emitter: it is kept, and reported once per listener.
+* Events come from several threads. Listeners are called in the emitter's thread, in the order of their subscription, so
+  they must be quick and may not block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptmirror.core.model import Kind
+
+__all__ = [
+    "AttemptDecided",
+    "AttemptFencedEvent",
+    "CopyBroken",
+    "EmergencySaved",
+    "Event",
+    "EventBus",
+    "Fenced",
+    "HostCopied",
+    "Listener",
+    "ListenerFailure",
+    "MirrorCommitted",
+    "MirrorUnreachable",
+    "RecordFailed",
+    "RecordVerified",
+    "RotationRefused",
+    "SaveCommitted",
+    "SaveFailed",
+    "SaveRotated",
+    "SaveStarted",
+    "StageFinished",
+    "StageStarted",
+    "StopRequested",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something happened."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveStarted(Event):
+    """A rank was asked to save."""
+
+    step: int
+    kinds: tuple[Kind, ...]
+    rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostCopied(Event):
+    """A rank's state is in host memory: training goes on. ``duration_s`` is how long it was blocked."""
+
+    step: int
+    kinds: tuple[Kind, ...]
+    rank: int = 0
+    duration_s: float = 0.0
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveCommitted(Event):
+    """A save is whole on local disk."""
+
+    step: int
+    kinds: tuple[Kind, ...]
+    rank: int = 0
+    save_id: str = ""
+    size_bytes: int = 0
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveFailed(Event):
+    """A save failed and left nothing behind."""
+
+    step: int
+    kinds: tuple[Kind, ...]
+    rank: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmergencySaved(Event):
+    """A rank's emergency snapshot is on local disk."""
+
+    step: int
+    rank: int = 0
+    save_id: str = ""
+    size_bytes: int = 0
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordVerified(Event):
+    """A mirror confirmed one file."""
+
+    mirror: str
+    step: int
+    path: str
+    size_bytes: int = 0
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordFailed(Event):
+    """One file cannot be uploaded until someone mends the cause."""
+
+    mirror: str
+    step: int
+    path: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MirrorCommitted(Event):
+    """A save is whole on a mirror."""
+
+    mirror: str
+    step: int
+    save_id: str = ""
+    kinds: tuple[Kind, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MirrorUnreachable(Event):
+    """A mirror did not answer, or refused for now; the work is tried again."""
+
+    mirror: str
+    reason: str
+    step: int | None = None
+    path: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveRotated(Event):
+    """A local save was deleted by policy."""
+
+    step: int
+    save_id: str = ""
+    kinds: tuple[Kind, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotationRefused(Event):
+    """Policy no longer wants a local save, but it may be the only copy: it stays."""
+
+    step: int
+    save_id: str = ""
+    kinds: tuple[Kind, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptDecided(Event):
+    """An attempt recorded where it starts from; ``step`` is None for a start from scratch."""
+
+    attempt: int
+    step: int | None = None
+    save_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fenced(Event):
+    """A newer attempt of the run was met; this one commits nothing more."""
+
+    attempt: int
+    reason: str = ""
+
+
+AttemptFencedEvent = Fenced
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageStarted(Event):
+    """A step is being brought from a mirror."""
+
+    mirror: str
+    step: int
+    kinds: tuple[Kind, ...] = ()
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageFinished(Event):
+    """A step was brought from a mirror and verified."""
+
+    mirror: str
+    step: int
+    kinds: tuple[Kind, ...] = ()
+    size_bytes: int = 0
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyBroken(Event):
+    """One copy of a save cannot be trusted; ``place`` is a directory or a mirror's URL."""
+
+    step: int
+    save_id: str = ""
+    place: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopRequested(Event):
+    """A signal or a caller asked the run to stop; ``deadline_s`` is what is left of the grace period, if known."""
+
+    reason: str
+    rank: int = 0
+    deadline_s: float | None = None
+
+
+Listener = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class ListenerFailure:
+    """What a listener did not survive."""
+
+    listener: Listener
+    event: Event
+    error: Exception
+
+
+class EventBus:
+    """Tells each event to every listener.
+
+    Args:
+        on_failure: Called once for each listener that fails, the first time; it may log, for instance.
+    """
+
+    KEPT_FAILURES = 100
+
+    def __init__(self, on_failure: Callable[[ListenerFailure], None] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._listeners: tuple[tuple[object, Listener], ...] = ()
+        self._failures: deque[ListenerFailure] = deque(maxlen=self.KEPT_FAILURES)
+        self._reported: set[object] = set()
+        self._on_failure = on_failure
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call ``listener`` with every event from now on; the returned function ends that (and may be called again)."""
+        key = object()
+        with self._lock:
+            self._listeners = (*self._listeners, (key, listener))
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._listeners = tuple(entry for entry in self._listeners if entry[0] is not key)
+                self._reported.discard(key)
+
+        return unsubscribe
+
+    def emit(self, event: Event) -> None:
+        """Tell ``event`` to all listeners. Never raises a listener's error."""
+        for key, listener in self._listeners:
+            try:
+                listener(event)
+            except Exception as error:  # noqa: BLE001 - no error of a listener may reach who emits
+                self._keep(key, ListenerFailure(listener, event, error))
+
+    def failures(self) -> list[ListenerFailure]:
+        """Return the last failures of listeners, oldest first."""
+        with self._lock:
+            return list(self._failures)
+
+    def _keep(self, key: object, failure: ListenerFailure) -> None:
+        with self._lock:
+            self._failures.append(failure)
+            first = key not in self._reported
+            self._reported.add(key)
+            report = self._on_failure if first else None
+        if report is None:
+            return
+        try:
+            report(failure)
+        except Exception as error:  # noqa: BLE001 - the reporter is a listener too: kept, not raised
+            with self._lock:
+                self._failures.append(ListenerFailure(failure.listener, failure.event, error))

@@ -1,0 +1,80 @@
+"""The life of an upload record: its states, and the only ways between them.
+
+Rules:
+* A transition that is not in ``TRANSITIONS`` does not happen; staying in a state is no transition.
+* ``removed`` is final: a tombstone is never replaced.
+* Only ``verified`` means that a mirror has the file. Everything else means: not known to be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+from ckptmirror.core.errors import IllegalTransition
+
+__all__ = ["TRANSITIONS", "RecordState", "can_go", "check_transition", "state_diagram"]
+
+
+class RecordState(StrEnum):
+    """Where the upload of one file to one mirror stands."""
+
+    PENDING = "pending"  # to be uploaded; nobody holds it
+    UPLOADING = "uploading"  # a worker holds it, for the time of its lease
+    VERIFIED = "verified"  # the mirror was asked and answered with the same size and crc32c
+    FAILED = "failed"  # a permanent fault; waits for `ckptmirror retry` or the next start
+    SKIPPED = "skipped"  # policy leaves this save out on this mirror
+    REMOVED = "removed"  # retention removed the save from the mirror; a tombstone stands there
+
+
+_S = RecordState
+
+TRANSITIONS: Mapping[tuple[RecordState, RecordState], str] = MappingProxyType(
+    {
+        (_S.PENDING, _S.UPLOADING): "A worker claimed it.",
+        (_S.UPLOADING, _S.VERIFIED): "The mirror, asked after the upload, shows the same size and crc32c.",
+        (_S.UPLOADING, _S.PENDING): "The lease ran out, or the fault is temporary.",
+        (_S.UPLOADING, _S.FAILED): "The fault is permanent.",
+        (_S.FAILED, _S.PENDING): "`ckptmirror retry`, or a new start, which tries once more.",
+        (_S.VERIFIED, _S.PENDING): "A reconcile found the object gone or changed.",
+        (_S.PENDING, _S.SKIPPED): "A policy leaves this save out.",
+        (_S.UPLOADING, _S.SKIPPED): "A policy leaves this save out; what was sent so far is abandoned.",
+        (_S.FAILED, _S.SKIPPED): "A policy leaves this save out.",
+        (_S.VERIFIED, _S.SKIPPED): "A policy leaves this save out; the object is an orphan that retention ages out.",
+        (_S.PENDING, _S.REMOVED): "A tombstone of this save stands on the mirror.",
+        (_S.UPLOADING, _S.REMOVED): "A tombstone of this save stands on the mirror.",
+        (_S.VERIFIED, _S.REMOVED): "Retention removed the save from the mirror and left a tombstone.",
+        (_S.FAILED, _S.REMOVED): "A tombstone of this save stands on the mirror.",
+        (_S.SKIPPED, _S.REMOVED): "A tombstone of this save stands on the mirror.",
+    }
+)
+
+
+def can_go(old: RecordState, new: RecordState) -> bool:
+    """Say whether a record may go from ``old`` to ``new``."""
+    return (old, new) in TRANSITIONS
+
+
+def check_transition(old: RecordState, new: RecordState) -> None:
+    """Check that a record may go from ``old`` to ``new``.
+
+    Raises:
+        IllegalTransition: It may not; says where it may go.
+    """
+    if can_go(old, new):
+        return
+    ways = ", ".join(to.value for (start, to) in TRANSITIONS if start is old) or "nowhere"
+    raise IllegalTransition(f"An upload record that is {old.value} cannot become {new.value}: it can go to {ways}.")
+
+
+def state_diagram() -> str:
+    """Return the states and transitions as a Mermaid state diagram, the text that the documentation shows."""
+    lines = ["stateDiagram-v2", f"    [*] --> {_S.PENDING.value}"]
+    lines += [f"    {old.value} --> {new.value}: {_label(why)}" for (old, new), why in TRANSITIONS.items()]
+    return "\n".join([*lines, f"    {_S.REMOVED.value} --> [*]"]) + "\n"
+
+
+def _label(sentence: str) -> str:
+    """Mermaid ends a label at a semicolon, and gives backquotes a meaning of their own."""
+    return sentence.rstrip(".").replace(";", ",").replace("`", "'")

@@ -1,0 +1,215 @@
+"""The lineage: which saves led to where training is now.
+
+Rules:
+1. From the attempt with the greatest (number, id) back through the parents; each attempt on this way is left at the
+   save from which the next one started. A parent's attempt has a lower number, else the data contradicts itself.
+2. A save is on the lineage if its attempt is on the way and is the newest, or its number is at most that of the save
+   where its attempt was left, or it adds to that save's step only kinds that the step did not have by then.
+3. For each (step, kind) the last save is current; earlier ones are replaced.
+4. All others are superseded; but if the way ends at an unknown attempt, saves of attempts off the way are unknown.
+
+* No clock, and no order of the inputs, has any influence. Undecided attempts do not count.
+* Where the save at which an attempt was left is not among those given, its kinds are not known and nothing is added to
+  its step: what a zombie wrote is never let in by a guess.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptmirror.core.errors import LineageError
+from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta, SaveRef
+
+__all__ = ["Lineage", "SaveFacts", "Standing", "attempts_of_metas", "lineage", "merge_attempts", "next_number"]
+
+Standing = Literal["current", "replaced", "superseded", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFacts:
+    """What the lineage needs to know of a whole save; ``attempt`` is an id, ``number`` counts within the attempt."""
+
+    save_id: str
+    attempt: str
+    number: int
+    step: int
+    kinds: tuple[Kind, ...]
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Saves by their standing.
+
+    Attributes:
+        current: The last save on the lineage for each step and kind.
+        replaced: On the lineage, but current for none of their kinds; in the order of the lineage.
+        superseded: Off the lineage; by step, then save id.
+        unknown: Of attempts that cannot be placed: never chosen, never deleted. By step, then save id.
+        way: The attempts from the newest back, as far as they are known.
+        complete: Whether the way ends at a start from scratch.
+    """
+
+    current: dict[tuple[int, Kind], SaveFacts]
+    replaced: tuple[SaveFacts, ...] = ()
+    superseded: tuple[SaveFacts, ...] = ()
+    unknown: tuple[SaveFacts, ...] = ()
+    way: tuple[Attempt, ...] = ()
+    complete: bool = False
+
+    def standing_by_save(self) -> dict[str, Standing]:
+        """Return the standing of every save by its id."""
+        standing: dict[str, Standing] = {save.save_id: "current" for save in self.current.values()}
+        standing |= {save.save_id: "replaced" for save in self.replaced}
+        standing |= {save.save_id: "superseded" for save in self.superseded}
+        return standing | {save.save_id: "unknown" for save in self.unknown}
+
+    def in_order(self, *kinds: Kind) -> tuple[SaveFacts, ...]:
+        """Return the current saves (for any of ``kinds``, if given) along the lineage, oldest first."""
+        numbers = {attempt.id: attempt.number for attempt in self.way}
+        found = {save.save_id: save for (_, kind), save in self.current.items() if not kinds or kind in kinds}
+        return tuple(sorted(found.values(), key=lambda save: (numbers[save.attempt], save.number, save.save_id)))
+
+    def steps(self, *kinds: Kind) -> tuple[int, ...]:
+        """Return the steps of the lineage (in any of ``kinds``, if given), ascending."""
+        return tuple(sorted({step for step, kind in self.current if not kinds or kind in kinds}))
+
+
+def lineage(attempts: Sequence[Attempt], saves: Sequence[SaveFacts]) -> Lineage:
+    """Place every save.
+
+    Args:
+        attempts: What the lists name; undecided ones are left out here.
+        saves: Those that are whole in the place (or places) asked.
+
+    Raises:
+        LineageError: A parent is not older by number, or an id stands for two different things.
+    """
+    known = _by_id(attempts)
+    facts = _unique_saves(saves)
+    way, left_at, complete = _way(known)
+    numbers = {attempt.id: attempt.number for attempt in way}
+    on = _on_lineage(way, left_at, facts)
+    ordered = sorted(on, key=lambda save: (numbers[save.attempt], save.number, save.save_id))
+    current = {(save.step, kind): save for save in ordered for kind in save.kinds}
+    chosen = {save.save_id for save in current.values()}
+    on_ids = {save.save_id for save in on}
+    off = sorted((s for s in facts if s.save_id not in on_ids), key=lambda save: (save.step, save.save_id))
+    return Lineage(
+        current={key: current[key] for key in sorted(current)},
+        replaced=tuple(save for save in ordered if save.save_id not in chosen),
+        superseded=tuple(save for save in off if complete or save.attempt in numbers),
+        unknown=tuple(save for save in off if not complete and save.attempt not in numbers),
+        way=tuple(way),
+        complete=complete,
+    )
+
+
+def _by_id(attempts: Iterable[Attempt]) -> dict[str, Attempt]:
+    known: dict[str, Attempt] = {}
+    for attempt in attempts:
+        if attempt.decided and known.setdefault(attempt.id, attempt) != attempt:
+            raise LineageError(f"Attempt {attempt.id[:8]} is listed twice, differently.")
+    return known
+
+
+def _unique_saves(saves: Iterable[SaveFacts]) -> list[SaveFacts]:
+    facts: dict[str, SaveFacts] = {}
+    for save in saves:
+        if facts.setdefault(save.save_id, save) != save:
+            raise LineageError(f"Save {save.save_id[:8]} is described twice, differently.")
+    return list(facts.values())
+
+
+def _way(known: dict[str, Attempt]) -> tuple[list[Attempt], dict[str, SaveRef], bool]:
+    """Return the attempts on the way, newest first, where each was left, and whether the way is whole."""
+    if not known:
+        return [], {}, False
+    attempt = max(known.values(), key=lambda attempt: (attempt.number, attempt.id))
+    way = [attempt]
+    left_at: dict[str, SaveRef] = {}
+    while attempt.parent is not None:
+        before = known.get(attempt.parent.attempt)
+        if before is None:
+            return way, left_at, False
+        if before.number >= attempt.number:  # numbers fall along the way, so it ends
+            raise LineageError(
+                f"Attempt {attempt.id[:8]} has the number {attempt.number}, but its parent is of attempt "
+                f"{before.id[:8]}, number {before.number}, which is not older."
+            )
+        left_at[before.id] = attempt.parent
+        way.append(before)
+        attempt = before
+    return way, left_at, True
+
+
+def _on_lineage(way: Sequence[Attempt], left_at: dict[str, SaveRef], saves: Iterable[SaveFacts]) -> list[SaveFacts]:
+    by_attempt: dict[str, list[SaveFacts]] = defaultdict(list)
+    for save in saves:
+        by_attempt[save.attempt].append(save)
+    on: list[SaveFacts] = []
+    for attempt in reversed(way):  # oldest first: what a step has by then includes what earlier attempts gave it
+        left = left_at.get(attempt.id)
+        mine = sorted(by_attempt[attempt.id], key=lambda save: (save.number, save.save_id))
+        if left is None:
+            on += mine
+            continue
+        at_left = [save for save in mine if (save.number, save.save_id) == (left.number, left.save_id)]
+        on += [save for save in mine if save.number < left.number] + at_left
+        if at_left:
+            on += _added_kinds(left, mine, {kind for save in on if save.step == left.step for kind in save.kinds})
+    return on
+
+
+def _added_kinds(left: SaveRef, mine: Iterable[SaveFacts], have: set[Kind]) -> list[SaveFacts]:
+    """Return the later saves of the step at which an attempt was left that add only kinds the step lacks."""
+    added = []
+    for save in mine:
+        later = save.number > left.number and save.step == left.step
+        if later and not have & set(save.kinds):
+            added.append(save)
+            have |= set(save.kinds)
+    return added
+
+
+def merge_attempts(*lists: AttemptList) -> AttemptList:
+    """Return the union of lists of one run, by number; of one attempt, decided wins over undecided.
+
+    Raises:
+        LineageError: The run ids differ, or two lists contradict one another, or there is no list.
+    """
+    if not lists:
+        raise LineageError("There is no list of attempts to merge.")
+    run_id = lists[0].run_id
+    merged: dict[str, Attempt] = {}
+    for attempts in lists:
+        if attempts.run_id != run_id:
+            raise LineageError(f"The lists are of different runs, {run_id[:8]} and {attempts.run_id[:8]}.")
+        for attempt in attempts.attempts:
+            merged[attempt.id] = _agreed(merged.get(attempt.id, attempt), attempt)
+    return AttemptList(run_id, tuple(sorted(merged.values(), key=lambda attempt: (attempt.number, attempt.id))))
+
+
+def _agreed(one: Attempt, other: Attempt) -> Attempt:
+    if one.number != other.number:
+        raise LineageError(f"Attempt {one.id[:8]} has the numbers {one.number} and {other.number}.")
+    if one.decided and other.decided and one.parent != other.parent:
+        raise LineageError(f"Attempt {one.id[:8]} has two different parents.")
+    return one if one.decided else other
+
+
+def attempts_of_metas(metas: Iterable[Meta]) -> AttemptList | None:
+    """Rebuild a lost list from metas, which carry their attempt; None if there are none.
+
+    Raises:
+        LineageError: They are of different runs, or contradict one another.
+    """
+    lists = [AttemptList(meta.run_id, (meta.attempt,)) for meta in metas]
+    return merge_attempts(*lists) if lists else None
+
+
+def next_number(attempts: AttemptList) -> int:
+    """Return the number of the next attempt: one higher than any in the list, from 0."""
+    return max((attempt.number for attempt in attempts.attempts), default=-1) + 1

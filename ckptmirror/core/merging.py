@@ -1,0 +1,85 @@
+"""One meta from several: the parts of all nodes, or the metas that the ranks left in an emergency directory.
+
+Rules:
+* The result depends on the inputs alone, in any order: two nodes that merge write the same bytes.
+* Every input must be of the same save. What describes the run rather than the files (training config, metrics, fields,
+  time) is taken from the lowest node.
+* Nodes choose the tag of their names on their own, so the merged paths have none, and ``object`` says where each lies.
+* The coordinator's ``.metadata`` is on every node: the same path may come several times, with the same digest only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckptmirror.core.errors import BrokenMeta
+from ckptmirror.core.model import ALL_NODES, Artifact, Meta
+from ckptmirror.core.names import untagged
+
+__all__ = ["merge_emergency", "merge_parts", "missing_ranks"]
+
+_SAME = ("run_id", "attempt", "step", "save_id", "save_number", "kinds", "world_size", "nodes")
+
+
+def merge_parts(parts: Sequence[Meta]) -> Meta:
+    """Merge the parts of all nodes of one save.
+
+    Raises:
+        BrokenMeta: The parts are not exactly one of each node, or contradict one another.
+    """
+    ordered = sorted(parts, key=lambda part: part.node)
+    _check_same_save(ordered)
+    first = ordered[0]
+    if [part.node for part in ordered] != list(range(first.nodes)):
+        nodes = ", ".join(str(part.node) for part in ordered)
+        raise BrokenMeta(f"The parts are of the nodes {nodes}; the save has {first.nodes} nodes, counted from 0.")
+    if first.nodes == 1:
+        return first
+    return replace(first, node=ALL_NODES, tag="", artifacts=_merged_artifacts(ordered))
+
+
+def merge_emergency(metas: Sequence[Meta]) -> Meta:
+    """Merge the metas that ranks left for one emergency save, on one node or on several.
+
+    An emergency may end before every rank has written: :func:`missing_ranks` says which are not there.
+
+    Raises:
+        BrokenMeta: The metas are not of one emergency save, or contradict one another.
+    """
+    ordered = sorted(metas, key=lambda meta: (meta.node, [artifact.path for artifact in meta.artifacts]))
+    _check_same_save(ordered)
+    first = ordered[0]
+    if first.kinds != ("emergency",):
+        raise BrokenMeta(f"kinds is {', '.join(first.kinds)}, not emergency.")
+    node = first.node if len({meta.node for meta in ordered}) == 1 else ALL_NODES
+    if len({meta.tag for meta in ordered}) == 1:
+        return replace(first, node=node, artifacts=_merged_artifacts(ordered, keep_paths=True))
+    return replace(first, node=node, tag="", artifacts=_merged_artifacts(ordered))
+
+
+def missing_ranks(meta: Meta) -> tuple[int, ...]:
+    """Return the ranks of the save that no artifact of ``meta`` comes from."""
+    return tuple(sorted(set(range(meta.world_size)) - {artifact.rank for artifact in meta.artifacts}))
+
+
+def _check_same_save(metas: Sequence[Meta]) -> None:
+    if not metas:
+        raise BrokenMeta("There is nothing to merge.")
+    for meta in metas[1:]:
+        for name in _SAME:
+            if getattr(meta, name) != getattr(metas[0], name):
+                raise BrokenMeta(f"{name} differs between the parts of nodes {metas[0].node} and {meta.node}.")
+
+
+def _merged_artifacts(metas: Sequence[Meta], *, keep_paths: bool = False) -> tuple[Artifact, ...]:
+    merged: dict[str, Artifact] = {}
+    for meta in metas:
+        for artifact in meta.artifacts:
+            path = artifact.path if keep_paths else untagged(artifact.path)
+            stored = artifact.object_name
+            moved = replace(artifact, path=path, object=None if stored == path else stored)
+            earlier = merged.setdefault(path, moved)
+            if earlier.digest != artifact.digest:
+                raise BrokenMeta(f"Two nodes wrote {path[:80]!a} with different bytes.")
+    return tuple(merged[path] for path in sorted(merged))

@@ -1,0 +1,185 @@
+"""What a save is: the values that every layer passes around.
+
+Rules:
+* Values only: frozen, compared by content, no I/O, no clock.
+* ``codec.py`` turns them into JSON bytes and back; nothing else does.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "ALL_NODES",
+    "KINDS",
+    "MAX_BLOCKS",
+    "MIN_BLOCK_SIZE_BYTES",
+    "Artifact",
+    "Attempt",
+    "AttemptList",
+    "Digest",
+    "Kind",
+    "Meta",
+    "SaveRef",
+    "Tombstone",
+    "new_id",
+]
+
+Kind = Literal["dcp", "model", "emergency"]
+KINDS: tuple[Kind, ...] = ("dcp", "model", "emergency")
+
+ALL_NODES = -1  # the ``node`` of a meta merged from the parts of several nodes
+MIN_BLOCK_SIZE_BYTES = 4 * 1024 * 1024
+MAX_BLOCKS = 4096
+
+
+def new_id() -> str:
+    """Return 32 random hex digits: the form of a run id, an attempt id and a save id."""
+    return secrets.token_hex(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Size and checksums of one file.
+
+    Attributes:
+        size_bytes: Length of the file.
+        crc32c: CRC-32C (Castagnoli) of the whole file, an unsigned 32-bit integer.
+        block_size_bytes: A power of two, at least ``MIN_BLOCK_SIZE_BYTES``.
+        blocks: CRC-32C of each block in order, at most ``MAX_BLOCKS``; the last block may be short. Empty for an empty
+            file, whose crc32c is 0.
+    """
+
+    size_bytes: int
+    crc32c: int
+    block_size_bytes: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRef:
+    """Names one save: the parent of an attempt."""
+
+    attempt: str
+    number: int
+    step: int
+    save_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One call of ``resume`` that loaded or started.
+
+    Attributes:
+        id: 32 hex digits.
+        number: One higher than any attempt that this one saw when it claimed the run.
+        parent: The save it resumed from; None for a start from scratch (or while undecided).
+        decided: False from the claim until the parent is known. Undecided attempts do not count in the lineage.
+    """
+
+    id: str
+    number: int
+    parent: SaveRef | None
+    decided: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptList:
+    """Content of ``.ckptmirror/attempts.json`` and of ``writer.json`` on a mirror. It only grows."""
+
+    run_id: str
+    attempts: tuple[Attempt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One file of a save.
+
+    Attributes:
+        path: Relative to the root, with ``/`` (``dcp_000200/__0_0.distcp``).
+        kinds: The kinds that need this file.
+        rank: The global rank that wrote it, None if it belongs to no single rank.
+        digest: Size and checksums, taken while the bytes were written.
+        object: The name on the mirror, where it differs from ``path``; always None in a local meta.
+    """
+
+    path: str
+    kinds: tuple[Kind, ...]
+    rank: int | None
+    digest: Digest
+    object: str | None = None
+
+    @property
+    def object_name(self) -> str:
+        """Name of the object that holds this artifact on the mirror, below the mirror's prefix."""
+        return self.object if self.object is not None else self.path
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """The JSON that names every artifact of one save (or of one node's part of it).
+
+    Attributes:
+        save_id: 32 hex digits.
+        save_number: The save's number within its attempt, from 1.
+        tag: "" or the 8 hex digits of the save id that follow the step in this save's names.
+        world_size: Number of ranks that wrote the save.
+        nodes: Number of nodes; ``node`` is this one, from 0, or ``ALL_NODES`` in a meta merged from all nodes' parts.
+        training_config: The user's plain values.
+        architecture_hash: Hash of the model's parameter names, shapes and dtypes; None if unknown.
+        metrics: User metrics; NaN and infinities are not allowed.
+        fields: User fields, plain JSON (a tracker's run id, ...).
+        created_at_utc: ISO 8601 text, for people only; nothing is ordered by it.
+        staged_from: The mirror URL, if this meta was written by ``stage``.
+    """
+
+    run_id: str
+    attempt: Attempt
+    step: int
+    save_id: str
+    save_number: int
+    kinds: tuple[Kind, ...]
+    world_size: int
+    nodes: int
+    node: int
+    artifacts: tuple[Artifact, ...]
+    tag: str = ""
+    training_config: Mapping[str, Any] = field(default_factory=dict)
+    architecture_hash: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    created_at_utc: str = ""
+    staged_from: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this meta speaks for the whole save, not for one node's part of it."""
+        return self.nodes == 1 or self.node == ALL_NODES
+
+    @property
+    def ref(self) -> SaveRef:
+        """The reference by which a later attempt names this save as its parent."""
+        return SaveRef(self.attempt.id, self.save_number, self.step, self.save_id)
+
+    @property
+    def size_bytes(self) -> int:
+        """Sum of the artifacts' sizes."""
+        return sum(artifact.digest.size_bytes for artifact in self.artifacts)
+
+    def artifacts_of(self, *kinds: Kind) -> tuple[Artifact, ...]:
+        """Return the artifacts that any of ``kinds`` needs, in the meta's order."""
+        return tuple(a for a in self.artifacts if set(a.kinds) & set(kinds))
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """What stands in a mirror's meta after retention removed the save."""
+
+    save_id: str
+    step: int
+    kinds: tuple[Kind, ...]
+    reason: str
+    removed_at_utc: str

@@ -1,0 +1,227 @@
+"""Which local saves to keep, which to delete, and which a policy would delete but must not.
+
+Rules:
+* What policy wants is decided first, from the current saves of the lineage alone; steps count, not saves: a step whose
+  DCP directory and model file were saved apart is one step, and all its current saves stay or go together.
+* The newest step of the lineage is always kept, and so are the best steps when a metric is given.
+* Superseded and replaced saves count for nothing and are not wanted; unknown ones and those in use are never touched.
+* What is not wanted is deleted only if every required mirror has it verified and committed. Without a required mirror
+  nothing is safe. The two exceptions (``skipped``, ``abandoned``) are decisions of the caller.
+* An emergency snapshot does not count for ``keep_last``: it is kept while it is the newest.
+* Order is that of steps on the lineage; no time is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckptmirror.core.errors import ConfigError
+from ckptmirror.core.lineage import Standing
+from ckptmirror.core.model import Kind
+
+__all__ = ["MirrorSafety", "Retention", "RotationPlan", "SaveStatus", "plan_rotation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What to keep locally.
+
+    Attributes:
+        keep_last: The newest so many steps of the lineage; None keeps all.
+        keep_every: Also steps divisible by this.
+        keep_best: Also so many steps with the best ``metric``.
+        metric: Name of a user metric.
+        mode: Whether the smallest or the greatest value is best.
+
+    Raises:
+        ConfigError: The values make no sense together.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int = 0
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        _check_count("keep_last", self.keep_last, 1)
+        _check_count("keep_every", self.keep_every, 1)
+        _check_count("keep_best", self.keep_best, 0, none_allowed=False)
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"mode is {self.mode!r}, not 'min' or 'max'.")
+        if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):
+            raise ConfigError("metric is not the name of a metric.")
+        if self.keep_best and self.metric is None:
+            raise ConfigError("keep_best needs a metric.", hint="Set metric to a name given to save(metrics=...).")
+        if self.metric is not None and not self.keep_best:
+            raise ConfigError(
+                "metric is set, but keep_best is 0, so nothing would be kept by it.", hint="Set keep_best=1."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorSafety:
+    """Whether a save is verified and committed on one mirror; ``reason`` says what is not, for people."""
+
+    mirror_url: str
+    required: bool
+    verified: bool
+    committed: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStatus:
+    """What the plan needs to know of one local save.
+
+    Attributes:
+        standing: Its place in the lineage.
+        safety: One entry per configured mirror.
+        skipped: Policy marked it as left out on the mirrors.
+        in_use: Someone reads it, or it is the parent of an attempt that is being decided.
+        pinned: A person holds it.
+        whole: False for an incomplete save: it is never counted and never deleted here.
+    """
+
+    save_id: str
+    step: int
+    attempt: str
+    number: int
+    kinds: tuple[Kind, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    standing: Standing = "current"
+    safety: tuple[MirrorSafety, ...] = ()
+    skipped: bool = False
+    in_use: bool = False
+    pinned: bool = False
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class RotationPlan:
+    """Every save is in exactly one of ``keep``, ``delete`` and ``refuse``: save id -> reason, oldest step first.
+
+    Attributes:
+        refuse: Not wanted by policy, but not provably elsewhere: they stay.
+        warnings: What the policy asked for and could not have (no save has the metric).
+    """
+
+    keep: dict[str, str]
+    delete: dict[str, str]
+    refuse: dict[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+def plan_rotation(
+    saves: Sequence[SaveStatus], retention: Retention, *, abandoned: Collection[str] = frozenset()
+) -> RotationPlan:
+    """Decide about every local save.
+
+    Args:
+        saves: Every local save, each id once; saves that share an id are kept.
+        retention: The policy.
+        abandoned: Ids of saves that a vote found whole nowhere. Only superseded ones may go by this, and only if a
+            current save here is verified and committed on every required mirror.
+    """
+    counted = [save for save in saves if save.standing == "current" and save.whole]
+    wanted, warnings = _wanted_steps(counted, retention)
+    successor_is_safe = any(_why_unsafe(save) is None for save in counted)
+    plan = RotationPlan({}, {}, {}, warnings)
+    times = Counter(save.save_id for save in saves)
+    for save in sorted(saves, key=lambda save: (save.step, save.save_id)):
+        keep = _why_keep(save, wanted) if times[save.save_id] == 1 else "several local saves have this id"
+        if keep is not None:
+            plan.keep[save.save_id] = keep
+            continue
+        not_wanted = "policy does not keep it" if save.standing == "current" else f"it is {save.standing}"
+        unsafe = _why_unsafe(save)
+        if unsafe is None:
+            plan.delete[save.save_id] = f"{not_wanted}; every required mirror has it"
+        elif not any(safety.required for safety in save.safety):
+            plan.refuse[save.save_id] = unsafe
+        elif save.skipped:
+            plan.delete[save.save_id] = f"{not_wanted}; it was left out on the mirrors by policy"
+        elif save.save_id in abandoned and save.standing == "superseded" and successor_is_safe:
+            plan.delete[save.save_id] = (
+                "it is abandoned: superseded, whole nowhere, and a newer save is on every mirror"
+            )
+        else:
+            plan.refuse[save.save_id] = unsafe
+    return plan
+
+
+def _why_keep(save: SaveStatus, wanted: Mapping[int, str]) -> str | None:
+    if not save.whole:
+        return "it is incomplete: only a reconcile decides about it"
+    if save.in_use:
+        return "it is in use"
+    if save.pinned:
+        return "it is pinned"
+    if save.standing == "current":
+        return wanted.get(save.step)
+    if save.standing in ("replaced", "superseded"):
+        return None
+    return "its place in the lineage is unknown"
+
+
+def _why_unsafe(save: SaveStatus) -> str | None:
+    """Say why a save may be the only copy; None if every required mirror has it."""
+    required = [safety for safety in save.safety if safety.required]
+    if not required:
+        return "no required mirror is configured, so this may be the only copy"
+    for safety in required:
+        if not safety.verified or not safety.committed:
+            what = "is not verified" if not safety.verified else "is verified, but its meta is not committed"
+            return f"it {what} on {safety.mirror_url}" + (f": {safety.reason}" if safety.reason else "")
+    return None
+
+
+def _wanted_steps(counted: Sequence[SaveStatus], retention: Retention) -> tuple[dict[int, str], tuple[str, ...]]:
+    """Return the steps to keep, each with the reason, and warnings."""
+    steps = sorted({save.step for save in counted}, reverse=True)
+    regular = sorted({save.step for save in counted if save.kinds != ("emergency",)}, reverse=True)
+    wanted: dict[int, str] = {}
+    if steps:
+        wanted[steps[0]] = "it is the newest of the lineage"
+    if regular:
+        wanted.setdefault(regular[0], "it is the newest of the lineage that is no emergency snapshot")
+    best, warnings = _best_steps(counted, retention)
+    for step in best:
+        wanted.setdefault(step, f"it is among the best {retention.keep_best} by {retention.metric}")
+    for step in regular if retention.keep_last is None else regular[: retention.keep_last]:
+        wanted.setdefault(
+            step, "every step is kept" if retention.keep_last is None else f"keep_last={retention.keep_last}"
+        )
+    for step in steps:
+        if retention.keep_last is None:
+            wanted.setdefault(step, "every step is kept")
+        if retention.keep_every is not None and step % retention.keep_every == 0:
+            wanted.setdefault(step, f"keep_every={retention.keep_every}")
+    return wanted, warnings
+
+
+def _best_steps(counted: Sequence[SaveStatus], retention: Retention) -> tuple[list[int], tuple[str, ...]]:
+    """Return the best steps, best first; of equal ones the newer. A step counts by the best of its saves."""
+    if not retention.keep_best or retention.metric is None:
+        return [], ()
+    sign = 1 if retention.mode == "min" else -1
+    values: dict[int, float] = defaultdict(lambda: math.inf)
+    for save in counted:
+        value = save.metrics.get(retention.metric)
+        if value is not None and math.isfinite(value):
+            values[save.step] = min(values[save.step], sign * value)
+    if counted and not values:
+        return [], (f"No save has the metric {retention.metric!r}, so none is kept as the best.",)
+    ranked = sorted(values, key=lambda step: (values[step], -step))
+    return ranked[: retention.keep_best], ()
+
+
+def _check_count(name: str, value: int | None, least: int, *, none_allowed: bool = True) -> None:
+    if value is None and none_allowed:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {least}.")

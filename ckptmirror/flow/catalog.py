@@ -1,0 +1,193 @@
+"""What saves there are: whole saves of a root or a mirror, put in order by the lineage.
+
+Rules:
+* A save is listed if and only if one valid meta exists and, in that one place, every artifact it names exists with exactly
+  that size (I2). Everything else is reported with the reason, and never chosen.
+* Nothing is ordered by time. A place that does not answer raises; it is not empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_or_tombstone_from_bytes
+from ckptmirror.core.errors import BrokenMeta, ObjectNotFound
+from ckptmirror.core.lineage import Lineage, SaveFacts, attempts_of_metas, lineage
+from ckptmirror.core.model import AttemptList, Kind, Meta, Tombstone
+from ckptmirror.flow.claim import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.local.inventory import read_inventory
+from ckptmirror.stores.base import ObjectInfo, Store
+
+__all__ = ["Catalog", "MirrorSave", "facts_of", "local_catalog", "mirror_catalog", "read_mirror_meta", "rebuild_attempts"]
+
+META_LIMIT_BYTES = 64 * 1024 * 1024
+_READERS = 8
+
+
+@dataclass(frozen=True)
+class MirrorSave:
+    """A whole save on a mirror: its meta, and what the mirror says of each object it names."""
+
+    meta: Meta
+    meta_info: ObjectInfo
+    objects: Mapping[str, ObjectInfo]
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """The saves of one place.
+
+    Attributes:
+        place: A root's path or a mirror's URL, for messages.
+        attempts: The place's own list; empty if it has none.
+        saves: Whole saves by save id.
+        problems: ``name -> reason`` for metas that are broken and saves that are incomplete.
+        tombstones: Saves that retention removed, by save id.
+    """
+
+    place: str
+    attempts: AttemptList | None
+    saves: Mapping[str, Meta]
+    problems: Mapping[str, str] = field(default_factory=dict)
+    tombstones: Mapping[str, Tombstone] = field(default_factory=dict)
+
+    def lineage(self, attempts: AttemptList | None = None) -> Lineage:
+        """Order the saves, by the place's own attempts unless others are given."""
+        known = attempts if attempts is not None else self.attempts
+        decided = [a for a in known.attempts if a.decided] if known else []
+        return lineage(decided, [facts_of(meta) for meta in self.saves.values()])
+
+
+def facts_of(meta: Meta) -> SaveFacts:
+    """Return what the lineage needs to know of a save."""
+    return SaveFacts(
+        save_id=meta.save_id,
+        attempt=meta.attempt.id,
+        number=meta.save_number,
+        step=meta.step,
+        kinds=meta.kinds,
+    )
+
+
+def local_catalog(root: Path) -> Catalog:
+    """List the root's saves; reads names, metas and sizes only."""
+    inventory = read_inventory(root)
+    problems = {str(item.path): item.why for item in inventory.broken}
+    problems |= {str(save.meta_path): save.why for save in inventory.incomplete}
+    saves = {save.meta.save_id: save.meta for save in inventory.saves}
+    return Catalog(str(root), read_local_attempts(root), saves, problems)
+
+
+def mirror_catalog(mirror: Mirror, *, step: int | None = None) -> Catalog:
+    """List the mirror's saves (of one step only, if given).
+
+    Raises:
+        StoreTemporary: The mirror does not answer.
+    """
+    attempts, _ = read_mirror_attempts(mirror)
+    prefix = "" if step is None else f"meta_{names.SaveName(step).stem}"
+    listed = {info.name: info for info in mirror.store.list(prefix)}
+    metas = [name for name in listed if (parsed := names.parse_name(name)) is not None and parsed.role == "meta"]
+    if step is not None:
+        metas = [name for name in metas if _step_of(name) == step]
+    saves: dict[str, Meta] = {}
+    problems: dict[str, str] = {}
+    tombstones: dict[str, Tombstone] = {}
+    with ThreadPoolExecutor(max_workers=_READERS) as pool:
+        answers = list(pool.map(lambda name: _read_meta_or_reason(mirror.store, name), metas))
+    found = [(name, meta) for name, meta in zip(metas, answers, strict=True) if isinstance(meta, Meta)]
+    for name, answer in zip(metas, answers, strict=True):
+        if isinstance(answer, Tombstone):
+            tombstones[answer.save_id] = answer
+        elif isinstance(answer, str):
+            problems[name] = answer
+    if step is not None:
+        listed = _objects_of(mirror.store, [meta for _, meta in found])
+    for name, meta in found:
+        missing = first_missing(meta, listed) if meta.is_whole else "it names one node's part of the save only"
+        if missing is not None:
+            problems[name] = missing
+        elif meta.save_id in saves:
+            problems[name] = f"a second meta of save {meta.save_id[:8]}"
+        else:
+            saves[meta.save_id] = meta
+    return Catalog(mirror.url, attempts, saves, problems, tombstones)
+
+
+def read_mirror_meta(store: Store, name: str) -> tuple[Meta | Tombstone, ObjectInfo]:
+    """Read one meta of a mirror.
+
+    Raises:
+        BrokenMeta: It is not valid.
+        ObjectNotFound: There is none.
+    """
+    data, info = store.read(name, limit_bytes=META_LIMIT_BYTES)
+    return meta_or_tombstone_from_bytes(data), info
+
+
+def first_missing(meta: Meta, objects: Mapping[str, ObjectInfo]) -> str | None:
+    """Say which artifact of a mirror's meta is not there with exactly its size; None if all are."""
+    for artifact in meta.artifacts:
+        info = objects.get(artifact.object_name)
+        if info is None:
+            return f"{artifact.object_name} is missing"
+        if info.size_bytes != artifact.digest.size_bytes:
+            return f"{artifact.object_name} has {info.size_bytes} bytes, the meta says {artifact.digest.size_bytes}"
+    return None
+
+
+def objects_of(store: Store, meta: Meta, *kinds: Kind) -> dict[str, ObjectInfo]:
+    """Ask the mirror, now, about every object of a save (of some kinds only, if given), by name."""
+    wanted = meta.artifacts_of(*kinds) if kinds else meta.artifacts
+    return _objects_named(store, [artifact.object_name for artifact in wanted])
+
+
+def _objects_of(store: Store, metas: Sequence[Meta]) -> dict[str, ObjectInfo]:
+    return _objects_named(store, [artifact.object_name for meta in metas for artifact in meta.artifacts])
+
+
+def _objects_named(store: Store, wanted: Iterable[str]) -> dict[str, ObjectInfo]:
+    """One listing per directory answers for up to 1,000 objects a page; single files are asked one by one."""
+    remaining = dict.fromkeys(wanted)
+    found: dict[str, ObjectInfo] = {}
+    for directory in dict.fromkeys(name.rpartition("/")[0] for name in remaining):
+        if directory:
+            found |= {info.name: info for info in store.list(directory + "/") if info.name in remaining}
+        else:
+            for name in [name for name in remaining if "/" not in name]:
+                info = store.stat(name)
+                if info is not None:
+                    found[name] = info
+    return found
+
+
+def _step_of(name: str) -> int | None:
+    parsed = names.parse_name(name)
+    return parsed.step if parsed is not None else None
+
+
+def _read_meta_or_reason(store: Store, name: str) -> Meta | Tombstone | str:
+    try:
+        return read_mirror_meta(store, name)[0]
+    except ObjectNotFound:
+        return "it was removed while the mirror was listed"
+    except BrokenMeta as error:
+        return str(error)
+
+
+def rebuild_attempts(root: Path, mirrors: Sequence[Mirror]) -> AttemptList | None:
+    """Rebuild a lost list of attempts from the metas, which carry their attempt; None if there are no metas.
+
+    Raises:
+        LineageError: The metas belong to several runs.
+    """
+    inventory = read_inventory(root)
+    metas = [save.meta for save in (*inventory.saves, *inventory.incomplete)]
+    for mirror in mirrors:
+        metas += mirror_catalog(mirror).saves.values()
+    return attempts_of_metas(metas)

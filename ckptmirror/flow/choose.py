@@ -1,0 +1,125 @@
+"""Choose: the one function by which every reader picks a save of a place, by step and kind.
+
+Rules:
+* Only what the lineage calls current is chosen; a superseded save only if asked for.
+* Without a kind: the newest step, then dcp, then model. An explicit kind is never replaced by another (I4).
+* A place without a list of attempts rebuilds one from its metas. A directory that was filled by ``stage`` has none, and
+  everything in it was asked for by someone: there, what the rebuilt order cannot place is chosen too, after the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from ckptmirror.core.errors import CheckpointNotFound, KindMismatch, UsageError
+from ckptmirror.core.lineage import Lineage, SaveFacts
+from ckptmirror.core.model import AttemptList, Kind, Meta
+from ckptmirror.flow.catalog import Catalog
+
+__all__ = ["READ_ORDER", "choosable", "choose", "lineage_of"]
+
+READ_ORDER: tuple[Kind, ...] = ("dcp", "model")
+_NEAREST = 4
+_Table = dict[tuple[int, Kind], SaveFacts]
+
+
+def lineage_of(catalog: Catalog) -> Lineage:
+    """Order a place's saves by its own list of attempts, or by one rebuilt from its metas where it has none."""
+    if catalog.attempts is not None or not catalog.saves:
+        return catalog.lineage()
+    by_id = {meta.attempt.id: meta.attempt for meta in catalog.saves.values()}
+    attempts = tuple(sorted(by_id.values(), key=lambda attempt: (attempt.number, attempt.id)))
+    return catalog.lineage(AttemptList(next(iter(catalog.saves.values())).run_id, attempts))
+
+
+def choosable(catalog: Catalog, *, superseded: bool = False, staged: bool = False) -> Mapping[tuple[int, Kind], Meta]:
+    """Return the save that stands for each step and kind.
+
+    ``superseded`` lets superseded saves in where no current one holds the step and kind; ``staged`` says that the place
+    is a directory, which may have no list of attempts of its own.
+    """
+    order = lineage_of(catalog)
+    table: _Table = dict(order.current)
+    lenient = staged and catalog.attempts is None
+    if lenient:
+        _add(table, catalog, order.unknown)
+    if superseded or lenient:
+        _add(table, catalog, order.superseded)
+    chosen = {key: catalog.saves[save.save_id] for key, save in table.items()}
+    return {(step, kind): meta for (step, kind), meta in chosen.items() if kind != "dcp" or _has_metadata(meta)}
+
+
+def _has_metadata(meta: Meta) -> bool:
+    """Whether the save has DCP's ``.metadata``, without which its directory cannot be loaded."""
+    return any("dcp" in a.kinds and a.path.rpartition("/")[2] == ".metadata" for a in meta.artifacts)
+
+
+def _add(table: _Table, catalog: Catalog, saves: Iterable[SaveFacts]) -> None:
+    """Let the last of ``saves``, in lineage order, stand where nothing stands yet."""
+    in_order = sorted(saves, key=lambda s: (catalog.saves[s.save_id].attempt.number, s.attempt, s.number))
+    last: _Table = {(save.step, kind): save for save in in_order for kind in save.kinds}
+    for key, save in last.items():
+        table.setdefault(key, save)
+
+
+def choose(
+    catalog: Catalog,
+    step: int | Literal["latest"],
+    kind: Kind | None = None,
+    *,
+    superseded: bool = False,
+    staged: bool = False,
+) -> tuple[Meta, Kind]:
+    """Pick the save for a step and kind.
+
+    Raises:
+        CheckpointNotFound: There is no such step; lists the nearest ones.
+        KindMismatch: The step is there, but not in this kind; lists the kinds that it has.
+    """
+    table = choosable(catalog, superseded=superseded, staged=staged)
+    if step == "latest":
+        step = _newest(catalog, table, kind)
+    elif not isinstance(step, int):
+        raise UsageError(f"{step!r} is neither a step nor 'latest'.")
+    there = sorted({k for s, k in table if s == step})
+    for wanted in (kind,) if kind is not None else READ_ORDER:
+        if wanted in there:
+            return table[step, wanted], wanted
+    if there:
+        asked = f"kind {kind}" if kind is not None else "kind dcp or model"
+        raise KindMismatch(f"Step {step} has no {asked} in {catalog.place}; it has {', '.join(there)}.")
+    raise _missing(catalog, step, sorted({s for s, _ in table}))
+
+
+def _newest(catalog: Catalog, table: Mapping[tuple[int, Kind], Meta], kind: Kind | None) -> int:
+    kinds = (kind,) if kind is not None else READ_ORDER
+    # What the place's own order calls current comes before what was only let in.
+    current = {key for key in lineage_of(catalog).current if key[1] in kinds and key in table}
+    steps = {step for step, _ in current} or {s for s, k in table if k in kinds}
+    if steps:
+        return max(steps)
+    if table:
+        there = sorted({k for _, k in table})
+        raise KindMismatch(f"No step of {catalog.place} has kind {' or '.join(kinds)}; there are {', '.join(there)}.")
+    raise CheckpointNotFound(f"{catalog.place} holds no checkpoint.{_problems_of(catalog)}")
+
+
+def _missing(catalog: Catalog, step: int, steps: list[int]) -> CheckpointNotFound:
+    aside = [s for s in lineage_of(catalog).superseded if s.step == step]
+    if aside:
+        return CheckpointNotFound(
+            f"Step {step} of {catalog.place} is superseded: training went on from an earlier save.",
+            hint="Ask for it with `--superseded` (superseded=True), or list what is current with `ckptmirror ls`.",
+        )
+    removed = [t for t in catalog.tombstones.values() if t.step == step]
+    if removed:
+        return CheckpointNotFound(f"Step {step} was removed from {catalog.place}: {removed[0].reason}.")
+    nearest = sorted(sorted(steps, key=lambda s: abs(s - step))[:_NEAREST])
+    listed = f" The nearest are {', '.join(map(str, nearest))}." if nearest else ""
+    return CheckpointNotFound(f"{catalog.place} has no step {step}.{listed}{_problems_of(catalog)}")
+
+
+def _problems_of(catalog: Catalog) -> str:
+    listed = [f"{name}: {why}" for name, why in list(catalog.problems.items())[:3]]
+    return f" Not whole: {'; '.join(listed)}." if listed else ""

@@ -1,0 +1,262 @@
+"""Claiming a run: one list of attempts per place, by which a newer attempt fences an older one.
+
+The list lies in ``.ckptmirror/attempts.json`` of the root and in ``writer.json`` of each mirror (DESIGN.md §3, "Claiming a run").
+
+Rules:
+* Lists only grow. Every write carries the generation that was read; a lost race is read again, a bounded number of times.
+* An attempt is added *undecided* to each mirror that answers before anything is listed, voted or loaded; its parent is
+  written when that is known. Undecided attempts do not count in the lineage.
+* Whoever meets an attempt that it did not know when it claimed is fenced, for good.
+* A mirror that was down is claimed later, before anything is committed there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
+from ckptmirror.core.errors import (
+    AttemptFenced,
+    ConfigError,
+    LineageError,
+    ObjectNotFound,
+    PreconditionFailed,
+    Temporary,
+)
+from ckptmirror.core.lineage import merge_attempts, next_number
+from ckptmirror.core.model import Attempt, AttemptList, SaveRef, new_id
+from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.local import files
+
+__all__ = ["RunClaim", "publish_attempts", "read_local_attempts", "read_mirror_attempts"]
+
+_LIST_LIMIT_BYTES = 16 * 1024 * 1024
+_RACES_LIMIT = 20
+
+
+def read_local_attempts(root: Path) -> AttemptList | None:
+    """Read the root's list of attempts; None if there is none.
+
+    Raises:
+        BrokenMeta: The list cannot be trusted.
+    """
+    try:
+        data = files.read_limited(root / names.ATTEMPTS_NAME, _LIST_LIMIT_BYTES)
+    except FileNotFoundError:
+        return None
+    return attempts_from_bytes(data)
+
+
+def read_mirror_attempts(mirror: Mirror) -> tuple[AttemptList | None, int]:
+    """Read a mirror's list of attempts and its generation; ``(None, 0)`` if there is none.
+
+    Raises:
+        BrokenMeta: The list cannot be trusted.
+        StoreTemporary: The mirror does not answer.
+    """
+    try:
+        data, info = mirror.store.read(names.WRITER_NAME, limit_bytes=_LIST_LIMIT_BYTES)
+    except ObjectNotFound:
+        return None, 0
+    return attempts_from_bytes(data), info.generation
+
+
+class _MetUnknownAttempt(Exception):
+    def __init__(self, mirror: Mirror, unknown: Sequence[Attempt]) -> None:
+        self.mirror, self.unknown = mirror, unknown
+
+
+class RunClaim:
+    """This process's attempt at the run, as the lists show it.
+
+    Attributes:
+        attempt: This attempt; ``attempt.decided`` becomes True with :meth:`decide`.
+        known: Every attempt known when the claim was made, without this one. It never changes.
+        unclaimed: Mirrors that did not answer yet, by URL, with the reason.
+        fenced: The reason, once a newer attempt was met.
+    """
+
+    def __init__(self, root: Path, known: AttemptList, attempt: Attempt) -> None:
+        self.root = root
+        self.known = known
+        self.attempt = attempt
+        self.unclaimed: dict[str, str] = {}
+        self.fenced: str | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self.known.run_id
+
+    @property
+    def attempts(self) -> AttemptList:
+        """Every attempt that counts for this process: those known at the claim, and itself."""
+        return AttemptList(self.run_id, (*self.known.attempts, self.attempt))
+
+    @classmethod
+    def make(
+        cls, root: Path, mirrors: Sequence[Mirror], rebuild: Callable[[Path, Sequence[Mirror]], AttemptList | None]
+    ) -> RunClaim:
+        """Claim the run: read all lists, then add an undecided attempt to each mirror that answers, in order.
+
+        The caller holds the root lock. If no mirror answers, the local list alone serves. ``rebuild`` is asked where all
+        lists are lost.
+
+        Raises:
+            ConfigError: A mirror belongs to another run.
+            AttemptFenced: Another attempt claims the same run at the same time, and is newer.
+        """
+        for _ in range(_RACES_LIMIT):
+            claim = cls._read(root, mirrors, rebuild)
+            try:
+                claim._announce_first(mirrors)
+            except _MetUnknownAttempt:
+                continue  # lost the race for the first mirror: nothing of ours stands anywhere yet
+            claim._write_local()
+            return claim
+        raise AttemptFenced("Other attempts of this run keep starting at the same time.")
+
+    @classmethod
+    def _read(
+        cls, root: Path, mirrors: Sequence[Mirror], rebuild: Callable[[Path, Sequence[Mirror]], AttemptList | None]
+    ) -> RunClaim:
+        lists: list[AttemptList] = []
+        unclaimed: dict[str, str] = {}
+        local = read_local_attempts(root)
+        if local is not None:
+            lists.append(local)
+        for mirror in mirrors:
+            try:
+                there, _ = read_mirror_attempts(mirror)
+            except Temporary as error:
+                unclaimed[mirror.url] = str(error)
+                continue
+            if there is None:
+                continue
+            if lists and lists[0].run_id != there.run_id:
+                raise ConfigError(
+                    f"{mirror.url} holds run {there.run_id[:8]}, but {root} or an earlier mirror holds run "
+                    f"{lists[0].run_id[:8]}.",
+                    hint="Give each run a root and a mirror prefix of its own.",
+                )
+            lists.append(there)
+        if not lists:
+            answering = [mirror for mirror in mirrors if mirror.url not in unclaimed]
+            lists += filter(None, [rebuild(root, answering)])
+        known = merge_attempts(*lists) if lists else AttemptList(new_id())
+        claim = cls(root, known, Attempt(new_id(), next_number(known), None, decided=False))
+        claim.unclaimed = unclaimed
+        return claim
+
+    def _announce_first(self, mirrors: Sequence[Mirror]) -> None:
+        announced = False
+        for mirror in mirrors:
+            if mirror.url in self.unclaimed:
+                continue
+            try:
+                self._announce(mirror)
+                announced = True
+            except Temporary as error:
+                self.unclaimed[mirror.url] = str(error)
+            except _MetUnknownAttempt as met:
+                if announced:
+                    raise self._fence(met) from None
+                raise
+
+    def decide(self, parent: SaveRef | None, mirrors: Sequence[Mirror]) -> None:
+        """Record where this attempt starts from, on each mirror that answers and locally.
+
+        A mirror that does not answer now is told before the next commit there.
+
+        Raises:
+            AttemptFenced: A newer attempt was met.
+        """
+        self.attempt = replace(self.attempt, parent=parent, decided=True)
+        for mirror in mirrors:
+            try:
+                self.confirm(mirror)
+            except Temporary as error:
+                self.unclaimed[mirror.url] = str(error)
+        self._write_local()
+
+    def confirm(self, mirror: Mirror) -> None:
+        """Ask the mirror whether this attempt is still the newest, and claim it there if that was not done yet.
+
+        Raises:
+            AttemptFenced: It is not. Raised at every later call too.
+            StoreTemporary: The mirror does not answer.
+        """
+        with self._lock:
+            if self.fenced is not None:
+                raise AttemptFenced(self.fenced)
+            try:
+                self._announce(mirror)
+            except _MetUnknownAttempt as met:
+                raise self._fence(met) from None
+            except LineageError as error:
+                raise ConfigError(f"{mirror.url}: {error}", hint="Give each run a mirror prefix of its own.") from error
+            self.unclaimed.pop(mirror.url, None)
+
+    def _fence(self, met: _MetUnknownAttempt) -> AttemptFenced:
+        newest = max(met.unknown, key=lambda attempt: (attempt.number, attempt.id))
+        self.fenced = (
+            f"Attempt {newest.number} ({newest.id[:8]}) of this run has started and is listed on {met.mirror.url}; "
+            f"this is attempt {self.attempt.number} ({self.attempt.id[:8]})."
+        )
+        return AttemptFenced(self.fenced)
+
+    def _announce(self, mirror: Mirror) -> None:
+        """Make the mirror's list hold everything known and this attempt as it stands."""
+        known_ids = {attempt.id for attempt in self.attempts.attempts}
+        for _ in range(_RACES_LIMIT):
+            there, generation = read_mirror_attempts(mirror)
+            unknown = [a for a in there.attempts if a.id not in known_ids] if there else []
+            if unknown:
+                raise _MetUnknownAttempt(mirror, unknown)
+            wanted = merge_attempts(there, self.attempts) if there else self.attempts
+            if there is not None and attempts_to_bytes(there) == attempts_to_bytes(wanted):
+                return
+            try:
+                mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
+            except PreconditionFailed:
+                continue  # another writer, or our own write whose answer was lost: the next read tells
+            return
+        raise Temporary(f"{mirror.url}/{names.WRITER_NAME} keeps changing.")
+
+    def _write_local(self) -> None:
+        path = self.root / names.ATTEMPTS_NAME
+        data = attempts_to_bytes(self.attempts)
+        files.write_bytes(path, data, save_id=self.attempt.id, replace=True)
+
+
+def publish_attempts(root: Path, mirror: Mirror) -> None:
+    """Let the mirror's list hold every attempt that the root's list holds. For a drain, which is no attempt itself.
+
+    Raises:
+        StoreTemporary: The mirror does not answer.
+        ConfigError: The mirror belongs to another run.
+    """
+    local = read_local_attempts(root)
+    for _ in range(_RACES_LIMIT):
+        there, generation = read_mirror_attempts(mirror)
+        if local is None:
+            return
+        if there is not None and there.run_id != local.run_id:
+            raise ConfigError(
+                f"{mirror.url} holds run {there.run_id[:8]}, but {root} holds run {local.run_id[:8]}.",
+                hint="Give each run a mirror prefix of its own.",
+            )
+        wanted = merge_attempts(there, local) if there else local
+        if there is not None and attempts_to_bytes(there) == attempts_to_bytes(wanted):
+            return
+        try:
+            mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
+        except PreconditionFailed:
+            continue
+        return
+    raise Temporary(f"{mirror.url}/{names.WRITER_NAME} keeps changing.")

@@ -1,0 +1,192 @@
+"""Drain: finish what the table has pending, from any process, with or without a trainer.
+
+Rules:
+* A drain is no attempt: it fences nobody and is fenced by nobody. Before it commits anything on a mirror it lets the
+  mirror's list of attempts hold the root's, so that the lineage is known there.
+* It shares the table with a live trainer by claims; only if no trainer holds the root does it also reconcile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmirror.core import events
+from ckptmirror.core.errors import CheckpointNotFound, ConfigError, NoTable, RootLocked
+from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.flow.catalog import local_catalog
+from ckptmirror.flow.claim import publish_attempts
+from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
+from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
+from ckptmirror.flow.status import table_path
+from ckptmirror.flow.workers import UploadWorkers, still_moving, unsettled
+from ckptmirror.local import files
+from ckptmirror.local.lock import RootLock
+from ckptmirror.local.uploads import UploadsTable
+
+__all__ = ["DrainReport", "Drained", "drain", "push"]
+
+_STOP_S = 30.0
+
+
+@dataclass(frozen=True)
+class Drained:
+    """How far a drain is: files and bytes of the mirrors that it serves."""
+
+    files_done: int
+    files_total: int
+    bytes_done: int
+    bytes_total: int
+
+
+@dataclass(frozen=True)
+class DrainReport:
+    """How a drain ended.
+
+    Attributes:
+        pending: Files that could still become verified.
+        failed: ``mirror: path: reason`` of each file that failed for good.
+    """
+
+    drained: Drained
+    pending: int
+    failed: tuple[str, ...]
+
+
+def drain(
+    root: Path,
+    *,
+    only: Sequence[str] = (),
+    retry: bool = True,
+    timeout_s: float = float("inf"),
+    state_dir: Path | None = None,
+    bus: events.EventBus | None = None,
+    on_progress: Callable[[Drained], None] | None = None,
+) -> DrainReport:
+    """Upload and verify what is pending under ``root``.
+
+    Args:
+        only: Mirror URLs to serve; empty: all that the table knows.
+        retry: Try failed uploads once more.
+        timeout_s: Give up waiting after so many seconds; what is pending stays pending.
+
+    Raises:
+        NoTable: ckptmirror has not saved here.
+    """
+    table = _open(root, state_dir)
+    try:
+        specs = [MirrorSpec(row.url, row.required) for row in table.mirrors()]
+        wanted = {spec.url for spec in mirror_specs(only)}
+        if unknown := wanted - {spec.url for spec in specs}:
+            raise ConfigError(
+                f"{', '.join(sorted(unknown))} is no mirror of {root}.", hint="Use `ckptmirror push` to add a mirror."
+            )
+        mirrors = open_mirrors(spec for spec in specs if not wanted or spec.url in wanted)
+        try:
+            _reconcile_if_free(root, table, specs, mirrors)
+            if retry:
+                table.retry_failed()
+            return _run(root, table, mirrors, timeout_s, bus or events.EventBus(), on_progress)
+        finally:
+            close_mirrors(mirrors)
+    finally:
+        table.close()
+
+
+def push(
+    root: Path,
+    mirror: str,
+    *,
+    step: int | None = None,
+    timeout_s: float = float("inf"),
+    state_dir: Path | None = None,
+    on_progress: Callable[[Drained], None] | None = None,
+) -> DrainReport:
+    """Mirror whole saves of a root to ``mirror``, whether or not a trainer ever used it.
+
+    Args:
+        step: Only the saves of this step; None: all.
+
+    Raises:
+        CheckpointNotFound: There is no such save.
+    """
+    (spec,) = mirror_specs([mirror])
+    metas = [meta for meta in local_catalog(root).saves.values() if step is None or meta.step == step]
+    if not metas:
+        raise CheckpointNotFound(f"{root} holds no whole save" + (f" of step {step}." if step is not None else "."))
+    files.make_dirs(table_path(root, state_dir).parent)
+    table = UploadsTable.open(table_path(root, state_dir), create=True)
+    try:
+        known = [(row.url, row.required) for row in table.mirrors()]
+        if spec.url not in [url for url, _ in known]:
+            table.set_mirrors([*known, (spec.url, False if known else spec.required)])
+        add_missing_records(table, [spec], metas)
+    finally:
+        table.close()
+    return drain(root, only=[spec.url], timeout_s=timeout_s, state_dir=state_dir, on_progress=on_progress)
+
+
+def _open(root: Path, state_dir: Path | None) -> UploadsTable:
+    path = table_path(root, state_dir)
+    if not path.exists():
+        raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
+    return UploadsTable.open(path)
+
+
+def _reconcile_if_free(
+    root: Path, table: UploadsTable, specs: Sequence[MirrorSpec], mirrors: Sequence[Mirror]
+) -> None:
+    lock = RootLock(root)
+    try:
+        lock.acquire({"verb": "drain"})
+    except RootLocked:
+        return  # a live trainer looks after its root itself
+    try:
+        reconcile(root, table, specs)
+        carry_on(root, table, mirrors)
+    finally:
+        lock.release()
+
+
+def _run(
+    root: Path,
+    table: UploadsTable,
+    mirrors: Sequence[Mirror],
+    timeout_s: float,
+    bus: events.EventBus,
+    on_progress: Callable[[Drained], None] | None,
+) -> DrainReport:
+    workers = UploadWorkers(root, table, mirrors, bus, lambda mirror: publish_attempts(root, mirror))
+    urls = [mirror.url for mirror in mirrors]
+    deadline = time.monotonic() + timeout_s
+
+    def done() -> bool:
+        if on_progress is not None:
+            on_progress(_progress(table, urls))
+        return not still_moving(table, urls)
+
+    workers.start()
+    try:
+        workers.wait_until_verified(done, max(0.0, deadline - time.monotonic()))
+    finally:
+        workers.stop(_STOP_S)
+    failed = [
+        f"{record.mirror}: {record.path}: {record.last_error}"
+        for record in table.records(state=RecordState.FAILED)
+        if record.mirror in urls
+    ]
+    pending = unsettled(table, urls) - len(failed)
+    return DrainReport(_progress(table, urls), pending, tuple(failed))
+
+
+def _progress(table: UploadsTable, urls: Sequence[str]) -> Drained:
+    rows = [count for count in table.summary().counts if count.mirror in urls]
+    settled = [row for row in rows if row.state in (RecordState.VERIFIED, RecordState.REMOVED, RecordState.SKIPPED)]
+    return Drained(
+        files_done=sum(row.records for row in settled),
+        files_total=sum(row.records for row in rows),
+        bytes_done=sum(row.size_bytes for row in settled),
+        bytes_total=sum(row.size_bytes for row in rows),
+    )

@@ -1,0 +1,97 @@
+"""The emergency snapshot: every rank by itself, to local disk, within the grace period.
+
+Rules:
+* No collective: a rank may be alone by now. What ranks must share follows from what they know already (the save id is a
+  digest of attempt, number and step) or is settled by the file system (the first rank's directory name wins).
+* A rank's files are written first, its meta last; the snapshot is whole when the metas of all ranks are there.
+* It goes to local disk only, and says so: nothing here needs a mirror.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptmirror.core import events, names
+from ckptmirror.core.codec import meta_to_bytes, plain_values
+from ckptmirror.core.errors import NameTaken
+from ckptmirror.core.model import Attempt, Meta
+from ckptmirror.local import files
+
+if TYPE_CHECKING:
+    from ckptmirror.formats.train_state import TrainState
+
+__all__ = ["emergency_save_id", "save_emergency"]
+
+
+def emergency_save_id(attempt: Attempt, number: int, step: int) -> str:
+    """Return the save id that every rank computes alike: 32 hex digits of a SHA-256."""
+    text = f"emergency {attempt.id} {number} {step}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def save_emergency(
+    root: Path,
+    state: TrainState,
+    *,
+    run_id: str,
+    attempt: Attempt,
+    number: int,
+    step: int,
+    rank: int,
+    world_size: int,
+    bus: events.EventBus,
+) -> Path:
+    """Write this rank's part of the emergency snapshot, durable on return; give its directory.
+
+    Raises:
+        LocalStorageFull: There is no room; earlier saves are untouched.
+    """
+    from ckptmirror.formats.emergency import write_emergency
+
+    save_id = emergency_save_id(attempt, number, step)
+    directory = root / _agreed_name(root, save_id, step)
+    files.make_dirs(directory)
+    artifacts = tuple(write_emergency(state, directory, save_id=save_id, rank=rank, world_size=world_size, step=step))
+    meta = Meta(
+        run_id=run_id,
+        attempt=attempt,
+        step=step,
+        save_id=save_id,
+        save_number=number,
+        kinds=("emergency",),
+        world_size=world_size,
+        nodes=1,
+        node=0,
+        artifacts=artifacts,
+        training_config=plain_values(state.training_config or {}),
+        created_at_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    files.write_bytes(directory / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=save_id)
+    if all((directory / names.emergency_meta_name(other)).exists() for other in range(world_size)):
+        files.replace_link(root / names.LATEST_NAME, directory.name)
+    bus.emit(
+        events.EmergencySaved(
+            step=step, rank=rank, save_id=save_id, size_bytes=sum(a.digest.size_bytes for a in artifacts)
+        )
+    )
+    return directory
+
+
+def _agreed_name(root: Path, save_id: str, step: int) -> str:
+    """Let the first rank of the node name the directory; the others read the name."""
+    note = root / names.CONTROL_DIR / f"emergency-{save_id[:8]}.json"
+    utc = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    mine = json.dumps({"directory": names.emergency_dir_name(step, utc)}).encode()
+    try:
+        files.write_bytes(note, mine, save_id=save_id)
+    except NameTaken:
+        mine = files.read_limited(note, 4096)
+    name = str(json.loads(mine)["directory"])
+    parsed = names.parse_name(name)
+    if parsed is None or parsed.role != "emergency" or parsed.step != step:
+        raise NameTaken(f"{note} does not name an emergency directory of step {step}.")
+    return name

@@ -1,0 +1,123 @@
+"""SaveHandle: what the caller of ``save`` can wait for, and where a failure in the background reaches it.
+
+Rules:
+* A save passes ``copied``, ``committed``, ``mirrored`` in that order, or fails; a handle belongs to one save id for ever.
+* Every wait has a limit.
+* A failure that nobody waited for is raised by the next ``save``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from ckptmirror.core.errors import BackgroundSaveFailed, CkptMirrorError, UsageError, WaitTimeout
+from ckptmirror.core.model import Kind
+
+__all__ = ["DEFAULT_WAIT_S", "Phase", "SaveHandle"]
+
+Phase = Literal["copied", "committed", "mirrored"]
+_PHASES: tuple[Phase, ...] = ("copied", "committed", "mirrored")
+DEFAULT_WAIT_S = 1800.0
+
+
+class SaveHandle:
+    """One save, as its caller sees it.
+
+    Attributes:
+        step: The save's step.
+        kinds: What it writes.
+        save_id: Known once the ranks have agreed on it, so at the latest when the save is committed.
+    """
+
+    def __init__(self, step: int, kinds: tuple[Kind, ...]) -> None:
+        self.step = step
+        self.kinds = kinds
+        self.save_id: str | None = None
+        self._state = threading.Condition()
+        self._reached = -1
+        self._error: BaseException | None = None
+        self._observed = False
+        self._mirrored: Callable[[str, float], bool] | None = None
+
+    def done(self, phase: Phase = "committed") -> bool:
+        """Say whether the phase is reached; False while it is not, and for ever if the save failed before it."""
+        if phase == "mirrored" and self._reached == _PHASES.index("committed"):
+            self._ask_mirrored(0.0)
+        return self._reached >= _PHASES.index(phase)
+
+    def wait(self, until: Phase = "committed", timeout_s: float = DEFAULT_WAIT_S) -> SaveHandle:
+        """Wait until the save is ``"copied"`` to host memory, ``"committed"`` on local disk, or ``"mirrored"``, verified on
+        every required mirror.
+
+        Raises:
+            BackgroundSaveFailed: The save failed; the cause is attached.
+            WaitTimeout: ``timeout_s`` seconds passed.
+        """
+        if until not in _PHASES:
+            raise UsageError(f"A save is never {until!r}; wait for one of {', '.join(_PHASES)}.")
+        deadline = time.monotonic() + timeout_s
+        local = min(_PHASES.index(until), _PHASES.index("committed"))
+        with self._state:
+            reached = self._state.wait_for(lambda: self._reached >= local or self._error is not None, timeout_s)
+            if self._error is not None:
+                self._observed = True
+                raise self._failure() from self._error
+        if reached and until == "mirrored":
+            reached = self.done("mirrored") or self._ask_mirrored(max(0.0, deadline - time.monotonic()))
+        if not reached:
+            raise WaitTimeout(f"Step {self.step} was not {until} within {timeout_s:g} s.")
+        return self
+
+    def _ask_mirrored(self, timeout_s: float) -> bool:
+        if self._mirrored is None or self.save_id is None or not self._mirrored(self.save_id, timeout_s):
+            return False
+        self.reach("mirrored")
+        return True
+
+    def _failure(self) -> BackgroundSaveFailed:
+        hint = self._error.hint if isinstance(self._error, CkptMirrorError) else None
+        return BackgroundSaveFailed(f"The save of step {self.step} failed: {self._error}", hint=hint)
+
+    # -- called by the save in the background ---------------------------------------------------------------
+
+    def on_mirrored(self, ask: Callable[[str, float], bool]) -> None:
+        """Set the function that waits up to so many seconds for a save id to be verified on every required mirror."""
+        self._mirrored = ask
+
+    def reach(self, phase: Phase) -> None:
+        """Note that the phase is reached."""
+        with self._state:
+            self._reached = max(self._reached, _PHASES.index(phase))
+            self._state.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the save failed."""
+        with self._state:
+            self._error = error
+            self._state.notify_all()
+
+    def wait_over(self, timeout_s: float = DEFAULT_WAIT_S) -> None:
+        """Wait until the save is committed or failed, without raising its error.
+
+        Raises:
+            WaitTimeout: It is still in flight.
+        """
+        with self._state:
+            over = self._state.wait_for(
+                lambda: self._error is not None or self._reached >= _PHASES.index("committed"), timeout_s
+            )
+        if not over:
+            raise WaitTimeout(f"The save of step {self.step} is still in flight after {timeout_s:g} s.")
+
+    def raise_unobserved(self) -> None:
+        """Raise the failure once, if nobody has seen it.
+
+        Raises:
+            BackgroundSaveFailed: The save failed.
+        """
+        if self._error is not None and not self._observed:
+            self._observed = True
+            raise self._failure() from self._error

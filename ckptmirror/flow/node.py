@@ -1,0 +1,273 @@
+"""What the leader of a node owns: the lock, the table, the claim of the run, the uploader, the rotator.
+
+Rules:
+* Opened in an order in which a failure leaves nothing held: lock, table, reconcile, mirrors, claim.
+* Closing needs no other rank and no mirror. What is not uploaded stays in the table, and the next start carries on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckptmirror.core import events, names
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, DeadlinePassed
+from ckptmirror.core.model import Meta, SaveRef
+from ckptmirror.core.retention import Retention
+from ckptmirror.flow.catalog import rebuild_attempts
+from ckptmirror.flow.claim import RunClaim
+from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
+from ckptmirror.flow.reconcile import carry_on, reconcile
+from ckptmirror.flow.rotate import RotationReport, rotate
+from ckptmirror.flow.status import table_path
+from ckptmirror.flow.workers import UploadWorkers, still_moving, unsettled
+from ckptmirror.local import files
+from ckptmirror.local.lock import RootLock
+from ckptmirror.local.uploads import RootIdentity, UploadsTable
+
+__all__ = ["Node", "open_table"]
+
+_log = logging.getLogger("ckptmirror")
+_STOP_WORKERS_S = 10.0
+_ROTATE_WAIT_S = 60.0
+
+
+def open_table(root: Path, state_dir: Path | None = None) -> UploadsTable:
+    """Open the root's pending-uploads table, or make it; in ``state_dir`` where the root is a network file system.
+
+    A broken table is moved aside, never deleted, and made anew: it is a cache of facts, and what it does not know counts
+    as not durable until the mirrors were asked again.
+    """
+    path = table_path(root, state_dir)
+    files.make_dirs(path.parent)
+    try:
+        return UploadsTable.open(path, create=True)
+    except BrokenTable as error:
+        aside = UploadsTable.set_aside(path)
+        _log.error("%s It lies now at %s; its facts are gathered anew from disk and mirrors.", error, aside)
+        return UploadsTable.open(path, create=True)
+
+
+class Node:
+    """The leader's side of one root."""
+
+    def __init__(
+        self,
+        root: Path,
+        specs: Sequence[MirrorSpec],
+        retention: Retention,
+        bus: events.EventBus,
+        *,
+        state_dir: Path | None = None,
+        workers_per_mirror: int = 2,
+    ) -> None:
+        self.root = root
+        self.specs = list(specs)
+        self.retention = retention
+        self.claim: RunClaim | None = None
+        self._bus = bus
+        bus.subscribe(self._on_event)
+        self._workers_per_mirror = workers_per_mirror
+        self._workers: UploadWorkers | None = None
+        self._rotator: _Rotator | None = None
+        files.make_dirs(root / names.CONTROL_DIR)
+        self.lock = RootLock(root)
+        self.lock.acquire(
+            {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+        )
+        try:
+            self.table = open_table(root, state_dir)
+            self.table.set_mirrors([(spec.url, spec.required) for spec in specs])
+            self.reconciled = reconcile(root, self.table, self.specs)
+            self.mirrors: list[Mirror] = open_mirrors(self.specs)
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def start_claim(self) -> RunClaim:
+        """Claim the run on every mirror that answers; see RunClaim.make."""
+        self._stop_services()
+        self.claim = RunClaim.make(self.root, self.mirrors, rebuild_attempts)
+        self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))
+        for url, reason in self.claim.unclaimed.items():
+            _log.warning("%s does not answer and is claimed later: %s", url, reason)
+            self._bus.emit(events.MirrorUnreachable(mirror=url, reason=reason))
+        return self.claim
+
+    def decide(self, parent: SaveRef | None) -> None:
+        """Record where the attempt starts from, then let uploads and rotation run."""
+        claim = self._claimed()
+        claim.decide(parent, self.mirrors)
+        self._workers = UploadWorkers(
+            self.root,
+            self.table,
+            self.mirrors,
+            self._bus,
+            claim.confirm,
+            workers_per_mirror=self._workers_per_mirror,
+            on_fenced=self._on_fenced,
+        )
+        self._rotator = _Rotator(self)
+        self._rotator.start()
+        self._workers.start()
+        self.write_status("running")
+
+    def fenced(self) -> str | None:
+        """The reason why this attempt may commit nothing more, if there is one."""
+        return self.claim.fenced if self.claim is not None else None
+
+    def on_commit(self, meta: Meta) -> None:
+        """A save is committed: upload it, see what may be rotated."""
+        if self._workers is not None:
+            self._workers.notify()
+        if self._rotator is not None:
+            self._rotator.wake()
+        self.write_status("running", last_step=meta.step)
+
+    def wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
+        """Wait until a save (or everything, if None) is verified on every required mirror; False if it is not by then, or
+        as soon as what is left has failed for good.
+        """
+        if self._workers is None:
+            return False
+        self._workers.wait_until_verified(lambda: not still_moving(self.table, self._required(), save_id), timeout_s)
+        return not self.unsafe_records(save_id)
+
+    def unsafe_records(self, save_id: str | None = None) -> int:
+        """Count the records of required mirrors, of one save or of all, that are not settled."""
+        return unsettled(self.table, self._required(), save_id)
+
+    def _required(self) -> set[str]:
+        return {spec.url for spec in self.specs if spec.required}
+
+    def rotate_now(self, timeout_s: float) -> RotationReport:
+        """Wait up to ``timeout_s`` seconds for pending uploads, then rotate."""
+        if self._workers is not None:
+            self._workers.wait_until_verified(lambda: not still_moving(self.table, self._required()), timeout_s)
+        return self.rotate()
+
+    def rotate(self, *, dry_run: bool = False) -> RotationReport:
+        """Rotate now, without waiting."""
+        attempts = self.claim.attempts if self.claim is not None else None
+        return rotate(
+            self.root, self.table, self.mirrors, self.retention, attempts=attempts, bus=self._bus, dry_run=dry_run
+        )
+
+    def write_status(self, status: str, **more: object) -> None:
+        """Leave ``.ckptmirror/status.json`` for people and monitors. A failure to do so is only logged."""
+        facts = {
+            "status": status,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "attempt": self.claim.attempt.number if self.claim is not None else None,
+            "fenced": self.fenced(),
+            "at_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+            **more,
+        }
+        try:
+            data = json.dumps(facts, indent=1, sort_keys=True).encode() + b"\n"
+            token = self.claim.attempt.id if self.claim is not None else "0" * 32
+            files.write_bytes(self.root / names.STATUS_NAME, data, save_id=token, replace=True)
+        except CkptMirrorError as error:
+            _log.warning("status.json was not written: %s", error)
+
+    def finish(self, timeout_s: float, *, stopped: bool) -> None:
+        """Upload what is pending within ``timeout_s`` seconds, then let everything go.
+
+        Raises:
+            DeadlinePassed: The run finished (it was not stopped) and something is not verified on a required mirror.
+        """
+        try:
+            if not stopped:
+                self.wait_mirrored(None, timeout_s)
+            pending = self.unsafe_records() if self.specs else 0
+            if self._workers is not None:
+                self._workers.notify()
+            self.write_status("stopped" if stopped else ("finished" if not pending else "incomplete"), pending=pending)
+        finally:
+            self.close()
+        if pending:
+            message = f"{pending} files of {self.root} are not verified on their mirrors."
+            if not stopped:
+                raise DeadlinePassed(message, hint=f"Finish them with `ckptmirror drain --root {self.root}`.")
+            _log.warning("%s `ckptmirror drain --root %s`, or the next start, finishes them.", message, self.root)
+
+    def close(self) -> None:
+        """Stop the threads, free the table, the stores and the lock."""
+        try:
+            self._stop_services()
+            self.table.close()
+            close_mirrors(self.mirrors)
+        finally:
+            self.lock.release()
+
+    def _stop_services(self) -> None:
+        if self._rotator is not None:
+            self._rotator.stop()
+            self._rotator = None
+        if self._workers is not None:
+            self._workers.stop(_STOP_WORKERS_S)
+            self._workers = None
+
+    def _on_fenced(self, reason: str) -> None:
+        claim = self._claimed()
+        self._bus.emit(events.Fenced(attempt=claim.attempt.number, reason=reason))
+        self.write_status("fenced", reason=reason)
+
+    def _on_event(self, event: object) -> None:
+        if isinstance(event, events.MirrorCommitted) and self._rotator is not None:
+            self._rotator.wake()
+
+    def _claimed(self) -> RunClaim:
+        if self.claim is None:
+            raise CkptMirrorError("The run is not claimed yet.", hint="Call resume() first.")
+        return self.claim
+
+
+class _Rotator:
+    """A thread that rotates after each commit and each verification; it never delays a save."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name="ckptmirror-rotate", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._wake.set()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(_ROTATE_WAIT_S)
+
+    def _work(self) -> None:
+        carried_on = False
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            if self._stopping:
+                return
+            try:
+                if not carried_on:
+                    carry_on(self._node.root, self._node.table, self._node.mirrors)
+                    carried_on = True
+                if self._node.retention.keep_last is None:
+                    continue
+                self._node.rotate()
+            except CkptMirrorError as error:
+                _log.error("nothing was rotated: %s", error)

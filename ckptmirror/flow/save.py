@@ -1,0 +1,342 @@
+"""Save: host copy now, everything else in the background, in step with the other ranks.
+
+Rules:
+* Only the capture and the host copy block the training thread. One save is in flight; the next waits for its commit.
+* The background thread talks to the other ranks over a channel of its own, three times: what is saved under which name, what
+  every rank wrote, whether it is committed. A rank that failed takes part with its error, so all ranks fail together.
+* A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptmirror.core import events, names
+from ckptmirror.core.codec import finite_metrics, plain_values
+from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, RankFailed, StepBehind
+from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
+from ckptmirror.flow.commit import commit_save, free_tag
+from ckptmirror.flow.handle import SaveHandle
+from ckptmirror.flow.mirrors import MirrorSpec
+from ckptmirror.local import files
+from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.ranks.base import Ranks
+
+if TYPE_CHECKING:
+    from ckptmirror.formats.base import Snapshot, WriteContext
+    from ckptmirror.formats.train_state import TrainState
+    from ckptmirror.ranks.host_copy import HostCopier, Lease
+
+__all__ = ["LeaderSide", "SaveRequest", "Saver"]
+
+_log = logging.getLogger("ckptmirror.save")
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What the caller asked for, beside the state."""
+
+    step: int
+    kinds: tuple[Kind, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    number: int = 0  # within the attempt; set by the saver, the same on every rank since all save in the same order
+
+
+@dataclass
+class LeaderSide:
+    """What only the node's leader has: the table, and who must hear of a commit."""
+
+    table: UploadsTable
+    mirrors: Sequence[MirrorSpec]
+    fenced: Callable[[], str | None]
+    on_commit: Callable[[Meta], None]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the ranks agree on before anything is written."""
+
+    request: SaveRequest
+    save_id: str
+    free: bool
+
+
+class Saver:
+    """Saves of one attempt, on one rank.
+
+    Args:
+        root: The local root.
+        attempt: This attempt, decided.
+        ranks: A channel that only this saver's background thread uses.
+        leader: Set on the node's leader.
+
+    Attributes:
+        last_step: The newest step of this attempt, the one it resumed from included; -1 at a start from scratch.
+    """
+
+    def __init__(
+        self, root: Path, run_id: str, attempt: Attempt, ranks: Ranks, bus: events.EventBus, leader: LeaderSide | None
+    ) -> None:
+        self.root = root
+        self.run_id = run_id
+        self.attempt = attempt
+        self.last_step = -1
+        self._number = 0
+        self._ranks = ranks
+        self._bus = bus
+        self._leader = leader
+        self._copier: HostCopier | None = None
+        self._in_flight: SaveHandle | None = None
+        self._previous_fingerprint: tuple[int, ...] | None = None
+
+    # -- on the training thread -----------------------------------------------------------------------------
+
+    def save(self, request: SaveRequest, state: TrainState) -> SaveHandle:
+        """Copy ``state`` to host memory and start the save. Blocks for an earlier save in flight and for the copy alone.
+
+        Raises:
+            StepBehind: The step is lower than this attempt's last.
+            BackgroundSaveFailed: An earlier save failed and nobody has been told.
+            AttemptFenced: A newer attempt of this run has started.
+        """
+        if request.step < self.last_step:
+            raise StepBehind(
+                f"Step {request.step} is behind step {self.last_step}, which this attempt saved already: that would be a "
+                "rewind, and a rewind is a new attempt."
+            )
+        if self._leader is not None and (fenced := self._leader.fenced()) is not None:
+            raise AttemptFenced(fenced)
+        self._wait_for_earlier()
+        started = time.perf_counter()
+        snapshot, lease = self._copy(request, state)
+        self._bus.emit(
+            events.HostCopied(
+                step=request.step, kinds=request.kinds, rank=self._ranks.rank, duration_s=time.perf_counter() - started
+            )
+        )
+        request = replace(request, number=self.next_number())
+        handle = SaveHandle(request.step, request.kinds)
+        handle.reach("copied")
+        self.last_step = request.step
+        self._in_flight = handle
+        config = dict(state.training_config or {})
+        threading.Thread(
+            target=self._in_background,
+            args=(handle, request, snapshot, lease, config),
+            name=f"ckptmirror-save-{request.step}",
+        ).start()
+        return handle
+
+    def next_number(self) -> int:
+        """Take the number of the next save of this attempt."""
+        self._number += 1
+        return self._number
+
+    def wait_over(self, timeout_s: float) -> None:
+        """Wait until no save is in flight, and raise a failure that nobody has seen."""
+        if self._in_flight is not None:
+            self._in_flight.wait_over(timeout_s)
+            self._in_flight.raise_unobserved()
+
+    def release(self) -> None:
+        """Free the kept buffers."""
+        if self._copier is not None:
+            self._copier.release()
+
+    def _wait_for_earlier(self) -> None:
+        earlier = self._in_flight
+        if earlier is None:
+            return
+        if not earlier.done() and earlier._error is None:
+            _log.warning(
+                "step %d is still being written: the next save waits. Save less often, or give the root a faster disk.",
+                earlier.step,
+            )
+        earlier.wait_over()
+        earlier.raise_unobserved()
+
+    def _copy(self, request: SaveRequest, state: TrainState) -> tuple[Snapshot, Lease]:
+        from ckptmirror.formats.capture import capture, snapshot_from_tree, snapshot_tree
+        from ckptmirror.ranks.host_copy import HostCopier
+
+        live = capture(
+            state, step=request.step, kinds=request.kinds, rank=self._ranks.rank, world_size=self._ranks.world_size
+        )
+        if self._copier is None:
+            self._copier = HostCopier()
+        lease = self._copier.copy(snapshot_tree(live))
+        try:
+            return snapshot_from_tree(lease.tree), lease
+        except BaseException:
+            lease.release()
+            raise
+
+    # -- on the background thread ---------------------------------------------------------------------------
+
+    def _in_background(
+        self, handle: SaveHandle, request: SaveRequest, snapshot: Snapshot, lease: Lease, config: Mapping[str, Any]
+    ) -> None:
+        started = time.perf_counter()
+        context: WriteContext | None = None
+        try:
+            try:
+                context = self._agree(request)
+                handle.save_id = context.save_id
+                artifacts = self._write_all(snapshot, context)
+                meta = self._commit(request, snapshot, context, artifacts, config)
+            finally:
+                lease.release()
+        except BaseException as error:  # noqa: BLE001 - every failure, of any kind, must reach the caller of save()
+            if context is not None:
+                self._remove_own_temporaries(context)
+            _log.error("the save of step %d failed: %s", request.step, error)
+            self._bus.emit(
+                events.SaveFailed(step=request.step, kinds=request.kinds, rank=self._ranks.rank, reason=str(error))
+            )
+            handle.fail(error)
+            return
+        handle.reach("committed")
+        self._bus.emit(
+            events.SaveCommitted(
+                step=request.step,
+                kinds=request.kinds,
+                rank=self._ranks.rank,
+                save_id=context.save_id,
+                size_bytes=sum(artifact.digest.size_bytes for artifact in artifacts),
+                duration_s=time.perf_counter() - started,
+            )
+        )
+        if meta is not None and self._leader is not None:
+            self._leader.on_commit(meta)
+
+    def _agree(self, request: SaveRequest) -> WriteContext:
+        """First exchange: the same request on every rank, the save id of rank 0, the tag of the node."""
+        from ckptmirror.formats.base import WriteContext
+
+        save_id = new_id()
+        free = not free_tag(self.root, request.step, save_id) if self._ranks.is_leader else True
+        mine = _Plan(request, save_id, free)
+        plans = self._ranks.exchange(mine, what=f"agree on the save of step {request.step}")
+        for rank, plan in enumerate(plans):
+            theirs, ours = plan.request, request
+            if (theirs.step, theirs.kinds, theirs.number) != (ours.step, ours.kinds, ours.number):
+                raise RankFailed(
+                    f"Rank {rank} saves step {plan.request.step} {plan.request.kinds} while rank {self._ranks.rank} saves "
+                    f"step {request.step} {request.kinds}.",
+                    hint="Call save() with the same step and kinds on every rank.",
+                )
+        chosen = plans[0]
+        leader_of_node = self._ranks.rank - self._ranks.local_rank
+        tag = "" if plans[leader_of_node].free else chosen.save_id[:8]
+        return WriteContext(
+            root=self.root,
+            name=names.SaveName(request.step, tag),
+            save_id=chosen.save_id,
+            kinds=request.kinds,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            is_leader=self._ranks.is_leader,
+            torch_group=self._ranks.torch_group,
+        )
+
+    def _write_all(self, snapshot: Snapshot, context: WriteContext) -> list[Artifact]:
+        """Write and seal this rank's files; second exchange: every rank's report."""
+        from ckptmirror.formats import get_format
+        from ckptmirror.formats.sidecars import write_sidecars
+
+        mine: list[Artifact] = []
+        failure: BaseException | None = None
+        try:
+            for kind in context.kinds:
+                mine += get_format(kind).write(snapshot, context)
+            mine += write_sidecars(snapshot, context)
+        except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+            failure = error
+        reports = self._ranks.exchange(mine, what=f"report the files of step {context.name.step}", error=failure)
+        return [artifact for report in reports for artifact in report]
+
+    def _commit(
+        self,
+        request: SaveRequest,
+        snapshot: Snapshot,
+        context: WriteContext,
+        artifacts: list[Artifact],
+        config: Mapping[str, Any],
+    ) -> Meta | None:
+        """The leader commits; third exchange: all ranks learn whether it did."""
+        meta: Meta | None = None
+        failure: BaseException | None = None
+        if self._leader is not None:
+            try:
+                meta = self._lead(self._leader, request, snapshot, context, artifacts, config)
+            except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+                failure = error
+        self._ranks.exchange(None, what=f"commit step {request.step}", error=failure)
+        return meta
+
+    def _lead(
+        self,
+        leader: LeaderSide,
+        request: SaveRequest,
+        snapshot: Snapshot,
+        context: WriteContext,
+        artifacts: list[Artifact],
+        config: Mapping[str, Any],
+    ) -> Meta:
+        from ckptmirror.formats import get_format
+        from ckptmirror.formats.capture import architecture_hash
+
+        for kind in context.kinds:
+            get_format(kind).check(context, artifacts)
+        metrics, dropped = finite_metrics(request.metrics)
+        if dropped:
+            _log.warning("step %d: the metrics %s are not finite and are left out", request.step, ", ".join(dropped))
+        meta = Meta(
+            run_id=self.run_id,
+            attempt=self.attempt,
+            step=request.step,
+            save_id=context.save_id,
+            save_number=request.number,
+            kinds=request.kinds,
+            world_size=self._ranks.world_size,
+            nodes=self._ranks.nodes,
+            node=self._ranks.node,
+            artifacts=tuple(sorted(artifacts, key=lambda artifact: artifact.path)),
+            tag=context.name.tag,
+            training_config=plain_values(config),
+            architecture_hash=architecture_hash(snapshot),
+            metrics=metrics,
+            fields=plain_values(request.fields),
+            created_at_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        if (fenced := leader.fenced()) is not None:
+            raise AttemptFenced(fenced)
+        commit_save(self.root, leader.table, leader.mirrors, meta)
+        self._warn_if_identical(meta)
+        return meta
+
+    def _warn_if_identical(self, meta: Meta) -> None:
+        """Two saves with the same tensors at different steps mean that training stands still."""
+        fingerprint = tuple(
+            artifact.digest.crc32c
+            for artifact in meta.artifacts
+            if (parsed := names.parse_name(artifact.path)) is not None and parsed.role == "tensors"
+        )
+        if fingerprint and fingerprint == self._previous_fingerprint:
+            _log.warning("step %d holds exactly the tensors of the save before it: is the optimizer stepping?", meta.step)
+        self._previous_fingerprint = fingerprint
+
+    def _remove_own_temporaries(self, context: WriteContext) -> None:
+        """Remove this rank's temporaries (and, on the leader, the shared ones); the first error stays the one reported."""
+        try:
+            files.remove_temporaries(self.root, context.save_id, rank=context.rank, shared=context.is_leader)
+        except (OSError, CkptMirrorError) as error:
+            _log.warning("temporaries of step %d stay until the next start: %s", context.name.step, error)

@@ -1,0 +1,152 @@
+"""Status: how much training is not yet safe, read from this node's disk alone.
+
+Rules:
+* What is not safe comes first. No record means not durable.
+* Nothing is locked and nothing is changed; a trainer may be running.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import NoTable
+from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.model import Kind
+from ckptmirror.flow.catalog import local_catalog
+from ckptmirror.local import files
+from ckptmirror.local.uploads import UploadRecord, UploadsTable
+
+__all__ = ["SaveLine", "Status", "read_status", "table_path"]
+
+_WAITING = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)
+_STATUS_LIMIT_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class SaveLine:
+    """One local save.
+
+    Attributes:
+        standing: ``current``, ``replaced``, ``superseded`` or ``unknown``.
+        safe: Whether it is verified and committed on every required mirror (False where there is none).
+        waiting: ``mirror: why`` for each required mirror that does not have it yet.
+    """
+
+    step: int
+    save_id: str
+    kinds: tuple[Kind, ...]
+    size_bytes: int
+    standing: str
+    safe: bool
+    waiting: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is saved under a root and what is not yet safe.
+
+    Attributes:
+        newest_step: The newest committed step of the lineage; None if there is none.
+        newest_safe_step: The newest that is safe; None if there is none.
+        trainer: What the trainer last wrote to ``status.json``.
+        problems: Things under the root that look like saves and are not whole.
+    """
+
+    root: Path
+    mirrors: tuple[tuple[str, bool], ...]
+    newest_step: int | None
+    newest_safe_step: int | None
+    unsafe_files: int
+    unsafe_bytes: int
+    failed_files: int
+    saves: tuple[SaveLine, ...]
+    trainer: Mapping[str, Any]
+    problems: Mapping[str, str]
+
+    def is_mirrored(self, save_id: str | None) -> bool:
+        """Whether a save (all of them, if None) is safe on every required mirror."""
+        lines = [line for line in self.saves if save_id in (None, line.save_id)]
+        return all(line.safe for line in lines if line.kinds != ("emergency",))
+
+
+def table_path(root: Path, state_dir: Path | None = None) -> Path:
+    """Where the uploads table of a root lies."""
+    return state_dir / Path(names.TABLE_NAME).name if state_dir is not None else root / names.TABLE_NAME
+
+
+def read_status(root: Path, state_dir: Path | None = None) -> Status:
+    """Read the status of a root.
+
+    Raises:
+        NoTable: ckptmirror has not saved here.
+    """
+    path = table_path(root, state_dir)
+    if not path.exists():
+        raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
+    table = UploadsTable.open(path, read_only=True)
+    try:
+        mirrors = [(row.url, row.required) for row in table.mirrors()]
+        records = table.records()
+    finally:
+        table.close()
+    required = [url for url, is_required in mirrors if is_required]
+    catalog = local_catalog(root)
+    standing = catalog.lineage().standing_by_save()
+    by_save: dict[str, list[UploadRecord]] = {}
+    for record in records:
+        by_save.setdefault(record.save_id, []).append(record)
+    saves = []
+    for meta in sorted(catalog.saves.values(), key=lambda meta: (meta.step, meta.attempt.number, meta.save_number)):
+        waiting = _waiting(by_save.get(meta.save_id, []), required)
+        saves.append(
+            SaveLine(
+                step=meta.step,
+                save_id=meta.save_id,
+                kinds=meta.kinds,
+                size_bytes=meta.size_bytes,
+                standing=standing[meta.save_id],
+                safe=bool(required) and not waiting,
+                waiting=waiting,
+            )
+        )
+    unsafe = [record for record in records if record.mirror in required and record.state in _WAITING]
+    current = [line for line in saves if line.standing == "current"]
+    return Status(
+        root=root,
+        mirrors=tuple(mirrors),
+        newest_step=max((line.step for line in current), default=None),
+        newest_safe_step=max((line.step for line in current if line.safe), default=None),
+        unsafe_files=len(unsafe),
+        unsafe_bytes=sum(record.size_bytes or 0 for record in unsafe),
+        failed_files=sum(record.state is RecordState.FAILED for record in unsafe),
+        saves=tuple(saves),
+        trainer=_trainer(root),
+        problems=catalog.problems,
+    )
+
+
+def _waiting(records: list[UploadRecord], required: list[str]) -> dict[str, str]:
+    waiting = {}
+    for url in required:
+        mine = [record for record in records if record.mirror == url]
+        open_ones = [record for record in mine if record.state in _WAITING]
+        if not mine:
+            waiting[url] = "no upload record"
+        elif open_ones:
+            worst = max(open_ones, key=lambda record: _WAITING.index(record.state))
+            error = f": {worst.last_error}" if worst.last_error else ""
+            waiting[url] = f"{len(open_ones)} of {len(mine)} files not verified ({worst.path} {worst.state.value}{error})"
+    return waiting
+
+
+def _trainer(root: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(files.read_limited(root / names.STATUS_NAME, _STATUS_LIMIT_BYTES))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}

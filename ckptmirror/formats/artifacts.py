@@ -1,0 +1,94 @@
+"""Writing one file of a save: tensors or JSON, checksummed as they are written, sealed or published.
+
+Rules:
+* The bytes go straight from the tensors' memory to the writer.
+* The first error of the disk is the one that is raised, not what torch makes of it.
+* A file that failed leaves nothing behind.
+* Sealed: complete and fsynced under its temporary name, for the node's leader to publish. Published: under its final
+  name.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.core.model import Digest
+from ckptmirror.formats.tensor_bytes import compact
+from ckptmirror.local.files import ArtifactWriter
+
+__all__ = ["ArtifactStream", "write_json", "write_pt"]
+
+
+class ArtifactStream(io.RawIOBase):
+    """An :class:`ArtifactWriter` in the form that torch writes to; it remembers the first error."""
+
+    def __init__(self, writer: ArtifactWriter) -> None:
+        super().__init__()
+        self.writer = writer
+        self.error: BaseException | None = None
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``; after an error, every further write raises the same error."""
+        if self.error is not None:
+            raise self.error
+        try:
+            return self.writer.write(data)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return self.writer.tell()
+
+    def flush(self) -> None:
+        """Do nothing: torch asks for it after every item; the writer makes the bytes durable at its end."""
+
+
+def write_pt(tree: Any, path: Path, *, save_id: str, publish: bool = False) -> Digest:
+    """Write ``tree`` (tensors and plain values) with ``torch.save`` as ``path``, sealed or published.
+
+    Raises:
+        NameTaken: ``publish``, and the path exists.
+        LocalStorageFull: The disk is full.
+    """
+    with _new_file(path, save_id) as writer:
+        stream = ArtifactStream(writer)
+        try:
+            torch.save(compact(tree), cast(IO[bytes], stream))
+        except Exception as error:
+            if stream.error is not None and stream.error is not error:
+                raise stream.error from error
+            if isinstance(error, (CkptMirrorError, OSError)):
+                raise
+            raise CkptMirrorError(f"{path.name} could not be written: {error}") from error
+        return writer.publish() if publish else writer.seal()
+
+
+def write_json(value: Any, path: Path, *, save_id: str, publish: bool = False) -> Digest:
+    """Write ``value`` as one line of ASCII JSON with sorted keys as ``path``, sealed or published."""
+    with _new_file(path, save_id) as writer:
+        writer.write(json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n")
+        return writer.publish() if publish else writer.seal()
+
+
+@contextmanager
+def _new_file(path: Path, save_id: str) -> Iterator[ArtifactWriter]:
+    writer = ArtifactWriter(path, save_id)
+    try:
+        yield writer
+    except BaseException:
+        writer.abandon()
+        raise

@@ -1,0 +1,120 @@
+"""The seam between ckptmirror and the bytes of one kind.
+
+A save is: :func:`ckptmirror.formats.capture.capture` (live tensors, on the training thread), a host copy of the result's
+tree, then :meth:`Format.write` of each kind in the background, then :meth:`Format.check` on the node's leader, which
+publishes the files when their upload records are durable (flow/commit.py). Adding a kind is one file that registers a :class:`Format`.
+
+Rules:
+* ``write`` touches only host memory and the files it names; it never talks to the training's process group.
+* Every byte is checksummed as it is written. Nothing appears under its final name before it is complete and fsynced.
+* Nothing is unpickled without an allow-list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.names import SaveName
+
+__all__ = ["Format", "LoadReport", "Snapshot", "WriteContext"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank contributes to a save. All fields are pytrees of dict/list/tuple, tensors and plain values.
+
+    Attributes:
+        model: Parameters and buffers by clean name (no ``module.``, no ``_orig_mod.``): what this rank holds (DTensors where sharded).
+        optimizer: Optimizer state keyed by parameter name (``get_optimizer_state_dict``), or None.
+        full_model: The whole unsharded model on rank 0 if kind "model" was asked for, else None. Where the model is not sharded
+            these are the very tensors of ``model``, so that a host copy that keeps aliases copies them once.
+        extra: This rank's scheduler, RNG, scaler, EMA, data position, user's extra, step.
+        sharded: Whether the ranks hold different pieces (then every rank writes its own ``optim_*``; else rank 0 alone).
+    """
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any] | None
+    full_model: dict[str, Any] | None
+    extra: dict[str, Any]
+    sharded: bool
+
+
+@dataclass(frozen=True)
+class WriteContext:
+    """Where and for whom a rank writes.
+
+    Attributes:
+        root: The local root.
+        name: Step and tag of the save's names, the same on every rank of the node.
+        save_id: 32 hex digits.
+        kinds: All kinds of this save.
+        rank: Global rank; ``world_size`` ranks in all.
+        is_leader: Whether this rank leads its node.
+        torch_group: A CPU process group of our own, used by this thread alone; None in a single process.
+    """
+
+    root: Path
+    name: SaveName
+    save_id: str
+    kinds: tuple[Kind, ...]
+    rank: int
+    world_size: int
+    is_leader: bool
+    torch_group: Any = None
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did.
+
+    Attributes:
+        step: The step of the save.
+        loaded: Which parts of the state were loaded ("model", "optimizer", "scheduler", "rng", ...).
+        missing: Parts of the state that the save does not hold, each with what was done about it.
+    """
+
+    step: int
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+class Format(Protocol):
+    """One kind of save."""
+
+    kind: Kind
+
+    def write(self, snapshot: Snapshot, context: WriteContext) -> list[Artifact]:
+        """Write this rank's files of this kind and return them, with their final paths and digests.
+
+        Files that other kinds need too (``extra_*``, ``tensors_*``) are written by ``formats.sidecars``, once a save.
+        Every file is sealed (complete, checksummed, fsynced) but left under its temporary name: a file as
+        ``core.names.tmp_name(name, save_id)`` beside its final name, a directory's files under their own names inside
+        the directory's temporary name. The node's leader publishes them all, once their records are durable.
+        """
+        ...
+
+    def check(self, context: WriteContext, artifacts: Sequence[Artifact]) -> None:
+        """On the leader, after every rank of the node reported, before publishing: structure check of what was written.
+
+        Raises:
+            IntegrityError: What is on disk does not hold together; the save is not committed.
+        """
+        ...
+
+    def load(
+        self,
+        root: Path,
+        meta: Meta,
+        state: Any,
+        *,
+        rank: int,
+        world_size: int,
+        exclude: frozenset[str],
+        torch_group: Any,
+    ) -> LoadReport:
+        """Load model and optimizer (not the sidecars) of ``meta``, whose files lie in ``root``, into ``state`` (a TrainState)."""
+        ...

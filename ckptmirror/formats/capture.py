@@ -1,0 +1,179 @@
+"""From live objects to a :class:`Snapshot`: on the training thread, before the host copy.
+
+Rules:
+* Nothing is cloned: a snapshot's tensors are the live ones, so the host copy must follow before training goes on. Only
+  the whole model of a sharded one is gathered, one parameter at a time, to the host memory of rank 0.
+* Collectives run only for that gathering, in the calling thread, in the same order on every rank.
+* Of what all ranks hold alike, rank 0's is saved: the other ranks leave out buffers (their running averages may
+  differ), extra state and EMA, and everything but the sidecar if no kind of the save asks them for more.
+* What a safe load could not read back is refused here, with its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ckptmirror.core.errors import UsageError
+from ckptmirror.core.model import Kind
+from ckptmirror.formats.base import Snapshot
+from ckptmirror.formats.names import live_parameters, live_values
+from ckptmirror.formats.optimizer_state import capture_optimizer
+from ckptmirror.formats.plain import encode
+from ckptmirror.formats.rng import capture_rng
+from ckptmirror.formats.shards import has_shards, piece_of
+from ckptmirror.formats.tensor_bytes import digest32
+from ckptmirror.formats.train_state import TrainState
+
+__all__ = [
+    "architecture_hash",
+    "capture",
+    "capture_local",
+    "fingerprint",
+    "snapshot_from_tree",
+    "snapshot_tree",
+    "walk_tensors",
+]
+
+_ARCHITECTURE = "architecture_hash"
+
+
+def capture(state: TrainState, *, step: int, kinds: Sequence[Kind], rank: int, world_size: int) -> Snapshot:  # noqa: ARG001 - the seam's signature
+    """Return what this rank contributes to a save.
+
+    All ranks call this at the same step. The tensors of the result are the live ones.
+
+    Raises:
+        UsageError: Something in ``state`` could not be loaded back; names it.
+    """
+    snapshot = capture_local(state, step=step, rank=rank)
+    whole: dict[str, Any] | None = None
+    if "model" in kinds:
+        if snapshot.sharded:
+            whole = _gather(state.model, snapshot.model, keep=rank == 0)
+        elif rank == 0:
+            whole = dict(snapshot.model)
+    model, optimizer = snapshot.model, snapshot.optimizer
+    if rank != 0 and not snapshot.sharded and "dcp" not in kinds:
+        model, optimizer = {}, None
+    elif rank != 0:
+        model = _without_shared_values(state.model, model)
+    return Snapshot(model, optimizer, whole, snapshot.extra, snapshot.sharded)
+
+
+def capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
+    """Return what this rank holds, without talking to any other rank and without the whole model."""
+    if not isinstance(state.model, torch.nn.Module):
+        raise UsageError(f"TrainState.model is a {type(state.model).__qualname__}, not a torch.nn.Module.")
+    if FullyShardedDataParallel.fsdp_modules(state.model):
+        raise UsageError(
+            "The model is wrapped by FullyShardedDataParallel, whose flat parameters cannot be saved by name.",
+            hint="Shard it with torch.distributed.fsdp.fully_shard.",
+        )
+    model = {name: encode(value, f"model.{name}") for name, value in live_values(state.model).items()}
+    optimizer = capture_optimizer(state.model, state.optimizer) if state.optimizer is not None else None
+    sharded = has_shards(model) or has_shards(optimizer)
+    extra = _capture_extra(state, step=step, with_ema=sharded or rank == 0)
+    extra[_ARCHITECTURE] = _hash_of_shapes(model)
+    return Snapshot(model, optimizer, None, extra, sharded or has_shards(extra))
+
+
+def snapshot_tree(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the snapshot as one tree, for the host copy."""
+    return {
+        "model": snapshot.model,
+        "optimizer": snapshot.optimizer,
+        "full_model": snapshot.full_model,
+        "extra": snapshot.extra,
+        "sharded": snapshot.sharded,
+    }
+
+
+def snapshot_from_tree(tree: Mapping[str, Any]) -> Snapshot:
+    """Return the snapshot that :func:`snapshot_tree` was given, over the copied tensors."""
+    return Snapshot(tree["model"], tree["optimizer"], tree["full_model"], tree["extra"], tree["sharded"])
+
+
+def architecture_hash(snapshot: Snapshot) -> str:
+    """Return a hash of the whole model's names, shapes and dtypes: the same on every rank, however it is sharded."""
+    known = snapshot.extra.get(_ARCHITECTURE)
+    return known if isinstance(known, str) else _hash_of_shapes(snapshot.model)
+
+
+def fingerprint(snapshot: Snapshot) -> str:
+    """Return a hash of this rank's model and optimizer values; call it on the host copy. One pass over the bytes."""
+    digest = hashlib.sha256()
+    for name, value in walk_tensors({"model": snapshot.model, "optimizer": snapshot.optimizer}, plain=True):
+        if isinstance(value, torch.Tensor):
+            piece = piece_of(value)
+            digest.update(f"{name} {value.dtype} {piece.region} {digest32(piece.data.cpu())}\n".encode())
+        else:
+            digest.update(f"{name} {value!r}\n".encode())
+    return digest.hexdigest()
+
+
+def walk_tensors(tree: Any, name: str = "", *, plain: bool = False) -> list[tuple[str, Any]]:
+    """Return (dotted name, tensor) of every tensor in a tree; with ``plain``, also the other leaves."""
+    if isinstance(tree, dict):
+        pairs = [(str(key), item) for key, item in tree.items()]
+    elif isinstance(tree, (list, tuple)):
+        pairs = [(str(index), item) for index, item in enumerate(tree)]
+    else:
+        return [(name, tree)] if plain or isinstance(tree, torch.Tensor) else []
+    return [leaf for key, item in pairs for leaf in walk_tensors(item, f"{name}.{key}" if name else key, plain=plain)]
+
+
+def _hash_of_shapes(model: Mapping[str, Any]) -> str:
+    lines = sorted(f"{name} {tuple(v.shape)} {v.dtype}" for name, v in model.items() if isinstance(v, torch.Tensor))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _gather(live: torch.nn.Module, model: Mapping[str, Any], *, keep: bool) -> dict[str, Any] | None:
+    """Collective: gather every sharded value, one at a time; tied ones once, by an identity that all ranks share."""
+    identity = {name: id(parameter) for name, parameter in live_parameters(live)}
+    gathered: dict[int, torch.Tensor | None] = {}
+    whole: dict[str, Any] = {}
+    for name, value in model.items():
+        if not isinstance(value, DTensor):
+            whole[name] = value
+            continue
+        key = identity.get(name, -1 - len(gathered))
+        if key not in gathered:
+            full = value.full_tensor()
+            gathered[key] = full.cpu() if keep else None
+            del full
+        whole[name] = gathered[key]
+    return whole if keep else None
+
+
+def _without_shared_values(live: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = {name for name, _ in live_parameters(live)}
+    return {name: value for name, value in model.items() if isinstance(value, DTensor) or name in parameters}
+
+
+def _capture_extra(state: TrainState, *, step: int, with_ema: bool) -> dict[str, Any]:
+    extra: dict[str, Any] = {"step": step, "rng": capture_rng()}
+    for name in ("scheduler", "scaler", "dataloader"):
+        part = getattr(state, name)
+        if part is not None and (name != "dataloader" or hasattr(part, "state_dict")):
+            extra[name] = encode(_state_of(part), name)
+    if state.ema is not None and with_ema:
+        extra["ema"] = encode(_state_of(state.ema), "ema")
+    if state.extra is not None:
+        extra["extra"] = {key: encode(_state_of(value), f"extra.{key}") for key, value in state.extra.items()}
+        encode({key: None for key in state.extra}, "extra")  # the keys must be loadable too
+    return extra
+
+
+def _state_of(part: Any) -> Any:
+    """Return what to save of an object: its state, or each one's in a list, or itself where it is a value."""
+    if isinstance(part, torch.nn.Module):
+        return live_values(part)
+    if isinstance(part, (list, tuple)) and part and all(hasattr(one, "state_dict") for one in part):
+        return [_state_of(one) for one in part]
+    return part.state_dict() if hasattr(part, "state_dict") else part

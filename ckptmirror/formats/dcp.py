@@ -1,0 +1,214 @@
+"""Kind ``dcp``: a directory in torch's own distributed format, written by all ranks, read by any number of them.
+
+Layout of the state: ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}``, so
+plain ``dcp.load({"model": ..., "optimizer": ...}, checkpoint_id=...)`` and ``dcp_to_torch_save`` read it.
+
+Rules:
+* Ranks write into one temporary directory per node; the leader publishes it only after ``check``.
+* Each rank checks that every item that ``.metadata`` places in its files is really there; the leader then checks the
+  bytes on disk. torch reports neither.
+* The coordinator's ``.metadata`` is written, byte for byte, on every node.
+* ``CheckpointException``, which no ``except Exception`` sees, never leaves this package.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError
+from ckptmirror.core.model import Artifact, Digest, Kind, Meta
+from ckptmirror.core.names import SaveName, tmp_name
+from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
+from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges
+from ckptmirror.formats.dcp_files import DirectoryWriter
+from ckptmirror.formats.dcp_read import load_directory, read_directory_metadata
+from ckptmirror.formats.plain import MARK
+from ckptmirror.formats.tensor_bytes import compact
+from ckptmirror.formats.unpickle import check_regular
+from ckptmirror.local.files import ArtifactWriter
+
+__all__ = ["FORMAT", "DcpFormat", "from_checkpoint_exception"]
+
+_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+class DcpFormat:
+    """Reads and writes kind ``dcp``."""
+
+    kind: Kind = "dcp"
+
+    def write(self, snapshot: Snapshot, context: WriteContext) -> list[Artifact]:
+        """Write this rank's shards (and the coordinator's ``.metadata``) into the node's temporary directory.
+
+        Collective over ``context.torch_group``. The snapshot's tensors are in host memory.
+
+        Raises:
+            CkptMirrorError: A rank failed; names it and the cause. Raised on every rank.
+        """
+        writer = DirectoryWriter(_temporary(context), context.name.dcp_dir, context.save_id)
+        try:
+            digests = _save(snapshot, writer, context)
+        finally:
+            writer.files.abandon()
+        return [
+            Artifact(
+                path=f"{context.name.dcp_dir}/{name}",
+                kinds=("dcp",),
+                rank=None if name == METADATA_NAME else context.rank,
+                digest=digest,
+            )
+            for name, digest in sorted(digests.items())
+        ]
+
+    def check(self, context: WriteContext, artifacts: Sequence[Artifact]) -> None:
+        """Check the node's temporary directory: its files are exactly the artifacts, and hold what ``.metadata`` says.
+
+        Raises:
+            IntegrityError: They do not; the save must not be committed.
+        """
+        directory = _temporary(context)
+        prefix = f"{context.name.dcp_dir}/"
+        named = {a.path.removeprefix(prefix): a.digest.size_bytes for a in artifacts if a.path.startswith(prefix)}
+        found = {entry.name: check_regular(Path(entry.path)) for entry in os.scandir(directory)}
+        if METADATA_NAME not in found:
+            raise IntegrityError(f"{directory.name} has no {METADATA_NAME}.")
+        for name in sorted(named.keys() | found.keys()):
+            if named.get(name) != found.get(name):
+                on_disk, reported = found.get(name, "no"), named.get(name, "none")
+                raise IntegrityError(f"{directory.name}/{name} has {on_disk} bytes on disk, {reported} were reported.")
+        metadata = read_directory_metadata(directory)
+        here = {a.rank for a in artifacts if a.rank is not None}
+        del found[METADATA_NAME]
+        check_ranges(
+            metadata,
+            found,
+            directory.name,
+            expected=lambda name: context.world_size == 1 or _writer_of(name) is None or _writer_of(name) in here,
+        )
+
+    def load(
+        self,
+        root: Path,
+        meta: Meta,
+        state: Any,
+        *,
+        rank: int,  # noqa: ARG002 - the seam's signature
+        world_size: int,  # noqa: ARG002 - the seam's signature
+        exclude: frozenset[str],
+        torch_group: Any,  # noqa: ARG002 - the seam's signature
+    ) -> LoadReport:
+        """Load model and optimizer of ``meta`` into ``state``, for any number of ranks. Talks to no other rank.
+
+        Raises:
+            IntegrityError: The directory is broken or hostile.
+            UsageError: It does not fit the model or the optimizer.
+        """
+        directory = root / SaveName(meta.step, meta.tag).dcp_dir
+        return load_directory(directory, state, step=meta.step, exclude=exclude)
+
+
+FORMAT = DcpFormat()
+
+
+def from_checkpoint_exception(error: BaseException, doing: str) -> CkptMirrorError:
+    """Return the error to raise for torch's ``CheckpointException``: the first failed rank's, with its number."""
+    if isinstance(error, CkptMirrorError):
+        return error
+    failures = getattr(error, "failures", None) or {}
+    if not failures:
+        return CkptMirrorError(f"{doing}: {error}")
+    rank, (cause, _) = sorted(failures.items())[0]
+    text = str(cause) or type(cause).__name__
+    others = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
+    if isinstance(cause, CkptMirrorError):
+        return type(cause)(f"{doing}: rank {rank}: {cause.message}{others}", hint=cause.hint)
+    return CkptMirrorError(f"{doing}: rank {rank}: {type(cause).__name__}: {text}{others}")
+
+
+def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) -> dict[str, Digest]:
+    group = context.torch_group
+    state = _layout(snapshot)
+    if group is None:
+        # Said at every save of one process. The filter is not restored: other threads may change filters meanwhile.
+        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+    try:
+        metadata = save(
+            state,
+            storage_writer=writer,
+            planner=DefaultSavePlanner(),
+            process_group=group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:
+        raise from_checkpoint_exception(error, "writing kind dcp") from error
+    # Every rank comes here or none; what may fail on one rank alone follows only after the last collective.
+    copy = _share_metadata(writer.directory, group) if group is not None else None
+    mine = dist.get_rank(group) if group is not None else 0
+    where = f"{writer.directory.name}/{METADATA_NAME}"
+    digests = dict(writer.files.digests)
+    check_entries(metadata, where)
+    sizes_bytes = {name: digest.size_bytes for name, digest in digests.items() if name != METADATA_NAME}
+    check_ranges(metadata, sizes_bytes, where, expected=lambda name: _writer_of(name) == mine)
+    if context.is_leader and mine != 0:
+        digests[METADATA_NAME] = _write_copy(writer.directory, copy, context.save_id)
+    return digests
+
+
+def _layout(snapshot: Snapshot) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": {name: _flattenable(value) for name, value in snapshot.model.items()}}
+    if snapshot.optimizer is not None:
+        state["optimizer"] = {
+            "state": {name: _flattenable(v) for name, v in snapshot.optimizer["state"].items() if v != {}},
+            "param_groups": _flattenable(snapshot.optimizer["param_groups"]),
+        }
+    return cast(dict[str, Any], compact(state))
+
+
+def _flattenable(tree: Any) -> Any:
+    """Return ``tree`` so that DCP's flattening keeps it whole: it drops empty dicts and turns every key into text."""
+    if isinstance(tree, dict):
+        if any(not isinstance(key, str) for key in tree):
+            items = [[key, _flattenable(value)] for key, value in tree.items()]
+            return {MARK: "dict", "items": items}
+        return {key: _flattenable(value) for key, value in tree.items()} or {MARK: "dict", "items": []}
+    if isinstance(tree, list):
+        return [_flattenable(item) for item in tree]
+    return tree
+
+
+def _share_metadata(directory: Path, group: Any) -> bytes | None:
+    """Collective: return the coordinator's ``.metadata``, or None if it could not be read there."""
+    box: list[bytes | None] = [None]
+    if dist.get_rank(group) == 0:
+        with suppress(OSError):  # the coordinator finds out again in check(), the others when the box is empty
+            box = [(directory / METADATA_NAME).read_bytes()]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    return box[0]
+
+
+def _write_copy(directory: Path, data: bytes | None, save_id: str) -> Digest:
+    if data is None:
+        raise IntegrityError(f"The coordinator could not read its {METADATA_NAME} again.")
+    with ArtifactWriter(directory / METADATA_NAME, save_id) as writer:
+        writer.write(data)
+        return writer.publish()
+
+
+def _temporary(context: WriteContext) -> Path:
+    return context.root / tmp_name(context.name.dcp_dir, context.save_id)
+
+
+def _writer_of(name: str) -> int | None:
+    match = _FILE.fullmatch(name)
+    return int(match[1]) if match else None

@@ -1,0 +1,127 @@
+"""Whether a DCP directory holds together: what ``.metadata`` promises against the files that are there.
+
+Rules:
+* Every name is one plain file name inside the directory, every range lies inside its file, ranges do not overlap.
+* Every chunk of every tensor, and every plain value, has its range; chunks of a tensor cover it.
+* No file is there that nothing refers to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from ckptmirror.core.errors import IntegrityError
+
+__all__ = ["METADATA_NAME", "check_entries", "check_ranges", "file_names"]
+
+METADATA_NAME = ".metadata"
+
+
+def check_entries(metadata: Metadata, where: str) -> None:
+    """Check the types, names and completeness of ``metadata``, without looking at any file.
+
+    Raises:
+        IntegrityError: Names ``where`` and the entry.
+    """
+    entries, storage = metadata.state_dict_metadata, metadata.storage_data
+    if not isinstance(entries, dict) or not isinstance(storage, dict):
+        raise IntegrityError(f"{where} has no table of entries.")
+    for index, info in storage.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str) or index.fqn not in entries:
+            raise IntegrityError(f"{where} stores something that it does not describe.")
+        _check_info(info, index.fqn, where)
+    for name, entry in entries.items():
+        if not isinstance(name, str):
+            raise IntegrityError(f"{where} has an entry without a name.")
+        if isinstance(entry, TensorStorageMetadata):
+            _check_tensor(name, entry, storage, where)
+        elif not isinstance(entry, BytesStorageMetadata):
+            raise IntegrityError(f"{where} describes {name} as a {type(entry).__name__}.")
+        elif MetadataIndex(name) not in storage:
+            raise IntegrityError(f"{where}: {name} was planned but not written.")
+
+
+def file_names(metadata: Metadata) -> set[str]:
+    """Return the names of the files that ``metadata`` refers to."""
+    return {info.relative_path for info in metadata.storage_data.values()}
+
+
+def check_ranges(
+    metadata: Metadata,
+    sizes_bytes: Mapping[str, int],
+    where: str,
+    *,
+    expected: Callable[[str], bool] = lambda _: True,
+) -> None:
+    """Check every range against the files' sizes.
+
+    Args:
+        metadata: Checked by :func:`check_entries`.
+        where: What to call it in messages.
+        sizes_bytes: The size of each file that is there, without ``.metadata``.
+        expected: Whether a file that is referred to ought to be among them (it may lie on another node's disk).
+
+    Raises:
+        IntegrityError: A file is missing, too short, or referred to by nothing; ranges overlap.
+    """
+    ranges: dict[str, list[tuple[int, int, str]]] = {}
+    for index, info in metadata.storage_data.items():
+        ranges.setdefault(info.relative_path, []).append((info.offset, info.length, index.fqn))
+    for file, items in ranges.items():
+        if file not in sizes_bytes:
+            if expected(file):
+                raise IntegrityError(f"{where}: the file {file}, which holds {items[0][2]}, is missing.")
+            continue
+        end = 0
+        for offset, length, name in sorted(items):
+            if offset < end:
+                raise IntegrityError(f"{where}: {name} overlaps another entry in {file}.")
+            end = offset + length
+            if end > sizes_bytes[file]:
+                raise IntegrityError(f"{where}: {name} ends at byte {end} of {file}, which has {sizes_bytes[file]}.")
+    if unknown := sorted(set(sizes_bytes) - set(ranges)):
+        raise IntegrityError(f"{where}: nothing refers to the file {unknown[0]}.")
+
+
+def _check_info(info: Any, name: str, where: str) -> None:
+    path = getattr(info, "relative_path", None)
+    if not isinstance(path, str) or not path or path in (".", "..", METADATA_NAME) or any(c in path for c in "/\\\0"):
+        raise IntegrityError(f"{where}: {name} lies at {path!r}, which is not a file name inside the directory.")
+    for key in ("offset", "length"):
+        value = getattr(info, key, None)
+        if type(value) is not int or value < 0:
+            raise IntegrityError(f"{where}: {name} has the {key} {value!r}.")
+    if getattr(info, "transform_descriptors", None):
+        raise IntegrityError(f"{where}: {name} was transformed while it was written, which is not supported.")
+
+
+def _check_tensor(name: str, entry: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], where: str) -> None:
+    size, chunks = entry.size, entry.chunks
+    dtype = getattr(entry.properties, "dtype", None)
+    if not _is_shape(size) or not isinstance(chunks, list) or not isinstance(dtype, torch.dtype):
+        raise IntegrityError(f"{where}: {name} has no valid size and dtype.")
+    volume = 0
+    for chunk in chunks:
+        offsets: Any = getattr(chunk, "offsets", None)
+        sizes: Any = getattr(chunk, "sizes", None)
+        if not (_is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(size)) or any(
+            o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)
+        ):
+            raise IntegrityError(f"{where}: a piece of {name} lies outside its shape {tuple(size)}.")
+        info = storage.get(MetadataIndex(name, offsets))
+        if info is None:
+            raise IntegrityError(f"{where}: the piece of {name} at {tuple(offsets)} was planned but not written.")
+        if info.length < math.prod(sizes) * dtype.itemsize:
+            raise IntegrityError(f"{where}: the piece of {name} at {tuple(offsets)} is too short.")
+        volume += math.prod(sizes)
+    if volume != math.prod(size):
+        raise IntegrityError(f"{where}: the pieces of {name} hold {volume} of its {math.prod(size)} values.")
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (torch.Size, tuple, list)) and all(type(n) is int and n >= 0 for n in value)

@@ -1,0 +1,129 @@
+"""How torch's DCP writer gets to our files: a file system of its own whose streams are checksummed and made durable.
+
+Rules:
+* One writer thread: torch swallows the errors of further ones.
+* Every file is written under a temporary name, fsynced, then named; ``.metadata`` is the coordinator's last file.
+* A file that nothing was written to is not created.
+* Nothing calls ``os.sync``, which would wait for every disk of the machine.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from ckptmirror.core.errors import CkptMirrorError, NameTaken
+from ckptmirror.core.model import Digest
+from ckptmirror.formats.artifacts import ArtifactStream
+from ckptmirror.local.files import ArtifactWriter, make_dirs
+
+__all__ = ["ArtifactFileSystem", "DirectoryWriter"]
+
+_TEMPORARY = ".tmp"
+
+
+class ArtifactFileSystem(FileSystemBase):
+    """Creates the files of one DCP directory; ``digests`` has each published file's by name."""
+
+    def __init__(self, save_id: str) -> None:
+        self.save_id = save_id
+        self.digests: dict[str, Digest] = {}
+        self._sealed: dict[str, ArtifactWriter] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        """Yield a stream to a new file: published at the end, or (under torch's temporary name) when it is renamed."""
+        if mode != "wb":
+            raise CkptMirrorError(f"A save does not open files with mode {mode!r}.")
+        target = Path(path)
+        waits = target.name.endswith(_TEMPORARY)
+        writer = ArtifactWriter(
+            target.with_name(target.name.removesuffix(_TEMPORARY)) if waits else target, self.save_id
+        )
+        stream = ArtifactStream(writer)
+        try:
+            yield stream
+            if stream.error is not None:
+                raise stream.error
+            if waits:
+                writer.seal()
+                self._sealed[target.name] = writer
+            elif writer.tell() == 0:
+                writer.abandon()
+            else:
+                self.digests[target.name] = writer.publish()
+        except BaseException as error:
+            writer.abandon()
+            if stream.error is not None and stream.error is not error:
+                raise stream.error from error
+            raise
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> Path:
+        """Return the path of ``suffix`` in the directory ``path``."""
+        return Path(path) / suffix
+
+    def init_path(self, path: str | os.PathLike[str]) -> Path:
+        """Return ``path``."""
+        return Path(path)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Publish a sealed file under its final name; never replaces."""
+        self.digests[Path(new_path).name] = self._sealed.pop(Path(path).name).publish()
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Create the directory; the ranks of a node share it."""
+        make_dirs(Path(path))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether ``checkpoint_id`` is a local path."""
+        return "://" not in str(checkpoint_id)
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether ``path`` exists."""
+        return os.path.lexists(path)
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Refuse: nothing is ever replaced.
+
+        Raises:
+            NameTaken: Always.
+        """
+        raise NameTaken(f"{path} exists already.")
+
+    def abandon(self) -> None:
+        """Remove what was sealed but not published."""
+        while self._sealed:
+            self._sealed.popitem()[1].abandon()
+
+
+class DirectoryWriter(FileSystemWriter):
+    """torch's writer over an :class:`ArtifactFileSystem`.
+
+    Args:
+        path: The temporary directory.
+        name: The directory's final name, which ``.metadata`` records in place of a path of this machine.
+    """
+
+    def __init__(self, path: Path, name: str, save_id: str, *, thread_count: int = 1) -> None:
+        super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=thread_count, overwrite=False)
+        self.directory = path
+        self.files = ArtifactFileSystem(save_id)
+        # The attribute is torch's own, but typed as its local file system.
+        self.fs = self.files  # type: ignore[assignment]
+        self._name = name
+        self._save_id = save_id
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return what ``.metadata`` says about its origin."""
+        return StorageMeta(checkpoint_id=self._name, save_id=self._save_id)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Keep the directory: it belongs to one save."""

@@ -1,0 +1,272 @@
+"""Reading a DCP directory that nobody vouches for, into live objects, for any number of ranks.
+
+Rules:
+* ``.metadata`` is parsed by the allow-list unpickler and checked before torch sees it; plain values are loaded with
+  ``weights_only``; no name leaves the directory and no link is followed.
+* Each rank reads what it needs by itself, without collectives: a rank that fails holds nobody up.
+* Names, shapes and the optimizer's groups are compared before the first live tensor is written.
+* Optimizer state is allocated from ``.metadata`` and the live parameters, so a fresh optimizer is never stepped.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import empty as empty_dtensor
+
+from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.formats.base import LoadReport
+from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges, file_names
+from ckptmirror.formats.live import check_fits, finish_model, pair_names, warn_missing
+from ckptmirror.formats.names import live_parameters, live_values
+from ckptmirror.formats.optimizer_state import load_optimizer, plan_optimizer
+from ckptmirror.formats.plain import decode
+from ckptmirror.formats.unpickle import broken, check_regular, load_stream, loads_metadata
+from ckptmirror.local.files import read_limited
+
+__all__ = [
+    "METADATA_LIMIT_BYTES",
+    "SafeLoadPlanner",
+    "SafeReader",
+    "load_directory",
+    "read_directory_metadata",
+    "read_whole_directory",
+]
+
+METADATA_LIMIT_BYTES = 1 << 30
+_OPTIMIZER_KEYS = ("optimizer", "optim")
+
+Path_ = tuple[str | int, ...]
+
+
+def read_directory_metadata(directory: Path) -> Metadata:
+    """Parse and check ``directory/.metadata`` without trusting it.
+
+    Raises:
+        UnsafePickle: It asks for something that is not on the allow-list.
+        IntegrityError: It is missing or broken, or names a file outside the directory.
+    """
+    path = directory / METADATA_NAME
+    check_regular(path)
+    metadata = loads_metadata(read_limited(path, METADATA_LIMIT_BYTES), str(path))
+    check_entries(metadata, str(path))
+    return metadata
+
+
+class SafeReader(FileSystemReader):
+    """torch's reader over metadata that was checked before, opening regular files only."""
+
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        super().__init__(directory)
+        self.fs = _RegularFiles()
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - torch's signature
+        """Return the checked metadata; nothing is unpickled here."""
+        return self._metadata
+
+
+class _RegularFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        if mode != "rb":
+            raise IntegrityError(f"A load does not open files with mode {mode!r}.")
+        check_regular(Path(path))
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
+            yield cast(io.IOBase, stream)
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """torch's planner over a flat state, loading plain values with ``weights_only``."""
+
+    def __init__(self, *, allow_partial_load: bool = False) -> None:
+        super().__init__(flatten_state_dict=False, allow_partial_load=allow_partial_load)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load one plain value.
+
+        Raises:
+            UnsafePickle: It is not plain.
+        """
+        name = read_item.dest_index.fqn
+        # Without flattening this is the very dict that was given to load(); self.state_dict is a copy.
+        self.original_state_dict[name] = load_stream(cast(BinaryIO, value), name)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    key: str
+    path: Path_
+    described: Any
+
+
+def load_directory(directory: Path, state: Any, *, step: int, exclude: frozenset[str]) -> LoadReport:
+    """Load the model and the optimizer of a DCP directory into ``state`` (a ``TrainState``)."""
+    # Files of other nodes may be elsewhere: what this rank needs is found out when it is read.
+    entries, reader = _open(directory, all_here=False)
+    loaded: list[str] = []
+    missing: list[str] = []
+    optimizer, plans, dtypes = None, None, {}
+    if state.optimizer is not None and "optimizer" not in exclude:
+        optimizer = _read_optimizer(state.model, entries, reader)
+        if optimizer is None:
+            missing.append(warn_missing("optimizer", "it starts without history"))
+        else:
+            plans = plan_optimizer(state.model, state.optimizer, optimizer)
+    if "model" not in exclude:
+        dtypes = _read_model(state.model, entries, reader)
+        loaded.append("model")
+    if optimizer is not None and plans is not None:
+        load_optimizer(state.optimizer, plans, optimizer, dtypes)
+        loaded.append("optimizer")
+    return LoadReport(step, tuple(loaded), tuple(missing))
+
+
+def read_whole_directory(directory: Path) -> dict[str, Any]:
+    """Return the whole state in host memory, without live objects: ``{"model": ..., "optimizer": ...}``, if there.
+
+    Raises:
+        IntegrityError: The directory is incomplete, broken or hostile.
+    """
+    entries, reader = _open(directory, all_here=True)
+    flat = {entry.key: _allocate(entry.described, None) for entry in entries}
+    _read(flat, reader)
+    tree = decode(_assemble([(entry.path, flat[entry.key]) for entry in entries]))
+    if not isinstance(tree, dict) or "model" not in tree:
+        raise UsageError(f"{directory} holds no model.")
+    if "optimizer" not in tree and "optim" in tree:
+        tree["optimizer"] = tree.pop("optim")
+    return tree
+
+
+def _open(directory: Path, *, all_here: bool) -> tuple[list[_Entry], SafeReader]:
+    metadata = read_directory_metadata(directory)
+    present = {
+        name: check_regular(directory / name) for name in file_names(metadata) if os.path.lexists(directory / name)
+    }
+    check_ranges(metadata, present, str(directory), expected=lambda _: all_here)
+    return _entries(metadata), SafeReader(directory, metadata)
+
+
+def _entries(metadata: Metadata) -> list[_Entry]:
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    result = []
+    for key, described in metadata.state_dict_metadata.items():
+        path = paths.get(key)
+        if not (isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)):
+            path = tuple(key.split(".", 1))
+        result.append(_Entry(key, path, described))
+    return result
+
+
+def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: SafeReader) -> dict[str, torch.dtype]:
+    saved: dict[str, list[_Entry]] = {}
+    for entry in entries:
+        if entry.path[0] == "model" and len(entry.path) > 1:
+            saved.setdefault(str(entry.path[1]), []).append(entry)
+    if not saved:
+        raise UsageError(f"{reader.path} holds no model.")
+    live = live_values(module)
+    names = pair_names(saved, live)
+    flat: dict[str, Any] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for name, value in live.items():
+        whole = saved[names[name]]
+        tensor = _tensor_of(whole)
+        check_fits(name, None if tensor is None else tuple(tensor.size), value)
+        if tensor is not None:
+            dtypes[names[name]] = tensor.properties.dtype
+        flat.update({e.key: value if tensor is not None else _allocate(e.described, None) for e in whole})
+    _read(flat, reader)
+    loaded = {
+        name: value
+        if isinstance(value, torch.Tensor)
+        else decode(_assemble([(e.path[2:], flat[e.key]) for e in saved[names[name]]]))
+        for name, value in live.items()
+    }
+    finish_model(module, loaded, live, {name: dtypes[names[name]] for name in live if names[name] in dtypes})
+    return dtypes
+
+
+def _tensor_of(entries: list[_Entry]) -> TensorStorageMetadata | None:
+    first = entries[0]
+    return first.described if isinstance(first.described, TensorStorageMetadata) and len(first.path) == 2 else None
+
+
+def _read_optimizer(module: torch.nn.Module, entries: list[_Entry], reader: SafeReader) -> dict[str, Any] | None:
+    wanted = [e for e in entries if e.path[0] in _OPTIMIZER_KEYS and len(e.path) > 1]
+    if not wanted:
+        return None
+    parameters = dict(live_parameters(module))
+    flat = {}
+    for entry in wanted:
+        owner = parameters.get(str(entry.path[2])) if entry.path[1] == "state" and len(entry.path) > 2 else None
+        flat[entry.key] = _allocate(entry.described, owner)
+    _read(flat, reader)
+    tree = decode(_assemble([(e.path[1:], flat[e.key]) for e in wanted]))
+    if not isinstance(tree, dict) or "param_groups" not in tree:
+        raise UsageError(
+            f"{reader.path} holds an optimizer in a layout that is not known.",
+            hint='Load without it: exclude=("optimizer",).',
+        )
+    return tree
+
+
+def _allocate(described: Any, owner: torch.Tensor | None) -> Any:
+    if not isinstance(described, TensorStorageMetadata):
+        return None
+    try:
+        return _empty(described, owner)
+    except RuntimeError as error:
+        raise IntegrityError(f"The directory describes a tensor of {tuple(described.size)}: {error}") from error
+
+
+def _empty(described: TensorStorageMetadata, owner: torch.Tensor | None) -> torch.Tensor:
+    dtype = described.properties.dtype
+    if owner is None or tuple(described.size) != tuple(owner.shape):
+        return torch.empty(described.size, dtype=dtype)
+    if isinstance(owner, DTensor):
+        return empty_dtensor(*described.size, dtype=dtype, device_mesh=owner.device_mesh, placements=owner.placements)
+    return torch.empty(described.size, dtype=dtype, device=owner.device)
+
+
+def _read(flat: dict[str, Any], reader: SafeReader) -> None:
+    planner = SafeLoadPlanner()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+            load(flat, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0] if error.failures else error
+        if isinstance(cause, IntegrityError):
+            raise cause from error
+        raise broken(cause, str(reader.path)) from error
+
+
+def _assemble(items: list[tuple[Path_, Any]]) -> Any:
+    """Put leaves with their paths together again: text makes dicts, numbers make lists."""
+    if len(items) == 1 and not items[0][0]:
+        return items[0][1]
+    below: dict[str | int, list[tuple[Path_, Any]]] = {}
+    for path, value in items:
+        if not path:
+            raise IntegrityError("The saved state has a value where it also has a container.")
+        below.setdefault(path[0], []).append((path[1:], value))
+    if all(isinstance(key, int) for key in below):
+        return [_assemble(below[key]) for key in sorted(below)]
+    return {str(key): _assemble(rest) for key, rest in below.items()}

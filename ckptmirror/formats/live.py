@@ -1,0 +1,145 @@
+"""Into live objects: giving loaded values back to a model, strictly and in place.
+
+Rules:
+* Names, shapes and kinds of values are compared before the first value is copied, so a wrong checkpoint leaves the
+  model as it was.
+* Values are copied into the existing tensors, shard by shard, without talking to other ranks; the model's own
+  ``load_state_dict`` runs at the end, so its hooks and extra state are honoured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from ckptmirror.core.errors import UsageError
+from ckptmirror.formats.names import live_values, match_names
+from ckptmirror.formats.shards import Piece, fill, region_of
+
+__all__ = ["check_fits", "finish_model", "load_model", "pair_names", "warn_missing"]
+
+log = logging.getLogger(__name__)
+
+Others = Callable[[str], Iterable[Any]]
+
+
+def pair_names(saved: Iterable[str], live: Mapping[str, Any]) -> dict[str, str]:
+    """Return the saved name of each live name, strictly.
+
+    Raises:
+        UsageError: A name is missing or unexpected; lists the first few.
+    """
+    saved = list(saved)
+    matched = match_names(saved, live)
+    by_live = {matched[name]: name for name in saved}
+    missing = [name for name in live if name not in by_live]
+    unexpected = [name for name in saved if matched[name] not in live]
+    if missing or unexpected:
+        raise UsageError(
+            "The checkpoint does not match the model."
+            + (f" Missing in the checkpoint: {_some(missing)}." if missing else "")
+            + (f" Not in the model: {_some(unexpected)}." if unexpected else ""),
+            hint="Build the model with the configuration that the meta names (`ckptmirror inspect`).",
+        )
+    return by_live
+
+
+def check_fits(name: str, shape: tuple[int, ...] | None, live: Any) -> None:
+    """Compare one saved value (``shape``: None for a value that is not a tensor) with the live one.
+
+    Raises:
+        UsageError: They cannot fit; names both shapes.
+    """
+    if (shape is None) != (not isinstance(live, torch.Tensor)):
+        raise UsageError(f"{name} is a tensor on one side only: in the checkpoint or in the model.")
+    if shape is not None and shape != tuple(live.shape):
+        raise UsageError(
+            f"{name} has the shape {shape} in the checkpoint and {tuple(live.shape)} in the model.",
+            hint="Build the model with the configuration that the meta names (`ckptmirror inspect`).",
+        )
+    if isinstance(live, torch.Tensor) and live.is_meta:
+        raise UsageError(
+            f"{name} is on the meta device.", hint='Call model.to_empty(device="cpu") (or "cuda") before loading.'
+        )
+
+
+def load_model(
+    module: torch.nn.Module, saved: Mapping[str, Any], others: Others | None = None
+) -> dict[str, torch.dtype]:
+    """Load ``saved`` (tensors, pieces and plain values by name) into ``module``; return the dtypes by saved name.
+
+    Args:
+        module: Named, wrapped or sharded as may be.
+        saved: By name; names are matched without the marks of wrappers if need be.
+        others: Gives the values of a saved name in the other ranks' files, read only where this rank's do not suffice.
+    """
+    live = live_values(module)
+    names = pair_names(saved, live)
+    dtypes: dict[str, torch.dtype] = {}
+    for name, value in live.items():
+        item = saved[names[name]]
+        check_fits(name, _shape(item), value)
+        if (data := _data(item)) is not None:
+            dtypes[names[name]] = data.dtype
+    loaded: dict[str, Any] = {}
+    for name, value in live.items():
+        item = saved[names[name]]
+        if not isinstance(value, torch.Tensor):
+            loaded[name] = item
+            continue
+        local = value.to_local() if isinstance(value, DTensor) else value
+        fill(local, region_of(value), _pieces(item, names[name], others), name)
+        loaded[name] = value
+    finish_model(module, loaded, live, {name: dtypes[names[name]] for name in live if names[name] in dtypes})
+    return dtypes
+
+
+def finish_model(
+    module: torch.nn.Module, loaded: dict[str, Any], live: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Hand values that are already in place to the module's own ``load_state_dict``, strictly."""
+    cast = [name for name, dtype in dtypes.items() if live[name].dtype != dtype]
+    if cast:
+        log.warning("%d tensors were converted to the model's dtype: %s", len(cast), _some(cast))
+    if not loaded:
+        return
+    try:
+        set_model_state_dict(module, loaded, options=StateDictOptions(strict=True))
+    except (RuntimeError, KeyError, AssertionError) as error:
+        raise UsageError(f"The model does not take the checkpoint: {error}") from error
+
+
+def warn_missing(part: str, what: str) -> str:
+    """Log, loudly, that a save lacks a part of the state; return the line for the report."""
+    line = f"{part}: {what}"
+    log.warning("The save holds no %s", line)
+    return line
+
+
+def _pieces(item: Any, name: str, others: Others | None) -> Iterable[Piece]:
+    yield item if isinstance(item, Piece) else Piece(region_of(item), item)
+    for other in others(name) if others is not None else ():
+        if isinstance(other, Piece):
+            yield other
+
+
+def _data(item: Any) -> torch.Tensor | None:
+    if isinstance(item, Piece):
+        return item.data
+    return item if isinstance(item, torch.Tensor) else None
+
+
+def _shape(item: Any) -> tuple[int, ...] | None:
+    if isinstance(item, Piece):
+        return item.region.shape
+    return tuple(item.shape) if isinstance(item, torch.Tensor) else None
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

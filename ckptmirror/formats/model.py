@@ -1,0 +1,147 @@
+"""Kind ``model``: the whole, unsharded model in one plain file, and the optimizer beside it.
+
+``model_000200.pt`` is a flat dict of name to tensor that ``torch.load(weights_only=True)`` loads and
+``load_state_dict`` accepts. ``optim_000200_rank3.pt`` is ``{"state": {name: {...}}, "param_groups": [...]}``, with
+sharded tensors as plain pieces.
+
+Rules:
+* Rank 0 writes the model. Where tensors are sharded every rank writes its own optimizer file, else rank 0 alone.
+* A load compares names and shapes before it writes; it copies in place, shard by shard, and works on any number of
+  ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.names import SaveName, parse_name, tmp_name
+from ckptmirror.formats.artifacts import write_pt
+from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
+from ckptmirror.formats.live import load_model, warn_missing
+from ckptmirror.formats.names import live_parameters
+from ckptmirror.formats.optimizer_state import load_optimizer, plan_optimizer
+from ckptmirror.formats.plain import decode
+from ckptmirror.formats.rank_files import RankFiles
+from ckptmirror.formats.shards import cut
+from ckptmirror.formats.unpickle import check_regular, load_pt
+
+__all__ = ["FORMAT", "ModelFormat", "read_optimizer"]
+
+
+class ModelFormat:
+    """Reads and writes kind ``model``."""
+
+    kind: Kind = "model"
+
+    def write(self, snapshot: Snapshot, context: WriteContext) -> list[Artifact]:
+        """Write and seal this rank's files; ranks that have nothing to write return nothing.
+
+        Raises:
+            UsageError: The snapshot was captured without kind ``model``.
+        """
+        written = []
+        if context.rank == 0:
+            if snapshot.full_model is None:
+                raise UsageError('The snapshot was captured without kind "model".')
+            written.append(_write(snapshot.full_model, context.name.model, context))
+        if snapshot.optimizer is not None and (snapshot.sharded or context.rank == 0):
+            written.append(_write(cut(snapshot.optimizer), context.name.optim(context.rank), context))
+        return written
+
+    def check(self, context: WriteContext, artifacts: Sequence[Artifact]) -> None:
+        """Check that every file of this kind is on disk, of the right size, and a readable archive of tensors.
+
+        Raises:
+            IntegrityError: One is not.
+        """
+        for artifact in artifacts:
+            parsed = parse_name(artifact.path)
+            if parsed is None or parsed.role not in ("model", "optim"):
+                continue
+            path = context.root / tmp_name(artifact.path, context.save_id)
+            if check_regular(path) != artifact.digest.size_bytes:
+                raise IntegrityError(f"{path} has not the {artifact.digest.size_bytes} bytes that were written.")
+            load_pt(path, mmap=True)
+
+    def load(
+        self,
+        root: Path,
+        meta: Meta,
+        state: Any,
+        *,
+        rank: int,
+        world_size: int,  # noqa: ARG002 - the seam's signature
+        exclude: frozenset[str],
+        torch_group: Any,  # noqa: ARG002 - the seam's signature
+    ) -> LoadReport:
+        """Load model and optimizer of ``meta`` into ``state``, for any number of ranks. Talks to no other rank.
+
+        Raises:
+            IntegrityError: A file is missing, broken or hostile.
+            UsageError: It does not fit the model or the optimizer.
+        """
+        name = SaveName(meta.step, meta.tag)
+        loaded: list[str] = []
+        missing: list[str] = []
+        optimizer, plans, dtypes = None, None, {}
+        if state.optimizer is not None and "optimizer" not in exclude:
+            optimizer = read_optimizer(root, _optimizer_files(meta, name), state.model, rank=rank)
+            if optimizer is None:
+                missing.append(warn_missing("optimizer", "it starts without history"))
+            else:
+                plans = plan_optimizer(state.model, state.optimizer, optimizer)
+        if "model" not in exclude:
+            saved = load_pt(root / name.model, mmap=True)
+            if not isinstance(saved, dict):
+                raise IntegrityError(f"{name.model} holds a {type(saved).__name__}, not a dict of tensors.")
+            dtypes = load_model(state.model, _values(saved))
+            loaded.append("model")
+        if optimizer is not None and plans is not None:
+            load_optimizer(state.optimizer, plans, optimizer, dtypes)
+            loaded.append("optimizer")
+        return LoadReport(meta.step, tuple(loaded), tuple(missing))
+
+
+FORMAT = ModelFormat()
+
+
+def read_optimizer(
+    root: Path, files: Mapping[int, str], module: torch.nn.Module, *, rank: int
+) -> dict[str, Any] | None:
+    """Return the state in the optimizer files (by rank), sharded as the live parameters are; None without files."""
+    if not files:
+        return None
+    source = RankFiles({writer: root / path for writer, path in files.items()}, rank)
+    return whole_optimizer(source, (), module)
+
+
+def whole_optimizer(source: RankFiles, at: tuple[str, ...], module: torch.nn.Module) -> dict[str, Any]:
+    """Return the optimizer that lies at ``at`` in the files of ``source``."""
+    parameters = dict(live_parameters(module))
+    tree = source.tree()
+    for key in at:
+        tree = tree[key]
+    if not isinstance(tree, dict) or "state" not in tree or "param_groups" not in tree:
+        raise IntegrityError("The optimizer's file has no state and param_groups.")
+    state = {name: source.whole((*at, "state", name), parameters.get(name)) for name in tree["state"]}
+    return {"state": state, "param_groups": source.whole((*at, "param_groups"))}
+
+
+def _optimizer_files(meta: Meta, name: SaveName) -> dict[int, str]:
+    paths = {artifact.path for artifact in meta.artifacts}
+    return {rank: name.optim(rank) for rank in range(meta.world_size) if name.optim(rank) in paths}
+
+
+def _values(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value if isinstance(value, torch.Tensor) else decode(value) for name, value in saved.items()}
+
+
+def _write(tree: Any, path: str, context: WriteContext) -> Artifact:
+    digest = write_pt(tree, context.root / path, save_id=context.save_id)
+    return Artifact(path=path, kinds=("model",), rank=context.rank, digest=digest)

@@ -1,0 +1,77 @@
+"""Names of parameters and buffers without the marks of wrappers.
+
+Rules:
+* On save and for the live model torch's own traversal gives the names: it takes off ``module.`` and ``_orig_mod.``
+  only where a wrapper put them.
+* Names from a file are matched exactly first; only if that fails, both sides are compared without the marks of
+  wrappers, and only if that is unambiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["bare", "live_parameters", "live_values", "match_names"]
+
+_PREFIX = "module"
+_ANYWHERE = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def live_values(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the model's persistent tensors and extra state by clean name; tensors are aliases of the live ones."""
+    if next(model.parameters(), None) is None and not model.state_dict():
+        return {}  # torch's helper takes an empty state for a mistake
+    return dict(get_model_state_dict(model))
+
+
+def live_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield every parameter under each of its clean names (a tied one more than once)."""
+    wrappers = {name for name, module in model.named_modules(remove_duplicate=False) if _wraps(module)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield _without_wrappers(name, wrappers), parameter
+
+
+def _wraps(module: torch.nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel) or "_orig_mod" in module._modules
+
+
+def _without_wrappers(name: str, wrappers: set[str]) -> str:
+    parts = name.split(".")
+    kept = []
+    for index, part in enumerate(parts):
+        parent = ".".join(parts[:index])
+        if part == "_checkpoint_wrapped_module" or (part in (_PREFIX, "_orig_mod") and parent in wrappers):
+            continue
+        kept.append(part)
+    return ".".join(kept)
+
+
+def bare(name: str) -> str:
+    """Return ``name`` without any part that a wrapper may have put there."""
+    parts = [part for part in name.split(".") if part not in _ANYWHERE]
+    while len(parts) > 1 and parts[0] == _PREFIX:
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def match_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
+    """Return the live name of each saved name (its own name where there is no match)."""
+    saved, live = list(saved), list(live)
+    if set(saved) == set(live):
+        return {name: name for name in saved}
+    by_bare: dict[str, str | None] = {}
+    for name in live:
+        by_bare[bare(name)] = None if bare(name) in by_bare else name
+    known = set(live)
+    result: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in saved:
+        match = name if name in known else by_bare.get(bare(name))
+        result[name] = match if match is not None and match not in taken else name
+        taken.add(result[name])
+    return result

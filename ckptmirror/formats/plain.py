@@ -1,0 +1,213 @@
+"""Values that ``torch.load(weights_only=True)`` gives back: encoding on save, decoding on load.
+
+Rules:
+* An encoded tree holds dict, list, tuple, tensors and plain values only, in containers of its own: what training
+  changes later does not reach it. Tensors stay the very same memory.
+* What the safe loader would not load back exactly is either written in a marked plain form (``MARK``) or refused while
+  saving, with its place in the state; never found out at load time.
+* Decoding builds only types on the list below.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.serialization import get_safe_globals
+
+from ckptmirror.core.errors import IntegrityError, UsageError
+
+__all__ = ["MARK", "decode", "encode"]
+
+MARK = "__ckptmirror__"
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
+_TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
+_FACTORIES: dict[str, Any] = {
+    "none": None,
+    "list": list,
+    "dict": dict,
+    "set": set,
+    "int": int,
+    "float": float,
+    "str": str,
+}
+
+
+def encode(value: Any, where: str) -> Any:
+    """Return ``value`` as a tree of plain values and tensors.
+
+    Args:
+        value: Any value of a training state.
+        where: The place of the value in the state, for messages (``"extra.history"``).
+
+    Raises:
+        UsageError: The safe loader could not load this value back; names the place and the type.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, where)
+    if kind is dict:
+        return _encode_dict(value, where)
+    if kind is list or kind is tuple:
+        return kind(encode(item, f"{where}[{i}]") for i, item in enumerate(value))
+    marked = _encode_marked(value, where)
+    if marked is not None:
+        return marked
+    if not _loads_back(value):
+        raise UsageError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a safe load could not read back.",
+            hint="Save numbers, text, lists, dicts and tensors, or an object with state_dict() and load_state_dict().",
+        )
+    return value
+
+
+def decode(value: Any, leaf: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """Return what :func:`encode` was given, from what was loaded.
+
+    Args:
+        value: What was loaded.
+        leaf: Called with a marked dict of a name that is not known here (a shard); without it such a dict is an error.
+
+    Raises:
+        IntegrityError: A marked value of an unknown name or a wrong form.
+    """
+    if isinstance(value, dict):
+        name = value.get(MARK)
+        if name is None:
+            return {key: decode(item, leaf) for key, item in value.items()}
+        build = _DECODERS.get(name) if isinstance(name, str) else None
+        if build is None:
+            if leaf is not None:
+                return leaf(value)
+            raise IntegrityError(f"The save holds a marked value {name!r}, which this version does not know.")
+        try:
+            return build({key: decode(item, leaf) for key, item in value.items()})
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise IntegrityError(f"The save holds a broken {name!r} value: {error}") from error
+    if isinstance(value, (list, tuple)):
+        return type(value)(decode(item, leaf) for item in value)
+    return value
+
+
+def _encode_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
+    tensor = value.detach()
+    kind = type(tensor)
+    if kind not in _TENSORS and kind not in get_safe_globals():
+        raise UsageError(
+            f"{where} is a tensor of type {kind.__module__}.{kind.__qualname__}: a safe load could not read it back.",
+            hint="Allow it by torch.serialization.add_safe_globals, here and in the program that loads, or convert it.",
+        )
+    return tensor
+
+
+def _encode_dict(value: Mapping[Any, Any], where: str) -> dict[Any, Any]:
+    if MARK in value:
+        raise UsageError(f"{where} has a key {MARK!r}, which ckptmirror uses itself.")
+    return {_key(key, where): encode(item, f"{where}.{key}") for key, item in value.items()}
+
+
+def _key(key: Any, where: str) -> Any:
+    kind = type(key)
+    if kind in _PLAIN and kind is not bytearray:
+        return key
+    if kind is tuple:
+        return tuple(_key(item, where) for item in key)
+    if _is_numpy(key, "generic"):
+        return _key(key.item(), where)
+    raise UsageError(f"{where} has a key of type {kind.__qualname__}, which a safe load could not read back.")
+
+
+def _items(value: Mapping[Any, Any], where: str) -> list[Any]:
+    return [[_key(key, where), encode(item, f"{where}.{key}")] for key, item in value.items()]
+
+
+def _members(value: Any, where: str) -> list[Any]:
+    return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+
+
+def _encode_marked(value: Any, where: str) -> Any | None:
+    kind = type(value)
+    if kind is OrderedDict:
+        return {MARK: "ordered", "items": _items(value, where)}
+    if kind is Counter:
+        return {MARK: "counter", "items": _items(value, where)}
+    if kind is defaultdict:
+        for name, factory in _FACTORIES.items():
+            if value.default_factory is factory:
+                return {MARK: "defaultdict", "factory": name, "items": _items(value, where)}
+        return None
+    if kind is deque:
+        return {MARK: "deque", "items": _members(value, where), "maxlen": value.maxlen}
+    if kind is set or kind is frozenset:
+        return {MARK: kind.__name__, "items": _members(value, where)}
+    if kind is torch.Size:
+        return {MARK: "size", "items": list(value)}
+    if _is_numpy(value, "generic"):
+        return _encode_scalar(value, where)
+    if _is_numpy(value, "ndarray"):
+        return _encode_array(value, where)
+    return None
+
+
+def _encode_scalar(value: Any, where: str) -> Any:
+    item = value.item()
+    return None if _is_numpy(item, "generic") else encode(item, where)
+
+
+def _encode_array(value: Any, where: str) -> dict[str, Any] | None:
+    import numpy
+
+    if value.dtype.kind not in "biufc":
+        return None
+    native = numpy.ascontiguousarray(value.astype(value.dtype.newbyteorder("="), copy=True))
+    try:
+        data = torch.from_numpy(native.reshape(-1).view(numpy.uint8))
+    except TypeError as error:
+        raise UsageError(f"{where} is a NumPy array of type {value.dtype}, which cannot be saved.") from error
+    return {MARK: "array", "dtype": native.dtype.str, "shape": list(value.shape), "data": data}
+
+
+def _decode_array(value: dict[str, Any]) -> Any:
+    import numpy
+
+    dtype = numpy.dtype(value["dtype"])
+    if dtype.kind not in "biufc":
+        raise ValueError(f"an array of type {dtype}")
+    return value["data"].numpy().view(dtype).reshape(value["shape"]).copy()
+
+
+def _is_numpy(value: Any, name: str) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, getattr(numpy, name))
+
+
+def _loads_back(value: Any) -> bool:
+    """Whether the safe loader reads ``value`` back as the same type (the user may have allowed it)."""
+    try:
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        stream.seek(0)
+        return type(torch.load(stream, weights_only=True)) is type(value)
+    except Exception:  # noqa: BLE001 - any failure, of any pickling hook, means the same: it does not load back
+        return False
+
+
+_DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "dict": lambda v: {k: x for k, x in v["items"]},
+    "ordered": lambda v: OrderedDict((k, x) for k, x in v["items"]),
+    "counter": lambda v: Counter({k: x for k, x in v["items"]}),
+    "defaultdict": lambda v: defaultdict(_FACTORIES[v["factory"]], ((k, x) for k, x in v["items"])),
+    "deque": lambda v: deque(v["items"], v["maxlen"]),
+    "set": lambda v: set(v["items"]),
+    "frozenset": lambda v: frozenset(v["items"]),
+    "size": lambda v: torch.Size(v["items"]),
+    "array": _decode_array,
+}

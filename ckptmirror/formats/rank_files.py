@@ -1,0 +1,99 @@
+"""One file per rank, read by any number of ranks: this rank's own first, the others only where it does not suffice.
+
+Rules:
+* Files are mapped, not read; what is kept is copied out of the map, so that a file that is removed frees its space.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptmirror.core.errors import IntegrityError
+from ckptmirror.formats.shards import read_pieces, spread
+from ckptmirror.formats.unpickle import load_pt
+
+__all__ = ["RankFiles"]
+
+Key = Hashable
+
+
+class RankFiles:
+    """The files that the ranks of a save wrote in one role.
+
+    Args:
+        paths: Path by rank.
+        rank: The rank that reads.
+    """
+
+    def __init__(self, paths: Mapping[int, Path], rank: int) -> None:
+        if not paths:
+            raise IntegrityError("The save names no file to read.")
+        self._paths = paths
+        self._own = rank if rank in paths else min(paths)
+        self._trees: dict[int, Any] = {}
+
+    def tree(self, rank: int | None = None) -> Any:
+        """Return the decoded content of one rank's file: by default this rank's, or the lowest if it has none."""
+        rank = self._own if rank is None else rank
+        if rank not in self._paths:
+            raise IntegrityError(
+                f"The file of rank {rank} is not among {sorted(p.name for p in self._paths.values())}."
+            )
+        if rank not in self._trees:
+            self._trees[rank] = read_pieces(load_pt(self._paths[rank], mmap=True))
+        return self._trees[rank]
+
+    def of(self, rank: int) -> RankFiles:
+        """Return the same files, read first from ``rank``'s."""
+        return RankFiles(self._paths, rank)
+
+    def others(self, path: tuple[Key, ...]) -> Iterator[Any]:
+        """Yield the value at ``path`` in the other ranks' files, reading each only when it is asked for."""
+        for rank in sorted(self._paths):
+            if rank != self._own:
+                value = self.tree(rank)
+                for key in path:
+                    value = value[key] if _has(value, key) else None
+                yield value
+
+    def whole(self, path: tuple[Key, ...], like: Any = None) -> Any:
+        """Return what is at ``path``, its pieces put together.
+
+        Args:
+            path: Keys and indices from the top.
+            like: A live tensor, or a tree of them like the value: saved tensors of the same shape are sharded like it.
+        """
+        value = self.tree()
+        for key in path:
+            if not _has(value, key):
+                raise IntegrityError(f"{self._paths[self._own].name} has no {'.'.join(map(str, path))}.")
+            value = value[key]
+        return self._whole(value, path, like)
+
+    def _whole(self, value: Any, path: tuple[Key, ...], like: Any) -> Any:
+        if isinstance(value, (dict, OrderedDict)) and type(value) in (dict, OrderedDict):
+            pairs = [(key, self._whole(item, (*path, key), _below(like, key))) for key, item in value.items()]
+            return type(value)(pairs)
+        if isinstance(value, (list, tuple)):
+            return type(value)(
+                self._whole(item, (*path, index), _below(like, index)) for index, item in enumerate(value)
+            )
+        live = like if isinstance(like, torch.Tensor) else None
+        result = spread(value, lambda: self.others(path), live, ".".join(map(str, path)))
+        return copy.deepcopy(result) if result is value else result
+
+
+def _below(like: Any, key: Any) -> Any:
+    return like if isinstance(like, torch.Tensor) else (like[key] if _has(like, key) else None)
+
+
+def _has(value: Any, key: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return isinstance(key, int) and key < len(value)
+    return isinstance(value, Mapping) and key in value

@@ -1,0 +1,176 @@
+"""Pieces of sharded tensors: cutting them out on save, putting them together for any number of ranks.
+
+Rules:
+* A piece is a plain tensor with the shape of the whole and its own offsets: reading it needs no process group.
+* Nothing here talks to other ranks.
+* A region is filled completely, or loading fails and says what is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.formats.plain import MARK, decode
+
+__all__ = ["Piece", "Region", "cut", "fill", "has_shards", "piece_of", "read_pieces", "region_of", "spread"]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a block of a tensor lies: ``sizes`` elements from ``offsets``, in a whole of ``shape``."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a tensor with its values."""
+
+    region: Region
+    data: torch.Tensor
+
+
+def region_of(tensor: torch.Tensor) -> Region:
+    """Return what this rank holds of ``tensor`` (all of it, if it is not sharded)."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Region(shape, (0,) * len(shape), shape)
+    # The protocol by which DCP asks tensors for their chunks; there is no other public way to the offsets.
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # as torch has it
+    if len(chunks) != 1:
+        raise UsageError(f"A tensor in {len(chunks)} pieces per rank cannot be written to a plain file; use kind dcp.")
+    return Region(shape, tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+
+
+def piece_of(tensor: torch.Tensor) -> Piece:
+    """Return this rank's block of ``tensor``."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    region = region_of(tensor)
+    return Piece(region, local.detach().reshape(region.sizes) if local.numel() == 0 else local.detach())
+
+
+def has_shards(tree: Any) -> bool:
+    """Whether any tensor in ``tree`` is a DTensor."""
+    if isinstance(tree, dict):
+        return any(has_shards(item) for item in tree.values())
+    if isinstance(tree, (list, tuple)):
+        return any(has_shards(item) for item in tree)
+    return isinstance(tree, DTensor)
+
+
+def cut(tree: Any) -> Any:
+    """Return ``tree`` with a marked, plain piece in the place of each DTensor."""
+    if isinstance(tree, dict):
+        return {key: cut(item) for key, item in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(cut(item) for item in tree)
+    if not isinstance(tree, DTensor):
+        return tree
+    piece = piece_of(tree)
+    return {MARK: "shard", "shape": list(piece.region.shape), "offsets": list(piece.region.offsets), "data": piece.data}
+
+
+def read_pieces(tree: Any) -> Any:
+    """Decode a tree that :func:`cut` made: shards become :class:`Piece`."""
+
+    def shard(value: dict[str, Any]) -> Piece:
+        if value.get(MARK) != "shard":
+            raise IntegrityError(
+                f"The save holds a marked value {value.get(MARK)!r}, which this version does not know."
+            )
+        try:
+            shape, offsets, data = tuple(value["shape"]), tuple(value["offsets"]), value["data"]
+            sizes = tuple(data.shape)
+            if not len(shape) == len(offsets) == len(sizes) or any(
+                o < 0 or o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)
+            ):
+                raise ValueError(f"offsets {offsets} and sizes {sizes} do not lie in {shape}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise IntegrityError(f"The save holds a broken shard: {error}") from error
+        return Piece(Region(shape, offsets, sizes), data)
+
+    return decode(tree, shard)
+
+
+def fill(target: torch.Tensor, region: Region, pieces: Iterable[Piece], name: str) -> None:
+    """Copy what ``pieces`` hold of ``region`` into ``target``, a plain tensor of the region's sizes.
+
+    Pieces are taken only until the region is full, so lazy ones are read only if they are needed.
+
+    Raises:
+        IntegrityError: The pieces do not cover the region; names the tensor.
+    """
+    wanted = math.prod(region.sizes)
+    done: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    filled = 0
+    source = iter(pieces)
+    while filled < wanted:
+        piece = next(source, None)
+        if piece is None:
+            raise IntegrityError(f"{name}: the saved pieces hold {filled} of the {wanted} values that this rank needs.")
+        if piece.region.shape != region.shape:
+            raise IntegrityError(f"{name}: a saved piece is of shape {piece.region.shape}, not {region.shape}.")
+        key = (piece.region.offsets, piece.region.sizes)
+        if key not in done:
+            done.add(key)
+            filled += _copy_overlap(target, region, piece)
+
+
+def _copy_overlap(target: torch.Tensor, region: Region, piece: Piece) -> int:
+    into, out_of, count = [], [], 1
+    for mine, size, theirs, length in zip(
+        region.offsets, region.sizes, piece.region.offsets, piece.region.sizes, strict=True
+    ):
+        start, stop = max(mine, theirs), min(mine + size, theirs + length)
+        if stop <= start:
+            return 0
+        into.append(slice(start - mine, stop - mine))
+        out_of.append(slice(start - theirs, stop - theirs))
+        count *= stop - start
+    with torch.no_grad():
+        target[tuple(into)].copy_(piece.data[tuple(out_of)]) if into else target.copy_(piece.data)
+    return count
+
+
+def spread(value: Any, others: Callable[[], Iterator[Any]], like: torch.Tensor | None, name: str) -> Any:
+    """Return a saved value as a live one: whole, or sharded in the way of ``like``.
+
+    Args:
+        value: A :class:`Piece`, a plain tensor, or a plain value (returned as it is), from this rank's file.
+        others: The same value in the other ranks' files, read only if needed.
+        like: The live tensor whose shards to follow; used if it has the same shape.
+        name: The value's name, for messages.
+    """
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        value = Piece(region_of(value), value)
+        if not (isinstance(like, DTensor) and tuple(like.shape) == value.region.shape):
+            return value.data
+    if not isinstance(value, Piece):
+        return value
+
+    def pieces() -> Iterator[Piece]:
+        yield value
+        for other in others():
+            if isinstance(other, Piece):
+                yield other
+
+    shape = value.region.shape
+    if isinstance(like, DTensor) and tuple(like.shape) == shape:
+        region = region_of(like)
+        local = torch.empty(region.sizes, dtype=value.data.dtype, device=like.to_local().device)
+        fill(local, region, pieces(), name)
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    whole = torch.empty(shape, dtype=value.data.dtype)
+    fill(whole, Region(shape, (0,) * len(shape), shape), pieces(), name)
+    return whole

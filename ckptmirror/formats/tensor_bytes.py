@@ -1,0 +1,134 @@
+"""Tensors as bytes: views without copies, storages of their own, sums.
+
+Rules:
+* A view keeps the memory that it shows alive.
+* Nothing here copies a dense, contiguous tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckptmirror.local.checksums import crc32c
+
+__all__ = ["byte_view", "compact", "digest32", "sum32"]
+
+_WORDS_PER_CHUNK = 1 << 18
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor as writable bytes; the view keeps the tensor alive."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    if size_bytes == 0:
+        return memoryview(bytearray())
+    memory: Any = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return memoryview(memory).cast("B")
+
+
+def sum32(tensor: torch.Tensor) -> int:
+    """Return the sum, modulo 2**32, of the tensor's bytes read as little-endian 32-bit words, the last padded.
+
+    The sums of pieces whose sizes are multiples of four bytes add up to the sum of the whole, however it was cut.
+    """
+    dense = tensor.detach().contiguous()
+    size_bytes = dense.numel() * dense.element_size()
+    whole_words = size_bytes // 4
+    total = 0
+    if whole_words:
+        words = torch.frombuffer(byte_view(dense), dtype=torch.int32, count=whole_words)
+        ones = torch.ones(min(whole_words, _WORDS_PER_CHUNK), dtype=torch.int32)
+        for chunk in torch.split(words, _WORDS_PER_CHUNK):
+            total += int(torch.dot(chunk, ones[: chunk.numel()]))
+    tail = bytes(byte_view(dense)[whole_words * 4 :])
+    return (total + int.from_bytes(tail, "little")) & 0xFFFFFFFF
+
+
+def digest32(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return (:func:`sum32`, crc32c) of a CPU tensor's bytes in row-major order."""
+    dense = tensor.detach().contiguous()
+    return sum32(dense), crc32c(byte_view(dense))
+
+
+def compact(tree: Any) -> Any:
+    """Return ``tree`` so that ``torch.save`` writes only the bytes that its tensors show.
+
+    ``torch.save`` writes whole storages. A tensor that shows a small part of a large one (a slice, or a piece of a copy
+    arena) gets a storage of its own: over the same memory where it is contiguous there, else a copy. Tensors that show
+    the same memory stay one tensor, and views that together cover their storage are left as they are.
+    """
+    shown: dict[int, int] = {}
+    _count(tree, shown, set())
+    return _rebuild(tree, shown, {}, {})
+
+
+def _count(tree: Any, shown: dict[int, int], seen: set[tuple[Any, ...]]) -> None:
+    if isinstance(tree, dict):
+        for item in tree.values():
+            _count(item, shown, seen)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _count(item, shown, seen)
+    elif isinstance(tree, DTensor):
+        _count(tree.to_local(), shown, seen)
+    elif _is_dense(tree) and (key := _view_key(tree)) not in seen:
+        seen.add(key)
+        storage = tree.untyped_storage().data_ptr()
+        shown[storage] = shown.get(storage, 0) + tree.numel() * tree.element_size()
+
+
+def _rebuild(tree: Any, shown: dict[int, int], made: dict[tuple[Any, ...], Any], dtypes: dict[int, torch.dtype]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _rebuild(item, shown, made, dtypes) for key, item in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_rebuild(item, shown, made, dtypes) for item in tree)
+    if isinstance(tree, DTensor):
+        local = tree.to_local()
+        owned = _rebuild(local, shown, made, dtypes)
+        if owned is local:
+            return tree
+        return DTensor.from_local(
+            owned, tree.device_mesh, tree.placements, run_check=False, shape=tree.shape, stride=tree.stride()
+        )
+    if not _is_dense(tree):
+        return tree
+    key = _view_key(tree)
+    if key not in made:
+        made[key] = _own(tree, shown, dtypes)
+    return made[key]
+
+
+def _own(tensor: torch.Tensor, shown: dict[int, int], dtypes: dict[int, torch.dtype]) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    result = tensor
+    if storage.nbytes() > shown[storage.data_ptr()]:
+        result = _over_same_memory(tensor) if tensor.is_contiguous() else tensor.contiguous()
+    # torch.save refuses one address under two dtypes.
+    pointer = result.untyped_storage().data_ptr()
+    if dtypes.setdefault(pointer, result.dtype) != result.dtype:
+        result = result.clone()
+        dtypes[result.untyped_storage().data_ptr()] = result.dtype
+    return result
+
+
+def _over_same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.frombuffer(byte_view(tensor), dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+
+
+def _is_dense(value: Any) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not (value.is_quantized or value.is_conj() or value.is_neg())
+    )
+
+
+def _view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.untyped_storage().data_ptr(), tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())

@@ -1,0 +1,206 @@
+"""Reading files that may be hostile or broken: only tensors, plain values and a list of known types.
+
+Rules:
+* ``.pt`` files go through ``torch.load(weights_only=True)``, ``.metadata`` through :class:`AllowListUnpickler`; nothing
+  is unpickled in another way.
+* Only regular files are opened, never a link.
+* What is not allowed is :class:`UnsafePickle`; what is broken is :class:`IntegrityError`. Both name the file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import stat
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+from ckptmirror.core.errors import IntegrityError, UnsafePickle
+
+__all__ = ["AllowListUnpickler", "broken", "check_regular", "load_pt", "load_stream", "loads_metadata"]
+
+_NOT_ALLOWED = (
+    "Unsupported global",
+    "Unsupported operand",
+    "Unsupported class",
+    "Can only",
+    "is blocked",
+    "Trying to",
+    "functions",
+)
+
+
+def load_pt(path: Path, *, map_location: str = "cpu", mmap: bool = False) -> Any:
+    """Load a ``.pt`` file that holds tensors and plain values.
+
+    Args:
+        path: The file.
+        map_location: The device to load to.
+        mmap: Map the file instead of reading it: for tensors that are copied from, piece by piece, right after.
+
+    Raises:
+        UnsafePickle: The file asks for anything else.
+        IntegrityError: The file is missing, is not a regular file, or is broken.
+    """
+    check_regular(path)
+    return _guarded(str(path), lambda: torch.load(str(path), map_location=map_location, weights_only=True, mmap=mmap))
+
+
+def load_stream(stream: BinaryIO | io.BytesIO, name: str) -> Any:
+    """Like :func:`load_pt`, from an open file; ``name`` is for messages."""
+    return _guarded(name, lambda: torch.load(stream, map_location="cpu", weights_only=True))
+
+
+def check_regular(path: Path) -> int:
+    """Return the size in bytes of a regular file.
+
+    Raises:
+        IntegrityError: It is missing, or a link, or not a file.
+    """
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError as error:
+        raise IntegrityError(f"{path} is missing.") from error
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise IntegrityError(f"{path} is not a regular file.")
+    return status.st_size
+
+
+def broken(error: BaseException, name: str) -> IntegrityError:
+    """Return the error to raise for what torch made of a hostile or broken file."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, pickle.UnpicklingError) and any(mark in text for mark in _NOT_ALLOWED):
+        return UnsafePickle(f"{name} asks to load what is not on the allow-list: {_short(text)}")
+    return IntegrityError(f"{name} is broken: {_short(text)}")
+
+
+def _guarded(name: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except IntegrityError:
+        raise
+    except Exception as error:  # whatever torch makes of hostile or broken bytes, the file is not what was saved
+        raise broken(error, name) from error
+
+
+def _short(text: str) -> str:
+    for line in text.splitlines():
+        if "Unsupported" in line or "Trying to" in line:
+            return line.strip()[:300]
+    return text.strip().splitlines()[0][:300] if text.strip() else "no message"
+
+
+def _layout(name: str) -> torch.layout:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise UnsafePickle(f".metadata names a layout {name!r}.")
+    return found
+
+
+def _path(*parts: str) -> str:
+    return str(PurePosixPath(*parts))
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{
+        ("torch.distributed.checkpoint.metadata", kind.__name__): kind
+        for kind in (
+            metadata.Metadata,
+            metadata.MetadataIndex,
+            metadata.TensorStorageMetadata,
+            metadata.ChunkStorageMetadata,
+            metadata.TensorProperties,
+            metadata.BytesStorageMetadata,
+            metadata.StorageMeta,
+            # Written by TensorProperties itself; torch has no public name for it.
+            metadata._MEM_FORMAT_ENCODING,
+        )
+    },
+    # What FileSystemWriter writes for every item; torch has no public name for it.
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{
+        (module, name): _path
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+}
+_CLASSES = [
+    kind for kind in _ALLOWED.values() if isinstance(kind, type) and kind.__module__.startswith("torch.distributed")
+]
+
+
+class AllowListUnpickler(pickle.Unpickler):
+    """Unpickles DCP's ``.metadata``: its own dataclasses, sizes, dtypes, layouts and paths, nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return an allowed global.
+
+        Raises:
+            UnsafePickle: It is not on the list.
+        """
+        allowed = _ALLOWED.get((module, name))
+        if allowed is not None:
+            return allowed
+        if module == "torch" and name.isidentifier():
+            dtype = vars(torch).get(name)
+            if isinstance(dtype, torch.dtype):
+                return dtype
+        raise UnsafePickle(f".metadata asks to load {module}.{name}, which is not on the allow-list.")
+
+    def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002 - the base class's signature
+        """Refuse: ``.metadata`` has no persistent objects.
+
+        Raises:
+            UnsafePickle: Always.
+        """
+        raise UnsafePickle(".metadata asks for a persistent object.")
+
+
+def loads_metadata(data: bytes, name: str) -> metadata.Metadata:
+    """Unpickle the bytes of a ``.metadata`` file.
+
+    Raises:
+        UnsafePickle: It asks for a global that is not on the list.
+        IntegrityError: It is broken, or something else than DCP's metadata.
+    """
+    before = [dict(vars(kind)) for kind in _CLASSES]
+    try:
+        value = AllowListUnpickler(io.BytesIO(data)).load()
+    except UnsafePickle as error:
+        raise UnsafePickle(f"{name}: {error.message}") from error
+    except Exception as error:  # hostile pickles fail in any way; whatever it is, the file is not what was saved
+        raise IntegrityError(f"{name} is broken: {_short(str(error) or type(error).__name__)}") from error
+    finally:
+        changed = _restore(before)
+    if changed:
+        raise UnsafePickle(f"{name} tried to change the class {changed[0]}.")
+    if not isinstance(value, metadata.Metadata):
+        raise IntegrityError(f"{name} holds a {type(value).__name__}, not the metadata of a DCP directory.")
+    return value
+
+
+def _restore(before: list[dict[str, Any]]) -> list[str]:
+    """Undo what a pickle did to the classes on the list (BUILD on a class sets its attributes); return their names."""
+    changed = []
+    for kind, attributes in zip(_CLASSES, before, strict=True):
+        now = dict(vars(kind))
+        if now == attributes:
+            continue
+        changed.append(kind.__name__)
+        for name in now.keys() - attributes.keys():
+            delattr(kind, name)
+        for name, value in attributes.items():
+            if now.get(name) is not value:
+                setattr(kind, name, value)
+    return changed

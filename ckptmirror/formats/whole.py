@@ -1,0 +1,71 @@
+"""Reading a whole save into plain values, without a model at hand: one process, no group.
+
+Rules:
+* The same allow-lists and checks as a load into live objects; nothing is executed, nothing outside the save is opened.
+* Sharded pieces are put together; every tensor is whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptmirror.core.errors import IntegrityError, KindMismatch
+from ckptmirror.core.model import Kind, Meta
+from ckptmirror.core.names import SaveName
+from ckptmirror.formats.dcp_read import read_whole_directory
+from ckptmirror.formats.plain import decode
+from ckptmirror.formats.rank_files import RankFiles
+from ckptmirror.formats.unpickle import load_pt
+
+__all__ = ["read_extra", "read_whole"]
+
+
+def read_whole(
+    root: Path, meta: Meta, kind: Kind, map_location: str = "cpu"
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the model, and the optimizer state if it is there, of one kind of a save whose files lie in ``root``.
+
+    Raises:
+        IntegrityError: A file is missing, broken or hostile.
+        KindMismatch: The kind cannot be read by one process.
+    """
+    name = SaveName(meta.step, meta.tag)
+    if kind == "dcp":
+        tree = read_whole_directory(root / name.dcp_dir)
+        return _moved(tree["model"], map_location), _moved(tree.get("optimizer"), map_location)
+    if kind != "model":
+        raise KindMismatch(f"Kind {kind} is read by the ranks that wrote it: resume from it.")
+    model = load_pt(root / name.model, mmap=True)
+    if not isinstance(model, dict):
+        raise IntegrityError(f"{name.model} holds a {type(model).__name__}, not a dict of tensors.")
+    files = _rank_files(root, meta, {rank: name.optim(rank) for rank in range(meta.world_size)})
+    optimizer = files.whole(()) if files is not None else None
+    plain = {key: decode(value) for key, value in model.items()}
+    return _moved(plain, map_location), _moved(optimizer, map_location)
+
+
+def read_extra(root: Path, meta: Meta, map_location: str = "cpu") -> dict[str, Any] | None:
+    """Return the extra state that rank 0 wrote; None if the files are not there (``stage`` without ``--full``)."""
+    name = SaveName(meta.step, meta.tag)
+    files = _rank_files(root, meta, {0: name.extra(0)})
+    extra = files.whole(()) if files is not None else None
+    return _moved(extra, map_location) if isinstance(extra, dict) else None
+
+
+def _rank_files(root: Path, meta: Meta, names: dict[int, str]) -> RankFiles | None:
+    there = {artifact.path for artifact in meta.artifacts}
+    paths = {rank: root / path for rank, path in names.items() if path in there}
+    return RankFiles(paths, 0) if paths else None
+
+
+def _moved(tree: Any, device: str) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {key: _moved(value, device) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_moved(value, device) for value in tree]
+    return tree

@@ -1,0 +1,1 @@
+"""Other people's loops: how ckptmirror fits into them. Each uses the public names only."""

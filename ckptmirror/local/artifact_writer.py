@@ -1,0 +1,339 @@
+"""One artifact, written once: checksummed as it is written, durable before it has a name.
+
+Rules:
+* The order: temporary beside the final name, write, check the length, fsync, publish without replacing, fsync the
+  directory.
+* The crc32c is taken from the very buffers that go to the disk, before they go.
+* The first error decides: every later write repeats it, closing removes the temporary, and nothing hides it.
+* fsync is tried once. After an error the artifact is abandoned, never published.
+* A temporary that a dead process left is written anew; one that a live writer holds is not touched.
+* At most ``_BUFFERS`` buffers are held by one writer: a slow disk makes write() wait, it does not fill the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError
+from ckptmirror.core.model import Digest
+from ckptmirror.core.names import tmp_name
+from ckptmirror.local import crashpoints, direct_io
+from ckptmirror.local.checksums import BlockDigest
+from ckptmirror.local.directories import fsync_dir, rename_noreplace
+from ckptmirror.local.storage_errors import disk_error, explained
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["ArtifactWriter", "create_temporary"]
+
+_BUFFERS = 3
+_PIECE_SIZE_BYTES = 1024 * 1024  # copied with the GIL held, so kept short
+
+
+class ArtifactWriter(io.RawIOBase):
+    """A binary file object for ``torch.save``, ``pickle.dump`` and DCP streams that makes one durable artifact.
+
+    Use it as a context manager: an error in the body removes the temporary. ``seal()``, ``close()`` and leaving the body
+    make the temporary complete and durable; ``publish()`` also names it. One thread writes it.
+
+    Args:
+        final: The final name.
+        save_id: 32 hex digits; the temporary carries the first eight.
+
+    Raises:
+        NameTaken: Another live writer holds the temporary.
+        LocalStorageFull: No space or no inodes are left.
+        LocalStorageUnwritable: Read-only, no permission, no directory.
+    """
+
+    def __init__(self, final: Path, save_id: str) -> None:
+        self.final = Path(final)
+        self.temporary = self.final.with_name(tmp_name(self.final.name, save_id))
+        self._digest = BlockDigest()
+        self._sealed: Digest | None = None
+        self._failure: CkptMirrorError | None = None
+        self._buffer: memoryview | None = None
+        self._filled = 0
+        self._offset = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+        self._descriptor = -1
+        self._descriptor = create_temporary(self.temporary)
+        facts = os.fstat(self._descriptor)
+        self._identity = (facts.st_dev, facts.st_ino)
+        self._owner_pid = os.getpid()
+
+    # -- the file object ------------------------------------------------------------------------------------
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the number of bytes written so far."""
+        return self._digest.size_bytes
+
+    def fileno(self) -> int:
+        """Refuse: bytes written past this object would miss their checksum."""
+        raise io.UnsupportedOperation("an artifact is written through write() only, so that it is checksummed")
+
+    def flush(self) -> None:
+        """Do nothing: durability comes from ``seal()`` alone."""
+
+    def write(self, buffer: Buffer, /) -> int:
+        """Take all bytes of any C-contiguous buffer; return their number.
+
+        Raises:
+            LocalStorageFull: No space is left (it may be the bytes of an earlier call that found none).
+            IntegrityError: The device failed.
+        """
+        if self._descriptor < 0 and self._failure is None:
+            raise ValueError("write to a sealed artifact")
+        self._raise_failure()
+        view = direct_io.byte_view(buffer)
+        taken = 0
+        while taken < view.nbytes:
+            if self._buffer is None:
+                self._buffer = direct_io.take_buffer()
+            room = min(self._buffer.nbytes - self._filled, _PIECE_SIZE_BYTES, view.nbytes - taken)
+            piece = self._buffer[self._filled : self._filled + room]
+            piece[:] = view[taken : taken + room]
+            self._digest.update(piece)
+            self._filled += room
+            taken += room
+            if self._filled == self._buffer.nbytes:
+                self._send_buffer()
+        return view.nbytes
+
+    def close(self) -> None:
+        """Seal, unless sealed or abandoned already; remove the temporary after a failure. Never publishes."""
+        if self.closed:
+            return
+        try:
+            if self._failure is not None:
+                self.abandon()
+            elif self._descriptor >= 0:
+                self.seal()
+        finally:
+            super().close()
+
+    def __enter__(self) -> ArtifactWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        self.abandon()
+        if self._failure is not None and error is not self._failure and isinstance(error, Exception):
+            raise self._failure from error  # what a serializer made of it says less
+
+    def __del__(self) -> None:
+        # Forgotten without close(): the temporary stays for the next start to remove; only the descriptor is let go.
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    # -- the three ends -------------------------------------------------------------------------------------
+
+    def seal(self) -> Digest:
+        """Make everything written complete and durable under the temporary name; nothing stays open.
+
+        Raises:
+            LocalStorageFull: No space is left; the temporary is gone.
+            IntegrityError: The device failed or lost bytes; the temporary is gone.
+        """
+        if self._sealed is not None:
+            return self._sealed
+        try:
+            self._raise_failure()
+            if self._descriptor < 0:
+                raise ValueError("seal of an abandoned artifact")
+            self._write_rest()
+            digest = self._digest.digest()
+            with self._explained("write"):
+                size_bytes = os.fstat(self._descriptor).st_size
+            if size_bytes != digest.size_bytes:
+                raise IntegrityError(f"{self.temporary} has {size_bytes} bytes, but {digest.size_bytes} were written.")
+            with self._explained("make durable"), crashpoints.around("file.fsync"):
+                os.fsync(self._descriptor)
+            self._let_go_of_descriptor()
+        except BaseException as error:
+            if isinstance(error, CkptMirrorError):
+                self._failure = error
+            self.abandon()
+            raise
+        self._sealed = digest
+        return digest
+
+    def publish(self) -> Digest:
+        """Seal, then give the artifact its final name, durably.
+
+        Raises:
+            NameTaken: The name exists; it was not touched, and the temporary is gone.
+            IntegrityError: Something else lies under the temporary name.
+        """
+        digest = self.seal()
+        try:
+            with self._explained("publish"):
+                facts = os.lstat(self.temporary)
+            if (facts.st_dev, facts.st_ino) != self._identity:
+                raise IntegrityError(f"{self.temporary} is not the file that was sealed: two writers share a save id.")
+            rename_noreplace(self.temporary, self.final)
+        except BaseException:
+            self.abandon()
+            raise
+        fsync_dir(self.final.parent)
+        return digest
+
+    def abandon(self) -> None:
+        """Let everything go and remove the temporary. Raises no error of the disk: an earlier one matters more."""
+        self._stop_pool()
+        self._give_buffer()
+        with contextlib.suppress(OSError):
+            if self._descriptor >= 0:
+                self._let_go_of_descriptor()
+        with contextlib.suppress(OSError):
+            self._remove_own_temporary()
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _send_buffer(self) -> None:
+        """Hand the full buffer to the writing thread; wait while too many are on their way."""
+        assert self._buffer is not None
+        if self._pool is None:
+            with self._explained("write"):
+                direct_io.allow_direct(self._descriptor)
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ckptmirror-write")
+        buffer, self._buffer, self._filled = self._buffer, None, 0
+        self._pending.append(self._pool.submit(self._write_and_give, buffer, self._offset))
+        self._offset += buffer.nbytes
+        while len(self._pending) >= _BUFFERS:
+            self._await_oldest()
+
+    def _write_and_give(self, buffer: memoryview, offset: int) -> None:
+        try:
+            direct_io.write_full(self._descriptor, buffer, offset)
+        finally:
+            direct_io.give_buffer(buffer)
+
+    def _await_oldest(self) -> None:
+        future = self._pending.pop(0)
+        with self._explained("write"):
+            future.result()
+
+    def _write_rest(self) -> None:
+        while self._pending:
+            self._await_oldest()
+        self._stop_pool()
+        if self._buffer is not None and self._filled:
+            aligned = self._filled // direct_io.ALIGNMENT_BYTES * direct_io.ALIGNMENT_BYTES
+            if not direct_io.is_direct(self._descriptor):
+                aligned = 0
+            with self._explained("write"):
+                direct_io.write_full(self._descriptor, self._buffer[:aligned], self._offset)
+                if aligned < self._filled:
+                    direct_io.forbid_direct(self._descriptor)
+                    tail = self._buffer[aligned : self._filled]
+                    direct_io.write_full(self._descriptor, tail, self._offset + aligned)
+            self._offset += self._filled
+        self._give_buffer()
+
+    def _stop_pool(self) -> None:
+        if self._pool is not None and self._owner_pid == os.getpid():
+            self._pool.shutdown(wait=True)
+        self._pool = None
+        self._pending.clear()
+
+    def _give_buffer(self) -> None:
+        if self._buffer is not None:
+            direct_io.give_buffer(self._buffer)
+        self._buffer, self._filled = None, 0
+
+    def _let_go_of_descriptor(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        with self._explained("close"):
+            os.close(descriptor)
+
+    def _remove_own_temporary(self) -> None:
+        facts = os.lstat(self.temporary)
+        if (facts.st_dev, facts.st_ino) == self._identity and self._owner_pid == os.getpid():
+            with crashpoints.around("file.unlink"):
+                os.unlink(self.temporary)  # noqa: PTH108
+
+    @contextlib.contextmanager
+    def _explained(self, action: str) -> Iterator[None]:
+        """Explain an OSError and keep it as the failure that every later call repeats."""
+        try:
+            yield
+        except OSError as error:
+            self._failure = disk_error(error, action, self.temporary)
+            raise self._failure from error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def create_temporary(path: Path) -> int:
+    """Create a temporary and return its descriptor, holding a lock that tells a live writer from a dead one's remains.
+
+    Raises:
+        NameTaken: A live writer holds it.
+        LocalStorageFull: No space or no inodes are left.
+        LocalStorageUnwritable: Read-only, no permission, no directory.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with explained("create", path):
+        try:
+            with crashpoints.around("file.create"):
+                descriptor = os.open(path, flags, 0o666)
+        except FileExistsError:
+            _remove_dead_temporary(path)
+            with crashpoints.around("file.create"):
+                descriptor = os.open(path, flags, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno == errno.EWOULDBLOCK:  # someone took it for a dead one's in this very moment
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+            raise
+        return descriptor
+
+
+def _remove_dead_temporary(path: Path) -> None:
+    """Remove a temporary that nobody holds.
+
+    Raises:
+        FileExistsError: A live writer holds it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        os.unlink(path)  # noqa: PTH108  (a link under a temporary's name is nobody's file)
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with crashpoints.around("file.unlink"):
+            os.unlink(path)  # noqa: PTH108
+    except BlockingIOError as error:
+        raise FileExistsError(errno.EEXIST, "another live writer holds it") from error
+    finally:
+        os.close(descriptor)

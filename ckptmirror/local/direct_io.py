@@ -1,0 +1,172 @@
+"""Reading and writing past the page cache, where the file system allows it, from kept aligned buffers.
+
+Rules:
+* Bytes that are written once and read back rarely do not belong in the page cache: O_DIRECT is faster to durable, and
+  leaves the training's memory alone. What cannot do it (tmpfs, some overlays) is served buffered.
+* Buffers are private anonymous mappings, aligned to a page. At most ``KEPT_BUFFERS`` idle ones are kept in a process
+  (64 MiB); whoever takes a buffer gives it back.
+* A forked child starts with no kept buffers: it must not share memory that its parent writes to disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptmirror.local import crashpoints
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "BUFFER_SIZE_BYTES",
+    "KEPT_BUFFERS",
+    "aligned_buffer",
+    "allow_direct",
+    "byte_view",
+    "forbid_direct",
+    "give_buffer",
+    "is_direct",
+    "kept_buffer",
+    "open_for_reading",
+    "read_full",
+    "take_buffer",
+    "write_full",
+]
+
+ALIGNMENT_BYTES = 4096
+BUFFER_SIZE_BYTES = 8 * 1024 * 1024
+KEPT_BUFFERS = 8
+
+_lock = threading.Lock()
+_kept: list[memoryview] = []
+
+
+def byte_view(buffer: Any) -> memoryview:
+    """Return a flat view of any C-contiguous buffer's bytes, of whatever element format, without copying.
+
+    Raises:
+        BufferError: The buffer is not C-contiguous.
+    """
+    view = memoryview(buffer)
+    if view.nbytes == 0:
+        return memoryview(b"")
+    if not view.c_contiguous:
+        raise BufferError("The buffer is not C-contiguous.")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def aligned_buffer(size_bytes: int) -> memoryview:
+    """Return a fresh writable buffer of ``size_bytes``, aligned to a page, outside the pool."""
+    mapping = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size_bytes >= 2 * 1024 * 1024 and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel without huge pages
+                raise
+    return memoryview(mapping)[:size_bytes]
+
+
+def take_buffer() -> memoryview:
+    """Take a buffer of ``BUFFER_SIZE_BYTES`` from the process's pool, or a fresh one."""
+    with _lock:
+        if _kept:
+            return _kept.pop()
+    return aligned_buffer(BUFFER_SIZE_BYTES)
+
+
+def give_buffer(buffer: memoryview) -> None:
+    """Give a taken buffer back; it is dropped if enough are kept."""
+    with _lock:
+        if len(_kept) < KEPT_BUFFERS:
+            _kept.append(buffer)
+
+
+@contextmanager
+def kept_buffer() -> Iterator[memoryview]:
+    """Lend a buffer of ``BUFFER_SIZE_BYTES`` for the body."""
+    buffer = take_buffer()
+    try:
+        yield buffer
+    finally:
+        give_buffer(buffer)
+
+
+def _forget_buffers_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=_forget_buffers_in_child)
+
+
+def open_for_reading(path: Path) -> int:
+    """Open a file to be read from the disk itself; never through a symbolic link, never blocking on a pipe."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    descriptor = os.open(path, flags)
+    if not allow_direct(descriptor):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    return descriptor
+
+
+def allow_direct(descriptor: int) -> bool:
+    """Switch O_DIRECT on; False where the file system cannot."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return False
+    return True
+
+
+def forbid_direct(descriptor: int) -> None:
+    """Switch O_DIRECT off: the bytes that follow are not aligned."""
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def is_direct(descriptor: int) -> bool:
+    """Return whether O_DIRECT is on."""
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def read_full(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Fill an aligned buffer from an aligned ``offset``; return the count, short only at the end of the file."""
+    done = 0
+    while done < buffer.nbytes:
+        try:
+            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not is_direct(descriptor):
+                raise
+            forbid_direct(descriptor)  # said yes to the flag, no to the read, or the last read ended off alignment
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            continue
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def write_full(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``; short writes go on where they stopped, refused direct ones buffered."""
+    done = 0
+    while done < data.nbytes:
+        try:
+            with crashpoints.around("file.write"):
+                count = os.pwrite(descriptor, data[done:], offset + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not is_direct(descriptor):
+                raise
+            forbid_direct(descriptor)
+            continue
+        if count == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done += count

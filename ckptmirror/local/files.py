@@ -1,0 +1,186 @@
+"""Files on this disk: everything in ckptmirror that changes it, from one place.
+
+Rules:
+* The order, always: temporary beside the final name, write, check the length, fsync, publish, fsync the directory.
+* Nothing replaces anything, except control files (``replace=True``) and the link ``latest``.
+* Links are never followed to a file; nothing is written through one.
+* Each system call that changes the disk lies between two crash points; each error says what, why and what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+
+from ckptmirror.core.errors import IntegrityError
+from ckptmirror.core.model import new_id
+from ckptmirror.core.names import tmp_name
+from ckptmirror.local import crashpoints, direct_io
+from ckptmirror.local.artifact_writer import ArtifactWriter, create_temporary
+from ckptmirror.local.direct_io import aligned_buffer, kept_buffer
+from ckptmirror.local.directories import (
+    fsync_dir,
+    fsync_file,
+    fsync_tree,
+    make_dirs,
+    publish_dir,
+    rename_noreplace,
+    replace_link,
+)
+from ckptmirror.local.range_file import RangeFile
+from ckptmirror.local.storage_errors import explained
+from ckptmirror.local.trash import empty_trash, move_to_trash, remove_temporaries, remove_tree_in_trash
+
+__all__ = [
+    "ArtifactWriter",
+    "FileSource",
+    "RangeFile",
+    "aligned_buffer",
+    "empty_trash",
+    "fsync_dir",
+    "fsync_file",
+    "fsync_tree",
+    "kept_buffer",
+    "make_dirs",
+    "move_to_trash",
+    "publish_dir",
+    "read_limited",
+    "remove_temporaries",
+    "remove_tree_in_trash",
+    "rename_noreplace",
+    "replace_link",
+    "write_bytes",
+]
+
+
+def write_bytes(path: Path, data: bytes, *, save_id: str, replace: bool = False) -> None:
+    """Create a small file atomically and durably.
+
+    Args:
+        path: The final name.
+        data: The content.
+        save_id: Carried by the temporary's name; with ``replace`` a random id is, so that two threads may write the
+            same control file.
+        replace: Whether an existing file is replaced; only for control files, never for what a save consists of.
+
+    Raises:
+        NameTaken: The name exists (without ``replace``); it was not touched.
+        LocalStorageFull: No space or no inodes are left; nothing is left behind.
+        LocalStorageUnwritable: Read-only, no permission, no directory.
+    """
+    temporary = path.with_name(tmp_name(path.name, new_id() if replace else save_id))
+    descriptor = create_temporary(temporary)
+    try:
+        try:
+            with explained("write", temporary):
+                direct_io.write_full(descriptor, memoryview(data), 0)
+                size_bytes = os.fstat(descriptor).st_size
+            if size_bytes != len(data):
+                raise IntegrityError(f"{temporary} has {size_bytes} bytes, but {len(data)} were written.")
+            with explained("make durable", temporary), crashpoints.around("file.fsync"):
+                os.fsync(descriptor)
+            if replace:
+                with explained("replace", path), crashpoints.around("file.replace"):
+                    os.rename(temporary, path)  # noqa: PTH104
+            else:
+                rename_noreplace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one that counts
+                os.unlink(temporary)  # noqa: PTH108
+            raise
+    finally:
+        os.close(descriptor)
+    fsync_dir(path.parent)
+
+
+def read_limited(path: Path, limit_bytes: int) -> bytes:
+    """Read a small regular file whole, never through a link.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        IntegrityError: It is not a regular file, larger than ``limit_bytes``, or unreadable.
+    """
+    descriptor = _open_for_reading(path)
+    try:
+        size_bytes = os.fstat(descriptor).st_size
+        if size_bytes > limit_bytes:
+            raise IntegrityError(f"{path} has {size_bytes} bytes; more than {limit_bytes} is not believed.")
+        pieces = []
+        remaining = limit_bytes + 1
+        while remaining and (piece := os.read(descriptor, min(remaining, size_bytes + 1))):
+            pieces.append(piece)
+            remaining -= len(piece)
+        if not remaining:
+            raise IntegrityError(f"{path} grew past {limit_bytes} bytes while it was read.")
+        return b"".join(pieces)
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}.") from error
+    finally:
+        os.close(descriptor)
+
+
+class FileSource:
+    """A file to upload, readable at any offset from any thread (the Source of ``stores.base``).
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        IntegrityError: It is not a regular file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = _open_for_reading(path)
+        self._size_bytes = os.fstat(self._descriptor).st_size
+
+    @property
+    def size_bytes(self) -> int:
+        """Length in bytes when the file was opened."""
+        return self._size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` from ``offset`` and return how many bytes were read (short only at the end).
+
+        Raises:
+            IntegrityError: The device failed.
+        """
+        try:
+            return direct_io.read_full(self._descriptor, direct_io.byte_view(buffer), offset)
+        except OSError as error:
+            raise IntegrityError(f"{self.path} cannot be read from byte {offset}: {error.strerror}.") from error
+
+    def close(self) -> None:
+        """Close the file and let its pages go: an upload should not push the training's data out of memory."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+    def __enter__(self) -> FileSource:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
+
+
+def _open_for_reading(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise IntegrityError(f"{path} is a symbolic link, and links are not followed.") from error
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise IntegrityError(f"{path} is not a regular file.")

@@ -1,0 +1,273 @@
+"""Who may write here: one leader per root, the ranks it leads, and short exclusive sections.
+
+Rules:
+* A lock is a flock(2), which the kernel lets go when its holder dies and not before: a stopped process keeps it, and
+  nothing here ever breaks it. What the file says is for people; who holds the lock is decided by the kernel alone.
+* Every rank that does not lead holds ``ranks.lock`` shared. A new leader obtains it exclusively for a moment before it
+  goes on, so that no rank of an earlier attempt still writes. Ranks take theirs only after their leader has its own.
+* A forked child closes every lock that it inherited: a DataLoader worker that outlives its trainer holds nothing.
+* Every wait has a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import IntegrityError, RootLocked, WaitTimeout
+from ckptmirror.local import crashpoints
+from ckptmirror.local.directories import make_dirs
+from ckptmirror.local.files import read_limited
+from ckptmirror.local.storage_errors import explained
+
+__all__ = ["RANKS_LOCK_NAME", "RankLock", "RootLock", "exclusive", "read_owner"]
+
+RANKS_LOCK_NAME = f"{names.CONTROL_DIR}/ranks.lock"
+
+_POLL_S = 0.05
+_OWNER_LIMIT_BYTES = 64 * 1024
+_REOPEN_TRIES = 5
+
+_registry_lock = threading.RLock()
+_open_locks: set[_LockFile] = set()
+
+
+class _LockFile:
+    """An open lock file. The lock goes when it is closed, here or by the kernel."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with explained("open the lock file", path), _registry_lock:
+            self.descriptor = os.open(path, flags, 0o666)
+            _open_locks.add(self)
+
+    def try_lock(self, operation: int) -> bool:
+        """Lock shared or exclusive; False if another holds it."""
+        with explained("lock", self.path):
+            try:
+                fcntl.flock(self.descriptor, operation | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+                return False
+            return True
+
+    def is_at_path(self) -> bool:
+        """Whether the file is still what its path names (else someone deleted it, and this lock keeps nobody out)."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.lstat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def write(self, facts: Mapping[str, object]) -> None:
+        """Replace the content, for people to read."""
+        data = json.dumps(facts, default=str, sort_keys=True).encode()[:_OWNER_LIMIT_BYTES]
+        with explained("write", self.path), crashpoints.around("lock.write"):
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, data, 0)
+
+    def close(self) -> None:
+        with _registry_lock:
+            _open_locks.discard(self)
+            descriptor, self.descriptor = self.descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _close_inherited() -> None:
+    for lock in list(_open_locks):
+        lock.close()
+    _registry_lock.release()
+
+
+os.register_at_fork(
+    before=_registry_lock.acquire, after_in_parent=_registry_lock.release, after_in_child=_close_inherited
+)
+
+
+def _locked(path: Path, operation: int, timeout_s: float) -> _LockFile | None:
+    """Open and lock ``path``, trying for ``timeout_s`` seconds; None if another holds it all that time."""
+    deadline = time.monotonic() + timeout_s
+    reopened = 0
+    lock = _LockFile(path)
+    try:
+        while True:
+            if lock.try_lock(operation):
+                if lock.is_at_path():
+                    return lock
+                reopened += 1
+                lock.close()
+                if reopened > _REOPEN_TRIES:
+                    raise RootLocked(f"{path} is deleted again and again.", hint="Leave the lock file alone.")
+                lock = _LockFile(path)
+                continue
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                lock.close()
+                return None
+            time.sleep(min(_POLL_S, remaining_s))
+    except BaseException:
+        lock.close()
+        raise
+
+
+class RootLock:
+    """The lock of the one process that leads the writing to a root.
+
+    Args:
+        root: The local root.
+        ranks_wait_s: How many seconds to wait for ranks of an earlier attempt to end.
+    """
+
+    def __init__(self, root: Path, *, ranks_wait_s: float = 30.0) -> None:
+        self.root = root
+        self._ranks_wait_s = ranks_wait_s
+        self._lock: _LockFile | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this process holds the lock (never so in a forked child)."""
+        return self._lock is not None and self._lock.descriptor >= 0
+
+    def acquire(self, owner: Mapping[str, object]) -> None:
+        """Take the lock, or say who has it.
+
+        Args:
+            owner: Facts for people; ``pid``, ``host`` and ``since`` are added if missing.
+
+        Raises:
+            RootLocked: Another live process holds it, or ranks of an earlier attempt are alive after the wait.
+            LocalStorageUnwritable: The lock file cannot be written.
+        """
+        if self.held:
+            raise RootLocked(f"This process holds {self.root} already.")
+        make_dirs(self.root / names.CONTROL_DIR)
+        path = self.root / names.LOCK_NAME
+        lock = _locked(path, fcntl.LOCK_EX, 0.0)
+        if lock is None:
+            raise RootLocked(f"{self.root} is being written by another process: {_description(path)}.")
+        try:
+            self._await_ranks()
+            lock.write(_with_defaults(owner))
+        except BaseException:
+            lock.close()
+            raise
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let go. May be called again, and without having acquired."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _await_ranks(self) -> None:
+        path = self.root / RANKS_LOCK_NAME
+        ranks = _locked(path, fcntl.LOCK_EX, self._ranks_wait_s)
+        if ranks is None:
+            pids = ", ".join(str(pid) for pid in _holders(path)) or "unknown"
+            raise RootLocked(
+                f"Ranks of an earlier attempt still write to {self.root} (process ids: {pids}); "
+                f"waited {self._ranks_wait_s:g} s.",
+                hint="Stop those processes; their leader is gone.",
+            )
+        ranks.close()
+
+
+class RankLock:
+    """The shared lock of a rank that does not lead. Take it after the leader has the root's lock.
+
+    Args:
+        root: The local root.
+        wait_s: How many seconds to wait for a leader that is just looking whether earlier ranks are gone.
+    """
+
+    def __init__(self, root: Path, *, wait_s: float = 30.0) -> None:
+        self.root = root
+        self._wait_s = wait_s
+        self._lock: _LockFile | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this process holds the lock (never so in a forked child)."""
+        return self._lock is not None and self._lock.descriptor >= 0
+
+    def acquire(self) -> None:
+        """Take the shared lock.
+
+        Raises:
+            RootLocked: A leader kept it exclusively for longer than the wait.
+        """
+        if self.held:
+            return
+        make_dirs(self.root / names.CONTROL_DIR)
+        self._lock = _locked(self.root / RANKS_LOCK_NAME, fcntl.LOCK_SH, self._wait_s)
+        if self._lock is None:
+            raise RootLocked(f"Another leader of {self.root} kept its ranks out for {self._wait_s:g} s.")
+
+    def release(self) -> None:
+        """Let go. May be called again, and without having acquired."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, *, timeout_s: float) -> Iterator[None]:
+    """Run the body while no other process or thread is in a body of the same lock file.
+
+    Raises:
+        WaitTimeout: Another did not leave its body within ``timeout_s`` seconds.
+    """
+    lock = _locked(path, fcntl.LOCK_EX, timeout_s)
+    if lock is None:
+        pids = ", ".join(str(pid) for pid in _holders(path)) or "unknown"
+        raise WaitTimeout(f"{path} is held by another process (process ids: {pids}); waited {timeout_s:g} s.")
+    try:
+        yield
+    finally:
+        lock.close()
+
+
+def read_owner(root: Path) -> dict[str, Any]:
+    """Return what the last holder wrote about itself, not whether it still holds the lock; {} if it cannot be read."""
+    try:
+        facts = json.loads(read_limited(root / names.LOCK_NAME, _OWNER_LIMIT_BYTES))
+    except (OSError, IntegrityError, ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _with_defaults(owner: Mapping[str, object]) -> dict[str, object]:
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since, **owner}
+
+
+def _description(path: Path) -> str:
+    facts = read_owner(path.parent.parent)
+    known = [f"{key} {facts[key]}" for key in ("pid", "host", "since") if key in facts]
+    others = [f"{key} {value}" for key, value in facts.items() if key not in ("pid", "host", "since")]
+    return ", ".join(known + others) or "it has not said who it is yet"
+
+
+def _holders(path: Path) -> list[int]:
+    """Return the ids of the processes that hold a lock on ``path``, where the kernel lists them."""
+    try:
+        inode = str(os.lstat(path).st_ino)
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    fields = [line.split() for line in lines]
+    held = [f for f in fields if len(f) >= 6 and f[1] == "FLOCK" and f[5].rpartition(":")[2] == inode]
+    return sorted({int(f[4]) for f in held if f[4].isdigit() and int(f[4]) > 0})

@@ -1,0 +1,108 @@
+"""What an error of the local disk means to the person who reads it: what failed, why, and what to do.
+
+Rules:
+* Every call that changes the disk runs inside :func:`explained`; it alone turns an OSError into an error of ours.
+* Full (no space, no quota, no inodes) is told apart from not writable (read-only, permission, a file in the way) and
+  from broken (the device failed).
+* An I/O error is never taken for "already there" and never tried again: the kernel may have dropped the bytes.
+* Reading a name that does not exist stays a FileNotFoundError; callers ask about absence that way.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptmirror.core.errors import (
+    CkptMirrorError,
+    IntegrityError,
+    LocalStorageFull,
+    LocalStorageUnwritable,
+    NameTaken,
+    Temporary,
+)
+
+__all__ = ["disk_error", "explained"]
+
+_DISK_HEALTH_HINT = "Check the disk's health (the kernel log names the device), then save again; nothing was committed."
+
+
+@contextmanager
+def explained(action: str, path: Path) -> Iterator[None]:
+    """Run the body; an OSError in it becomes the error of ours that says what, why and what to do.
+
+    Args:
+        action: What was being done, as a verb phrase: "write".
+        path: What it was done to.
+
+    Raises:
+        LocalStorageFull: No space, quota or inodes are left.
+        LocalStorageUnwritable: Read-only, no permission, something in the way, or not there.
+        NameTaken: The name exists.
+        IntegrityError: The device failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, action, path) from error
+
+
+def disk_error(error: OSError, action: str, path: Path) -> CkptMirrorError:
+    """Return the error of ours that explains ``error``."""
+    code = error.errno
+    what = f"Cannot {action} {path}"
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        return LocalStorageFull(f"{what}: {_why_full(path, code)}.")
+    if code == errno.EEXIST:
+        return NameTaken(f"{what}: the name exists already.")
+    if code == errno.EIO:
+        return IntegrityError(f"{what}: the device reported an I/O error.", hint=_DISK_HEALTH_HINT)
+    if code in (errno.EMFILE, errno.ENFILE, errno.EINTR, errno.ENOMEM):
+        return Temporary(f"{what}: {os.strerror(code)}.", hint="Raise the limit (`ulimit -n`) or stop other processes.")
+    reason = _why_unwritable(path, code)
+    if reason is not None:
+        return LocalStorageUnwritable(f"{what}: {reason}.")
+    return CkptMirrorError(f"{what}: {error.strerror or error}.")
+
+
+def _why_full(path: Path, code: int) -> str:
+    if code == errno.EDQUOT:
+        return "the disk quota is used up"
+    try:
+        facts = os.statvfs(path if path.is_dir() else path.parent)
+    except OSError:
+        return "no space is left"
+    if facts.f_files and not facts.f_favail:
+        return f"no inodes are left ({facts.f_files} in use)"
+    return f"no space is left ({facts.f_bavail * facts.f_frsize} bytes free)"
+
+
+def _why_unwritable(path: Path, code: int | None) -> str | None:
+    match code:
+        case errno.EROFS:
+            return "the file system is mounted read-only"
+        case errno.EACCES | errno.EPERM:
+            return f"user id {os.geteuid()} has no permission"
+        case errno.ENOTDIR:
+            return f"{_file_in_the_way(path)} is a file, not a directory"
+        case errno.ENOENT:
+            return "the directory it belongs to does not exist"
+        case errno.ELOOP:
+            return "a symbolic link stands in its place, and links are not followed"
+        case errno.ENAMETOOLONG | errno.EFBIG | errno.EXDEV | errno.EISDIR | errno.ENOTEMPTY | errno.EBUSY:
+            return os.strerror(code)
+        case (
+            errno.ENODEV | errno.ENXIO | errno.ESTALE | errno.ENOTCONN | errno.EINVAL | errno.EOPNOTSUPP | errno.ENOSYS
+        ):
+            return f"the file system cannot do it ({os.strerror(code)})"
+    return None
+
+
+def _file_in_the_way(path: Path) -> Path:
+    for candidate in (*reversed(path.parents), path):
+        if candidate.exists() and not candidate.is_dir():
+            return candidate
+    return path

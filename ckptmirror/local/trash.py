@@ -1,0 +1,163 @@
+"""Removing: first renamed out of sight in one step, then deleted at leisure.
+
+Rules:
+* Only what lies below the root is moved, by its own name, never through a link; only what lies in trash is deleted.
+* A crash between the two leaves the old name whole, or something in trash that the next ``empty_trash`` removes.
+* Two processes may empty the same trash: what is gone already is fine.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import NameTaken, UsageError
+from ckptmirror.core.model import new_id
+from ckptmirror.local import crashpoints
+from ckptmirror.local.directories import make_dirs, rename_noreplace
+from ckptmirror.local.storage_errors import explained
+
+__all__ = ["empty_trash", "move_to_trash", "remove_temporaries", "remove_tree_in_trash"]
+
+_TRIES = 3
+_MAX_DEPTH = 64
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def move_to_trash(root: Path, path: Path) -> Path:
+    """Rename ``path`` (a file, a directory, or a link itself) into the root's trash; return where it lies.
+
+    The caller fsyncs the directory that it was in.
+
+    Raises:
+        FileNotFoundError: There is no such path.
+        UsageError: It does not lie below the root, or is part of the control directory's own.
+    """
+    below = _below_root(root, path)
+    if not os.path.lexists(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    trash = root / names.TRASH_DIR
+    make_dirs(trash)
+    for _ in range(_TRIES):
+        target = trash / f"{below.name[:200]}.{new_id()[:16]}"
+        try:
+            rename_noreplace(path, target, label="trash.rename")
+        except NameTaken:
+            continue
+        return target
+    raise NameTaken(f"No free name for {path.name} in {trash}.")
+
+
+def _below_root(root: Path, path: Path) -> Path:
+    try:
+        below = path.relative_to(root)
+    except ValueError:
+        raise UsageError(f"{path} does not lie below {root}: it is not moved to its trash.") from None
+    in_control = below.parts[:1] == (names.CONTROL_DIR,)
+    if not below.parts or ".." in below.parts or (in_control and (len(below.parts) < 2 or below.parts[1] == "trash")):
+        raise UsageError(f"{path} cannot be moved to the trash of {root}.")
+    for parent in below.parents:
+        if parent.parts and (root / parent).is_symlink():
+            raise UsageError(f"{root / parent} is a symbolic link: nothing is moved through it.")
+    return below
+
+
+def empty_trash(root: Path) -> int:
+    """Delete everything in the root's trash; return the number of things that were in it.
+
+    Raises:
+        LocalStorageUnwritable: Something cannot be deleted.
+    """
+    with _directory(root, names.CONTROL_DIR, "trash") as trash_fd:
+        if trash_fd is None:
+            return 0
+        entries = sorted(os.listdir(trash_fd))  # noqa: PTH208  (pathlib cannot list a descriptor)
+        for name in entries:
+            with explained("delete", root / names.TRASH_DIR / name):
+                _remove(trash_fd, name, 0)
+        return len(entries)
+
+
+def remove_tree_in_trash(root: Path, path: Path) -> None:
+    """Delete one thing that :func:`move_to_trash` put into the root's trash.
+
+    Raises:
+        UsageError: It does not lie in the trash.
+    """
+    if path.parent != root / names.TRASH_DIR:
+        raise UsageError(f"{path} does not lie in the trash of {root}: it is not deleted.")
+    with _directory(root, names.CONTROL_DIR, "trash") as trash_fd, explained("delete", path):
+        if trash_fd is not None:
+            _remove(trash_fd, path.name, 0)
+
+
+def remove_temporaries(root: Path, save_id: str, *, rank: int | None = None, shared: bool = False) -> list[str]:
+    """Remove the temporaries of one save at the top of the root; return their names.
+
+    Args:
+        root: The local root.
+        save_id: Whose temporaries: those that carry its first eight digits.
+        rank: Those of files that carry this rank in their name.
+        shared: Those of files and directories that carry no rank.
+    """
+    removed = []
+    for name in sorted(path.name for path in root.iterdir()):
+        parsed = names.parse_name(name)
+        if parsed is None or parsed.role != "tmp" or parsed.save != save_id[:8]:
+            continue
+        if (shared and parsed.rank is None) or (rank is not None and parsed.rank == rank):
+            with suppress(FileNotFoundError):
+                move_to_trash(root, root / name)
+                removed.append(name)
+    if removed:
+        empty_trash(root)
+    return removed
+
+
+@contextmanager
+def _directory(root: Path, *parts: str) -> Iterator[int | None]:
+    """Open a directory below the root step by step, never through a link; None if it is not there."""
+    with explained("open", root.joinpath(*parts)):
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for part in parts:
+            try:
+                deeper = os.open(part, _DIRECTORY_FLAGS, dir_fd=descriptor)
+            except FileNotFoundError:
+                deeper = -1
+            finally:
+                os.close(descriptor)
+            descriptor = deeper
+            if descriptor < 0:
+                break
+    if descriptor < 0:
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _remove(directory_fd: int, name: str, depth: int) -> None:
+    """Delete one entry of an open directory, depth first. What is gone already is fine."""
+    if depth > _MAX_DEPTH:
+        raise OSError(errno.ENAMETOOLONG, "directories are nested too deep")
+    with suppress(FileNotFoundError):
+        mode = os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode
+        if not stat.S_ISDIR(mode):
+            with crashpoints.around("trash.unlink"):
+                os.unlink(name, dir_fd=directory_fd)
+            return
+        deeper = os.open(name, _DIRECTORY_FLAGS, dir_fd=directory_fd)
+        try:
+            for entry in sorted(os.listdir(deeper)):  # noqa: PTH208
+                _remove(deeper, entry, depth + 1)
+        finally:
+            os.close(deeper)
+        with crashpoints.around("trash.rmdir"):
+            os.rmdir(name, dir_fd=directory_fd)

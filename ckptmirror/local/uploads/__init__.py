@@ -1,0 +1,40 @@
+"""The pending-uploads table: which file of which save is safe on which mirror.
+
+Rules:
+* The table is a cache of facts that disk and mirror can re-establish. No record means not durable.
+* A record says ``verified`` only after the mirror was asked; no row is believed whose checksum is wrong.
+* The design, the schema and the state graph are in docs/design/uploads-table.md.
+"""
+
+from ckptmirror.local.uploads.database import RootIdentity
+from ckptmirror.local.uploads.lease_clock import BootClock, LeaseClock
+from ckptmirror.local.uploads.records import (
+    BrokenRow,
+    Claim,
+    MirrorRow,
+    MirrorStanding,
+    SaveRow,
+    StateCount,
+    Summary,
+    Transition,
+    UploadRecord,
+    WaitingSave,
+)
+from ckptmirror.local.uploads.table import UploadsTable
+
+__all__ = [
+    "BootClock",
+    "BrokenRow",
+    "Claim",
+    "LeaseClock",
+    "MirrorRow",
+    "MirrorStanding",
+    "RootIdentity",
+    "SaveRow",
+    "StateCount",
+    "Summary",
+    "Transition",
+    "UploadRecord",
+    "UploadsTable",
+    "WaitingSave",
+]

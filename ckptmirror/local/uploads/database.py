@@ -1,0 +1,321 @@
+"""The connection to the table's file: opened lazily, one per table object, used under a lock, closed before a fork.
+
+Rules:
+* Write-ahead log with synchronous=FULL: a commit that returned survives a power loss (docs/adr/0001).
+* Every wait is bounded: for other processes by SQLite's busy timeout, for other threads by the lock's.
+* No connection lives across a fork: SQLite's locks and shared memory belong to a process. Before a fork each table
+  waits for its running change and closes; whichever side uses it next opens it anew.
+* Text leaves the database as bytes, so that one broken letter spoils one row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import apsw
+
+from ckptmirror.core.errors import BrokenTable, ForeignTable, NewerTable, NoTable, TableLocked
+from ckptmirror.local.crashpoints import around
+from ckptmirror.local.uploads.failures import named_failures
+from ckptmirror.local.uploads.place import create_in_place, refuse_network_place
+from ckptmirror.local.uploads.records import canonical_crc
+from ckptmirror.local.uploads.statements import migrations, statement
+
+__all__ = ["APPLICATION_ID", "Database", "RootIdentity"]
+
+APPLICATION_ID = 0x636B7074
+"""The letters "ckpt" in the file's header: what kind of database this is."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootIdentity:
+    """Whose table this is.
+
+    Attributes:
+        run_id: 32 hex digits.
+        root: The root's resolved path when the table was made.
+        device: st_dev of the root then.
+        inode: st_ino of the root then.
+    """
+
+    run_id: str
+    root: str
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, root: Path, run_id: str) -> RootIdentity:
+        """Return the identity of a directory, for a run."""
+        status = root.stat()
+        return cls(run_id, str(root.resolve()), status.st_dev, status.st_ino)
+
+    def same_root(self, other: RootIdentity) -> bool:
+        """Whether both are one root of one run: moved to another path it is still the same directory."""
+        moved = (self.device, self.inode) == (other.device, other.inode)
+        return self.run_id == other.run_id and (self.root == other.root or moved)
+
+
+class Database:
+    """One file, one connection, one lock."""
+
+    def __init__(self, path: Path, *, read_only: bool, busy_timeout_s: float) -> None:
+        self.path = path
+        self.read_only = read_only
+        self._busy_timeout_s = busy_timeout_s
+        self._lock = threading.RLock()
+        self._connection: apsw.Connection | None = None
+        self._closed = False
+        _open_databases.add(self)
+
+    # -- opening --------------------------------------------------------------------------------------------
+
+    def create(self) -> None:
+        """Create the file if there is none."""
+        with named_failures(self.path):
+            create_in_place(self.path, self._build, timeout_s=self._busy_timeout_s)
+
+    def _build(self, temporary: Path) -> None:
+        with _Closing(apsw.Connection(str(temporary), flags=apsw.SQLITE_OPEN_READWRITE)) as connection:
+            connection.execute(statement("build in a rollback journal"))
+            connection.execute(statement("make every commit of the build durable"))
+            connection.execute(statement("begin a change"))
+            for number, migration in enumerate(migrations(), start=1):
+                connection.execute(migration)
+                connection.pragma("user_version", number)
+            connection.execute(statement("name the application"))
+            with around("table.build"):
+                connection.execute(statement("commit the change"))
+            connection.execute(statement("use a write-ahead log")).fetchall()
+
+    def check(self) -> None:
+        """Open the file now and see that it is a sound table of a version that this code knows."""
+        with self.reading() as connection:
+            if not self.read_only:
+                found = connection.execute(statement("look over the pages")).fetchall()
+                if found != [("ok",)]:
+                    raise BrokenTable(f"{self.path} is not a sound table: {found[0][0]}")
+
+    def _open(self) -> apsw.Connection:
+        if not self.path.exists():
+            raise NoTable(f"there is no pending-uploads table at {self.path}")
+        refuse_network_place(self.path.parent)
+        connection = self._connect()
+        try:
+            connection.set_busy_timeout(int(self._busy_timeout_s * 1000))
+            connection.execute(statement("trust no function that the schema names"))
+            connection.execute(statement("make every commit durable"))
+            connection.execute(statement("keep the log small"))
+            connection.execute(statement("keep scratch tables in memory"))
+            self._check_version(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _connect(self) -> apsw.Connection:
+        if not self.read_only:
+            return apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)
+        connection = apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READONLY)
+        try:
+            connection.execute(statement("read the schema version")).fetchall()
+        except (apsw.CantOpenError, apsw.ReadOnlyError):
+            connection.close()
+            log = self.path.with_name(self.path.name + "-wal")
+            if log.exists() and log.stat().st_size > 0:
+                raise
+            # A medium that cannot be written, and nothing in the log: nobody can be changing the file.
+            uri = self.path.absolute().as_uri() + "?immutable=1"
+            connection = apsw.Connection(uri, flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
+        return connection
+
+    def _check_version(self, connection: apsw.Connection) -> None:
+        application = _number(connection, "read the application")
+        version = _number(connection, "read the schema version")
+        if application != APPLICATION_ID:
+            raise BrokenTable(f"{self.path} is not a pending-uploads table (application id {application})")
+        newest = len(migrations())
+        if version > newest:
+            raise NewerTable(f"{self.path} has schema version {version}, this ckptmirror knows up to {newest}")
+        if version < newest and self.read_only:
+            raise TableLocked(f"{self.path} has schema version {version} and must be opened by a writer once")
+        while version < newest:
+            version = self._migrate(connection)
+
+    def _migrate(self, connection: apsw.Connection) -> int:
+        """Take the next step under the write lock, unless another process took it meanwhile; return the version."""
+        connection.execute(statement("begin a change"))
+        try:
+            version = _number(connection, "read the schema version")
+            if version < len(migrations()):
+                connection.execute(migrations()[version])
+                version += 1
+                connection.pragma("user_version", version)
+            with around("table.migrate"):
+                connection.execute(statement("commit the change"))
+        except BaseException:
+            _undo(connection)
+            raise
+        return version
+
+    # -- using ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def reading(self) -> Iterator[apsw.Connection]:
+        """Give the connection for one statement (which sees one moment of the table)."""
+        with self._held(), named_failures(self.path):
+            yield self._ready()
+
+    @contextmanager
+    def change(self, verb: str) -> Iterator[apsw.Connection]:
+        """Give the connection inside a transaction that is durable when the block is left, or undone by an error."""
+        with self._held(), named_failures(self.path):
+            connection = self._ready()
+            connection.execute(statement("begin a change"))
+            try:
+                yield connection
+                with around(f"table.{verb}"):
+                    connection.execute(statement("commit the change"))
+            except BaseException:
+                _undo(connection)
+                raise
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=4 * self._busy_timeout_s):
+            raise TableLocked(f"{self.path} is held by another thread of this process")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _ready(self) -> apsw.Connection:
+        if self._closed:
+            raise NoTable(f"the table {self.path} was closed in this process")
+        if self._connection is None:
+            self._connection = self._open()
+        return self._connection
+
+    def close(self) -> None:
+        """Close for good."""
+        with self._held():
+            self._closed = True
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with named_failures(self.path):
+                connection.close()
+
+    # -- facts ----------------------------------------------------------------------------------------------
+
+    def read_fact(self, name: str) -> Any:
+        """Return a fact's JSON value, None if it was never written.
+
+        Raises:
+            BrokenTable: It does not read back as it was written.
+        """
+        with self.reading() as connection:
+            rows = connection.execute(statement("read a fact"), {"name": name}).fetchall()
+        if not rows:
+            return None
+        _, value, row_crc = rows[0]
+        try:
+            text = cast(bytes, value).decode("utf-8")
+            if canonical_crc([name, text]) != row_crc:
+                raise ValueError("its checksum is wrong")
+            return json.loads(text)
+        except (ValueError, AttributeError) as error:
+            raise BrokenTable(f"the fact {name!r} in {self.path} is broken: {error}") from error
+
+    def write_fact(self, name: str, value: Any) -> None:
+        """Write a fact, durably."""
+        text = json.dumps(value)
+        row = {"name": name, "value": text, "row_crc": canonical_crc([name, text])}
+        with self.change("write_fact") as connection:
+            connection.execute(statement("write a fact"), row)
+
+    def identity(self) -> RootIdentity | None:
+        """Return whose table this is, None if nobody has said."""
+        value = self.read_fact("identity")
+        return None if value is None else RootIdentity(**value)
+
+    def claim_identity(self, identity: RootIdentity) -> None:
+        """Write the identity if there is none, else see that it is the same root's.
+
+        Raises:
+            ForeignTable: It is another root's, or another run's.
+        """
+        known = self.identity()
+        if known is None:
+            if not self.read_only:
+                self.write_fact("identity", asdict(identity))
+        elif not known.same_root(identity):
+            raise ForeignTable(
+                f"{self.path} is the table of {known.root} (run {known.run_id}), "
+                f"not of {identity.root} (run {identity.run_id})"
+            )
+
+
+class _Closing:
+    """Closes a connection at the end of a block; apsw's own context manager is a savepoint."""
+
+    def __init__(self, connection: apsw.Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> apsw.Connection:
+        return self._connection
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.close()
+
+
+def _number(connection: apsw.Connection, name: str) -> int:
+    return cast(int, connection.execute(statement(name)).fetchall()[0][0])
+
+
+def _undo(connection: apsw.Connection) -> None:
+    """Leave the transaction if SQLite has not done so by itself; the first error is the one that counts."""
+    if connection.in_transaction:
+        with suppress(apsw.Error):
+            connection.execute(statement("undo the change"))
+
+
+# -- forks --------------------------------------------------------------------------------------------------
+
+_open_databases: weakref.WeakSet[Database] = weakref.WeakSet()
+
+
+class _HeldForFork(threading.local):
+    """The tables that the forking thread holds meanwhile."""
+
+    def __init__(self) -> None:
+        self.databases: list[Database] = []
+
+
+_held_for_fork = _HeldForFork()
+
+
+def _before_fork() -> None:
+    for database in sorted(
+        _open_databases, key=id
+    ):  # one order for all threads: two that fork at once cannot block each other
+        database._lock.acquire()
+        _held_for_fork.databases.append(database)
+        database._disconnect()
+
+
+def _after_fork() -> None:
+    while _held_for_fork.databases:
+        _held_for_fork.databases.pop()._lock.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -1,0 +1,54 @@
+"""Turns what SQLite raises into the errors of ckptmirror.
+
+Rules:
+* Nothing of SQLite's own errors leaves this package.
+* A statement that is wrong is our own mistake and is not disguised as a state of the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import apsw
+
+from ckptmirror.core import errors
+
+__all__ = ["named_failures"]
+
+_REBUILD = (
+    "Nothing is deleted meanwhile. `ckptmirror doctor` moves the table aside, "
+    "and the next start builds a new one from disk and mirror."
+)
+
+
+@contextmanager
+def named_failures(path: Path) -> Iterator[None]:
+    """Raise the errors of ``core.errors`` for those of SQLite, naming the table's file.
+
+    Raises:
+        TableLocked: Others held the table for longer than the busy timeout.
+        BrokenTable: The file is not a sound database.
+        LocalStorageFull: No space for the change; it was undone.
+        LocalStorageUnwritable: The disk does not let the table be read or written.
+        NoTable: The file cannot be opened.
+    """
+    try:
+        yield
+    except (apsw.BusyError, apsw.LockedError) as error:
+        raise errors.TableLocked(f"{path} is held by another process: {error}") from error
+    except (apsw.CorruptError, apsw.NotADBError, apsw.FormatError, apsw.SchemaChangeError) as error:
+        raise errors.BrokenTable(f"{path} is not a sound table: {error}", hint=_REBUILD) from error
+    except apsw.SQLError as error:
+        if not str(error).startswith(("no such", "malformed")):
+            raise  # a statement of ours is wrong
+        raise errors.BrokenTable(f"{path} lacks parts of its schema: {error}", hint=_REBUILD) from error
+    except apsw.FullError as error:
+        raise errors.LocalStorageFull(f"no space for a change of {path}: {error}") from error
+    except (apsw.IOError, apsw.ReadOnlyError, apsw.PermissionsError, apsw.AuthError) as error:
+        raise errors.LocalStorageUnwritable(f"{path} cannot be read or written: {error}") from error
+    except apsw.CantOpenError as error:
+        if path.exists():
+            raise errors.LocalStorageUnwritable(f"{path} cannot be opened: {error}") from error
+        raise errors.NoTable(f"there is no pending-uploads table at {path}") from error

@@ -1,0 +1,175 @@
+"""Where the table's file may lie, how it comes to be there, and how a broken one goes.
+
+Rules:
+* Never on a network file system or under FUSE: its locks and shared memory do not hold there.
+* A table appears whole or not at all: built under a temporary name, fsynced, published without replacing anything.
+* A write-ahead log belongs to one database. One left behind without its database is moved away before a table is
+  published, and a table that is set aside takes its log along, log first: SQLite would replay it into the next table.
+* Creating and setting aside hold a lock on the directory. Nothing here opens a table's file while it may be open as a
+  database: closing it would drop the database's locks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckptmirror.core.errors import ConfigError, NameTaken, NoTable, TableLocked
+from ckptmirror.core.model import new_id
+from ckptmirror.core.names import tmp_name
+from ckptmirror.local import files
+from ckptmirror.local.crashpoints import around
+from ckptmirror.local.storage_errors import explained
+
+__all__ = ["create_in_place", "refuse_network_place", "set_aside"]
+
+_NETWORK = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB2",
+    0x00C36400: "Ceph",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x19830326: "BeeGFS",
+    0x5346414F: "AFS",
+    0x6B414653: "AFS",
+    0x73757245: "Coda",
+    0x564C: "NCP",
+    0x01021997: "9P",
+    0x7461636F: "OCFS2",
+    0x01161970: "GFS2",
+    0xAAD7AAEA: "PanFS",
+    0x786F4256: "VirtualBox shared folders",
+    0x65735546: "FUSE",
+}
+_LOGS = ("-wal", "-shm", "-journal")
+_WAIT_STEP_S = 0.02
+
+
+def _file_system_type(path: Path) -> int:
+    """Return statfs(2)'s f_type, which os.statvfs leaves out."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    answer = ctypes.create_string_buffer(512)
+    if libc.statfs(os.fsencode(path), answer) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path))
+    return ctypes.c_long.from_buffer(answer).value & 0xFFFFFFFF
+
+
+def refuse_network_place(directory: Path, file_system_type: Callable[[Path], int] = _file_system_type) -> None:
+    """Refuse a directory whose file system is not of this node.
+
+    Raises:
+        ConfigError: It is a network file system or FUSE.
+    """
+    name = _NETWORK.get(file_system_type(directory))
+    if name is not None:
+        raise ConfigError(
+            f"the pending-uploads table must lie on node-local disk, but {directory} is on {name}",
+            hint="Set state_dir to a directory on this node's own disk.",
+        )
+
+
+@contextmanager
+def _directory_lock(directory: Path, timeout_s: float) -> Iterator[None]:
+    """Hold the only lock of its kind on a directory."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TableLocked(f"another process creates or moves the table in {directory}") from None
+                time.sleep(_WAIT_STEP_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def create_in_place(path: Path, build: Callable[[Path], None], *, timeout_s: float) -> None:
+    """Let ``build`` make a database under a temporary name and publish it as ``path``, if there is none yet.
+
+    Raises:
+        ConfigError: The directory is not on node-local disk.
+        NoTable: The directory does not exist.
+        LocalStorageFull: No space; nothing is left behind.
+        LocalStorageUnwritable: The directory cannot be written.
+        TableLocked: Another process was creating one for longer than ``timeout_s``.
+    """
+    directory = path.parent
+    if not directory.is_dir():
+        raise NoTable(f"the table cannot be created: {directory} does not exist")
+    with explained("create", path):
+        refuse_network_place(directory)
+        with _directory_lock(directory, timeout_s):
+            if path.exists():
+                return
+            _remove_temporaries(path)
+            _move_logs(path, f".stray-{secrets.token_hex(4)}")
+            _build_and_publish(path, build)
+
+
+def _build_and_publish(path: Path, build: Callable[[Path], None]) -> None:
+    temporary = path.with_name(tmp_name(path.name, new_id()))
+    try:
+        with around("table.create"):
+            os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        build(temporary)
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with around("table.fsync"):
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        with suppress(NameTaken):  # somebody put one there who does not know our lock: then it is that one
+            files.rename_noreplace(temporary, path, label="table.publish")
+        files.fsync_dir(path.parent)
+    finally:
+        _remove_temporaries(path)
+
+
+def _remove_temporaries(path: Path) -> None:
+    """Remove what a creation that was killed left behind; under the lock there is no other creation."""
+    ours = re.compile(re.escape(path.name) + r"\.[0-9a-f]{8}\.tmp(-wal|-shm|-journal)?")
+    for entry in path.parent.iterdir():
+        if ours.fullmatch(entry.name):
+            with around("table.remove_temporary"):
+                entry.unlink(missing_ok=True)
+
+
+def _move_logs(path: Path, suffix: str) -> None:
+    for log in _LOGS:
+        beside = path.with_name(path.name + log)
+        if beside.exists():
+            with around("table.move_log"):
+                beside.rename(path.with_name(f"{path.name}{suffix}{log}"))
+
+
+def set_aside(path: Path, *, timeout_s: float) -> Path:
+    """Rename a broken table, with its logs, to a free name beside it, and return that name. Nothing is deleted.
+
+    Raises:
+        NoTable: There is none.
+        TableLocked: Another process was creating or moving one for longer than ``timeout_s``.
+        LocalStorageUnwritable: The directory cannot be written.
+    """
+    suffix = f".broken-{secrets.token_hex(4)}"
+    aside = path.with_name(path.name + suffix)
+    if not path.exists():
+        raise NoTable(f"there is no pending-uploads table at {path}")
+    with explained("set aside", path), _directory_lock(path.parent, timeout_s):
+        _move_logs(path, suffix)
+        files.rename_noreplace(path, aside, label="table.set_aside")
+        files.fsync_dir(path.parent)
+    return aside

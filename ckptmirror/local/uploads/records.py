@@ -1,0 +1,337 @@
+"""What the table hands out: frozen values, and how rows become them.
+
+Rules:
+* Every row of ``records``, ``saves`` and ``facts`` carries a CRC-32 of its canonical content: a JSON list of its
+  columns in the schema's order, without the row number and the checksum. Every change writes it, every read checks it.
+* A row that does not check or does not decode is a ``BrokenRow``: it is reported, and counts as no record.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast
+
+from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.model import Kind
+
+__all__ = [
+    "BrokenRow",
+    "Claim",
+    "MirrorRow",
+    "MirrorStanding",
+    "SaveRow",
+    "StateCount",
+    "Summary",
+    "Transition",
+    "UploadRecord",
+    "WaitingSave",
+    "canonical_crc",
+    "record_from_row",
+    "record_to_columns",
+    "save_from_row",
+    "save_to_columns",
+    "text_of",
+    "transition_from_row",
+]
+
+Value = int | str | bytes | float | None
+Role = Literal["artifact", "meta"]
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRecord:
+    """One file of one save on one mirror.
+
+    Attributes:
+        id: The row's number, of no meaning outside this table.
+        save_order: Rises with every save added: older saves are sent first.
+        path: Relative to the root, as in the meta; for role "meta" the meta's own name.
+        role: "artifact", or "meta" for the record whose state says whether the save is committed on this mirror.
+        size_bytes: Of the file; None for a meta that is not written yet.
+        crc32c: Of the file; None for a meta that is not written yet.
+        object: The name on the mirror; ``path`` until another one was chosen.
+        generation: What the mirror answered when it was verified; None otherwise.
+        session: The resumable session of a half-sent file. It is a key to the mirror: never shown, never logged.
+        attempts_made: How often it was claimed.
+        token: The fencing token: rises with every claim.
+        claimed_by: The worker that holds the lease; None unless the state is ``uploading``.
+        lease_boot: The boot that the lease's clock belongs to.
+        lease_until_ms: CLOCK_BOOTTIME at which the lease runs out.
+        lease_ms: How long the lease was granted for.
+        not_before_boot: The boot that ``not_before_ms`` belongs to.
+        not_before_ms: CLOCK_BOOTTIME before which the record is not claimed again.
+        reason: Why it is in its state, in words; of a failed record, the error.
+        changed_at_utc: Wall clock of the last change, for people only.
+        released: Whether the save's local meta is on disk, so that the record may be claimed.
+    """
+
+    id: int
+    save_order: int
+    save_id: str
+    step: int
+    path: str
+    mirror: str
+    role: Role
+    kinds: tuple[Kind, ...]
+    rank: int | None
+    size_bytes: int | None
+    crc32c: int | None
+    state: RecordState
+    object: str
+    generation: int | None
+    session: str | None = field(repr=False)
+    attempts_made: int
+    token: int
+    claimed_by: str | None
+    lease_boot: str | None
+    lease_until_ms: int | None
+    lease_ms: int | None
+    not_before_boot: str | None
+    not_before_ms: int | None
+    reason: str
+    changed_at_utc: str
+    released: bool
+
+    @property
+    def last_error(self) -> str | None:
+        """Why the last try did not succeed; None if there is nothing to complain about."""
+        complains = self.state is RecordState.FAILED or (self.state is RecordState.PENDING and self.attempts_made > 0)
+        return self.reason if complains else None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A worker's time-limited hold on a record. Every verb on it checks the token."""
+
+    record: UploadRecord
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorRow:
+    """A mirror as the trainer configured it."""
+
+    url: str
+    required: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRow:
+    """One save: what it must have on every mirror.
+
+    Attributes:
+        artifact_count: Number of records of role "artifact" that the save must have on each of its mirrors.
+        size_bytes: Sum of the artifacts' sizes, once (not per mirror).
+        released: Whether the save's local meta is on disk.
+    """
+
+    save_order: int
+    save_id: str
+    step: int
+    kinds: tuple[Kind, ...]
+    meta_path: str
+    artifact_count: int
+    size_bytes: int
+    released: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorStanding:
+    """What the table durably knows of one save on one mirror.
+
+    Attributes:
+        verified: Every artifact of the save has a record that checks and says ``verified``.
+        committed: So has the save's meta.
+        skipped: Policy left this save out of this mirror (its meta's record says ``skipped``).
+        removed: A tombstone stands for it on the mirror (its meta's record says ``removed``).
+        reason: What is missing, in words; "" if nothing is.
+    """
+
+    mirror: str
+    verified: bool
+    committed: bool
+    skipped: bool
+    removed: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One change of a record's state; ``old`` is None when it was added, ``new`` is None when it left the table."""
+
+    id: int
+    save_id: str
+    step: int
+    path: str
+    mirror: str
+    old: RecordState | None
+    new: RecordState | None
+    token: int
+    worker: str | None
+    reason: str
+    at_utc: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateCount:
+    """How many records of one mirror are in one state, and their bytes as far as known."""
+
+    mirror: str
+    state: RecordState
+    records: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingSave:
+    """The oldest save that a mirror still waits for."""
+
+    mirror: str
+    save_id: str
+    step: int
+    changed_at_utc: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The table in a few numbers. For people: not checked row by row, never a ground for a deletion."""
+
+    counts: tuple[StateCount, ...]
+    oldest_waiting: tuple[WaitingSave, ...]
+
+    def records(self, state: RecordState, mirror: str | None = None) -> int:
+        """Return the number of records in ``state``, of one mirror or of all."""
+        return sum(c.records for c in self.counts if c.state is state and mirror in (None, c.mirror))
+
+    def size_bytes(self, state: RecordState, mirror: str | None = None) -> int:
+        """Return the bytes of the records in ``state``, of one mirror or of all."""
+        return sum(c.size_bytes for c in self.counts if c.state is state and mirror in (None, c.mirror))
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenRow:
+    """A row that does not read back as it was written. It counts as no record."""
+
+    table: str
+    number: int
+    why: str
+    content: str
+
+
+_RECORD_FIELDS = tuple(f.name for f in fields(UploadRecord) if f.name not in ("id", "released"))
+_RECORD_INTEGERS = frozenset(
+    {"save_order", "step", "rank", "size_bytes", "crc32c", "generation", "attempts_made", "token", "lease_until_ms"}
+    | {"lease_ms", "not_before_ms"}
+)
+_RECORD_NULLABLE = frozenset(
+    {"rank", "size_bytes", "crc32c", "generation", "session", "claimed_by", "lease_boot", "lease_until_ms", "lease_ms"}
+    | {"not_before_boot", "not_before_ms"}
+)
+
+
+def canonical_crc(values: Sequence[int | str | None]) -> int:
+    """Return the CRC-32 of the canonical content of a row."""
+    return zlib.crc32(json.dumps(values, separators=(",", ":")).encode("ascii"))
+
+
+def record_to_columns(record: UploadRecord) -> dict[str, int | str | None]:
+    """Return the columns of a record, sealed."""
+    columns: dict[str, int | str | None] = {name: getattr(record, name) for name in _RECORD_FIELDS}
+    columns["kinds"] = json.dumps(record.kinds)
+    columns["state"] = record.state.value
+    columns["row_crc"] = canonical_crc(list(columns.values()))
+    return columns
+
+
+def record_from_row(row: Sequence[Value]) -> UploadRecord | BrokenRow:
+    """Turn a row of the ``record`` columns into a record, or say what is wrong with it."""
+    number, *raw, row_crc, released = row
+    try:
+        values = [
+            _decoded(name, value, integer=name in _RECORD_INTEGERS, nullable=name in _RECORD_NULLABLE)
+            for name, value in zip(_RECORD_FIELDS, raw, strict=True)
+        ]
+        if canonical_crc(values) != row_crc:
+            raise ValueError("its checksum is wrong")
+        columns: dict[str, Any] = dict(zip(_RECORD_FIELDS, values, strict=True))
+        columns["kinds"] = tuple(json.loads(columns["kinds"]))
+        columns["state"] = RecordState(columns["state"])
+        return UploadRecord(id=cast(int, number), released=released == 1, **columns)
+    except ValueError as error:
+        return BrokenRow("records", cast(int, number), str(error), repr(_without_session(row)))
+
+
+def _without_session(row: Sequence[Value]) -> tuple[Value, ...]:
+    place = 1 + _RECORD_FIELDS.index("session")
+    return tuple("(not shown)" if number == place and value else value for number, value in enumerate(row))
+
+
+_SAVE_FIELDS = ("save_id", "step", "kinds", "meta_path", "artifact_count", "size_bytes", "released")
+
+
+def save_to_columns(save: SaveRow) -> dict[str, int | str | None]:
+    """Return the columns of a save, sealed; its order is the row's number, which SQLite gives."""
+    columns: dict[str, int | str | None] = {name: getattr(save, name) for name in _SAVE_FIELDS}
+    columns["kinds"] = json.dumps(save.kinds)
+    columns["released"] = int(save.released)
+    columns["row_crc"] = canonical_crc(list(columns.values()))
+    return columns
+
+
+def save_from_row(row: Sequence[Value]) -> SaveRow | BrokenRow:
+    """Turn a row of the ``save`` columns into a save, or say what is wrong with it."""
+    number, *raw, row_crc = row
+    try:
+        values = [
+            _decoded(name, value, integer=name not in ("save_id", "kinds", "meta_path"), nullable=False)
+            for name, value in zip(_SAVE_FIELDS, raw, strict=True)
+        ]
+        if canonical_crc(values) != row_crc:
+            raise ValueError("its checksum is wrong")
+        columns: dict[str, Any] = dict(zip(_SAVE_FIELDS, values, strict=True))
+        columns["kinds"] = tuple(json.loads(columns["kinds"]))
+        columns["released"] = columns["released"] == 1
+        return SaveRow(save_order=cast(int, number), **columns)
+    except ValueError as error:
+        return BrokenRow("saves", cast(int, number), str(error), repr(tuple(row)))
+
+
+def _decoded(name: str, value: Value, *, integer: bool, nullable: bool) -> int | str | None:
+    if value is None and nullable:
+        return None
+    if integer and isinstance(value, int):
+        return value
+    if not integer and isinstance(value, bytes):
+        return value.decode("utf-8")
+    raise ValueError(f"{name} has the wrong type")
+
+
+def text_of(value: Value) -> str:
+    """Return text that was read as bytes; letters that cannot be read are replaced, for it is for people."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def transition_from_row(row: Sequence[Value]) -> Transition:
+    """Turn a row of the ``transition`` columns into a value."""
+    number, save_id, step, path, mirror, old, new, token, worker, reason, at_utc = row
+    return Transition(
+        id=cast(int, number),
+        save_id=text_of(save_id),
+        step=cast(int, step),
+        path=text_of(path),
+        mirror=text_of(mirror),
+        old=_state_or_none(old),
+        new=_state_or_none(new),
+        token=cast(int, token),
+        worker=None if worker is None else text_of(worker),
+        reason=text_of(reason),
+        at_utc=text_of(at_utc),
+    )
+
+
+def _state_or_none(value: Value) -> RecordState | None:
+    known: Mapping[str, RecordState] = {state.value: state for state in RecordState}
+    return None if value is None else known.get(text_of(value))

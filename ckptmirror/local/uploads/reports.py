@@ -1,0 +1,186 @@
+"""Questions to the table that read more than one row, and the decisions that rest on them.
+
+Rules:
+* What a deletion or a commit rests on is read row by row and checked: ``standing`` and ``may_be_sent``.
+* ``summary`` and ``history`` are for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import apsw
+
+from ckptmirror.core.errors import BrokenTable, IntegrityError
+from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.model import Artifact
+from ckptmirror.local.uploads import changes, rows
+from ckptmirror.local.uploads.lease_clock import LeaseClock
+from ckptmirror.local.uploads.records import (
+    BrokenRow,
+    MirrorStanding,
+    SaveRow,
+    StateCount,
+    Summary,
+    Transition,
+    UploadRecord,
+    WaitingSave,
+    text_of,
+    transition_from_row,
+)
+from ckptmirror.local.uploads.statements import statement
+
+__all__ = [
+    "history",
+    "is_known",
+    "may_be_sent",
+    "records",
+    "records_of_save",
+    "saves",
+    "standing",
+    "summary",
+    "take_out_broken",
+]
+
+_WAITING = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)
+
+
+def records_of_save(
+    save: SaveRow, artifacts: Sequence[Artifact], mirrors: Sequence[str], token: int, clock: LeaseClock
+) -> Iterator[UploadRecord]:
+    """Yield every record that a save must have, in its first state."""
+    for mirror in mirrors:
+        for artifact in artifacts:
+            yield changes.new_record(save, artifact, mirror, token, clock)
+        yield changes.new_meta_record(save, mirror, token, clock)
+
+
+def is_known(wanted: UploadRecord, known: UploadRecord | None) -> bool:
+    """Whether the table has this record already.
+
+    Raises:
+        IntegrityError: It has it with another content.
+    """
+    if known is None:
+        return False
+    same = (known.role, known.kinds, known.rank) == (wanted.role, wanted.kinds, wanted.rank)
+    if wanted.role == "artifact":
+        same = same and (known.size_bytes, known.crc32c) == (wanted.size_bytes, wanted.crc32c)
+    if not same:
+        raise IntegrityError(f"{wanted.path} of save {wanted.save_id} is in the table with other contents")
+    return True
+
+
+def may_be_sent(connection: apsw.Connection, record: UploadRecord) -> bool:
+    """Whether a record that the index offers may be handed out: its save is released, a meta's artifacts are done."""
+    try:
+        save = rows.read_save(connection, record.save_id)
+    except BrokenTable:
+        return False
+    if save is None or not save.released:
+        return False
+    if record.role == "artifact":
+        return True
+    key = {"save_id": record.save_id, "mirror": record.mirror}
+    return not rows.blocked_because(
+        save, rows.iterate_records(connection, "read the records of a save on a mirror", key)
+    )
+
+
+def records(
+    connection: apsw.Connection, save_id: str | None, mirror: str | None, state: RecordState | None
+) -> list[UploadRecord]:
+    """Return the sound records that match."""
+    name, parameters = "read all records", dict[str, int | str | None]()
+    if save_id is not None:
+        name, parameters = "read the records of a save", {"save_id": save_id}
+    elif mirror is not None and state is not None:
+        name, parameters = "read the records of a mirror in a state", {"mirror": mirror, "state": state.value}
+    return [
+        record
+        for record in rows.iterate_records(connection, name, parameters)
+        if mirror in (None, record.mirror) and state in (None, record.state)
+    ]
+
+
+def saves(connection: apsw.Connection) -> list[SaveRow]:
+    """Return the sound saves, oldest first."""
+    return list(rows.iterate_saves(connection))
+
+
+def standing(connection: apsw.Connection, save_id: str, configured: Sequence[str]) -> tuple[MirrorStanding, ...]:
+    """Say for each mirror what is durably known of a save."""
+    save = rows.read_save(connection, save_id)
+    found = list(rows.iterate_records(connection, "read the records of a save", {"save_id": save_id}))
+    mirrors = dict.fromkeys([*configured, *(record.mirror for record in found)])
+    return tuple(_standing_on(mirror, save, [r for r in found if r.mirror == mirror]) for mirror in mirrors)
+
+
+def _standing_on(mirror: str, save: SaveRow | None, found: Sequence[UploadRecord]) -> MirrorStanding:
+    meta = next((record for record in found if record.role == "meta"), None)
+    meta_state = None if meta is None else meta.state
+    verified = {r.path for r in found if r.role == "artifact" and r.state is RecordState.VERIFIED}
+    complete = save is not None and len(verified) == save.artifact_count
+    committed = meta_state is RecordState.VERIFIED
+    if complete and committed:
+        reason = ""
+    elif not complete:
+        reason = rows.blocked_because(save, found) or "some of its artifacts were skipped"
+    else:
+        reason = "its meta has no sound record" if meta is None else f"its meta is {meta.state.value}: {meta.reason}"
+    return MirrorStanding(
+        mirror=mirror,
+        verified=complete,
+        committed=committed,
+        skipped=meta_state is RecordState.SKIPPED,
+        removed=meta_state is RecordState.REMOVED,
+        reason=reason,
+    )
+
+
+def history(connection: apsw.Connection, save_id: str | None) -> list[Transition]:
+    """Return the transitions, oldest first."""
+    if save_id is None:
+        found = connection.execute(statement("read the whole history"), {})
+    else:
+        found = connection.execute(statement("read the history of a save"), {"save_id": save_id})
+    return [transition_from_row(row) for row in found]
+
+
+def summary(connection: apsw.Connection) -> Summary:
+    """Count what the index says."""
+    known = {state.value: state for state in RecordState}
+    counts = [
+        StateCount(text_of(mirror), known[text_of(state)], cast(int, count), int(cast(float, size)))
+        for mirror, state, count, size in connection.execute(
+            statement("count records and bytes by mirror and state"), {}
+        )
+        if text_of(state) in known
+    ]
+    mirrors = dict.fromkeys(count.mirror for count in counts if count.state in _WAITING)
+    waiting = [_oldest(connection, mirror) for mirror in mirrors]
+    return Summary(tuple(counts), tuple(row for row in waiting if row is not None))
+
+
+def _oldest(connection: apsw.Connection, mirror: str) -> WaitingSave | None:
+    name = "find the oldest save that a mirror still waits for"
+    found = [
+        row
+        for state in _WAITING
+        for row in connection.execute(statement(name), {"mirror": mirror, "state": state.value}).fetchall()
+    ]
+    if not found:
+        return None
+    _, save_id, step, at_utc = min(found, key=lambda row: cast(int, row[0]))
+    return WaitingSave(mirror, text_of(save_id), cast(int, step), text_of(at_utc))
+
+
+def take_out_broken(connection: apsw.Connection, broken: BrokenRow, at_utc: str) -> None:
+    """Delete a broken row; of a record, the history says that it went and why."""
+    if broken.table == "saves":
+        connection.execute(statement("delete a broken save"), {"save_order": broken.number})
+        return
+    noted = {"id": broken.number, "reason": f"the row was broken: {broken.why}", "at_utc": at_utc}
+    connection.execute(statement("note that a broken record goes"), noted)
+    connection.execute(statement("delete a broken record"), {"id": broken.number})

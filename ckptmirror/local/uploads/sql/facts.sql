@@ -1,0 +1,8 @@
+-- Single facts about the table: whose it is ('identity') and where it mirrors to ('mirrors'). Each is one sealed JSON value.
+
+-- name: read a fact
+SELECT CAST(name AS BLOB), CAST(value AS BLOB), row_crc FROM facts WHERE name = :name;
+
+-- name: write a fact
+INSERT INTO facts (name, value, row_crc) VALUES (:name, :value, :row_crc)
+ON CONFLICT (name) DO UPDATE SET value = excluded.value, row_crc = excluded.row_crc;

@@ -1,0 +1,191 @@
+"""The pending-uploads table: opening it, whose it is, and what it says.
+
+Rules:
+* Every verb is one transaction, durable when it returns; the history is written in the same one (by triggers).
+* The same table may be used by any number of threads and processes, and across forks.
+* The verbs stand in ``save_verbs``, ``worker_verbs`` and ``settled_verbs``; questions in ``reports``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckptmirror.core.errors import BrokenTable, UsageError
+from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.local.uploads import place, reports, rows
+from ckptmirror.local.uploads.database import Database, RootIdentity
+from ckptmirror.local.uploads.lease_clock import BootClock, LeaseClock
+from ckptmirror.local.uploads.records import (
+    BrokenRow,
+    MirrorRow,
+    MirrorStanding,
+    SaveRow,
+    Summary,
+    Transition,
+    UploadRecord,
+)
+from ckptmirror.local.uploads.save_verbs import SaveVerbs
+from ckptmirror.local.uploads.settled_verbs import SettledVerbs
+from ckptmirror.local.uploads.statements import statement
+from ckptmirror.local.uploads.worker_verbs import WorkerVerbs
+
+__all__ = ["UploadsTable"]
+
+
+class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
+    """A durable table of upload records.
+
+    Attributes:
+        path: The database file.
+        on_change: Called without arguments after every change made through this object.
+    """
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        create: bool = False,
+        read_only: bool = False,
+        identity: RootIdentity | None = None,
+        clock: LeaseClock | None = None,
+        busy_timeout_s: float = 5.0,
+    ) -> UploadsTable:
+        """Open the table at ``path``; with ``create``, make it first if there is none.
+
+        Args:
+            path: The database file.
+            create: Make the table if there is none.
+            read_only: Change nothing; works on a medium that cannot be written.
+            identity: Whose table it must be; written into it if nothing is there yet. None: do not ask.
+            clock: What leases are measured with; the machine's own by default.
+            busy_timeout_s: How long other processes are waited for.
+
+        Raises:
+            NoTable: There is none.
+            TableLocked: Another process held it for too long.
+            BrokenTable: It is not a sound table. ``set_aside`` moves it away, and it is rebuilt from disk and mirror.
+            NewerTable: A newer ckptmirror wrote it.
+            ForeignTable: It is another root's.
+            ConfigError: The directory is on a network file system.
+        """
+        if create and read_only:
+            raise UsageError("a table cannot be created by a reader")
+        database = Database(Path(path), read_only=read_only, busy_timeout_s=busy_timeout_s)
+        try:
+            if create:
+                database.create()
+            database.check()
+            if identity is not None:
+                database.claim_identity(identity)
+        except BaseException:
+            database.close()
+            raise
+        return cls(database, clock if clock is not None else BootClock())
+
+    @staticmethod
+    def set_aside(path: Path, *, timeout_s: float = 5.0) -> Path:
+        """Rename a broken table and its logs to a free name beside it, and return that. No process may have it open."""
+        return place.set_aside(Path(path), timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Close it; every change is durable already."""
+        self._database.close()
+
+    def __enter__(self) -> UploadsTable:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- whose it is, and where it mirrors to ---------------------------------------------------------------
+
+    def identity(self) -> RootIdentity | None:
+        """Return whose table this is."""
+        return self._database.identity()
+
+    def claim_identity(self, identity: RootIdentity) -> None:
+        """Write whose table this is, if nobody has yet; else see that it is the same root of the same run.
+
+        Raises:
+            ForeignTable: It is another's.
+        """
+        self._database.claim_identity(identity)
+
+    def set_mirrors(self, mirrors: Sequence[tuple[str, bool]]) -> None:
+        """Replace the list of ``(url, required)``."""
+        self._database.write_fact("mirrors", [[url, required] for url, required in mirrors])
+        self._tell()
+
+    def mirrors(self) -> list[MirrorRow]:
+        """Return the mirrors in configured order.
+
+        Raises:
+            BrokenTable: The list does not read back as it was written.
+        """
+        return [MirrorRow(url, required) for url, required in self._database.read_fact("mirrors") or ()]
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def records(
+        self, *, save_id: str | None = None, mirror: str | None = None, state: RecordState | None = None
+    ) -> list[UploadRecord]:
+        """Return the sound records, oldest save first; broken ones are logged and left out (see ``broken_rows``)."""
+        with self._database.reading() as connection:
+            return reports.records(connection, save_id, mirror, state)
+
+    def saves(self) -> list[SaveRow]:
+        """Return the sound saves, oldest first, released or not."""
+        with self._database.reading() as connection:
+            return reports.saves(connection)
+
+    def standing(self, save_id: str) -> tuple[MirrorStanding, ...]:
+        """Say for each mirror, configured or met before, what is durably known of a save. No record means not durable.
+
+        Raises:
+            BrokenTable: The list of mirrors or the save's row is broken.
+        """
+        configured = [row.url for row in self.mirrors()]
+        with self._database.reading() as connection:
+            return reports.standing(connection, save_id, configured)
+
+    def history(self, save_id: str | None = None) -> list[Transition]:
+        """Return every transition that is kept, oldest first."""
+        with self._database.reading() as connection:
+            return reports.history(connection, save_id)
+
+    def summary(self) -> Summary:
+        """Return counts and bytes per mirror and state, and the oldest save that each mirror waits for."""
+        with self._database.reading() as connection:
+            return reports.summary(connection)
+
+    def broken_rows(self) -> list[BrokenRow]:
+        """Read every row and return those that do not check."""
+        with self._database.reading() as connection:
+            return rows.all_rows(connection)[2]
+
+    def drop_broken_rows(self) -> list[BrokenRow]:
+        """Take broken rows out, so that a reconcile adds them anew as pending. Returns what they held."""
+        with self._database.change("drop_broken_rows") as connection:
+            broken = rows.all_rows(connection)[2]
+            for row in broken:
+                reports.take_out_broken(connection, row, self._clock.utc())
+        self._tell()
+        return broken
+
+    def check(self) -> None:
+        """Read the whole file and compare pages, indexes and rows.
+
+        Raises:
+            BrokenTable: Something does not fit.
+        """
+        with self._database.reading() as connection:
+            found = connection.execute(statement("look over pages and indexes")).fetchall()
+            if found != [("ok",)]:
+                raise BrokenTable(f"{self.path} is not a sound table: {found[0][0]}")
+            broken = rows.all_rows(connection)[2]
+        if broken:
+            raise BrokenTable(
+                f"{len(broken)} rows of {self.path} are broken, first {broken[0].table} {broken[0].number}"
+            )

@@ -1,0 +1,302 @@
+"""CheckpointManager: what a training loop holds.
+
+Every rank makes one, with the same arguments. It wires the pieces together and decides nothing itself: saving is
+``flow/save.py``, resuming ``flow/resume.py``, and what only the node's leader does ``flow/node.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from ckptmirror.core import events
+from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError, WaitTimeout
+from ckptmirror.core.model import Kind
+from ckptmirror.core.retention import Retention
+from ckptmirror.flow.emergency import save_emergency
+from ckptmirror.flow.handle import DEFAULT_WAIT_S, SaveHandle
+from ckptmirror.flow.mirrors import MirrorSpec, mirror_specs
+from ckptmirror.flow.node import Node
+from ckptmirror.flow.resume import Policy, ResumeInfo, resume_run
+from ckptmirror.flow.save import LeaderSide, Saver, SaveRequest
+from ckptmirror.flow.status import Status, read_status
+from ckptmirror.local.lock import RankLock
+from ckptmirror.ranks import Ranks, StopRequest, open_ranks
+
+if TYPE_CHECKING:
+    from ckptmirror.flow.rotate import RotationReport
+    from ckptmirror.formats.train_state import TrainState
+
+__all__ = ["CheckpointManager"]
+
+_log = logging.getLogger("ckptmirror")
+_SAVED_KINDS: tuple[Kind, ...] = ("dcp", "model")
+_POLL_S = 0.2
+
+
+class CheckpointManager:
+    """Saves to fast local disk with almost no stall, mirrors every save, rotates only what is safe, resumes exactly.
+
+    Args:
+        root: Directory on local disk that this run saves to; one run, one root. All ranks of a node give the same.
+        mirrors: URLs (``gs://bucket/prefix``, ``file:///nfs/…``), or :class:`MirrorSpec`.
+        kinds: What ``save`` writes: ``"dcp"``, ``"model"`` or both.
+        retention: What to keep locally. A save is deleted only when it is provably on every required mirror.
+        process_group: The ranks that save together; default all. Groups of our own are made from it, none of its
+            collectives is used.
+        mode: ``"async"`` returns after the host copy; ``"blocking"`` after the commit.
+        state_dir: Node-local directory of the uploads table, where root is on a network file system.
+        workers_per_mirror: Upload threads for each mirror.
+        timeout_s: Limit of every wait for another rank, in seconds.
+
+    Raises:
+        ConfigError: A setting is wrong, the root cannot be written, a mirror URL is not understood.
+        RootLocked: Another live process writes to this root.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        mirrors: Iterable[str | MirrorSpec] = (),
+        *,
+        kinds: Sequence[Kind] = _SAVED_KINDS,
+        retention: Retention | None = None,
+        process_group: Any = None,
+        mode: Literal["async", "blocking"] = "async",
+        state_dir: str | Path | None = None,
+        workers_per_mirror: int = 2,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.root = Path(os.path.abspath(root))
+        self.kinds = _checked_kinds(kinds)
+        if mode not in ("async", "blocking"):
+            raise ConfigError(f"mode is {mode!r}; it is 'async' or 'blocking'.")
+        self.mode = mode
+        self.events = events.EventBus()
+        self._specs = mirror_specs(mirrors)
+        self._state_dir = Path(state_dir) if state_dir is not None else None
+        self._node: Node | None = None
+        self._rank_lock: RankLock | None = None
+        self._saver: Saver | None = None
+        self._closed = False
+        self.ranks: Ranks = open_ranks(process_group, node_key=self._node_key(), timeout_s=timeout_s)
+        self._save_ranks = self.ranks.channel("save")
+        failure: BaseException | None = None
+        try:
+            if self.ranks.is_leader:
+                self._node = Node(
+                    self.root,
+                    self._specs,
+                    retention or Retention(),
+                    self.events,
+                    state_dir=self._state_dir,
+                    workers_per_mirror=workers_per_mirror,
+                )
+        except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+            failure = error
+        try:
+            self.ranks.exchange(None, what="open the root", error=failure)
+            if self._node is None:
+                self._rank_lock = RankLock(self.root)
+                self._rank_lock.acquire()
+        except BaseException:
+            if self._node is not None:
+                self._node.close()
+            raise
+
+    # -- start ----------------------------------------------------------------------------------------------
+
+    def resume(self, state: TrainState, policy: Policy = "auto", *, force: bool = False) -> ResumeInfo | None:
+        """Load the newest whole save of the lineage into ``state``; None means that training starts at step 0.
+
+        Call it once at every start, before the first save: the same command starts and resumes.
+
+        Args:
+            policy: ``"auto"``; a step, ``"latest"`` or a save id (going back to an older save is a rewind: the saves after
+                it are off the lineage from then on); or ``"scratch"``, with ``force=True`` where there are saves.
+
+        Raises:
+            CheckpointNotFound: The requested save is not there.
+            RefusedOnlyCopy: There are saves, but none can be resumed.
+            StoreTemporary: A required mirror does not answer and there is nothing on the disk.
+        """
+        self._check_open()
+        if self._saver is not None:
+            self._saver.wait_over(DEFAULT_WAIT_S)
+        info, run_id, attempt = resume_run(
+            self.root, self.ranks, self._node, state, policy=policy, force=force, bus=self.events
+        )
+        leader: LeaderSide | None = None
+        if self._node is not None:
+            leader = LeaderSide(self._node.table, self._specs, self._node.fenced, self._node.on_commit)
+        self._saver = Saver(self.root, run_id, attempt, self._save_ranks, self.events, leader)
+        if info is None:
+            _log.info("run %s attempt %d starts at step 0", run_id[:8], attempt.number)
+        else:
+            _log.info("run %s attempt %d continues from step %d (%s, %s)", run_id[:8], attempt.number, info.step, info.kind, info.place)
+            self._saver.last_step = info.step
+        return info
+
+    # -- save -----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        kinds: Sequence[Kind] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> SaveHandle:
+        """Save ``state`` as ``step``. Every rank calls this.
+
+        Blocks for the host copy alone (and for the commit of an earlier save still in flight). Everything else happens in
+        the background; a failure there is raised by ``SaveHandle.wait`` and by the next ``save``.
+
+        Raises:
+            StepBehind: ``step`` is lower than the last one saved.
+            BackgroundSaveFailed: The save before this one failed.
+            AttemptFenced: A newer attempt of this run has started elsewhere.
+        """
+        saver = self._started()
+        chosen = self.kinds if kinds is None else _checked_kinds(kinds)
+        handle = saver.save(SaveRequest(_checked_step(step), chosen, dict(metrics or {}), dict(fields or {})), state)
+        handle.on_mirrored(self._wait_mirrored)
+        if self.mode == "blocking":
+            handle.wait("committed")
+        return handle
+
+    def save_emergency_checkpoint(self, step: int, state: TrainState) -> Path:
+        """Write this rank's part of an emergency snapshot to local disk, durable on return, without any collective.
+
+        Every rank calls it at the same step, after :meth:`StopRequest.check` told all of them to stop.
+
+        Raises:
+            LocalStorageFull: There is no room; earlier saves are untouched.
+        """
+        saver = self._started()
+        return save_emergency(
+            self.root,
+            state,
+            run_id=saver.run_id,
+            attempt=saver.attempt,
+            number=saver.next_number(),
+            step=_checked_step(step),
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            bus=self.events,
+        )
+
+    # -- look -----------------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """Say what is saved and what is not yet safe. Reads this node's disk only."""
+        return read_status(self.root, state_dir=self._state_dir)
+
+    def wait(self, until: Literal["committed", "mirrored"] = "mirrored", timeout_s: float = DEFAULT_WAIT_S) -> None:
+        """Wait until every save so far is committed on local disk, or verified on every required mirror.
+
+        Raises:
+            WaitTimeout: ``timeout_s`` seconds passed.
+            BackgroundSaveFailed: A save failed.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._started().wait_over(timeout_s)
+        if until == "mirrored" and not self._wait_mirrored(None, max(0.0, deadline - time.monotonic())):
+            raise WaitTimeout(f"Not everything is mirrored after {timeout_s:g} s.", hint="See `ckptmirror status`.")
+
+    def rotate(self, timeout_s: float = 300.0) -> RotationReport | None:
+        """Rotate now, waiting up to ``timeout_s`` seconds for pending uploads. The report is the leader's; None elsewhere."""
+        self._check_open()
+        return self._node.rotate_now(timeout_s) if self._node is not None else None
+
+    # -- end ------------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float = 600.0, *, stop: StopRequest | None = None) -> None:
+        """Finish: wait for the save in flight and for the uploads, up to ``timeout_s`` seconds; free everything.
+
+        Needs no other rank. After a stop request (``stop.requested``) it waits for no upload: what is pending stays in the
+        table, and the next start, or ``ckptmirror drain``, finishes it.
+
+        Raises:
+            BackgroundSaveFailed: The last save failed.
+            DeadlinePassed: The run finished with something not verified on a required mirror (exit code 8).
+        """
+        if self._closed:
+            return
+        self._closed = True
+        stopped = stop is not None and stop.requested
+        deadline = time.monotonic() + timeout_s
+        try:
+            if self._saver is not None:
+                self._saver.wait_over(timeout_s)
+                self._saver.release()
+        finally:
+            try:
+                if self._node is not None:
+                    self._node.finish(max(0.0, deadline - time.monotonic()), stopped=stopped)
+            finally:
+                if self._rank_lock is not None:
+                    self._rank_lock.release()
+                self._save_ranks.close()
+                self.ranks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(timeout_s=0.0)
+        except CkptMirrorError as second:
+            _log.error("while leaving after %s: %s", type(error).__name__, second)
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _node_key(self) -> str:
+        """Ranks that share one root are one node: the same machine and the same directory."""
+        boot_id = Path("/proc/sys/kernel/random/boot_id")
+        machine = boot_id.read_text().strip() if boot_id.exists() else os.uname().nodename
+        return hashlib.sha256(f"{machine}\0{self.root}".encode()).hexdigest()
+
+    def _wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
+        if self._node is not None:
+            return self._node.wait_mirrored(save_id, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not self.status().is_mirrored(save_id):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _started(self) -> Saver:
+        self._check_open()
+        if self._saver is None:
+            raise UsageError("resume() was not called.", hint="Call manager.resume(state) once, before the first save.")
+        return self._saver
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("This manager is closed.")
+
+
+def _checked_kinds(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
+    if isinstance(kinds, str) or not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= set(_SAVED_KINDS):
+        raise ConfigError(f"kinds is {kinds!r}; it is a sequence of {' and '.join(map(repr, _SAVED_KINDS))}.")
+    return tuple(kind for kind in _SAVED_KINDS if kind in kinds)
+
+
+def _checked_step(step: int) -> int:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise UsageError(f"{step!r} is not a step: give an int from 0.")
+    return step

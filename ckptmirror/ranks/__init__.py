@@ -1,0 +1,56 @@
+"""All code that talks between ranks: the channel, the host copy and the request to stop.
+
+Rules:
+* :func:`open_ranks` is the one way in. It never imports torch: where nobody imported it, there is one rank.
+* ``host_copy`` and ``gloo`` import torch, so they are imported by those who need them, not here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ckptmirror.ranks.base import Ranks
+from ckptmirror.ranks.single import SingleRank
+from ckptmirror.ranks.stop import StopRequest
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Ranks", "SingleRank", "StopRequest", "node_key_of", "open_ranks"]
+
+DEFAULT_TIMEOUT_S = 600.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def open_ranks(process_group: Any = None, *, node_key: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Ranks:
+    """Open the channel between the ranks of the job. All ranks of ``process_group`` call this, in the same order.
+
+    Args:
+        process_group: The ranks to talk to; None means all of them. The group itself carries no message.
+        node_key: Ranks that pass the same text are one node, so it identifies the root that they write to
+            (:func:`node_key_of` for a root on a local disk).
+        timeout_s: The limit of every wait on this channel and on those opened from it.
+
+    Returns:
+        A :class:`SingleRank` where torch.distributed is not in use.
+
+    Raises:
+        UsageError: This process is not in ``process_group``.
+        WaitTimeout: Not all ranks came.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return SingleRank()
+    from ckptmirror.ranks.gloo import GlooRanks
+
+    return GlooRanks.open(process_group, node_key=node_key, timeout_s=timeout_s)
+
+
+def node_key_of(root: str | os.PathLike[str]) -> str:
+    """Return the node key of a root on a local disk: this boot of this host, and the directory's own identity.
+
+    Ranks in different containers that mount one directory are one node; ranks on one host with different roots are not.
+    """
+    found = Path(root).stat()
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else os.uname().nodename
+    return f"{boot}:{found.st_dev}:{found.st_ino}"

@@ -1,0 +1,83 @@
+"""The seam between ckptmirror and the other ranks of the job.
+
+Rules:
+* Ranks talk over a channel of their own, never over the training's process group.
+* One channel is used by one thread at a time; a second thread opens its own with :meth:`Ranks.channel`, on all ranks in
+  the same order.
+* Every exchange has a time limit. A rank that failed still takes part, with its error, so one rank's error frees the
+  others with that error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+__all__ = ["Ranks"]
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """All ranks of the job, as one of them sees them."""
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def node(self) -> int:
+        """This process's node, from 0. Ranks that share one root are one node."""
+        ...
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        ...
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank within its node, from 0."""
+        ...
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of ranks on this node."""
+        ...
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process owns the table, the meta and the uploads of its node (``local_rank == 0``)."""
+        ...
+
+    @property
+    def torch_group(self) -> Any:
+        """The channel's own CPU (gloo) process group, for torch APIs that need one; None in a single process."""
+        ...
+
+    def exchange(self, value: T, *, what: str, error: BaseException | None = None) -> list[T]:
+        """Give ``value`` (picklable) or ``error`` to all ranks and return every rank's value, by rank.
+
+        Args:
+            value: What this rank says. Ignored where it gives an error.
+            what: A few words for messages ("report artifacts of step 200").
+            error: This rank's failure. It still takes part, and its own error is raised here again.
+
+        Raises:
+            RankFailed: Another rank gave an error; names the rank and carries its message.
+            WaitTimeout: Not all ranks took part within the channel's limit.
+        """
+        ...
+
+    def channel(self, name: str) -> Ranks:
+        """Open another channel between the same ranks (all ranks call this in the same order)."""
+        ...
+
+    def close(self) -> None:
+        """Free the channel. Needs no other rank."""
+        ...

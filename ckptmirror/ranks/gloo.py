@@ -1,0 +1,326 @@
+"""The channel between ranks over gloo groups of our own.
+
+Reports go to the channel's rank 0 and the answer comes back from there, point to point: whoever dies, rank 0 sees the
+connection close and tells the others which rank it was, and if rank 0 dies every other rank sees that itself. Rank 0
+looks at the ranks in order, so a death shows once the lower ranks have come, or at the limit.
+
+Rules:
+* Nothing is ever sent on the training's group. A channel has two groups of its own, one for messages and one that is
+  given away as ``torch_group``, so that a collective that failed there cannot silence the report of its failure.
+* Every wait ends at the channel's limit. A wait that ran out closes the gloo connections, so the channel is then
+  broken, and the reason is left in the group's store, where the ranks that were cut off find it.
+* A broken channel says so again at every later exchange, at once.
+* ``close`` talks to nobody.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError, WaitTimeout
+from ckptmirror.ranks.messages import Answer, Report, decide, failure_of, pack_value, refusal
+
+__all__ = ["GlooRanks", "NodeLayout", "layout_of"]
+
+T = TypeVar("T")
+
+_TAG = 7301
+_FRAME_BYTES = 4096
+_SIZE_BYTES = 8
+_REASON_LIMIT_S = 1.0
+_REASON_POLL_S = 0.02
+_STORE_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLayout:
+    """Where one rank sits."""
+
+    node: int
+    nodes: int
+    local_rank: int
+    local_world_size: int
+
+
+def layout_of(keys: Sequence[str], rank: int) -> NodeLayout:
+    """Return where ``rank`` sits, given every rank's node key: nodes are numbered by their lowest rank."""
+    order = list(dict.fromkeys(keys))
+    mine = [index for index, key in enumerate(keys) if key == keys[rank]]
+    return NodeLayout(order.index(keys[rank]), len(order), mine.index(rank), len(mine))
+
+
+class GlooRanks:
+    """All ranks of ``process_group``, as one of them sees them. Ranks count from 0 within that group."""
+
+    def __init__(self, process_group: Any, *, name: str, timeout_s: float) -> None:
+        if timeout_s <= 0:
+            raise UsageError(f"a wait needs a limit above 0 s, not {timeout_s}")
+        self._parent = process_group
+        self._timeout_s = timeout_s
+        self._name = name
+        self._layout = NodeLayout(0, 1, 0, 1)
+        self._number = 0
+        self._busy = threading.Lock()
+        self._broken: CkptMirrorError | None = None
+        self._closed = False
+        self._group = _new_group(process_group, f"ckptmirror:{name}", timeout_s)
+        self._torch_group = _new_group(process_group, f"ckptmirror:{name}:torch", timeout_s)
+        self._rank: int = self._group.rank()
+        self._size: int = self._group.size()
+        self._store = _store_of(self._group)
+
+    @classmethod
+    def open(cls, process_group: Any, *, node_key: str, timeout_s: float) -> GlooRanks:
+        """Open the first channel of a job: see :func:`ckptmirror.ranks.open_ranks`."""
+        ranks = cls(process_group, name="first", timeout_s=timeout_s)
+        ranks._layout = layout_of(ranks.exchange(node_key, what="find out who shares a node"), ranks._rank)
+        return ranks
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, from 0."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    @property
+    def node(self) -> int:
+        """This process's node, from 0."""
+        return self._layout.node
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self._layout.nodes
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank within its node, from 0."""
+        return self._layout.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of ranks on this node."""
+        return self._layout.local_world_size
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self._layout.local_rank == 0
+
+    @property
+    def torch_group(self) -> Any:
+        """A gloo group of the same ranks, for torch APIs that need one, used by this channel's thread alone."""
+        return self._torch_group
+
+    def exchange(self, value: T, *, what: str, error: BaseException | None = None) -> list[T]:
+        """Give ``value`` or ``error`` to all ranks and return every rank's value, by rank. See :class:`Ranks`."""
+        if not self._busy.acquire(blocking=False):
+            raise UsageError(f"{what}: this channel is in use by another thread; open one with channel()")
+        try:
+            return self._exchange(value, what, error)
+        finally:
+            self._busy.release()
+
+    def _exchange(self, value: T, what: str, error: BaseException | None) -> list[T]:
+        broken = self._broken
+        if broken is not None:
+            raise error if error is not None else type(broken)(f"{what}: the channel broke before: {broken.message}")
+        data = b""
+        if error is None:
+            try:
+                data = pack_value(value)
+            except UsageError as unsendable:
+                error = unsendable
+        self._number += 1
+        report = Report(self._number, what, data, failure_of(error) if error is not None else None)
+        deadline = time.monotonic() + self._timeout_s
+        answer = self._collect(report, deadline) if self._rank == 0 else self._deliver(report, deadline)
+        if answer.outcome == "values":
+            return [pickle.loads(item) for item in answer.values]  # noqa: S301  sent by the same job's ranks
+        refused = refusal(answer, what)
+        if answer.outcome != "failed":
+            self._broken = refused
+        if error is not None:
+            raise error
+        raise refused
+
+    def channel(self, name: str) -> GlooRanks:
+        """Open another channel between the same ranks (all ranks call this in the same order)."""
+        other = GlooRanks(self._parent, name=name, timeout_s=self._timeout_s)
+        other._layout = self._layout
+        other.exchange(None, what=f"open channel {name}")
+        return other
+
+    def close(self) -> None:
+        """Free both groups. Needs no other rank; ranks that still wait for this one are freed with an error."""
+        if self._closed:
+            return
+        self._closed = True
+        self._broken = self._broken or RankFailed("the channel is closed")
+        for group in (self._group, self._torch_group):
+            try:
+                dist.destroy_process_group(group)
+            except (ValueError, AssertionError):
+                continue  # the training destroyed all groups before
+        self._group = self._torch_group = self._store = None
+
+    # -- rank 0 ---------------------------------------------------------------------------------------------------
+
+    def _collect(self, own: Report, deadline: float) -> Answer:
+        """Take every rank's report, decide, and tell all ranks that can be told."""
+        frames = {peer: _new_frame() for peer in range(1, self._size)}
+        try:
+            works = {peer: self._group.recv([frame], peer, _TAG) for peer, frame in frames.items()}
+        except RuntimeError as error:
+            return self._late(own, f"the connections are closed ({error})")
+        reports = [own]
+        missing: dict[int, str] = {}
+        for peer, work in works.items():
+            try:
+                _wait(work, deadline)
+                reports.append(cast(Report, self._read(frames[peer], peer, deadline)))
+            except RuntimeError:
+                if time.monotonic() >= deadline:
+                    return self._late(own, f"rank {peer} did not take part within {self._timeout_s:g} s")
+                missing[peer] = self._reason_of(peer) or "it died, or closed its channel"
+        if missing:
+            peers = "; ".join(f"rank {peer} is gone: {why}" for peer, why in sorted(missing.items()))
+            answer = Answer("missing", reason=peers)
+        else:
+            answer = decide(reports)
+        self._tell(answer, [peer for peer in works if peer not in missing], deadline)
+        return answer
+
+    def _late(self, own: Report, reason: str) -> Answer:
+        self._leave_reason(f"{reason} (in {own.what!r})")
+        return Answer("late", reason=reason)
+
+    def _tell(self, answer: Answer, peers: Sequence[int], deadline: float) -> None:
+        data = pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
+        pending = []
+        for peer in peers:
+            try:
+                pending += [self._group.send([piece], peer, _TAG) for piece in _frames(data)]
+            except RuntimeError:
+                continue  # it died meanwhile: the next exchange names it
+        for work in pending:
+            try:
+                _wait(work, deadline)
+            except RuntimeError:
+                continue
+
+    # -- every other rank -----------------------------------------------------------------------------------------
+
+    def _deliver(self, report: Report, deadline: float) -> Answer:
+        """Send this rank's report to rank 0 and return the answer."""
+        # Rank 0 may run into its limit just before this, and its reason names the missing rank: let it speak first.
+        answer_deadline = deadline + min(5.0, 1.0 + 0.1 * self._timeout_s)
+        try:
+            for work in [self._group.send([p], 0, _TAG) for p in _frames(pickle.dumps(report))]:
+                _wait(work, answer_deadline)
+            frame = _new_frame()
+            _wait(self._group.recv([frame], 0, _TAG), answer_deadline)
+            return cast(Answer, self._read(frame, 0, answer_deadline))
+        except RuntimeError:
+            if time.monotonic() >= answer_deadline:
+                reason = f"rank 0 did not answer within {self._timeout_s:g} s"
+                self._leave_reason(f"{reason} (in {report.what!r})")
+                return Answer("late", reason=reason)
+        reason = self._reason_of(0)
+        if reason:
+            return Answer("late", reason=reason)
+        return Answer("missing", reason="rank 0 is gone: it died, or closed its channel")
+
+    # -- both -----------------------------------------------------------------------------------------------------
+
+    def _read(self, frame: torch.Tensor, peer: int, deadline: float) -> object:
+        size = int.from_bytes(frame[:_SIZE_BYTES].numpy().tobytes(), "little")
+        data = frame[_SIZE_BYTES : _SIZE_BYTES + size].numpy().tobytes()
+        if size > len(data):
+            rest = torch.empty(size - len(data), dtype=torch.uint8)
+            _wait(self._group.recv([rest], peer, _TAG), deadline)
+            data += rest.numpy().tobytes()
+        return pickle.loads(data)  # noqa: S301  sent by the same job's ranks
+
+    def _leave_reason(self, reason: str) -> None:
+        """Say why this rank gave up, where ranks whose connection it closed can read it."""
+        if self._store is not None:
+            try:
+                self._store.set(f"reason/{self._rank}", reason)
+            except RuntimeError:
+                self._store = None  # its server is gone: the others see a closed connection and no reason
+
+    def _reason_of(self, peer: int) -> str:
+        """Return why ``peer`` gave up, or "" if it left no reason."""
+        deadline = time.monotonic() + _REASON_LIMIT_S
+        while self._store is not None and time.monotonic() < deadline:
+            try:
+                if self._store.check([f"reason/{peer}"]):
+                    return str(self._store.get(f"reason/{peer}").decode())
+            except RuntimeError:
+                self._store = None
+            time.sleep(_REASON_POLL_S)
+        return ""
+
+
+def _wait(work: Any, deadline: float) -> None:
+    # A limit of 0 would mean the group's own.
+    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+
+
+def _new_frame() -> torch.Tensor:
+    return torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+
+
+def _frames(data: bytes) -> list[torch.Tensor]:
+    """Cut a message: a first frame of fixed size that begins with the length, and the rest if there is one."""
+    first = bytearray(_FRAME_BYTES)
+    first[:_SIZE_BYTES] = len(data).to_bytes(_SIZE_BYTES, "little")
+    room = _FRAME_BYTES - _SIZE_BYTES
+    head = data[:room]
+    first[_SIZE_BYTES : _SIZE_BYTES + len(head)] = head
+    pieces = [torch.frombuffer(first, dtype=torch.uint8)]
+    if len(data) > room:
+        pieces.append(torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8))
+    return pieces
+
+
+def _new_group(process_group: Any, description: str, timeout_s: float) -> Any:
+    """Make a gloo group over the ranks of ``process_group`` (None: all)."""
+    everyone = process_group is None or process_group is dist.group.WORLD
+    members = None if everyone else dist.get_process_group_ranks(process_group)
+    if members is not None and (process_group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank() not in members):
+        raise UsageError("this process is not in the process group that was given")
+    try:
+        return dist.new_group(
+            members,
+            timeout=timedelta(seconds=timeout_s),
+            backend="gloo",
+            use_local_synchronization=members is not None,
+            group_desc=description,
+        )
+    except RuntimeError as error:
+        raise WaitTimeout(f"{description}: not all ranks came within {timeout_s:g} s ({error})") from error
+
+
+def _store_of(group: Any) -> Any:
+    """Return a connection of our own to the group's store, or None: it only carries reasons."""
+    try:
+        store = group.get_group_store().clone()
+        store.set_timeout(timedelta(seconds=_STORE_LIMIT_S))
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+    return store

@@ -1,0 +1,105 @@
+"""The kept host memory that states are copied into.
+
+Fresh memory costs five to ten times the copy itself in page faults, so the memory is kept, in huge pages where the
+machine has them.
+
+Rules:
+* Old memory is given back before new memory is taken: the peak is one arena.
+* It grows when the state does, and shrinks when less than half of it is needed.
+* Where CUDA tensors are copied it is pinned, in blocks that are powers of two, because the allocator of pinned memory
+  rounds up to those.
+* A forked child does not inherit it, or the next copy would duplicate every page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from ckptmirror.core.errors import Temporary
+
+__all__ = ["PINNED_BLOCK_BYTES", "Arena"]
+
+PINNED_BLOCK_BYTES = 512 * 1024 * 1024
+_HINT = "The host copy needs as much memory as this rank's part of the state."
+_HUGE_PAGE_BYTES = 2 * 1024 * 1024
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module of 3.11 has no name for it
+_log = logging.getLogger(__name__)
+
+
+class Arena:
+    """Blocks of host memory that outlive a copy."""
+
+    def __init__(self) -> None:
+        self._blocks: list[memoryview] = []
+        self._pinned = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes held."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def fit(self, sizes: Sequence[int], *, pinned: bool) -> bool:
+        """Make blocks of at least ``sizes`` available. Returns whether new memory was taken."""
+        held = [block.nbytes for block in self._blocks]
+        enough = len(held) == len(sizes) and all(h >= n for h, n in zip(held, sizes, strict=True))
+        if enough and pinned == self._pinned and 2 * sum(sizes) + _HUGE_PAGE_BYTES >= sum(held):
+            return False
+        self.release()
+        self._pinned = pinned
+        self._blocks = [_take_pinned(size) if pinned else _take(size) for size in sizes]
+        return True
+
+    def storage(self, block: int, offset: int, size_bytes: int) -> torch.UntypedStorage:
+        """Return a storage of exactly ``size_bytes`` over the arena's memory."""
+        return torch.frombuffer(
+            self._blocks[block], dtype=torch.uint8, count=size_bytes, offset=offset
+        ).untyped_storage()
+
+    def populate(self) -> None:
+        """Fault every page in now instead of during the first copy."""
+        for block in self._blocks:
+            memory = block.obj
+            if isinstance(memory, mmap.mmap):
+                try:
+                    memory.madvise(_POPULATE_WRITE)
+                except OSError:
+                    torch.frombuffer(block, dtype=torch.uint8).zero_()
+
+    def release(self) -> None:
+        """Let the memory go; it is freed with the last tensor that still lies in it."""
+        self._blocks = []
+
+
+def _take(size_bytes: int) -> memoryview:
+    size_bytes = max(-(-size_bytes // _HUGE_PAGE_BYTES), 1) * _HUGE_PAGE_BYTES
+    try:
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise Temporary(f"no {size_bytes} bytes of memory for the host copy: {error}", hint=_HINT) from error
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        try:
+            memory.madvise(advice)
+        except OSError:
+            continue  # a kernel without it: slower, or with more memory after a fork, but right
+    return memoryview(memory)
+
+
+def _take_pinned(size_bytes: int) -> memoryview:
+    try:
+        memory = torch.empty(max(size_bytes, 1), dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        _log.warning("no pinned memory, so the host copy will be slower: %s", error)
+        return _take(size_bytes)
+    return memory_of(memory)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, which lives as long as they do."""
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    vars(array)["owner"] = tensor
+    return memoryview(array).cast("B")

@@ -1,0 +1,121 @@
+"""What ranks say to one another in one exchange, as bytes.
+
+Rules:
+* A report is one rank's value or error; the answer is either every rank's value or one refusal for all.
+* An error travels as text, never as a pickled object: the receiver may not have its class.
+* Reports name what the exchange is about and its number, so that two exchanges can never be taken for one another.
+* Values are pickled: they come from the same job, which runs the same code.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptmirror.core import errors
+from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError, WaitTimeout
+
+__all__ = ["MAX_VALUE_BYTES", "Answer", "Failure", "Report", "decide", "failure_of", "pack_value", "refusal"]
+
+MAX_VALUE_BYTES = 256 * 1024 * 1024
+_MESSAGE_CHARS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One rank's error, as text."""
+
+    kind: str
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank brings to an exchange: ``value`` (pickled) or ``failure``."""
+
+    number: int
+    what: str
+    value: bytes
+    failure: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What all ranks get.
+
+    Attributes:
+        outcome: "values", or why there are none: "failed" (the channel is still good), or "late", "missing", "mixed"
+            (it is not).
+        values: Every rank's pickled value, by rank.
+        failures: The errors, by rank.
+        reason: One sentence, except for "values" and "failed".
+    """
+
+    outcome: Literal["values", "failed", "late", "missing", "mixed"]
+    values: tuple[bytes, ...] = ()
+    failures: Mapping[int, Failure] | None = None
+    reason: str = ""
+
+
+def pack_value(value: Any) -> bytes:
+    """Pickle ``value``, within the size limit.
+
+    Raises:
+        UsageError: It cannot be pickled, or it is too large to be metadata.
+    """
+    try:
+        data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise UsageError(f"a {type(value).__name__} cannot be sent to other ranks: {error}") from error
+    if len(data) > MAX_VALUE_BYTES:
+        raise UsageError(f"a value of {len(data)} bytes is too large to send to other ranks (limit {MAX_VALUE_BYTES})")
+    return data
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Put an error into words."""
+    text = str(error) or type(error).__name__
+    if not isinstance(error, CkptMirrorError):
+        text = f"{type(error).__name__}: {text}"
+    return Failure(type(error).__name__, text[:_MESSAGE_CHARS], getattr(error, "hint", ""))
+
+
+def decide(reports: Sequence[Report]) -> Answer:
+    """Turn every rank's report, by rank, into the answer that all of them get."""
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        if (report.number, report.what) != (first.number, first.what):
+            return Answer(
+                "mixed",
+                reason=f"rank 0 is at exchange {first.number} ({first.what!r}) but rank {rank} is at exchange "
+                f"{report.number} ({report.what!r})",
+            )
+    failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure is not None}
+    if failures:
+        return Answer("failed", failures=failures)
+    return Answer("values", values=tuple(report.value for report in reports))
+
+
+def refusal(answer: Answer, what: str) -> CkptMirrorError:
+    """Return the error that a rank without an error of its own raises on ``answer``.
+
+    Where all errors are of one of our kinds, its exit code, hint and temporariness are kept.
+    """
+    if answer.outcome == "late":
+        return WaitTimeout(f"{what}: {answer.reason}")
+    failures = answer.failures or {}
+    if not failures:
+        return RankFailed(f"{what}: {answer.reason}")
+    text = "; ".join(f"rank {rank} failed: {failure.message}" for rank, failure in sorted(failures.items())[:8])
+    if len(failures) > 8:
+        text += f"; and {len(failures) - 8} more ranks"
+    error = RankFailed(f"{what}: {text}")
+    kinds = {failure.kind for failure in failures.values()}
+    kind = getattr(errors, kinds.pop(), None) if len(kinds) == 1 else None
+    if isinstance(kind, type) and issubclass(kind, CkptMirrorError):
+        vars(error).update(exit_code=kind.exit_code, temporary=kind.temporary)
+        error.hint = next(iter(failures.values())).hint or kind.hint
+    return error

@@ -1,0 +1,40 @@
+"""The job that has one rank.
+
+Rules:
+* The same behaviour as a channel of one: a value comes back as a list of one, an error is raised again.
+* Standard library only.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+__all__ = ["SingleRank"]
+
+T = TypeVar("T")
+
+
+class SingleRank:
+    """The one rank of a job without torch.distributed."""
+
+    rank = 0
+    world_size = 1
+    node = 0
+    nodes = 1
+    local_rank = 0
+    local_world_size = 1
+    is_leader = True
+    torch_group = None
+
+    def exchange(self, value: T, *, what: str, error: BaseException | None = None) -> list[T]:  # noqa: ARG002  as in Ranks
+        """Return ``[value]``, or raise ``error``."""
+        if error is not None:
+            raise error
+        return [value]
+
+    def channel(self, name: str) -> SingleRank:  # noqa: ARG002  as in Ranks
+        """Return another channel of one."""
+        return SingleRank()
+
+    def close(self) -> None:
+        """Nothing to free."""

@@ -1,0 +1,78 @@
+"""Mirrors: one file per URL scheme, and decorators around the one interface (:mod:`ckptmirror.stores.base`).
+
+Rules:
+* A store's file declares ``SCHEMES``, ``normalise(url)`` and ``open(url)``; adding a store is adding one file.
+  ``SCHEMES = ("*",)`` takes what no other file claims.
+* A store's file is imported at the first use of its scheme, so that a verb pays only for the mirrors that it uses.
+* URLs are compared after :func:`normalise_url`, and never carry credentials.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from types import ModuleType
+
+from ckptmirror.core.errors import ConfigError
+from ckptmirror.stores.base import Store
+
+__all__ = ["normalise_url", "open_store"]
+
+
+def open_store(url: str, *, retry: bool = True) -> Store:
+    """Open the mirror at ``url``; nothing is asked of it before its first use.
+
+    Args:
+        url: ``gs://bucket/prefix``, ``file:///directory`` (or the directory's absolute path), ``memory://name``.
+        retry: Repeat what failed temporarily, a stated number of times (``RetryingStore``).
+
+    Raises:
+        ConfigError: The URL is not understood.
+    """
+    module = _module_for(url)
+    store: Store = module.open(module.normalise(_with_scheme(url)))
+    if retry:
+        from ckptmirror.stores.retrying import RetryingStore
+
+        return RetryingStore(store)
+    return store
+
+
+def normalise_url(url: str) -> str:
+    """Return the one way to write this mirror's URL.
+
+    Raises:
+        ConfigError: The URL is not understood, or carries what could be a secret.
+    """
+    normalised: str = _module_for(url).normalise(_with_scheme(url))
+    return normalised
+
+
+def _with_scheme(url: str) -> str:
+    """An absolute path is a ``file://`` mirror; a scheme is lower case."""
+    if url.startswith("/"):
+        from urllib.parse import quote
+
+        return "file://" + quote(url)
+    scheme, separator, rest = url.partition("://")
+    return scheme.lower() + separator + rest
+
+
+def _module_for(url: str) -> ModuleType:
+    scheme, separator, _ = _with_scheme(url).partition("://")
+    if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+        raise ConfigError("A mirror is given as a URL or an absolute path.", hint="For example gs://bucket/prefix.")
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    rest_last = sorted(names, key=lambda name: name != scheme)  # the file named like the scheme is asked first
+    for wanted in (scheme, "*"):
+        for name in rest_last:
+            if name == "base" or (wanted == scheme and name.startswith(_NOT_STORES)):
+                continue
+            module = importlib.import_module(f"{__name__}.{name}")
+            if wanted in getattr(module, "SCHEMES", ()):
+                return module
+    raise ConfigError(f"There is no store for {scheme}:// URLs.", hint="gs://, file:// and memory:// are known.")
+
+
+_NOT_STORES = ("retrying", "faulty")

@@ -1,0 +1,149 @@
+"""What changes a bucket, but for the bytes of uploads: google-cloud-storage, asked to be exact.
+
+Rules:
+* The library is imported at the first change. Reading (stat, list, download) does without it: its import alone costs
+  about as much CPU as a verb may take to its first request.
+* It never tries again (``retry=None``) and never checks sums (``checksum=None``): a retry would hide a lost answer, and
+  after a mismatch it deletes the object without a precondition, which may be another writer's by then. The sums are
+  declared up front, so that the service itself refuses other bytes, and compared by the caller afterwards.
+* Every call has a time limit and a generation precondition.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ckptmirror.core.errors import ObjectNotFound, StoreTemporary
+from ckptmirror.stores.gs_auth import Anonymous, GoogleTokens, credentials_for_client, token_errors
+from ckptmirror.stores.gs_http import Endpoint, Limits, error_for, retry_after_s
+
+__all__ = ["Changes", "crc32c_text"]
+
+_CONTENT_TYPE = "application/octet-stream"
+
+
+def crc32c_text(crc32c: int) -> str:
+    """Return a crc32c as the service writes it: base64 of four bytes, the highest first."""
+    return base64.b64encode(crc32c.to_bytes(4, "big")).decode()
+
+
+class Changes:
+    """Creates, replaces and deletes objects of one bucket."""
+
+    def __init__(self, bucket: str, endpoint: Endpoint, tokens: Anonymous | GoogleTokens, limits: Limits) -> None:
+        self._bucket_name = bucket
+        self._endpoint = endpoint
+        self._tokens = tokens
+        self._timeout = (limits.connect_s, limits.io_s)
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._process = 0
+
+    def start_session(self, object_name: str, size_bytes: int, crc32c: int, metadata: Mapping[str, str]) -> str:
+        """Open a resumable session that creates the object, and return its URI."""
+        blob = self._blob(object_name, crc32c, metadata)
+        with _explained(f"upload of {object_name}"):
+            return str(
+                blob.create_resumable_upload_session(
+                    content_type=_CONTENT_TYPE,
+                    size=size_bytes,
+                    timeout=self._timeout,
+                    checksum=None,
+                    if_generation_match=0,
+                    retry=None,
+                )
+            )
+
+    def write(
+        self, object_name: str, data: bytes, crc32c: int, metadata: Mapping[str, str], if_generation: int
+    ) -> dict[str, Any]:
+        """Create or replace a small object in one request; return the service's description of it."""
+        blob = self._blob(object_name, crc32c, metadata)
+        with _explained(f"write of {object_name}"):
+            blob.upload_from_string(
+                data,
+                content_type=_CONTENT_TYPE,
+                if_generation_match=if_generation,
+                timeout=self._timeout,
+                checksum=None,
+                retry=None,
+            )
+            return dict(blob._properties)
+
+    def delete(self, object_name: str, generation: int) -> None:
+        """Delete the object at that generation; no error if there is none."""
+        bucket = self._bucket()
+        try:
+            with _explained(f"delete of {object_name}"):
+                bucket.delete_blob(object_name, if_generation_match=generation, timeout=self._timeout, retry=None)
+        except ObjectNotFound:
+            return
+
+    def close(self) -> None:
+        """Close the library's connections."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _blob(self, object_name: str, crc32c: int, metadata: Mapping[str, str]) -> Any:
+        blob = self._bucket().blob(object_name)
+        blob.crc32c = crc32c_text(crc32c)
+        if metadata:
+            blob.metadata = dict(metadata)
+        return blob
+
+    def _bucket(self) -> Any:
+        with self._lock:
+            if self._client is None or self._process != os.getpid():  # a forked child must not share connections
+                self._client, self._process = self._new_client(), os.getpid()
+            return self._client.bucket(self._bucket_name)
+
+    def _new_client(self) -> Any:
+        os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")  # read at import
+        from google.cloud import storage
+
+        with token_errors():
+            return storage.Client(
+                project=None,
+                credentials=credentials_for_client(self._tokens),
+                client_options={"api_endpoint": self._endpoint.url},
+            )
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn what the library raises in the body into the error that it means."""
+    import requests
+    from google.api_core.exceptions import GoogleAPICallError
+    from google.cloud.storage.exceptions import InvalidResponse
+
+    try:
+        with token_errors():
+            yield
+    except GoogleAPICallError as error:
+        headers = getattr(error.response, "headers", {})
+        raise error_for(
+            int(error.code or 500), what, _said(error), retry_after_s(headers.get("Retry-After"))
+        ) from error
+    except InvalidResponse as error:
+        response = error.response
+        asked_s = retry_after_s(response.headers.get("Retry-After"))
+        raise error_for(response.status_code, what, response.text[:300], asked_s) from error
+    except (requests.exceptions.RequestException, OSError) as error:
+        raise StoreTemporary(f"{what}: {type(error).__name__}: {error}") from error
+    except (ValueError, KeyError) as error:
+        raise StoreTemporary(f"{what}: an answer cannot be read: {error}") from error
+
+
+def _said(error: Any) -> str:
+    """What the service said: its JSON's message where the library left it one."""
+    try:
+        return str(error.response.json()["error"]["message"])
+    except (AttributeError, ValueError, KeyError, TypeError):
+        return str(error.message)[:300]

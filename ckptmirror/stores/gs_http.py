@@ -1,0 +1,294 @@
+"""Requests to Cloud Storage over http.client: kept connections, time limits, and what each status means.
+
+Rules:
+* A thread has connections of its own, kept alive between requests; whatever broke one closes it.
+* Every connect, send and receive has a time limit. Nothing is tried again here, but for two cases in which nothing was
+  lost: a kept connection that the server had closed meanwhile (for requests that change nothing), and one fresh token
+  after a 401.
+* A status is turned into an error of ours in one place, :func:`error_for`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from ckptmirror.core.errors import (
+    CkptMirrorError,
+    ConfigError,
+    IntegrityError,
+    NotAuthorised,
+    ObjectNotFound,
+    PreconditionFailed,
+    StorePermanent,
+    StoreTemporary,
+)
+
+__all__ = [
+    "CONNECTION_ERRORS",
+    "Endpoint",
+    "Limits",
+    "Tokens",
+    "Transport",
+    "error_for",
+    "error_of",
+    "read_json",
+    "retry_after_s",
+]
+
+CONNECTION_ERRORS = (OSError, http.client.HTTPException)
+_ANSWER_LIMIT_BYTES = 64 * 1024 * 1024
+_ERROR_LIMIT_BYTES = 16 * 1024
+_LOGIN_HINT = NotAuthorised.hint
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Time limits in seconds: to connect, and for each send and receive."""
+
+    connect_s: float = 10.0
+    io_s: float = 60.0
+
+
+class Tokens(Protocol):
+    """Where the Authorization header comes from."""
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that authorise a request now; empty for an anonymous one."""
+        ...
+
+    def refresh(self, refused: Mapping[str, str]) -> None:
+        """Get other headers than those that were refused, unless another thread has done so already.
+
+        Raises:
+            NotAuthorised: There are no others.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Scheme, host and port of the service."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @classmethod
+    def from_environment(cls) -> Endpoint:
+        """The real service, or what STORAGE_EMULATOR_HOST names.
+
+        Raises:
+            ConfigError: STORAGE_EMULATOR_HOST cannot be understood.
+        """
+        text = os.environ.get("STORAGE_EMULATOR_HOST", "")
+        return cls.parse(text) if text else cls("https", "storage.googleapis.com", 443)
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """Read ``http://host:port``; without a scheme it is http."""
+        try:
+            parts = urlsplit(text if "://" in text else f"http://{text}")
+            port = parts.port
+        except ValueError:
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+            raise ConfigError("The storage endpoint is not http://host:port.", hint="Correct STORAGE_EMULATOR_HOST.")
+        return cls(parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80))
+
+    @property
+    def url(self) -> str:
+        """As text, without a trailing slash."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        default = {"https": 443, "http": 80}[self.scheme] == self.port
+        return f"{self.scheme}://{host}" + ("" if default else f":{self.port}")
+
+    def connect(self, limits: Limits) -> http.client.HTTPConnection:
+        """Make a connection (which connects at its first request), through HTTPS_PROXY or HTTP_PROXY if set."""
+        if self.scheme == "http":
+            return http.client.HTTPConnection(self.host, self.port, timeout=limits.connect_s)
+        proxy = _proxy_for(self.host)
+        if proxy is None:
+            return http.client.HTTPSConnection(self.host, self.port, timeout=limits.connect_s)
+        connection = http.client.HTTPSConnection(proxy.host, proxy.port, timeout=limits.connect_s)
+        connection.set_tunnel(self.host, self.port)
+        return connection
+
+
+def _proxy_for(host: str) -> Endpoint | None:
+    text = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    if not text:
+        return None
+    from urllib.request import proxy_bypass
+
+    return None if proxy_bypass(host) else Endpoint.parse(text)
+
+
+class _Kept(threading.local):
+    """A thread's connection and the process that opened it."""
+
+    connection: http.client.HTTPConnection | None = None
+    process = 0
+
+
+class Transport:
+    """Sends requests to one endpoint."""
+
+    def __init__(self, endpoint: Endpoint, tokens: Tokens, limits: Limits) -> None:
+        self.endpoint = endpoint
+        self.tokens = tokens
+        self.limits = limits
+        self._kept = _Kept()
+        self._all: weakref.WeakSet[http.client.HTTPConnection] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def get(self, target: str, headers: Mapping[str, str] | None = None) -> Iterator[http.client.HTTPResponse]:
+        """Lend the answer to a GET, whatever its status. Its body is read in the body of the ``with``.
+
+        Raises:
+            StoreTemporary: Nothing answered in time, or the connection broke, also in the body of the ``with``.
+        """
+        with self.connection() as connection:
+            sent = {**(headers or {}), **self.tokens.headers()}
+            response = self._asked(connection, target, sent)
+            if response.status == 401:
+                response.read(_ERROR_LIMIT_BYTES)
+                self.tokens.refresh(sent)
+                response = self._asked(connection, target, {**(headers or {}), **self.tokens.headers()})
+            yield response
+            if not response.isclosed():
+                connection.close()  # what was left unread would be taken for the next answer
+
+    def _asked(
+        self, connection: http.client.HTTPConnection, target: str, headers: Mapping[str, str]
+    ) -> http.client.HTTPResponse:
+        reused = connection.sock is not None
+        try:
+            return self._ask(connection, target, headers)
+        except (ConnectionResetError, BrokenPipeError):  # RemoteDisconnected is one too
+            if not reused:
+                raise
+            connection.close()  # the server had closed the idle connection: nothing was answered, and nothing changed
+            return self._ask(connection, target, headers)
+
+    def _ask(
+        self, connection: http.client.HTTPConnection, target: str, headers: Mapping[str, str]
+    ) -> http.client.HTTPResponse:
+        self.open(connection)
+        connection.request("GET", target, headers=dict(headers))
+        return connection.getresponse()
+
+    def open(self, connection: http.client.HTTPConnection) -> None:
+        """Connect, unless that is done, and set the time limit of what follows."""
+        if connection.sock is None:
+            connection.connect()
+        if connection.sock is not None:
+            connection.sock.settimeout(self.limits.io_s)
+
+    @contextmanager
+    def connection(self, *, fresh: bool = False) -> Iterator[http.client.HTTPConnection]:
+        """Lend this thread's connection, or a fresh one that is closed afterwards. It is closed if the body fails.
+
+        Raises:
+            StoreTemporary: The connection failed in the body.
+        """
+        connection = self.endpoint.connect(self.limits) if fresh else self._of_this_thread()
+        try:
+            yield connection
+        except CONNECTION_ERRORS as error:
+            connection.close()
+            raise StoreTemporary(f"{self.endpoint.url}: {type(error).__name__}: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        if fresh:
+            connection.close()
+
+    def _of_this_thread(self) -> http.client.HTTPConnection:
+        kept = self._kept
+        if kept.connection is None or kept.process != os.getpid():  # a forked child must not share its parent's
+            kept.connection, kept.process = self.endpoint.connect(self.limits), os.getpid()
+            with self._lock:
+                self._all.add(kept.connection)
+        return kept.connection
+
+    def close(self) -> None:
+        """Close the connections of all threads; what is under way there fails."""
+        with self._lock:
+            for connection in list(self._all):
+                connection.close()
+
+
+def read_json(response: http.client.HTTPResponse) -> dict[str, Any]:
+    """Read a JSON answer whole.
+
+    Raises:
+        StoreTemporary: It is cut short, too long, or no JSON object: what the request did is not known.
+    """
+    data = response.read(_ANSWER_LIMIT_BYTES)
+    if response.length:
+        raise StoreTemporary(f"An answer was cut {response.length} bytes short.")
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise StoreTemporary("An answer is no JSON: it was cut short, or something between changed it.") from error
+    if not isinstance(value, dict):
+        raise StoreTemporary("An answer is no JSON object.")
+    return value
+
+
+def retry_after_s(header: str | None) -> float | None:
+    """Read a Retry-After header in seconds; None if there is none, or it is a date."""
+    return float(header) if header is not None and re.fullmatch(r"[0-9]{1,6}", header) else None
+
+
+def error_of(response: http.client.HTTPResponse, what: str) -> CkptMirrorError:
+    """Read an error answer and return the error that it means."""
+    text = response.read(_ERROR_LIMIT_BYTES).decode("utf-8", "replace")
+    return error_for(response.status, what, _message(text), retry_after_s(response.headers.get("Retry-After")))
+
+
+def _message(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return " ".join(text.split())[:300]
+
+
+def error_for(status: int, what: str, message: str, retry_after: float | None = None) -> CkptMirrorError:
+    """Return the error that an answer's status means.
+
+    Args:
+        status: The HTTP status.
+        what: What was asked of which object, for people.
+        message: What the service said.
+        retry_after: Its Retry-After in seconds.
+    """
+    text = f"{what}: {status} {message}".rstrip()
+    if status in (408, 429) or status >= 500:
+        error = StoreTemporary(text)
+        error.retry_after_s = retry_after
+        return error
+    if status == 401:
+        return NotAuthorised(text, hint=_LOGIN_HINT)
+    if status == 403:
+        return NotAuthorised(text, hint="Give these credentials the role Storage Object User on the bucket.")
+    if status == 404:
+        if "bucket does not exist" in message.lower():
+            return StorePermanent(text, hint="Create the bucket, or correct the mirror's URL; then `ckptmirror retry`.")
+        return ObjectNotFound(text)
+    if status in (304, 409, 412):
+        return PreconditionFailed(text)
+    if status == 400 and re.search(r"crc32c|md5|checksum", message, re.IGNORECASE):
+        return IntegrityError(text)
+    return StorePermanent(text)

@@ -1,0 +1,195 @@
+"""A resumable upload of Cloud Storage, by one thread: read a piece, send it, until the service has it all.
+
+https://cloud.google.com/storage/docs/performing-resumable-uploads
+
+Rules:
+* A session saved by an earlier process is asked first how much it has; the service's answer, never our memory, says where to go on.
+* Bytes sent twice are harmless: an object is complete when the service says so, with the size and crc32c that were committed.
+* A session that is gone is replaced once, never more often: then the error is temporary and the caller decides.
+* Nothing is deleted here, whatever happens.
+* A part aims at a few seconds, so that progress is told often and little is sent again after a fault.
+* The memory is one kept buffer, whatever the object's size.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from ckptmirror.core.errors import IntegrityError, StoreTemporary
+from ckptmirror.local.direct_io import kept_buffer
+from ckptmirror.stores.base import Upload
+from ckptmirror.stores.gs_http import CONNECTION_ERRORS, Transport, error_of, read_json
+
+__all__ = ["send"]
+
+_GRANULE_BYTES = 256 * 1024  # every part but the last is a multiple of it
+_FIRST_PART_BYTES = 32 * _GRANULE_BYTES
+_LARGEST_PART_BYTES = 1024 * _GRANULE_BYTES
+_PART_AIM_S = 4.0
+_SLICE_BYTES = 1024 * 1024  # each slice has a time limit of its own
+_SESSIONS_LIMIT = 2
+_IDLE_PARTS_LIMIT = 3  # so many parts in a row without progress
+_SESSION_GONE = (404, 410, 499)
+
+
+class _SessionGoneError(Exception):
+    """The session has expired or was cancelled, or its text is none of ours."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What the service said to a part or a question: the finished object, or how many bytes it has."""
+
+    resource: dict[str, Any] | None
+    received_bytes: int = 0
+
+
+def send(transport: Transport, upload: Upload, start: Callable[[], str]) -> dict[str, Any]:
+    """Send the object and return the service's description of it, which the caller compares.
+
+    Args:
+        transport: Where to.
+        upload: What.
+        start: Opens a session that creates the object with the committed crc32c, and returns its URI.
+
+    Raises:
+        StoreTemporary: The connection broke, the service was busy, or the session is gone for the second time.
+        IntegrityError: The service received other bytes than were committed, or the source is short.
+        PreconditionFailed: The name exists.
+    """
+    with transport.connection(fresh=True) as connection:
+        session = upload.session
+        for _ in range(_SESSIONS_LIMIT):
+            is_saved = session is not None
+            if session is None:
+                session = start()
+                upload.on_session(session)
+            try:
+                return _Sending(transport, connection, upload, session).run(ask_first=is_saved)
+            except _SessionGoneError:
+                connection.close()
+                session = None
+    raise StoreTemporary(f"The upload session of {upload.name} is gone for the second time.")
+
+
+class _Sending:
+    """One session on one connection."""
+
+    def __init__(
+        self, transport: Transport, connection: http.client.HTTPConnection, upload: Upload, session: str
+    ) -> None:
+        self._transport = transport
+        self._connection = connection
+        self._upload = upload
+        self._size_bytes = upload.digest.size_bytes
+        self._part_bytes = _FIRST_PART_BYTES
+        parts = urlsplit(session)
+        if "upload_id=" not in parts.query:
+            raise _SessionGoneError  # not a session's URI
+        self._target = f"{parts.path}?{parts.query}"  # asked of our endpoint alone: a token goes nowhere else
+
+    def run(self, *, ask_first: bool) -> dict[str, Any]:
+        """Send until the service has it all."""
+        answer = self._ask() if ask_first else _Answer(None)
+        idle_parts = 0
+        while answer.resource is None:
+            before = answer.received_bytes
+            if ask_first or before:
+                self._upload.on_progress(before)
+            answer = self._part(before) if before < self._size_bytes or not self._size_bytes else self._ask()
+            if answer.resource is None and answer.received_bytes <= before:
+                idle_parts += 1
+                if idle_parts >= _IDLE_PARTS_LIMIT:
+                    raise StoreTemporary(f"The upload of {self._upload.name} does not get past byte {before}.")
+            else:
+                idle_parts = 0
+        return answer.resource
+
+    def _ask(self) -> _Answer:
+        """Ask how much there is; this also ends an upload that has every byte."""
+        return self._put(f"bytes */{self._size_bytes}", 0, 0)
+
+    def _part(self, offset: int) -> _Answer:
+        if self._size_bytes == 0:
+            return self._ask()
+        began = time.monotonic()
+        length = min(self._part_bytes, self._size_bytes - offset)
+        answer = self._put(f"bytes {offset}-{offset + length - 1}/{self._size_bytes}", offset, length)
+        if time.monotonic() - began < _PART_AIM_S:
+            self._part_bytes = min(self._part_bytes * 2, _LARGEST_PART_BYTES)
+        else:
+            self._part_bytes = max(self._part_bytes // 2, _GRANULE_BYTES)
+        return answer
+
+    def _put(self, content_range: str, offset: int, length: int) -> _Answer:
+        sent = self._transport.tokens.headers()
+        response = self._exchange(sent, content_range, offset, length)
+        if response.status == 401:
+            response.read()
+            self._transport.tokens.refresh(sent)
+            self._connection.close()
+            response = self._exchange(self._transport.tokens.headers(), f"bytes */{self._size_bytes}", 0, 0)
+        return self._understood(response)
+
+    def _exchange(
+        self, headers: Mapping[str, str], content_range: str, offset: int, length: int
+    ) -> http.client.HTTPResponse:
+        connection = self._connection
+        self._transport.open(connection)
+        connection.putrequest("PUT", self._target, skip_accept_encoding=True)
+        for name, value in {**headers, "Content-Length": str(length), "Content-Range": content_range}.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        error = self._send_bytes(offset, length)
+        if error is None:
+            return connection.getresponse()
+        # The service may have answered before it had everything, and closed: its answer says more than the broken pipe.
+        try:
+            response = connection.getresponse()
+        except CONNECTION_ERRORS:
+            raise error from None
+        if response.status < 400:
+            raise error
+        return response
+
+    def _send_bytes(self, offset: int, length: int) -> OSError | None:
+        """Read and send; return the error that ended the connection, if one did."""
+        end = offset + length
+        with kept_buffer() as buffer:
+            while offset < end:
+                wanted = buffer[: min(len(buffer), end - offset)]
+                count = self._upload.source.read_into(offset, wanted)
+                if count < len(wanted):
+                    raise IntegrityError(
+                        f"The source of {self._upload.name} ends at byte {offset + count} of {self._size_bytes}."
+                    )
+                for first in range(0, count, _SLICE_BYTES):
+                    try:
+                        self._connection.send(wanted[first : first + _SLICE_BYTES])
+                    except OSError as error:
+                        return error
+                offset += count
+        return None
+
+    def _understood(self, response: http.client.HTTPResponse) -> _Answer:
+        if response.status in (200, 201):
+            return _Answer(read_json(response))
+        if response.status == 308:
+            response.read()
+            return _Answer(None, self._received(response.headers.get("Range")))
+        if response.status in _SESSION_GONE:
+            raise _SessionGoneError
+        raise error_of(response, f"upload of {self._upload.name}")
+
+    def _received(self, header: str | None) -> int:
+        if header is None:
+            return 0
+        first, _, last = header.removeprefix("bytes=").partition("-")
+        if first != "0" or not last.isdigit() or int(last) >= self._size_bytes:
+            raise StoreTemporary(f"The service says that it has {header!r} of {self._upload.name}.")
+        return int(last) + 1

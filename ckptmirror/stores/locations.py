@@ -1,0 +1,67 @@
+"""Where a bucket-like mirror lies: ``scheme://bucket/prefix``, read exactly.
+
+Rules:
+* A prefix is literal text, never percent-decoded: an object's name is what the URL shows.
+* What could be a secret (a user, a query) is refused, and never repeated in the message.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ckptmirror.core.errors import BrokenMeta, ConfigError
+from ckptmirror.core.names import check_relative_path
+
+__all__ = ["BucketLocation", "parse_location"]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLocation:
+    """A bucket and the prefix below which a mirror's objects lie ("" or ``a/b``, without slashes around it)."""
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+    @property
+    def url(self) -> str:
+        """The normalised URL."""
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
+
+    def object_name(self, name: str) -> str:
+        """The name in the bucket of the mirror's object ``name``.
+
+        Raises:
+            BrokenMeta: The name would leave the prefix, or no store could hold it.
+        """
+        return self.under(check_relative_path(name))
+
+    def under(self, text: str) -> str:
+        """``text`` below the prefix, unchecked: for listings, whose text need not be a whole name."""
+        return f"{self.prefix}/{text}" if self.prefix else text
+
+    def relative(self, object_name: str) -> str:
+        """The inverse of :meth:`under`."""
+        return object_name[len(self.prefix) + 1 :] if self.prefix else object_name
+
+
+def parse_location(url: str, bucket_pattern: str) -> BucketLocation:
+    """Read ``scheme://bucket/prefix``.
+
+    Raises:
+        ConfigError: There is no bucket, its name is not allowed, or the URL has a user, query or fragment.
+    """
+    scheme, separator, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    if "@" in bucket or any(mark in rest for mark in "?#"):
+        raise ConfigError(f"A {scheme}:// URL is a bucket and a prefix, without user, query or fragment.")
+    if not separator or not re.fullmatch(bucket_pattern, bucket):
+        raise ConfigError(f"{url!r} does not name a bucket.", hint=f"Write {scheme}://bucket/prefix.")
+    prefix = prefix.rstrip("/")
+    if prefix:
+        try:
+            check_relative_path(prefix)
+        except BrokenMeta as error:
+            raise ConfigError(f"The prefix of {url!r} cannot be used: {error}") from error
+    return BucketLocation(scheme, bucket, prefix)

@@ -1,0 +1,177 @@
+"""A store that tries again: the decorator that every mirror gets from ``open_store``.
+
+Rules:
+* Only ``StoreTemporary`` is tried again, and every method of the interface may be: each is idempotent or guarded by its
+  precondition. After a lost answer the precondition may meet our own object; that is passed on, the caller compares.
+* Delays are drawn between zero and a limit that doubles ("full jitter"), never shorter than the store's Retry-After.
+* It ends with the last error after ``tries`` tries, or when the next would begin later than ``total_s`` after the first;
+  ``close`` ends it at once.
+* An upload is continued with the session that the failed try learned, a listing after the last name that was yielded.
+* The first try costs nothing: the retry library is imported when something has failed.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from ckptmirror.core.errors import StoreTemporary
+from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
+__all__ = ["RetryingStore"]
+
+_Result = TypeVar("_Result")
+
+
+class RetryingStore:
+    """``store``, with temporary faults tried again.
+
+    Args:
+        store: The store behind.
+        tries: How often each call is made at most.
+        total_s: No try begins later than this after the first.
+        first_delay_s: Longest delay after the first try; it doubles with each.
+        longest_delay_s: Where the doubling stops.
+        wait: Waits so many seconds, or until the store is closed; tests pass their own.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        tries: int = 6,
+        total_s: float = 120.0,
+        first_delay_s: float = 0.5,
+        longest_delay_s: float = 20.0,
+        wait: Callable[[float], object] | None = None,
+    ) -> None:
+        self._store = store
+        self._tries = tries
+        self._total_s = total_s
+        self._first_delay_s = first_delay_s
+        self._longest_delay_s = longest_delay_s
+        self._closed = threading.Event()
+        self._wait = wait if wait is not None else self._closed.wait
+
+    @property
+    def url(self) -> str:
+        """The mirror's URL."""
+        return self._store.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the store behind."""
+        return self._store.capabilities
+
+    def stat(self, name: str) -> ObjectInfo | None:
+        """See :meth:`Store.stat`."""
+        return self._call(lambda: self._store.stat(name))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See :meth:`Store.list`. The tries are counted for the whole listing."""
+        listing = _Listing(self._store, prefix)
+        while (info := self._call(listing.next)) is not None:
+            yield info
+
+    def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
+        """See :meth:`Store.read`."""
+        return self._call(lambda: self._store.read(name, generation=generation, limit_bytes=limit_bytes))
+
+    def write(
+        self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
+    ) -> ObjectInfo:
+        """See :meth:`Store.write`."""
+        return self._call(lambda: self._store.write(name, data, if_generation=if_generation, metadata=metadata))
+
+    def upload(self, upload: Upload) -> ObjectInfo:
+        """See :meth:`Store.upload`."""
+        session = upload.session
+
+        def keep(learned: str) -> None:
+            nonlocal session
+            session = learned
+            upload.on_session(learned)
+
+        return self._call(lambda: self._store.upload(replace(upload, session=session, on_session=keep)))
+
+    def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
+        """See :meth:`Store.download`."""
+        self._call(lambda: self._store.download(name, generation=generation, offset=offset, buffer=buffer))
+
+    def delete(self, name: str, *, generation: int) -> None:
+        """See :meth:`Store.delete`."""
+        self._call(lambda: self._store.delete(name, generation=generation))
+
+    def close(self) -> None:
+        """End waits between tries, and close the store behind."""
+        self._closed.set()
+        self._store.close()
+
+    def _call(self, operation: Callable[[], _Result]) -> _Result:
+        try:
+            return operation()
+        except StoreTemporary as error:
+            return self._call_again(operation, error)
+
+    def _call_again(self, operation: Callable[[], _Result], first_error: StoreTemporary) -> _Result:
+        from tenacity import (
+            Retrying,
+            retry_if_exception_type,
+            stop_after_attempt,
+            stop_before_delay,
+            stop_when_event_set,
+        )
+
+        errors = [first_error]
+
+        def operation_after_the_first() -> _Result:
+            if errors:
+                raise errors.pop()
+            return operation()
+
+        retrying = Retrying(
+            retry=retry_if_exception_type(StoreTemporary),
+            stop=stop_after_attempt(self._tries) | stop_before_delay(self._total_s) | stop_when_event_set(self._closed),
+            wait=self._delay_s,
+            sleep=self._sleep,
+            reraise=True,
+        )
+        return retrying(operation_after_the_first)
+
+    def _sleep(self, delay_s: float) -> None:
+        self._wait(delay_s)
+
+    def _delay_s(self, state: RetryCallState) -> float:
+        limit_s = min(self._longest_delay_s, self._first_delay_s * 2.0 ** min(state.attempt_number - 1, 30))
+        error = state.outcome.exception() if state.outcome is not None else None
+        asked_s = error.retry_after_s if isinstance(error, StoreTemporary) else None
+        return max(random.uniform(0.0, limit_s), asked_s or 0.0)
+
+
+class _Listing:
+    """A listing that can be asked again for its next object after an error."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._names: Iterator[ObjectInfo] | None = None
+        self._last = ""
+
+    def next(self) -> ObjectInfo | None:
+        """Return the next object, None after the last."""
+        try:
+            if self._names is None:
+                self._names = (info for info in self._store.list(self._prefix) if info.name > self._last)
+            info = next(self._names, None)
+        except StoreTemporary:
+            self._names = None
+            raise
+        if info is not None:
+            self._last = info.name
+        return info

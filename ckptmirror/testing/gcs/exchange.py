@@ -1,0 +1,212 @@
+"""One request: what it asks for, the fault that it suffers, and how it is answered.
+
+Rules:
+* A handler calls ``identify`` once, when it knows the object's name and before it does any work.
+* Bodies are read through ``body`` alone, answers leave through ``send`` alone, so that faults strike everywhere alike.
+* Every request leaves one line in the log; tokens never do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
+
+from ckptmirror.testing.fault import Fault
+from ckptmirror.testing.gcs.answers import ApiError, bad_request
+from ckptmirror.testing.gcs.faults import Dropped, Script, kill_self, reset_connection, throttle
+
+__all__ = ["Broken", "Exchange"]
+
+_MAX_JSON_BYTES = 4 * 1024 * 1024
+_PIECE_BYTES = 64 * 1024
+_BODY_OPERATIONS = ("upload.media", "upload.multipart", "upload.put")
+
+
+class Broken(Exception):  # noqa: N818 - the client's doing
+    """The client's connection ended within the body."""
+
+
+class Exchange:
+    """A request on its way through the server."""
+
+    def __init__(self, request: web.Request, operation: str, query: dict[str, str], script: Script) -> None:
+        self.request = request
+        self.operation = operation
+        self.query = query
+        self.fault: Fault | None = None
+        self.token_issued_s: float | None = None
+        self.as_text = operation == "object.media"
+        self._script = script
+        self.entry: dict[str, Any] = {
+            "time_s": time.time(),
+            "method": request.method,
+            "path": request.raw_path.partition("?")[0],
+            "query": query,
+            "operation": operation,
+            "object": None,
+            "status": None,
+            "request_bytes": 0,
+            "response_bytes": 0,
+            "range": request.headers.get("Range"),
+            "content_range": request.headers.get("Content-Range"),
+            "fault": None,
+        }
+
+    @property
+    def host(self) -> str:
+        """How the client calls this server."""
+        return f"http://{self.request.headers.get('Host', 'localhost')}"
+
+    async def identify(self, name: str) -> None:
+        """The object's name (or a bucket's, or nothing) is known: suffer what the script has for it."""
+        self.entry["object"] = name
+        armed = self._script.choose(self.operation, self.request.method, name, self.token_issued_s)
+        if armed is None:
+            return
+        self.fault = armed.fault
+        self.entry["fault"] = armed.fault.to_json()
+        within_body = self.operation in _BODY_OPERATIONS or self.operation == "object.media"
+        if not within_body and self.fault.reset_after_bytes is not None:
+            raise Dropped
+        if self.fault.after_bytes is None or not within_body:
+            await self.strike()
+
+    async def strike(self) -> None:
+        """What a fault does at its moment."""
+        fault = self.fault
+        assert fault is not None
+        if fault.stall_s:
+            await asyncio.sleep(fault.stall_s)
+        if fault.kill == "before_work":
+            kill_self()
+        if fault.unauthorised_after_s is not None:
+            raise ApiError(
+                401, "Invalid Credentials", headers={"WWW-Authenticate": 'Bearer realm="https://accounts.google.com/"'}
+            )
+        if fault.status is not None:
+            raise ScriptedError(fault)
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """The request's body in pieces.
+
+        Raises:
+            Broken: It ended before its announced length.
+        """
+        try:
+            async for chunk in self._pieces():
+                self.entry["request_bytes"] += len(chunk)
+                yield chunk
+        except (ConnectionError, aiohttp.ClientError, BadHttpMessage, EOFError) as error:
+            raise Broken from error
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        content, fault = self.request.content, self.fault
+        if fault is None or self.operation not in _BODY_OPERATIONS:
+            while chunk := await content.readany():
+                yield chunk
+            return
+        position = 0
+        marks = [mark for mark in (fault.after_bytes, fault.reset_after_bytes) if mark is not None]
+        while True:
+            if fault.reset_after_bytes == position:
+                raise Dropped
+            if fault.after_bytes == position:
+                await self.strike()
+            limit = min([mark - position for mark in marks if mark > position], default=_PIECE_BYTES)
+            chunk = await content.read(min(limit, _PIECE_BYTES))
+            if not chunk:
+                return
+            await throttle(len(chunk), fault.slow_bytes_per_s)
+            yield _inverted(chunk, position, fault.corrupt_received_byte_at)
+            position += len(chunk)
+
+    async def json_body(self) -> dict[str, Any]:
+        """The request's body as a JSON object; empty if there is none."""
+        raw = bytearray()
+        async for chunk in self.body():
+            raw += chunk
+            if len(raw) > _MAX_JSON_BYTES:
+                raise ApiError(413, "The request is too large.")
+        return parse_object(bytes(raw))
+
+    async def send(self, response: web.StreamResponse) -> web.StreamResponse:
+        """Let the answer go, or what the script leaves of it."""
+        if response.prepared:
+            return response
+        self.entry["status"] = response.status
+        size_bytes = response.content_length if isinstance(response, web.Response) else 0
+        self.entry["response_bytes"] = size_bytes or 0
+        fault = self.fault
+        if fault is None or response.status >= 400:
+            return response
+        if fault.stall_answer_s:
+            await asyncio.sleep(fault.stall_answer_s)
+        if fault.kill == "after_work":
+            kill_self()
+        if fault.lose_answer:
+            return self.drop()
+        if fault.truncate_after_bytes is not None and isinstance(response, web.Response):
+            return await self._truncated(response, fault.truncate_after_bytes)
+        return response
+
+    async def _truncated(self, response: web.Response, size_bytes: int) -> web.StreamResponse:
+        body = response.body if isinstance(response.body, bytes) else b""
+        headers = {key: value for key, value in response.headers.items() if key != "Content-Length"}
+        cut = web.StreamResponse(status=response.status, headers=headers)
+        cut.content_length = len(body)
+        await cut.prepare(self.request)
+        await cut.write(body[:size_bytes])
+        self.end_connection()
+        return cut
+
+    def end_connection(self) -> None:
+        """Close in order (FIN) after what was written."""
+        if self.request.transport is not None:
+            self.request.transport.close()
+
+    def drop(self) -> web.Response:
+        """Cut the connection with RST; the response goes nowhere."""
+        self.entry["dropped"] = True
+        reset_connection(self.request)
+        return web.Response()
+
+
+class ScriptedError(ApiError):
+    """The status that a fault wants."""
+
+    def __init__(self, fault: Fault) -> None:
+        headers = {} if fault.retry_after_s is None else {"Retry-After": str(fault.retry_after_s)}
+        super().__init__(fault.status or 500, fault.body or f"status {fault.status} by script", headers=headers)
+        self._text = fault.body
+
+    def answer(self, *, as_text: bool = False) -> web.Response:
+        if self._text is not None:
+            return web.Response(status=self.status, text=self._text, headers=self.headers)
+        return super().answer(as_text=as_text)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """A JSON object, or 400; nothing at all is an empty one."""
+    if not raw.strip():
+        return {}
+    try:
+        value = json.loads(raw)
+    except ValueError as error:
+        raise bad_request("Parse Error", reason="parseError") from error
+    if not isinstance(value, dict):
+        raise bad_request("Parse Error", reason="parseError")
+    return value
+
+
+def _inverted(chunk: bytes, position: int, offset: int | None) -> bytes:
+    if offset is None or not position <= offset < position + len(chunk):
+        return chunk
+    index = offset - position
+    return chunk[:index] + bytes([chunk[index] ^ 0xFF]) + chunk[index + 1 :]

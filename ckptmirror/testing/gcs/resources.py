@@ -1,0 +1,140 @@
+"""How buckets and objects look in JSON and in headers.
+
+Source: https://cloud.google.com/storage/docs/json_api/v1/objects#resource and
+https://cloud.google.com/storage/docs/json_api/v1/buckets#resource
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+from urllib.parse import quote
+
+from ckptmirror.testing.gcs.answers import bad_request, rfc3339
+from ckptmirror.testing.gcs.state import Bucket, StoredObject
+
+__all__ = ["bucket_resource", "etag", "object_headers", "object_resource", "settable"]
+
+_SETTABLE_TEXT = (
+    "cacheControl",
+    "contentDisposition",
+    "contentEncoding",
+    "contentLanguage",
+    "contentType",
+    "customTime",
+    "storageClass",
+)
+_SETTABLE_FLAGS = ("eventBasedHold", "temporaryHold")
+_MAX_CUSTOM_METADATA_BYTES = 8192
+
+
+def etag(generation: int, metageneration: int) -> str:
+    """Changes with every generation and metageneration."""
+    return base64.b64encode(f"{generation}/{metageneration}".encode()).decode()
+
+
+def settable(resource: dict[str, Any], earlier: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The fields of a resource that a client may set, merged over ``earlier`` as a patch is: null removes.
+
+    Raises:
+        ApiError: 400 for a field of the wrong type, or more custom metadata than 8 KiB.
+    """
+    kept = dict(earlier or {})
+    for name in (*_SETTABLE_TEXT, *_SETTABLE_FLAGS):
+        if name not in resource:
+            continue
+        value = resource[name]
+        if value is None:
+            kept.pop(name, None)
+        elif isinstance(value, bool if name in _SETTABLE_FLAGS else str):
+            kept[name] = value
+        else:
+            raise bad_request(f"Invalid value for {name}: {value}")
+    if "metadata" in resource:
+        kept["metadata"] = _custom(resource["metadata"], kept.get("metadata", {}))
+        if not kept["metadata"]:
+            del kept["metadata"]
+    return kept
+
+
+def _custom(patch: Any, earlier: dict[str, str]) -> dict[str, str]:
+    if patch is None:
+        return {}
+    if not isinstance(patch, dict):
+        raise bad_request("Invalid value for metadata: it is not a set of keys and values")
+    merged: dict[str, Any] = {**earlier, **patch}
+    custom = {key: value for key, value in merged.items() if value is not None}
+    if not all(isinstance(value, str) for value in custom.values()):
+        raise bad_request("Invalid value for metadata: a value is not a string")
+    if sum(len(key.encode()) + len(value.encode()) for key, value in custom.items()) > _MAX_CUSTOM_METADATA_BYTES:
+        raise bad_request("The total size of the custom metadata exceeds the maximum of 8192 bytes.")
+    return custom
+
+
+def object_resource(item: StoredObject, host: str) -> dict[str, Any]:
+    """The JSON of an object, as seen under ``host`` (``http://127.0.0.1:1234``)."""
+    place = f"/storage/v1/b/{quote(item.bucket, safe='')}/o/{quote(item.name, safe='')}"
+    created = rfc3339(item.created_us)
+    resource: dict[str, Any] = {
+        "kind": "storage#object",
+        "id": f"{item.bucket}/{item.name}/{item.generation}",
+        "selfLink": f"{host}{place}",
+        "mediaLink": f"{host}/download{place}?generation={item.generation}&alt=media",
+        "name": item.name,
+        "bucket": item.bucket,
+        "generation": str(item.generation),
+        "metageneration": str(item.metageneration),
+        "storageClass": "STANDARD",
+        "size": str(item.size_bytes),
+        "crc32c": base64.b64encode(item.crc32c).decode(),
+        "etag": etag(item.generation, item.metageneration),
+        "timeCreated": created,
+        "updated": rfc3339(item.updated_us),
+        "timeStorageClassUpdated": created,
+        "timeFinalized": created,
+    }
+    if item.md5 is not None:
+        resource["md5Hash"] = base64.b64encode(item.md5).decode()
+    return {**resource, **item.metadata}
+
+
+def object_headers(item: StoredObject) -> dict[str, str]:
+    """The headers that accompany an object's bytes."""
+    hashes = f"crc32c={base64.b64encode(item.crc32c).decode()}"
+    if item.md5 is not None:
+        hashes += f",md5={base64.b64encode(item.md5).decode()}"
+    return {
+        "Accept-Ranges": "bytes",
+        "Cache-Control": item.metadata.get("cacheControl", "no-cache, no-store, max-age=0, must-revalidate"),
+        "ETag": etag(item.generation, item.metageneration),
+        "X-Goog-Generation": str(item.generation),
+        "X-Goog-Metageneration": str(item.metageneration),
+        "X-Goog-Hash": hashes,
+        "X-Goog-Storage-Class": "STANDARD",
+        "X-Goog-Stored-Content-Encoding": item.metadata.get("contentEncoding", "identity"),
+        "X-Goog-Stored-Content-Length": str(item.size_bytes),
+    }
+
+
+def bucket_resource(bucket: Bucket, host: str) -> dict[str, Any]:
+    """The JSON of a bucket."""
+    created = rfc3339(bucket.created_us)
+    return {
+        "kind": "storage#bucket",
+        "id": bucket.name,
+        "selfLink": f"{host}/storage/v1/b/{bucket.name}",
+        "name": bucket.name,
+        "projectNumber": "1",
+        "metageneration": "1",
+        "location": "US",
+        "locationType": "multi-region",
+        "storageClass": "STANDARD",
+        "etag": etag(bucket.created_us, 1),
+        "timeCreated": created,
+        "updated": created,
+        "softDeletePolicy": {"retentionDurationSeconds": "0"},
+        "iamConfiguration": {
+            "uniformBucketLevelAccess": {"enabled": True},
+            "publicAccessPrevention": "inherited",
+        },
+    }

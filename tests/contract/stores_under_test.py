@@ -1,0 +1,115 @@
+"""Every store, bare and decorated, as the contract suite opens it: adding a store is adding one opener."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptmirror.core.model import Digest
+from ckptmirror.local.checksums import BlockDigest
+from ckptmirror.stores import faulty, gs, memory, retrying
+from ckptmirror.stores import file as file_store
+from ckptmirror.stores.base import Store, Upload
+from ckptmirror.stores.gs_http import Endpoint, Limits
+from ckptmirror.stores.locations import BucketLocation
+from ckptmirror.testing import GcsServerProcess
+
+BUCKET = "contract"
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Opener:
+    """How a store is opened, as often as wanted, always on the same objects; and how another process opens it."""
+
+    name: str
+    open: Callable[[], Store]
+    code: str = ""
+
+
+class BytesSource:
+    """Bytes to upload, counted as they are read."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.read_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        piece = self.data[offset : offset + len(buffer)]
+        buffer[: len(piece)] = piece
+        self.read_bytes += len(piece)
+        return len(piece)
+
+
+def digest_of(data: bytes) -> Digest:
+    found = BlockDigest()
+    found.update(data)
+    return found.digest()
+
+
+def upload_of(name: str, data: bytes, **changes: object) -> Upload:
+    return replace(Upload(name, BytesSource(data), digest_of(data)), **changes)  # type: ignore[arg-type]
+
+
+def pattern_bytes(size_bytes: int) -> bytes:
+    """Bytes in which no two places look alike."""
+    return b"".join(number.to_bytes(4, "big") for number in range((size_bytes + 3) // 4))[:size_bytes]
+
+
+def gs_store(server: GcsServerProcess, prefix: str, *, limits: Limits | None = None, credentials: object = None) -> Store:
+    return gs.GsStore(
+        BucketLocation("gs", BUCKET, prefix),
+        endpoint=Endpoint.parse(server.url),
+        limits=limits or Limits(5.0, 20.0),
+        credentials=credentials,  # type: ignore[arg-type]
+    )
+
+
+def _memory(_directory: Path, _server: GcsServerProcess) -> Opener:
+    name = f"contract-{next(_numbers)}"
+    return Opener("memory", lambda: memory.open(f"memory://{name}/run"))
+
+
+def _file(directory: Path, _server: GcsServerProcess) -> Opener:
+    url = f"file://{directory}/mirror"
+    return Opener("file", lambda: file_store.open(url), f"from ckptmirror.stores import open_store; store = open_store({url!r})")
+
+
+def _gs(_directory: Path, server: GcsServerProcess) -> Opener:
+    prefix = f"run-{next(_numbers)}"
+    code = (
+        f"import os; os.environ['STORAGE_EMULATOR_HOST'] = {server.url!r}\n"
+        f"from ckptmirror.stores import open_store; store = open_store('gs://{BUCKET}/{prefix}')"
+    )
+    return Opener("gs", lambda: gs_store(server, prefix), code)
+
+
+def _decorated(opener: Opener, name: str, decorate: Callable[[Store], Store]) -> Opener:
+    return replace(opener, name=f"{name}({opener.name})", open=lambda: decorate(opener.open()))
+
+
+Make = Callable[[Path, GcsServerProcess], Opener]
+_BARE: dict[str, Make] = {"memory": _memory, "file": _file, "gs": _gs}
+OPENERS: dict[str, Make] = {
+    **_BARE,
+    **{
+        f"{word}({name})": lambda directory, server, make=make, word=word, decorator=decorator: _decorated(
+            make(directory, server), word, decorator
+        )
+        for word, decorator in (("retrying", retrying.RetryingStore), ("faulty", faulty.FaultyStore))
+        for name, make in _BARE.items()
+    },
+}
+
+
+@contextmanager
+def server_with_bucket(directory: Path, *options: str) -> Iterator[GcsServerProcess]:
+    with GcsServerProcess(directory, buckets=[BUCKET], options=options) as server:
+        yield server

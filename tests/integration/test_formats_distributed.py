@@ -1,0 +1,139 @@
+"""The formats with real ranks: DDP and FSDP2 over gloo, and other numbers of ranks on the way back."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import formats_worker as worker
+import torch
+from format_cases import files_below, same_bits
+
+from ckptmirror.core.errors import UsageError
+from ckptmirror.core.model import Kind
+from ckptmirror.formats import get_format
+from ckptmirror.formats.capture import architecture_hash, capture
+from ckptmirror.formats.emergency import load_emergency
+from ckptmirror.formats.sidecars import write_sidecars
+
+KINDS: tuple[Kind, ...] = worker.KINDS
+
+
+def run_ranks(scenario: str, directory: Path) -> list[dict[str, Any]]:
+    """Run a scenario on two ranks and return each rank's result."""
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            worker.__file__, scenario, str(directory),
+        ],
+        capture_output=True, text=True, timeout=150, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [pickle.loads((directory / f"rank{rank}.pickle").read_bytes()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_ranks_save_and_load_every_kind_and_one_process_reads_it(how: str, tmp_path: Path) -> None:
+    results = run_ranks(f"roundtrip-{how}", tmp_path)
+    for result in results:
+        for kind in KINDS:
+            expected, found = dict(result["expected"]), dict(result["found"][kind])
+            expected["model"] = results[0]["expected"]["model"]  # running averages are rank 0's
+            same_bits(expected, found, kind)
+    assert [path.name for path in files_below(tmp_path) if path.name.endswith(".tmp")] == []
+    _check_files(how, tmp_path)
+
+    expected = results[0]["expected"]
+    for kind in KINDS:
+        state = worker.make_state("plain", seed=1)
+        report = worker.load(tmp_path, kind, results[0]["meta"], state, rank=0, world_size=1)
+        found = worker.whole(state)
+        same_bits({part: expected[part] for part in found}, found, f"{kind} in one process")
+        assert report.missing == ()
+
+    plain = torch.load(tmp_path / "model_000200.pt", weights_only=True)
+    worker.Network().load_state_dict(plain)
+    same_bits(expected["model"], plain)
+
+
+def _check_files(how: str, root: Path) -> None:
+    names = {str(path.relative_to(root)) for path in files_below(root)}
+    everyone = {
+        f"{role}_000200_rank{rank}.{end}" for role, end in (("extra", "pt"), ("tensors", "json")) for rank in (0, 1)
+    }
+    assert everyone | {"model_000200.pt", "optim_000200_rank0.pt", "dcp_000200/.metadata"} <= names
+    assert ("optim_000200_rank1.pt" in names) == (how == "fsdp")
+    ema = [(root / f"extra_000200_rank{rank}.pt").stat().st_size for rank in (0, 1)]
+    if how == "ddp":
+        assert ema[1] < ema[0]  # rank 0 alone holds the EMA
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_one_process_saves_and_two_ranks_load(how: str, tmp_path: Path) -> None:
+    state = worker.make_state("plain")
+    worker.train(state, 3, 0)
+    expected = worker.whole(state)
+    here = worker.WriteContext(tmp_path, worker.SaveName(200), worker.SAVE_ID, KINDS, 0, 1, is_leader=True)
+    snapshot = capture(state, step=200, kinds=KINDS, rank=0, world_size=1)
+    artifacts = [artifact for kind in KINDS for artifact in get_format(kind).write(snapshot, here)]
+    artifacts += write_sidecars(snapshot, here)
+    for name in sorted({artifact.path.partition("/")[0] for artifact in artifacts}):
+        worker.rename_noreplace(tmp_path / worker.tmp_name(name, worker.SAVE_ID), tmp_path / name)
+    meta = worker.meta_of(KINDS, artifacts, architecture_hash(snapshot))
+    (tmp_path / "meta.pickle").write_bytes(pickle.dumps(meta))
+    for rank, result in enumerate(run_ranks(f"foreign-{how}", tmp_path)):
+        for kind in KINDS:
+            found = dict(result["found"][kind])
+            missing = found.pop("missing")
+            same_bits(expected, found, f"{kind} on rank {rank}")
+            assert [line.partition(":")[0] for line in missing] == (["rng"] if rank == 1 else [])
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_an_emergency_snapshot_needs_no_collective(how: str, tmp_path: Path) -> None:
+    results = run_ranks(f"emergency-{how}", tmp_path)
+    for result in results:
+        expected = dict(result["expected"])
+        if how == "ddp":
+            expected["model"] = results[0]["expected"]["model"]
+        same_bits(expected, result["found"])
+        assert result["missing"] == ()
+        assert ("2 ranks; this job has 3" in result["refused"]) == (how == "fsdp")
+    directory = tmp_path / "emergency_step_000200_20261121T131500Z"
+    alone = worker.make_state("plain", seed=1)
+    if how == "fsdp":
+        with pytest.raises(UsageError, match="this job has 1"):
+            load_emergency(directory, results[0]["meta"], alone, rank=0, world_size=1)
+    else:
+        load_emergency(directory, results[0]["meta"], alone, rank=0, world_size=1)
+        same_bits(results[0]["expected"], worker.whole(alone))
+
+
+def test_a_full_disk_on_one_rank_is_the_error_of_all(tmp_path: Path) -> None:
+    for result in run_ranks("fulldisk-fsdp", tmp_path):
+        assert result["error"] == "LocalStorageFull"
+        assert "rank 1: no space left" in result["message"]
+    assert not any(path.name == ".metadata" for path in files_below(tmp_path))
+
+
+def test_every_node_gets_the_same_metadata(tmp_path: Path) -> None:
+    first, second = run_ranks("twodisks-fsdp", tmp_path)
+    metadata = [
+        [(path, rank, crc) for path, rank, crc in result["paths"] if path.endswith(".metadata")]
+        for result in (first, second)
+    ]
+    assert metadata[0] == metadata[1]
+    assert [rank for _, rank, _ in metadata[0]] == [None]
+    for rank in (0, 1):
+        names = {path.name for path in files_below(tmp_path / f"node{rank}")}
+        assert names == {".metadata", f"__{rank}_0.distcp"}

@@ -1,0 +1,343 @@
+"""Real processes with gloo: what ranks see when one of them fails, dies, is late or does something else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import outcome, run_ranks
+
+from ckptmirror.core.errors import LocalStorageFull, RankFailed, UsageError
+from ckptmirror.ranks import StopRequest, open_ranks
+
+
+def _layout(rank: int) -> Any:
+    ranks = open_ranks(node_key="ab"[rank % 2], timeout_s=20)
+    place = (ranks.rank, ranks.world_size, ranks.node, ranks.nodes, ranks.local_rank, ranks.local_world_size)
+    other = ranks.channel("second")
+    big = other.exchange(bytes([rank]) * 3_000_000, what="three megabytes")
+    said = (place, ranks.is_leader, [len(b) for b in big], [b[0] for b in big], other.node == ranks.node)
+    second = torch.full((2,), float(rank))
+    dist.all_reduce(second, group=other.torch_group)
+    other.close()
+    again = ranks.exchange({"rank": rank}, what="after the other channel closed")
+    ranks.close()
+    ranks.close()
+    return said, second.tolist(), again
+
+
+def test_ranks_that_share_a_root_are_one_node_and_values_come_by_rank() -> None:
+    results = run_ranks(3, _layout)
+    assert [r[0][0] for r in results] == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 1), (2, 3, 0, 2, 1, 2)]
+    assert [r[0][1] for r in results] == [True, True, False]
+    for said, total, again in results:
+        assert said[2:] == ([3_000_000] * 3, [0, 1, 2], True)
+        assert total == [3.0, 3.0]
+        assert again == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+def _one_fails(rank: int, who: tuple[int, ...]) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=20)
+    error = LocalStorageFull("/local-ssd is full", hint="free it") if rank in who else None
+    first = outcome(lambda: ranks.exchange("x", what="report artifacts of step 200", error=error))
+    second = outcome(lambda: ranks.exchange(rank, what="the next exchange"))
+    ranks.close()
+    return first, second
+
+
+@pytest.mark.parametrize("who", [(0,), (1,), (1, 2)])
+def test_one_rank_error_strands_nobody(who: tuple[int, ...]) -> None:
+    for rank, (first, second) in enumerate(run_ranks(3, _one_fails, who)):
+        kind, message, exit_code, took_s = first
+        assert took_s < 10
+        assert exit_code == 5
+        assert "/local-ssd is full" in message
+        assert kind == ("LocalStorageFull" if rank in who else "RankFailed")
+        if rank not in who:
+            assert message.startswith("report artifacts of step 200: ")
+            assert all(f"rank {failed} failed" in message for failed in who)
+        assert second[:2] == ("value", "[0, 1, 2]")
+
+
+def _unsendable(rank: int) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=20)
+    value = threading.Lock() if rank == 1 else 7
+    foreign = OSError(5, "Input/output error") if rank == 0 else None
+    said = outcome(lambda: ranks.exchange(value, what="send it", error=foreign))
+    ranks.close()
+    return said
+
+
+def test_a_value_that_cannot_be_sent_is_that_ranks_error() -> None:
+    first, second, third = run_ranks(3, _unsendable)
+    assert first[0] == "OSError"
+    assert second[0] == "UsageError"
+    assert third[0] == "RankFailed"
+    assert "rank 0 failed: OSError" in third[1]
+    assert "rank 1 failed: a lock cannot be sent" in third[1]
+
+
+def _one_dies(rank: int, who: int) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=40)
+    if rank == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    first = outcome(lambda: ranks.exchange(rank, what="vote"))
+    return first, outcome(lambda: ranks.exchange(rank, what="vote again"))
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_killed_rank_frees_the_others_promptly(who: int) -> None:
+    for rank, result in enumerate(run_ranks(4, _one_dies, who, dead=(who,), store_in_rank_0=True)):
+        if rank == who:
+            continue
+        first, second = result
+        assert first[0] == second[0] == "RankFailed"
+        assert f"rank {who} is gone" in first[1]
+        assert first[3] < 10
+        assert second[3] < 2
+
+
+def _one_is_late(rank: int, who: int) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=2)
+    waited = ("", "", 0, 0.0)
+    if rank != who:
+        waited = outcome(lambda: ranks.exchange(rank, what="commit step 200"))
+    dist.barrier()
+    after = outcome(lambda: ranks.exchange(rank, what="commit step 300"))
+    ranks.close()
+    return waited, after
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_every_wait_has_a_limit_and_names_the_rank_that_did_not_come(who: int) -> None:
+    for rank, (waited, after) in enumerate(run_ranks(3, _one_is_late, who)):
+        if rank == who:
+            assert after[0] in ("WaitTimeout", "RankFailed")
+            continue
+        assert waited[0] == "WaitTimeout"
+        assert f"rank {who} did not" in waited[1]
+        assert "commit step 200" in waited[1]
+        assert waited[3] < 8
+        assert after[0] == "WaitTimeout"
+        assert "broke before" in after[1]
+
+
+def _elsewhere(rank: int) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=20)
+    return outcome(lambda: ranks.exchange(rank, what="rotate" if rank == 1 else "save step 9"))
+
+
+def test_two_exchanges_are_never_taken_for_one_another() -> None:
+    for kind, message, _, took_s in run_ranks(2, _elsewhere):
+        assert kind == "RankFailed"
+        assert "'save step 9'" in message
+        assert "'rotate'" in message
+        assert took_s < 10
+
+
+def _background(rank: int) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=20)
+    background = ranks.channel("background")
+    dist.barrier()
+    group: Any = dist.group.WORLD
+    counted = group._get_sequence_number_for_group()
+    said: list[Any] = []
+    finished = threading.Event()
+
+    def save() -> None:
+        for step in range(20):
+            said.append(background.exchange((rank, step), what=f"report step {step}"))
+        dist.all_gather_object([None, None], rank, group=background.torch_group)
+        finished.set()
+
+    total = torch.ones(3)
+    work = dist.all_reduce(total, async_op=True) if rank == 0 else None  # hangs: rank 1 has not come
+    thread = threading.Thread(target=save)
+    thread.start()
+    in_time = finished.wait(15)
+    still_hanging = work is None or not work.is_completed()
+    used = group._get_sequence_number_for_group() - counted
+    ranks.exchange(None, what="both have looked")
+    if rank == 1:
+        work = dist.all_reduce(total, async_op=True)
+    assert work is not None
+    work.wait()
+    thread.join()
+    background.close()
+    ranks.close()
+    return in_time, still_hanging, used, total.tolist(), said[-1]
+
+
+def test_background_thread_issues_no_collective_on_training_group() -> None:
+    first, second = run_ranks(2, _background)
+    for in_time, still_hanging, _, total, last in (first, second):
+        assert in_time, "the background waited for the training's collective"
+        assert still_hanging
+        assert total == [2.0] * 3
+        assert last == [(0, 19), (1, 19)]
+    assert (first[2], second[2]) == (1, 0), "rank 0 began one collective itself; nothing else was sent"
+
+
+def _vote(rank: int) -> Any:
+    ranks = open_ranks(node_key=str(rank), timeout_s=20)
+    whole = {0: {100, 200, 300}, 1: {100, 200}, 2: {100, 200, 300}}[rank]
+    votes = ranks.exchange(whole, what="vote on the save to resume from")
+    ranks.close()
+    return max(set.intersection(*votes))
+
+
+def test_resume_choice_is_one_vote() -> None:
+    assert run_ranks(3, _vote) == [200, 200, 200]
+
+
+def _two_threads(rank: int) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=20)
+    seen: list[Any] = []
+    if rank == 1:
+        go = ranks.channel("go")
+        thread = threading.Thread(target=lambda: seen.append(outcome(lambda: ranks.exchange(1, what="first"))))
+        thread.start()
+        while not ranks._busy.locked():  # type: ignore[attr-defined]
+            time.sleep(0)
+        seen.append(outcome(lambda: ranks.exchange(1, what="second")))
+        go.exchange(1, what="go")
+        thread.join()
+    else:
+        go = ranks.channel("go")
+        go.exchange(0, what="go")
+        ranks.exchange(0, what="first")
+    return [entry[:2] for entry in seen]
+
+
+def test_a_channel_in_use_by_another_thread_is_refused() -> None:
+    _, (refused, first) = run_ranks(2, _two_threads)
+    assert refused[0] == UsageError.__name__
+    assert first == ("value", "[0, 1]")
+
+
+def _subset(rank: int) -> Any:
+    pair = dist.new_group([1, 2], backend="gloo")
+    if rank == 0:
+        return outcome(lambda: open_ranks(pair, node_key="a", timeout_s=20))[0]
+    ranks = open_ranks(pair, node_key="a", timeout_s=20)
+    said = ranks.rank, ranks.world_size, ranks.exchange(rank, what="who")
+    ranks.close()
+    return said
+
+
+def test_a_group_of_some_ranks_talks_among_itself() -> None:
+    assert run_ranks(3, _subset) == ["UsageError", (0, 2, [1, 2]), (1, 2, [1, 2])]
+
+
+def _leaves(rank: int) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=20)
+    ranks.exchange(rank, what="the last words")
+    ranks.close()
+    return outcome(lambda: ranks.exchange(rank, what="after the end"))[:2]
+
+
+def test_close_needs_no_other_rank_and_no_barrier() -> None:
+    for _ in range(2):
+        for kind, message in run_ranks(3, _leaves):
+            assert kind == RankFailed.__name__
+            assert "closed" in message
+
+
+def _never_opens(rank: int) -> Any:
+    if rank == 1:
+        return None
+    return outcome(lambda: open_ranks(node_key="a", timeout_s=2))
+
+
+def test_opening_has_a_limit_too() -> None:
+    waited = run_ranks(2, _never_opens)[0]
+    assert waited[0] == "WaitTimeout"
+    assert waited[3] < 20
+
+
+def _destroyed_before(rank: int, close: bool) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=20)
+    said = ranks.exchange(rank, what="hello")
+    dist.barrier()
+    dist.destroy_process_group()
+    if close:
+        ranks.close()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the harness to destroy
+    return said
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_training_that_destroyed_its_groups_first_does_no_harm(close: bool) -> None:
+    assert run_ranks(2, _destroyed_before, close) == [[0, 1], [0, 1]]
+
+
+def _sharded(rank: int, directory: str) -> Any:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from ckptmirror.ranks.host_copy import HostCopier
+
+    torch.manual_seed(1)
+    model = torch.nn.Linear(7, 5)  # 5 rows on 2 ranks: uneven shards
+    expected = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    ranks = open_ranks(node_key="a", timeout_s=30).channel("background")
+    lease = HostCopier().copy(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # the training goes on
+    dist.barrier()
+    work = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None  # and hangs
+    errors: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            dcp.save(lease.tree, checkpoint_id=directory, process_group=ranks.torch_group)
+        except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  shown by the assertion below
+            errors.append(error)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join(20)
+    saved_while_training_hung = not thread.is_alive() and not errors
+    ranks.exchange(None, what="both have looked")
+    if rank == 1:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work is not None
+    work.wait()
+    loaded = model.state_dict()
+    dcp.load(loaded, checkpoint_id=directory)
+    equal = all(torch.equal(value.full_tensor(), expected[name]) for name, value in loaded.items())
+    dist.barrier()
+    return saved_while_training_hung, equal
+
+
+def test_a_sharded_host_copy_is_saved_in_the_background_as_it_was(tmp_path: Path) -> None:
+    assert run_ranks(2, _sharded, str(tmp_path / "dcp")) == [(True, True)] * 2
+
+
+def _steps(rank: int) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=20).channel("stop")
+    stop = StopRequest().install()
+    for step in range(1000):
+        if rank == 1 and step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if stop.check(ranks):
+            stop.uninstall()
+            return step, stop.reason, stop.remaining_s > 0
+    return None
+
+
+def test_a_signal_to_one_rank_stops_all_ranks_at_the_same_step() -> None:
+    first, second = run_ranks(2, _steps)
+    assert first[0] == second[0] >= 7
+    assert first[1:] == ("rank 1: SIGTERM", True)
+    assert second[1:] == ("SIGTERM", True)

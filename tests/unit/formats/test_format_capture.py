@@ -1,0 +1,130 @@
+"""Capturing a live state: aliases, names, refusals, fingerprints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from format_cases import STEP, context, make_state, train
+from torch import nn
+
+from ckptmirror.core.errors import UsageError
+from ckptmirror.core.model import Kind
+from ckptmirror.formats import TrainState, get_format
+from ckptmirror.formats.capture import (
+    architecture_hash,
+    capture,
+    fingerprint,
+    snapshot_from_tree,
+    snapshot_tree,
+    walk_tensors,
+)
+
+
+def take(state: TrainState, *kinds: Kind, rank: int = 0, world_size: int = 1) -> Any:
+    return capture(state, step=STEP, kinds=kinds or ("dcp", "model"), rank=rank, world_size=world_size)
+
+
+def test_nothing_is_cloned(tmp_path: Path) -> None:
+    state = make_state()
+    train(state, 1)
+    snapshot = take(state)
+    live = {tensor.data_ptr() for tensor in state.model.state_dict().values() if isinstance(tensor, torch.Tensor)}
+    assert {tensor.data_ptr() for _, tensor in walk_tensors(snapshot.model)} == live
+    assert snapshot.full_model.keys() == snapshot.model.keys()
+    assert all(snapshot.full_model[name] is snapshot.model[name] for name in snapshot.model)
+    moments = [value for values in state.optimizer.state.values() for value in values.values()]
+    captured = [tensor for _, tensor in walk_tensors(snapshot.optimizer)]
+    assert {tensor.data_ptr() for tensor in captured} == {tensor.data_ptr() for tensor in moments}
+
+
+def test_containers_are_new_so_that_training_does_not_reach_them() -> None:
+    state = make_state()
+    train(state, 1)
+    snapshot = take(state)
+    train(state, 2)
+    assert snapshot.extra["extra"]["epoch"] == 1
+    assert len(snapshot.extra["extra"]["history"]) == 1
+    assert snapshot.extra["scheduler"]["last_epoch"] == 1
+
+
+def test_the_whole_model_is_there_only_if_it_is_asked_for() -> None:
+    assert take(make_state(), "dcp").full_model is None
+    assert take(make_state(), "model").full_model is not None
+    assert take(make_state(), "model", rank=1, world_size=2).full_model is None
+
+
+def test_other_ranks_of_an_unsharded_model_leave_out_what_rank_0_writes() -> None:
+    state = make_state()
+    train(state, 1)
+    first, second = take(state, "model"), take(state, "model", rank=1, world_size=2)
+    assert (second.model, second.optimizer) == ({}, None)
+    assert "ema" in first.extra
+    assert "ema" not in second.extra
+    assert architecture_hash(first) == architecture_hash(second)
+    both = take(state, "dcp", rank=1, world_size=2)
+    assert set(both.model) == {name for name, _ in state.model.named_parameters(remove_duplicate=False)}
+
+
+def test_the_architecture_hash_follows_names_shapes_and_dtypes_not_values() -> None:
+    first = architecture_hash(take(make_state(0)))
+    assert first == architecture_hash(take(make_state(1)))
+    assert first != architecture_hash(take(make_state(0, width=8)))
+    state = make_state(0)
+    state.model.half()
+    assert first != architecture_hash(take(state))
+
+
+def test_the_fingerprint_follows_values() -> None:
+    state = make_state()
+    train(state, 1)
+    before = fingerprint(take(state))
+    assert before == fingerprint(take(state))
+    with torch.no_grad():
+        state.model.inner.weight[0, 0] += 1e-6
+    assert before != fingerprint(take(state))
+
+
+def test_a_snapshot_survives_its_tree() -> None:
+    snapshot = take(make_state())
+    assert snapshot_from_tree(snapshot_tree(snapshot)) == snapshot
+
+
+def test_an_optimizer_over_other_parameters_is_refused() -> None:
+    state = TrainState(model=nn.Linear(2, 2), optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0))
+    with pytest.raises(UsageError, match="not in the model"):
+        take(state)
+
+
+def test_what_is_not_a_module_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"TrainState\.model"):
+        take(TrainState(model={"weight": 1}))
+
+
+def test_a_tensor_subclass_that_a_safe_load_refuses_is_refused() -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    state = make_state()
+    state.extra = {"mine": torch.zeros(2).as_subclass(Mine)}
+    with pytest.raises(UsageError, match=r"extra\.mine is a tensor of type"):
+        take(state)
+
+
+def test_a_snapshot_without_the_whole_model_is_not_written_as_kind_model(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="captured without"):
+        get_format("model").write(take(make_state(), "dcp"), context(tmp_path, ("model",)))
+
+
+def test_the_formats_package_does_not_import_torch_by_itself() -> None:
+    code = "import sys, ckptmirror.formats, ckptmirror.formats.base; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_unknown_kind_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="no kind 'zip'"):
+        get_format("zip")

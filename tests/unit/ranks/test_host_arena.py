@@ -1,0 +1,66 @@
+"""Where pieces lie in the kept memory, and how long that memory lives."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+
+from ckptmirror.ranks.host_arena import Arena, memory_of
+from ckptmirror.ranks.host_layout import View, place, plan_pieces
+
+MIB = 2**20
+
+
+def test_pieces_never_overlap_and_large_ones_begin_at_a_page() -> None:
+    tensors = [torch.zeros(n, dtype=torch.uint8) for n in (1, 5000, 3, 4096, 70, 100_000, 1)]
+    pieces = plan_pieces(View(key, tensor) for key, tensor in enumerate(tensors))
+    (size,) = place(pieces, block_limit_bytes=None)
+    end = 0
+    for piece in pieces:
+        assert piece.offset >= end
+        assert piece.offset % (4096 if piece.size_bytes >= 4096 else 64) == 0
+        end = piece.offset + piece.size_bytes
+    assert size >= end
+
+
+def test_blocks_stay_within_their_limit_unless_one_piece_is_larger() -> None:
+    tensors = [torch.zeros(n, dtype=torch.uint8) for n in (3 * MIB, 3 * MIB, 2 * MIB, 20 * MIB, MIB)]
+    pieces = plan_pieces(View(key, tensor) for key, tensor in enumerate(tensors))
+    sizes = place(pieces, block_limit_bytes=8 * MIB)
+    assert sizes == [8 * MIB, 20 * MIB, MIB]
+    assert [piece.block for piece in pieces] == [0, 0, 0, 1, 2]
+
+
+def test_several_blocks_are_kept_and_replaced_together() -> None:
+    arena = Arena()
+    assert arena.fit([4 * MIB, 6 * MIB], pinned=False)
+    assert not arena.fit([4 * MIB, 5 * MIB], pinned=False)
+    assert arena.storage(1, 64, 100).nbytes() == 100
+    assert arena.fit([4 * MIB], pinned=False)
+    assert arena.size_bytes == 4 * MIB
+
+
+def test_memory_lives_as_long_as_a_tensor_in_it() -> None:
+    arena = Arena()
+    arena.fit([2 * MIB], pinned=False)
+    arena.populate()
+    tensor = torch.empty(0, dtype=torch.uint8).set_(arena.storage(0, 0, 2 * MIB), 0, (2 * MIB,), (1,))
+    arena.release()
+    gc.collect()
+    assert arena.size_bytes == 0
+    assert int(tensor.fill_(1).sum(dtype=torch.int64)) == 2 * MIB
+
+
+def test_lent_tensor_memory_keeps_its_tensor() -> None:
+    source = torch.arange(10, dtype=torch.uint8)
+    gone = weakref.ref(source)
+    view = torch.frombuffer(memory_of(source), dtype=torch.uint8, count=4, offset=3)
+    del source
+    gc.collect()
+    assert gone() is not None
+    assert view.tolist() == [3, 4, 5, 6]
+    del view
+    gc.collect()
+    assert gone() is None

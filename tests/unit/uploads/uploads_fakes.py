@@ -1,0 +1,45 @@
+"""A clock moved by hand, and saves to add, for the tests of the pending-uploads table."""
+
+from __future__ import annotations
+
+from ckptmirror.core.model import Artifact, Digest
+
+GS = "gs://bucket/run"
+NFS = "file:///nfs/run"
+
+
+class HandClock:
+    """A clock that stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.boot_id = "boot-1"
+        self.time_ms = 1_000_000
+
+    def now_ms(self) -> int:
+        return self.time_ms
+
+    def utc(self) -> str:
+        return "2026-01-01T00:00:00.000Z"
+
+    def pass_s(self, seconds: float) -> None:
+        self.time_ms += round(seconds * 1000)
+
+    def reboot(self) -> None:
+        self.boot_id += "+"
+        self.time_ms = 1_000
+
+
+def save_id_of(number: int) -> str:
+    return f"{number:032x}"
+
+
+def artifacts_of(step: int, count: int = 2) -> list[Artifact]:
+    return [
+        Artifact(
+            f"dcp_{step:06d}/__{rank}_0.distcp",
+            ("dcp",),
+            rank,
+            Digest(100 + rank, 7000 + rank, 4 << 20, (7000 + rank,)),
+        )
+        for rank in range(count)
+    ]
