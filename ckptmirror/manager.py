@@ -27,6 +27,7 @@ from ckptmirror.flow.resume import Policy, ResumeInfo, resume_run
 from ckptmirror.flow.save import LeaderSide, Saver, SaveRequest
 from ckptmirror.flow.status import Status, read_status
 from ckptmirror.local.lock import RankLock
+from ckptmirror.observe.log import LogListener
 from ckptmirror.ranks import Ranks, StopRequest, open_ranks
 
 if TYPE_CHECKING:
@@ -73,12 +74,13 @@ class CheckpointManager:
         workers_per_mirror: int = 2,
         timeout_s: float = 600.0,
     ) -> None:
-        self.root = Path(os.path.abspath(root))
+        self.root = Path(root).absolute()
         self.kinds = _checked_kinds(kinds)
         if mode not in ("async", "blocking"):
             raise ConfigError(f"mode is {mode!r}; it is 'async' or 'blocking'.")
         self.mode = mode
-        self.events = events.EventBus()
+        self.events = events.EventBus(on_failure=_log_failure)
+        self.events.subscribe(LogListener())
         self._specs = mirror_specs(mirrors)
         self._state_dir = Path(state_dir) if state_dir is not None else None
         self._node: Node | None = None
@@ -118,8 +120,9 @@ class CheckpointManager:
         Call it once at every start, before the first save: the same command starts and resumes.
 
         Args:
-            policy: ``"auto"``; a step, ``"latest"`` or a save id (going back to an older save is a rewind: the saves after
-                it are off the lineage from then on); or ``"scratch"``, with ``force=True`` where there are saves.
+            state: What to load into.
+            policy: ``"auto"``; a step, ``"latest"`` or a save id (going back to an older save is a rewind: the saves
+                after it are off the lineage from then on); or ``"scratch"``, with ``force=True`` where there are saves.
 
         Raises:
             CheckpointNotFound: The requested save is not there.
@@ -139,7 +142,14 @@ class CheckpointManager:
         if info is None:
             _log.info("run %s attempt %d starts at step 0", run_id[:8], attempt.number)
         else:
-            _log.info("run %s attempt %d continues from step %d (%s, %s)", run_id[:8], attempt.number, info.step, info.kind, info.place)
+            _log.info(
+                "run %s attempt %d continues from step %d (%s, %s)",
+                run_id[:8],
+                attempt.number,
+                info.step,
+                info.kind,
+                info.place,
+            )
             self._saver.last_step = info.step
         return info
 
@@ -156,8 +166,8 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Save ``state`` as ``step``. Every rank calls this.
 
-        Blocks for the host copy alone (and for the commit of an earlier save still in flight). Everything else happens in
-        the background; a failure there is raised by ``SaveHandle.wait`` and by the next ``save``.
+        Blocks for the host copy alone (and for the commit of an earlier save still in flight). Everything else happens
+        in the background; a failure there is raised by ``SaveHandle.wait`` and by the next ``save``.
 
         Raises:
             StepBehind: ``step`` is lower than the last one saved.
@@ -212,7 +222,7 @@ class CheckpointManager:
             raise WaitTimeout(f"Not everything is mirrored after {timeout_s:g} s.", hint="See `ckptmirror status`.")
 
     def rotate(self, timeout_s: float = 300.0) -> RotationReport | None:
-        """Rotate now, waiting up to ``timeout_s`` seconds for pending uploads. The report is the leader's; None elsewhere."""
+        """Rotate now, waiting up to ``timeout_s`` seconds for pending uploads. Other ranks than the leader get None."""
         self._check_open()
         return self._node.rotate_now(timeout_s) if self._node is not None else None
 
@@ -221,8 +231,8 @@ class CheckpointManager:
     def close(self, timeout_s: float = 600.0, *, stop: StopRequest | None = None) -> None:
         """Finish: wait for the save in flight and for the uploads, up to ``timeout_s`` seconds; free everything.
 
-        Needs no other rank. After a stop request (``stop.requested``) it waits for no upload: what is pending stays in the
-        table, and the next start, or ``ckptmirror drain``, finishes it.
+        Needs no other rank. After a stop request (``stop.requested``) it waits for no upload: what is pending stays in
+        the table, and the next start, or ``ckptmirror drain``, finishes it.
 
         Raises:
             BackgroundSaveFailed: The last save failed.
@@ -288,6 +298,10 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("This manager is closed.")
+
+
+def _log_failure(failure: events.ListenerFailure) -> None:
+    _log.error("a listener failed at %s: %s", type(failure.event).__name__, failure.error)
 
 
 def _checked_kinds(kinds: Sequence[Kind]) -> tuple[Kind, ...]:

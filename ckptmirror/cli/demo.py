@@ -117,10 +117,15 @@ class Story:
         code = self.train("resumed")
         start = self.note("resumed", "start")
         again = self.losses("resumed")
-        self.check(code != 0, "its exit code says that something is not mirrored (a mirror refuses one file, see below)")
+        self.check(
+            code != 0, "its exit code says that something is not mirrored (a mirror refuses one file, see below)"
+        )
         self.check(start["step"] == 20, f"it continued from step {start['step']} ({start['kind']}, {start['place']})")
         same = all(losses[step] == loss for step, loss in again.items())
-        self.check(same and max(again) == STEPS, f"all {len(again)} losses up to step {STEPS} equal the undisturbed run's, bit for bit")
+        self.check(
+            same and max(again) == STEPS,
+            f"all {len(again)} losses up to step {STEPS} equal the undisturbed run's, bit for bit",
+        )
 
     def rotated(self) -> None:
         """Rotation kept the newest two, and the one whose upload failed."""
@@ -131,7 +136,9 @@ class Story:
         self.check(steps == [40, 50, 60], f"on disk are {steps}: the last two, and step 40, which is not safe ({why})")
         self.forgive_uploads()
         drained = self.cli("drain", "--root", str(self.root))
-        self.check(drained.returncode == 0, "the mirror is mended, `ckptmirror drain` finishes: " + drained.stdout.strip())
+        self.check(
+            drained.returncode == 0, "the mirror is mended, `ckptmirror drain` finishes: " + drained.stdout.strip()
+        )
         self.cli("rotate", "--root", str(self.root), "--keep-last", "2")
         steps = find_local_checkpoint_steps(self.root)
         self.check(steps == [50, 60], f"and now rotation deletes step 40: {steps}")
@@ -175,7 +182,9 @@ class Story:
         for kind in ("dcp", "model"):
             dest = self.folder / "eval" / kind
             dest.mkdir(parents=True)
-            staged = self.cli("stage", "--step", str(last), "--kind", kind, "--mirror", self.mirror, "--dest", str(dest))
+            staged = self.cli(
+                "stage", "--step", str(last), "--kind", kind, "--mirror", self.mirror, "--dest", str(dest)
+            )
             self.check(staged.returncode == 0, f"stage --kind {kind}: {Path(staged.stdout.strip()).name}")
             paths.append(staged.stdout.strip())
         evaluated = self.python("eval", "-m", "ckptmirror.integrations.plain_eval", *paths)

@@ -29,5 +29,7 @@ def command(place: str, as_json: bool) -> int:
     for line in listed:
         step = "?" if line.step is None else str(line.step)
         kinds = "+".join(line.kinds) or "-"
-        print(f"{step:>9}  {kinds:<10} {size(line.size_bytes):>10}  {line.standing:<11} {line.save_id[:8]:<8}  {line.why}".rstrip())
+        print(
+            f"{step:>9}  {kinds:<10} {size(line.size_bytes):>10}  {line.standing:<11} {line.save_id[:8]:<8}  {line.why}".rstrip()
+        )
     return 0

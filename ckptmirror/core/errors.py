@@ -7,7 +7,7 @@ Rules:
 * Whether an operation may be tried again is a property of the class (``temporary``), never guessed from a message.
 """
 
-# ruff: noqa: N818 - a class is named after what happened, as a person would say it ("step behind", "root locked")
+
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Rules:
 * The newest save of the lineage first; of one step, DCP before the model file before an emergency snapshot.
 * At an equal save the disk is preferred; then the mirrors in configured order.
 * Superseded and unknown saves are never chosen by ``auto``; a person may ask for a superseded one by its id.
-* Starting at 0 needs the answer of every required mirror, and either no committed save anywhere or a recorded decision to
-  start from scratch. Anything that looks like a save but is broken forbids it: a person decides.
+* Starting at 0 needs the answer of every required mirror, and either no committed save anywhere or a recorded decision
+  to start from scratch. Anything that looks like a save but is broken forbids it: a person decides.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def check_fresh_start(
     """
     if silent_required:
         raise StoreTemporary(
-            f"There is no save on the disk, and {', '.join(silent_required)} does not answer, so it is unknown whether there "
-            "are saves there. Starting at step 0 might fork the run.",
+            f"There is no save on the disk, and {', '.join(silent_required)} does not answer, so it is unknown whether "
+            "there are saves there. Starting at step 0 might fork the run.",
             hint="Start again when the mirror answers, or decide with policy='scratch'.",
         )
     others = [*order.superseded, *order.replaced, *order.unknown]

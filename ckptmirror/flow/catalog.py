@@ -1,8 +1,8 @@
 """What saves there are: whole saves of a root or a mirror, put in order by the lineage.
 
 Rules:
-* A save is listed if and only if one valid meta exists and, in that one place, every artifact it names exists with exactly
-  that size (I2). Everything else is reported with the reason, and never chosen.
+* A save is listed if and only if one valid meta exists and, in that one place, every artifact it names exists with
+  exactly that size (I2). Everything else is reported with the reason, and never chosen.
 * Nothing is ordered by time. A place that does not answer raises; it is not empty.
 """
 
@@ -23,7 +23,15 @@ from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores.base import ObjectInfo, Store
 
-__all__ = ["Catalog", "MirrorSave", "facts_of", "local_catalog", "mirror_catalog", "read_mirror_meta", "rebuild_attempts"]
+__all__ = [
+    "Catalog",
+    "MirrorSave",
+    "facts_of",
+    "local_catalog",
+    "mirror_catalog",
+    "read_mirror_meta",
+    "rebuild_attempts",
+]
 
 META_LIMIT_BYTES = 64 * 1024 * 1024
 _READERS = 8

@@ -1,9 +1,10 @@
 """Claiming a run: one list of attempts per place, by which a newer attempt fences an older one.
 
-The list lies in ``.ckptmirror/attempts.json`` of the root and in ``writer.json`` of each mirror (DESIGN.md §3, "Claiming a run").
+The list lies in ``.ckptmirror/attempts.json`` of the root and in ``writer.json`` of each mirror
 
 Rules:
-* Lists only grow. Every write carries the generation that was read; a lost race is read again, a bounded number of times.
+* Lists only grow. Every write carries the generation that was read; a lost race is read again, a bounded number of
+  times.
 * An attempt is added *undecided* to each mirror that answers before anything is listed, voted or loaded; its parent is
   written when that is known. Undecided attempts do not count in the lineage.
 * Whoever meets an attempt that it did not know when it claimed is fenced, for good.
@@ -104,8 +105,8 @@ class RunClaim:
     ) -> RunClaim:
         """Claim the run: read all lists, then add an undecided attempt to each mirror that answers, in order.
 
-        The caller holds the root lock. If no mirror answers, the local list alone serves. ``rebuild`` is asked where all
-        lists are lost.
+        The caller holds the root lock. If no mirror answers, the local list alone serves. ``rebuild`` is asked where
+        all lists are lost.
 
         Raises:
             ConfigError: A mirror belongs to another run.

@@ -10,8 +10,8 @@ This is the leader's part of a save (DESIGN.md §3, "Save"). Its order is the pr
 6. ``latest`` is swapped.
 
 Rules:
-* Whatever happens before step 4 leaves no save: what was made is provably ours by the records of step 2, and is removed by
-  :func:`remove_uncommitted`, here or at the next start.
+* Whatever happens before step 4 leaves no save: what was made is provably ours by the records of step 2, and is
+  removed by :func:`remove_uncommitted`, here or at the next start.
 * Whatever happens after step 4 leaves a whole save: the next start releases its records.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["commit_save", "free_tag", "remove_uncommitted", "top_names"]
 
 
 def free_tag(root: Path, step: int, save_id: str) -> str:
-    """Choose the tag of a new save's names: "" if the plain names of the step are free, else 8 digits of the save id."""
+    """Choose the tag of a new save's names: "" if the step's plain names are free, else 8 digits of the save id."""
     for entry in os.scandir(root):
         parsed = names.parse_name(entry.name)
         if parsed is not None and parsed.role != "tmp" and parsed.step == step and not parsed.tag:
@@ -90,10 +90,12 @@ def latest_target(meta: Meta) -> str:
 def remove_uncommitted(root: Path, save_id: str, made: Mapping[str, tuple[int | None, int | None]]) -> None:
     """Remove what a save without a meta left on disk.
 
-    A temporary carries the save id. What has its final name is removed only where this save's own unreleased records name
-    it *and* its bytes have the recorded checksum: a file that someone else put there meanwhile stays.
+    A temporary carries the save id. What has its final name is removed only where this save's own unreleased records
+    name it *and* its bytes have the recorded checksum: a file that someone else put there meanwhile stays.
 
     Args:
+        root: The local root.
+        save_id: The save's id.
         made: Size and crc32c by path, from the records.
     """
     for name in dict.fromkeys(path.partition("/")[0] for path in made):

@@ -78,6 +78,7 @@ class Destination:
 
     Attributes:
         saves: Every save of the step whose meta is valid, whole or not.
+        condemned: Names that only metas in the trash name, each with what those name below it.
     """
 
     def __init__(self, root: Path, step: int) -> None:
@@ -86,17 +87,17 @@ class Destination:
         inventory = read_inventory(root)
         valid = [*inventory.saves, *inventory.incomplete]
         self.saves: list[LocalSave] = [save for save in valid if save.meta.step == step]
-        self.whole = {save.meta.save_id for save in inventory.saves}
-        self.condemned = self._named_by_trash() - {name for save in valid for name in self.names_of(save)}
+        standing = {name for save in valid for name in self.names_of(save)}
+        self.condemned = {name: below for name, below in self._named_by_trash().items() if name not in standing}
 
     def names_of(self, save: LocalSave) -> list[str]:
         """Return the names directly below the root that a save occupies."""
         return [*top_names(save.meta.artifacts), save.meta_path.relative_to(self.root).parts[0]]
 
     def find(self, save_id: str) -> LocalSave | None:
-        """Return the save with this id, a whole one first."""
+        """Return the save with this id: a whole one, or one that was not staged, before others."""
         mine = [save for save in self.saves if save.meta.save_id == save_id]
-        mine.sort(key=lambda save: save.why != "")
+        mine.sort(key=lambda save: (save.why != "", save.meta.staged_from is not None))
         return mine[0] if mine else None
 
     def trashed_metas(self) -> Iterator[Meta]:
@@ -105,7 +106,7 @@ class Destination:
         if not trash.is_dir():
             return
         for entry in sorted(trash.iterdir()):
-            parsed = names.parse_name(entry.name.rpartition(".")[0])
+            parsed = _parsed_in_trash(entry)
             if parsed is None or parsed.role != "meta":
                 continue
             try:
@@ -115,8 +116,17 @@ class Destination:
             if meta.step == self.step:
                 yield meta
 
-    def _named_by_trash(self) -> set[str]:
-        return {name for meta in self.trashed_metas() for name in top_names(meta.artifacts)}
+    def interrupted(self, save_id: str) -> Meta | None:
+        """Return the meta of a staged save that was to be written anew when a call was cut short."""
+        mine = [meta for meta in self.trashed_metas() if meta.save_id == save_id and meta.staged_from is not None]
+        return max(mine, key=lambda meta: len(meta.artifacts)) if mine else None
+
+    def _named_by_trash(self) -> dict[str, set[str]]:
+        named: dict[str, set[str]] = {}
+        for meta in self.trashed_metas():
+            for top, artifacts in by_top(meta.artifacts).items():
+                named.setdefault(top, set()).update(_below(artifacts))
+        return named
 
     # -- names ----------------------------------------------------------------------------------------------
 
@@ -156,47 +166,72 @@ class Destination:
             yield entry.name
 
     def holds(self, name: str, artifacts: Sequence[Artifact]) -> bool:
-        """Whether exactly these artifacts lie under a top name, byte for byte (their own tops do not count)."""
-        below = {artifact.path.partition("/")[2]: artifact for artifact in artifacts}
-        path = self.root / name
+        """Whether these artifacts lie under a top name, byte for byte (their own tops do not count)."""
         try:
-            if "" in below:
-                verify_file(path, below[""].digest)
-                return True
-            if set(in_tree(path)) != set(below):
-                return False
-            for inner, artifact in below.items():
-                verify_file(path / inner, artifact.digest)
+            for path, artifact in self._files(name, artifacts):
+                verify_file(path, artifact.digest)
         except (FileNotFoundError, NotADirectoryError, IntegrityError):
             return False
         return True
 
     def has_sizes(self, name: str, artifacts: Sequence[Artifact]) -> bool:
         """Whether each artifact lies under a top name with exactly its size."""
+        try:
+            for path, artifact in self._files(name, artifacts):
+                found = path.lstat()
+                if not stat.S_ISREG(found.st_mode) or found.st_size != artifact.digest.size_bytes:
+                    return False
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def _files(self, name: str, artifacts: Sequence[Artifact]) -> Iterator[tuple[Path, Artifact]]:
+        """Yield each artifact's path under a top name; one that could only be reached through a link is not found."""
+        path = self.root / name
+        below = _below(artifacts)
+        if below != {""} and not below <= set(in_tree(path)):
+            raise FileNotFoundError(f"{path} lacks files.")
         for artifact in artifacts:
             inner = artifact.path.partition("/")[2]
-            path = self.root / name / inner if inner else self.root / name
-            try:
-                found = path.lstat()
-            except (FileNotFoundError, NotADirectoryError):
-                return False
-            if not stat.S_ISREG(found.st_mode) or found.st_size != artifact.digest.size_bytes:
-                return False
-        return True
+            yield (path / inner if inner else path), artifact
+
+    def strangers(self, name: str, below: set[str]) -> list[str]:
+        """Return what lies in a directory besides ``below``; it was not put there by ckptmirror."""
+        path = self.root / name
+        if path.is_symlink() or not path.is_dir():
+            return []
+        return sorted(set(in_tree(path)) - below)
 
     # -- the trash ------------------------------------------------------------------------------------------
 
     def finish_replacing(self) -> None:
-        """Move to trash what the metas in the trash name and no standing meta does; then empty the trash."""
-        if not (self.root / names.TRASH_DIR).is_dir():
+        """Move to trash what only metas in the trash name, and delete it. A stranger in a directory stays there."""
+        trash = self.root / names.TRASH_DIR
+        if not trash.is_dir():
             return
         condemned = Destination(self.root, self.step).condemned
-        for name in sorted(condemned):
-            with contextlib.suppress(FileNotFoundError):
-                files.move_to_trash(self.root, self.root / name)
+        for name, below in sorted(condemned.items()):
+            paths = [name]
+            if self.strangers(name, below):
+                paths = sorted(f"{name}/{inner}" for inner in below)
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    files.move_to_trash(self.root, self.root / path)
         if condemned:
             files.fsync_dir(self.root)
-        files.empty_trash(self.root)
+        for entry in sorted(trash.iterdir()):
+            parsed = _parsed_in_trash(entry)
+            # The meta of another step may be what another process finishes its replacing by.
+            if parsed is None or parsed.role != "meta" or parsed.step == self.step:
+                files.remove_tree_in_trash(self.root, entry)
+
+
+def _parsed_in_trash(entry: Path) -> names.ParsedName | None:
+    return names.parse_name(entry.name.rpartition(".")[0])
+
+
+def _below(artifacts: Iterable[Artifact]) -> set[str]:
+    return {artifact.path.partition("/")[2] for artifact in artifacts}
 
 
 def in_tree(directory: Path) -> Iterator[str]:

@@ -135,9 +135,7 @@ def _open(root: Path, state_dir: Path | None) -> UploadsTable:
     return UploadsTable.open(path)
 
 
-def _reconcile_if_free(
-    root: Path, table: UploadsTable, specs: Sequence[MirrorSpec], mirrors: Sequence[Mirror]
-) -> None:
+def _reconcile_if_free(root: Path, table: UploadsTable, specs: Sequence[MirrorSpec], mirrors: Sequence[Mirror]) -> None:
     lock = RootLock(root)
     try:
         lock.acquire({"verb": "drain"})

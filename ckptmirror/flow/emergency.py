@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_to_bytes, plain_values
 from ckptmirror.core.errors import NameTaken
-from ckptmirror.core.model import Attempt, Meta
+from ckptmirror.core.model import Attempt, Meta, new_id
 from ckptmirror.local import files
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _agreed_name(root: Path, save_id: str, step: int) -> str:
     utc = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     mine = json.dumps({"directory": names.emergency_dir_name(step, utc)}).encode()
     try:
-        files.write_bytes(note, mine, save_id=save_id)
+        files.write_bytes(note, mine, save_id=new_id())  # a temporary of its own: the final name decides who is first
     except NameTaken:
         mine = files.read_limited(note, 4096)
     name = str(json.loads(mine)["directory"])

@@ -1,7 +1,8 @@
 """SaveHandle: what the caller of ``save`` can wait for, and where a failure in the background reaches it.
 
 Rules:
-* A save passes ``copied``, ``committed``, ``mirrored`` in that order, or fails; a handle belongs to one save id for ever.
+* A save passes ``copied``, ``committed``, ``mirrored`` in that order, or fails; a handle belongs to one save id for
+  ever.
 * Every wait has a limit.
 * A failure that nobody waited for is raised by the next ``save``.
 """
@@ -49,8 +50,12 @@ class SaveHandle:
         return self._reached >= _PHASES.index(phase)
 
     def wait(self, until: Phase = "committed", timeout_s: float = DEFAULT_WAIT_S) -> SaveHandle:
-        """Wait until the save is ``"copied"`` to host memory, ``"committed"`` on local disk, or ``"mirrored"``, verified on
-        every required mirror.
+        """Wait until the save has come so far.
+
+        Args:
+            until: ``"copied"`` to host memory, ``"committed"`` on local disk, or ``"mirrored"``: verified on every
+                required mirror.
+            timeout_s: The limit, in seconds.
 
         Raises:
             BackgroundSaveFailed: The save failed; the cause is attached.

@@ -8,7 +8,8 @@ from typing import Any
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind, Meta
-from ckptmirror.flow.resolve import meta_of, resolve_checkpoint_reference
+from ckptmirror.flow.catalog import local_catalog
+from ckptmirror.flow.resolve import CheckpointReference, resolve_checkpoint_reference
 from ckptmirror.local.checksums import verify_file
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint"]
@@ -37,8 +38,8 @@ def load_checkpoint(reference: str | Path, map_location: str = "cpu") -> LoadedC
     """Read a checkpoint on local disk, every byte verified first.
 
     Args:
-        reference: What :func:`resolve_checkpoint_reference` takes: a model file, a DCP directory, a meta, ``latest``, or a
-            directory that holds saves. An explicit kind is never replaced by another.
+        reference: What :func:`resolve_checkpoint_reference` takes: a model file, a DCP directory, a meta, ``latest``,
+            or a directory that holds saves. An explicit kind is never replaced by another.
         map_location: Device of the tensors.
 
     Raises:
@@ -50,9 +51,18 @@ def load_checkpoint(reference: str | Path, map_location: str = "cpu") -> LoadedC
     found = resolve_checkpoint_reference(reference)
     if not isinstance(found.dir, Path):
         raise UsageError(f"{reference} is not on this disk.", hint="Bring it here with `ckptmirror stage` first.")
-    meta = meta_of(found)
+    root, meta = found.dir, _meta_of(found.dir, found)
     for artifact in meta.artifacts_of(found.kind):
-        verify_file(found.dir / artifact.path, artifact.digest)
-    model, optimizer = read_whole(found.dir, meta, found.kind, map_location)
-    extra = read_extra(found.dir, meta, map_location)
+        verify_file(root / artifact.path, artifact.digest)
+    model, optimizer = read_whole(root, meta, found.kind, map_location)
+    extra = read_extra(root, meta, map_location)
     return LoadedCheckpoint(model, optimizer, extra, meta, found.kind)
+
+
+def _meta_of(root: Path, found: CheckpointReference) -> Meta:
+    if found.save_id is None:
+        raise UsageError(
+            f"{found.path} was written by an older layout, which has no checksums.",
+            hint="Read it with torch.distributed.checkpoint.load.",
+        )
+    return local_catalog(root).saves[found.save_id]

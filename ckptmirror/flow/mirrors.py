@@ -61,7 +61,8 @@ def open_mirrors(specs: Iterable[MirrorSpec]) -> list[Mirror]:
         store = open_store(spec.url)
         if spec.required and not store.capabilities.compare_and_swap:
             raise ConfigError(
-                f"The mirror {spec.url} cannot replace an object at a given generation, so two writers could not see one another.",
+                f"The mirror {spec.url} cannot replace an object at a given generation, so two writers could not see "
+                "one another.",
                 hint="Configure it with required=False, beside a mirror that can.",
             )
         mirrors.append(Mirror(spec.url, spec.required, store))

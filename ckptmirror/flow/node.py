@@ -41,8 +41,8 @@ _ROTATE_WAIT_S = 60.0
 def open_table(root: Path, state_dir: Path | None = None) -> UploadsTable:
     """Open the root's pending-uploads table, or make it; in ``state_dir`` where the root is a network file system.
 
-    A broken table is moved aside, never deleted, and made anew: it is a cache of facts, and what it does not know counts
-    as not durable until the mirrors were asked again.
+    A broken table is moved aside, never deleted, and made anew: it is a cache of facts, and what it does not know
+    counts as not durable until the mirrors were asked again.
     """
     path = table_path(root, state_dir)
     files.make_dirs(path.parent)
@@ -135,8 +135,10 @@ class Node:
         self.write_status("running", last_step=meta.step)
 
     def wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
-        """Wait until a save (or everything, if None) is verified on every required mirror; False if it is not by then, or
-        as soon as what is left has failed for good.
+        """Wait until a save (or everything, if None) is verified on every required mirror.
+
+        Returns:
+            False if it is not by then, or as soon as what is left has failed for good.
         """
         if self._workers is None:
             return False

@@ -3,10 +3,10 @@
 Rules (the caller holds the root lock, so no save is in flight):
 * Records without a meta are a save that a crash cut short before it existed: what it left is removed.
 * A meta with records that were never released is a save: its records are released.
-* A whole save without records (a lost table, a staged save) gets them, pending: the uploader asks the mirror first, and our
-  own object there is success without sending a byte.
-* Temporaries carry a save id; under the lock nobody writes them any more, so they are removed. A name that is not ours is
-  never touched.
+* A whole save without records (a lost table, a staged save) gets them, pending: the uploader asks the mirror first,
+  and our own object there is success without sending a byte.
+* Temporaries carry a save id; under the lock nobody writes them any more, so they are removed. A name that is not ours
+  is never touched.
 """
 
 from __future__ import annotations
@@ -68,11 +68,13 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
     return Reconciled(tuple(discarded), tuple(released), tuple(added), tuple(path.name for path in removed))
 
 
-def add_missing_records(table: UploadsTable, mirrors: Sequence[Mirror | MirrorSpec], metas: Iterable[Meta]) -> list[str]:
+def add_missing_records(
+    table: UploadsTable, mirrors: Sequence[Mirror | MirrorSpec], metas: Iterable[Meta]
+) -> list[str]:
     """Give each save a pending, claimable record for every file and mirror that has none; return the save ids.
 
-    A save that the table knows with other contents keeps its records and so is never deleted, unless it is a staged copy,
-    which may have come back under other names: its records are made anew.
+    A save that the table knows with other contents keeps its records and so is never deleted, unless it is a staged
+    copy, which may have come back under other names: its records are made anew.
     """
     added = []
     urls = [mirror.url for mirror in mirrors]

@@ -1,7 +1,8 @@
 """Resume: one vote of all ranks on where training continues.
 
-The leader knows the places and proposes (``core.resumption`` orders the candidates); every rank checks its share of the bytes
-before it votes; a no of any rank moves all ranks to the next copy of the same save, then to the next older save.
+The leader knows the places and proposes (``core.resumption`` orders the candidates); every rank checks its share of
+the bytes before it votes; a no of any rank moves all ranks to the next copy of the same save, then to the next older
+save.
 
 Rules:
 * Nothing is loaded before its checksums were verified, by the ranks together, on this disk.
@@ -232,11 +233,14 @@ def resume_run(
     exclude: frozenset[str] = frozenset(),
     bus: events.EventBus,
 ) -> tuple[ResumeInfo | None, str, Attempt]:
-    """Load the save that training continues from, on every rank; return what was loaded (None: from scratch), run id, attempt.
+    """Load the save that training continues from, on every rank.
 
     Args:
         node: Set on the leader.
         policy: ``"auto"``; ``"scratch"`` (``force`` where there are saves); a step; ``"latest"``; or a save id.
+
+    Returns:
+        What was loaded (None: training starts from scratch), the run's id, and this attempt, decided.
 
     Raises:
         CheckpointNotFound: The requested save is not there.
@@ -280,7 +284,7 @@ def _propose(ranks: Ranks, proposer: _Proposer | None) -> _Proposal:
 def _verify_and_load(
     root: Path, ranks: Ranks, proposal: _Proposal, state: TrainState, exclude: frozenset[str]
 ) -> LoadReport | str:
-    """Vote on the bytes, load, vote on the load. A string says why this copy cannot be used; other errors are raised."""
+    """Vote on the bytes, load, vote on the load. Text says why this copy cannot be used; other errors are raised."""
     assert proposal.meta is not None
     votes = ranks.exchange(_check_share(root, ranks, proposal.meta, proposal.kind), what="vote on a save")
     reasons = [vote for vote in votes if vote is not None]
@@ -338,7 +342,9 @@ def _decide(ranks: Ranks, node: Node | None, parent: SaveRef | None) -> Attempt:
             attempt = node.claim.attempt if node.claim is not None else None
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error
-    decided = [given for given in ranks.exchange(attempt, what="decide the attempt", error=failure) if given is not None]
+    decided = [
+        given for given in ranks.exchange(attempt, what="decide the attempt", error=failure) if given is not None
+    ]
     return decided[0]
 
 

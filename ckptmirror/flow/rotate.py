@@ -3,10 +3,11 @@
 The decision is ``core.retention.plan_rotation``; this file gathers its facts, asks the mirrors again, and deletes.
 
 Rules:
-* Before each delete every required mirror is asked, for this deletion, about every object of the save: same generation, size
-  and crc32c as the record, and a committed meta (or a tombstone) of this save. Anything else is a refusal with a reason.
-* The meta goes first, then the files are renamed to trash, trash is removed last. A crash in between leaves files that the
-  table proves to be verified and without a meta; :func:`finish_interrupted` carries on.
+* Before each delete every required mirror is asked, for this deletion, about every object of the save: same
+  generation, size and crc32c as the record, and a committed meta (or a tombstone) of this save. Anything else is a
+  refusal with a reason.
+* The meta goes first, then the files are renamed to trash, trash is removed last. A crash in between leaves files that
+  the table proves to be verified and without a meta; :func:`finish_interrupted` carries on.
 * One rotation at a time per root, held by a lock file.
 """
 
@@ -143,7 +144,7 @@ def rotate(
 
 
 def why_not_safe(table: UploadsTable, mirrors: Iterable[Mirror], save_id: str) -> str | None:
-    """Ask every required mirror, now, about every object of a save; None if all of it is there as the table says (I1)."""
+    """Ask every required mirror, now, about every object of a save; None if all is there as the table says (I1)."""
     required = [mirror for mirror in mirrors if mirror.required]
     if not required:
         return "no required mirror is configured"
@@ -219,8 +220,8 @@ def _delete(root: Path, table: UploadsTable, meta: Meta) -> None:
 def finish_interrupted(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[str]:
     """Carry on deletions that a crash cut short; return the save ids.
 
-    Such a save has no meta on disk any more, every record of it is settled on every required mirror, and the mirrors, asked
-    again, confirm it.
+    Such a save has no meta on disk any more, every record of it is settled on every required mirror, and the mirrors,
+    asked again, confirm it.
     """
     finished = []
     for save in table.saves():
@@ -240,7 +241,7 @@ def finish_interrupted(root: Path, table: UploadsTable, mirrors: Sequence[Mirror
 
 
 def _is_still_ours(root: Path, name: str, records: Sequence[UploadRecord]) -> bool:
-    """Whether everything under ``name`` is there with the recorded bytes (a file someone put there meanwhile is not)."""
+    """Whether everything under ``name`` has the recorded bytes (a file that someone put there meanwhile has not)."""
     mine = [r for r in records if r.role == "artifact" and r.path.partition("/")[0] == name]
     for record in mine:
         try:
@@ -252,7 +253,9 @@ def _is_still_ours(root: Path, name: str, records: Sequence[UploadRecord]) -> bo
     return True
 
 
-def rotate_root(root: Path, retention: Retention, *, state_dir: Path | None = None, dry_run: bool = False) -> RotationReport:
+def rotate_root(
+    root: Path, retention: Retention, *, state_dir: Path | None = None, dry_run: bool = False
+) -> RotationReport:
     """Rotate a root from outside its trainer, with the mirrors that its table names.
 
     Raises:

@@ -2,8 +2,9 @@
 
 Rules:
 * Only the capture and the host copy block the training thread. One save is in flight; the next waits for its commit.
-* The background thread talks to the other ranks over a channel of its own, three times: what is saved under which name, what
-  every rank wrote, whether it is committed. A rank that failed takes part with its error, so all ranks fail together.
+* The background thread talks to the other ranks over a channel of its own, three times: what is saved under which
+  name, what every rank wrote, whether it is committed. A rank that failed takes part with its error, so all ranks fail
+  together.
 * A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones.
 """
 
@@ -100,7 +101,7 @@ class Saver:
     # -- on the training thread -----------------------------------------------------------------------------
 
     def save(self, request: SaveRequest, state: TrainState) -> SaveHandle:
-        """Copy ``state`` to host memory and start the save. Blocks for an earlier save in flight and for the copy alone.
+        """Copy ``state`` to host memory and start the save. Blocks for an earlier save in flight and for the copy.
 
         Raises:
             StepBehind: The step is lower than this attempt's last.
@@ -109,8 +110,8 @@ class Saver:
         """
         if request.step < self.last_step:
             raise StepBehind(
-                f"Step {request.step} is behind step {self.last_step}, which this attempt saved already: that would be a "
-                "rewind, and a rewind is a new attempt."
+                f"Step {request.step} is behind step {self.last_step}, which this attempt saved already: that would be "
+                "a rewind, and a rewind is a new attempt."
             )
         if self._leader is not None and (fenced := self._leader.fenced()) is not None:
             raise AttemptFenced(fenced)
@@ -229,8 +230,8 @@ class Saver:
             theirs, ours = plan.request, request
             if (theirs.step, theirs.kinds, theirs.number) != (ours.step, ours.kinds, ours.number):
                 raise RankFailed(
-                    f"Rank {rank} saves step {plan.request.step} {plan.request.kinds} while rank {self._ranks.rank} saves "
-                    f"step {request.step} {request.kinds}.",
+                    f"Rank {rank} saves step {theirs.step} {theirs.kinds} as its save {theirs.number}, while rank "
+                    f"{self._ranks.rank} saves step {ours.step} {ours.kinds} as its save {ours.number}.",
                     hint="Call save() with the same step and kinds on every rank.",
                 )
         chosen = plans[0]
@@ -331,11 +332,13 @@ class Saver:
             if (parsed := names.parse_name(artifact.path)) is not None and parsed.role == "tensors"
         )
         if fingerprint and fingerprint == self._previous_fingerprint:
-            _log.warning("step %d holds exactly the tensors of the save before it: is the optimizer stepping?", meta.step)
+            _log.warning(
+                "step %d holds exactly the tensors of the save before it: is the optimizer stepping?", meta.step
+            )
         self._previous_fingerprint = fingerprint
 
     def _remove_own_temporaries(self, context: WriteContext) -> None:
-        """Remove this rank's temporaries (and, on the leader, the shared ones); the first error stays the one reported."""
+        """Remove this rank's temporaries (the leader's shared ones too); the first error stays the one reported."""
         try:
             files.remove_temporaries(self.root, context.save_id, rank=context.rank, shared=context.is_leader)
         except (OSError, CkptMirrorError) as error:

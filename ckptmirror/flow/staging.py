@@ -30,6 +30,7 @@ from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import (
     BrokenMeta,
     CheckpointNotFound,
+    DestinationOccupied,
     IntegrityError,
     KindMismatch,
     LocalStorageFull,
@@ -137,20 +138,26 @@ class Staging:
     def bring(
         self, place: Destination, meta: Meta, wanted: Sequence[Artifact], kinds: Sequence[Kind], stale: list[LocalSave]
     ) -> Meta:
-        """Have ``wanted`` and whatever the directory holds of this save already, whole, under one meta."""
+        """Have ``wanted``, and whatever the directory holds of this save already, whole, under one meta."""
         same = place.find(meta.save_id)
         twins = [save for save in place.saves if save.meta.save_id == meta.save_id and save is not same]
         stale = [*stale, *twins]  # of two metas of one save, one goes
-        arriving = by_top(self._with_held(meta, wanted, same))
+        held = same.meta if same is not None else place.interrupted(meta.save_id)
+        arriving = by_top(self._with_held(meta, wanted, held))
         tag = place.choose_tag(meta.save_id, arriving, same)
         missing = {
             top: artifacts
             for top, artifacts in arriving.items()
             if not self._is_here(place, with_tag(top, meta.save_id, tag), artifacts, same, tag)
         }
-        new = self._new_meta(meta, [a for some in arriving.values() for a in some], kinds, same, tag)
-        if same is not None and not missing and not stale and _says_the_same(same.meta, new):
-            return same.meta
+        for top, artifacts in missing.items():
+            self._check_no_stranger(place, with_tag(top, meta.save_id, tag), artifacts)
+        new = self._new_meta(meta, [a for some in arriving.values() for a in some], kinds, held, tag)
+        if same is not None and _says_the_same(same.meta, new):
+            new = same.meta  # a trainer's own meta stays its own
+            if not missing:
+                self._put_aside(stale)
+                return new
         started = time.monotonic()
         size_bytes = sum(a.digest.size_bytes for some in missing.values() for a in some)
         self._bus.emit(
@@ -169,16 +176,17 @@ class Staging:
         )
         return new
 
-    def _with_held(self, meta: Meta, wanted: Sequence[Artifact], same: LocalSave | None) -> list[Artifact]:
+    def _with_held(self, meta: Meta, wanted: Sequence[Artifact], held: Meta | None) -> list[Artifact]:
         """``wanted``, and what the directory's own meta of this save names."""
-        held = {names.untagged(a.path) for a in same.meta.artifacts} if same is not None else set()
         on_mirror = _untagged(meta)
-        beyond = held - {a.path for a in on_mirror}
-        if same is not None and beyond:
+        paths = {names.untagged(a.path) for a in held.artifacts} if held is not None else set()
+        beyond = paths - {a.path for a in on_mirror}
+        if beyond:
             raise RefusedOnlyCopy(
-                f"{same.meta_path} names {sorted(beyond)[0]}, which {self._mirror.url} does not have of this save."
+                f"{self._dest} holds {sorted(beyond)[0]} of save {meta.save_id[:8]}, "
+                f"which {self._mirror.url} does not have."
             )
-        both = held | {a.path for a in wanted}
+        both = paths | {a.path for a in wanted}
         return [a for a in on_mirror if a.path in both]
 
     def _is_here(
@@ -203,11 +211,17 @@ class Staging:
         make_durable(self._dest / name)
         return True
 
+    def _check_no_stranger(self, place: Destination, name: str, artifacts: Sequence[Artifact]) -> None:
+        """A directory that is to make room for its whole copy must hold nothing of anyone else's."""
+        strangers = place.strangers(name, {a.path.partition("/")[2] for a in artifacts})
+        if strangers:
+            raise DestinationOccupied(f"{self._dest / name} holds {strangers[0]}, which is not part of the checkpoint.")
+
     def _new_meta(
-        self, meta: Meta, artifacts: Sequence[Artifact], kinds: Sequence[Kind], same: LocalSave | None, tag: str
+        self, meta: Meta, artifacts: Sequence[Artifact], kinds: Sequence[Kind], held: Meta | None, tag: str
     ) -> Meta:
-        held = same.meta.kinds if same is not None else ()
-        together = tuple(kind for kind in meta.kinds if kind in (*held, *kinds))
+        before = held.kinds if held is not None else ()
+        together = tuple(kind for kind in meta.kinds if kind in (*before, *kinds))
         named = [
             replace(
                 artifact,
@@ -294,7 +308,7 @@ class Staging:
         self, place: Destination, meta: Meta, tops: Sequence[str], replaced: Sequence[LocalSave], new: Meta
     ) -> None:
         """Steps 3 to 5 of the module's order."""
-        ours = place.condemned | {name for save in replaced for name in place.names_of(save)}
+        ours = {*place.condemned} | {name for save in replaced for name in place.names_of(save)}
         waiting = []
         for top in tops:
             final = self._dest / with_tag(top, meta.save_id, new.tag)
@@ -302,16 +316,20 @@ class Staging:
                 waiting.append((top, final))
             else:
                 self._publish_one(top, final, meta.save_id, new)
-        for save in replaced:
-            files.move_to_trash(self._dest, save.meta_path)
-        if replaced:
-            files.fsync_dir(self._dest)
+        self._put_aside(replaced)
         for top, final in waiting:
             files.move_to_trash(self._dest, final)
             self._publish_one(top, final, meta.save_id, new)
         files.fsync_dir(self._dest)
         meta_path = self._dest / names.SaveName(new.step, new.tag).meta
         files.write_bytes(meta_path, meta_to_bytes(new), save_id=new.save_id)
+
+    def _put_aside(self, replaced: Sequence[LocalSave]) -> None:
+        """From here these saves are no more; their files go to trash when the new meta stands."""
+        for save in replaced:
+            files.move_to_trash(self._dest, save.meta_path)
+        if replaced:
+            files.fsync_dir(self._dest)
 
     def _publish_one(self, top: str, final: Path, save_id: str, new: Meta) -> None:
         tmp = self._tmp_of(top, save_id)

@@ -140,7 +140,9 @@ def _waiting(records: list[UploadRecord], required: list[str]) -> dict[str, str]
         elif open_ones:
             worst = max(open_ones, key=lambda record: _WAITING.index(record.state))
             error = f": {worst.last_error}" if worst.last_error else ""
-            waiting[url] = f"{len(open_ones)} of {len(mine)} files not verified ({worst.path} {worst.state.value}{error})"
+            waiting[url] = (
+                f"{len(open_ones)} of {len(mine)} files not verified ({worst.path} {worst.state.value}{error})"
+            )
     return waiting
 
 

@@ -1,17 +1,19 @@
 """Upload: one record of the table at a time, from claimed to verified.
 
 Rules:
-* The mirror is asked before anything is sent: our own object, already there, is success; another save's is left alone and the
-  other name is used (``names.tagged``).
-* A record becomes verified only when the mirror, asked after the upload, shows the size and crc32c taken at commit time; a
-  store that computes none is read back.
-* The meta of a save is claimed only when all its artifacts are verified there (the table sees to that), and written only
-  after the mirror confirmed that this attempt is not fenced.
-* Temporary faults put the record back with a growing, jittered delay; permanent ones fail it, loudly. Nothing is dropped.
+* The mirror is asked before anything is sent: our own object, already there, is success; another save's is left alone
+  and the other name is used (``names.tagged``).
+* A record becomes verified only when the mirror, asked after the upload, shows the size and crc32c taken at commit
+  time; a store that computes none is read back.
+* The meta of a save is claimed only when all its artifacts are verified there (the table sees to that), and written
+  only after the mirror confirmed that this attempt is not fenced.
+* Temporary faults put the record back with a growing, jittered delay; permanent ones fail it, loudly. Nothing is
+  dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -53,8 +55,8 @@ class UploadContext:
     """What an upload needs beside its claim.
 
     Attributes:
-        confirm: Asks the mirror whether this attempt may still commit there; raises AttemptFenced if not. A drain, which is
-            no attempt, passes a function that does nothing.
+        confirm: Asks the mirror whether this attempt may still commit there; raises AttemptFenced if not. A drain,
+            which is no attempt, passes a function that does nothing.
     """
 
     root: Path
@@ -104,7 +106,9 @@ def _put_back(context: UploadContext, claim: Claim, error: Exception) -> None:
     except ClaimLost:
         return
     context.bus.emit(
-        events.MirrorUnreachable(mirror=context.mirror.url, step=claim.record.step, path=claim.record.path, reason=reason)
+        events.MirrorUnreachable(
+            mirror=context.mirror.url, step=claim.record.step, path=claim.record.path, reason=reason
+        )
     )
 
 
@@ -226,7 +230,7 @@ class Uploading:
     def _keep_session(self, session: str) -> None:
         self._context.table.set_session(self._claim, session)
 
-    def _progressed(self, size_bytes: int) -> None:
+    def _progressed(self, _acknowledged_bytes: int) -> None:
         now = time.monotonic()
         if now - self._renewed > LEASE_S / 5:
             self._context.table.renew(self._claim, LEASE_S)
@@ -243,10 +247,8 @@ class Uploading:
         plain = record.path
         tagged = plain if meta.tag else names.tagged(plain, meta.save_id)
         for name in dict.fromkeys([plain, tagged]):
-            try:
+            with contextlib.suppress(PreconditionFailed):  # ours from before, or another save's: read next
                 context.mirror.store.write(name, data, if_generation=0, metadata=self._metadata(meta))
-            except PreconditionFailed:
-                pass  # ours from before, or another save's: read below
             try:
                 there, info = self._store.read(name, limit_bytes=_META_LIMIT_BYTES)
             except ObjectNotFound as error:
@@ -304,7 +306,7 @@ class Uploading:
 
 
 def _covers(there: Meta, mine: Meta) -> bool:
-    """Whether a mirror's meta names every file of a local save (a staged copy holds some of the kinds, maybe tagged)."""
+    """Whether a mirror's meta names every file of a local save (a staged copy holds some kinds, maybe tagged)."""
     named = {names.untagged(artifact.path): artifact.digest for artifact in there.artifacts}
     return all(named.get(names.untagged(artifact.path)) == artifact.digest for artifact in mine.artifacts)
 

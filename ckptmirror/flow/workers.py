@@ -3,7 +3,8 @@
 Rules:
 * Threads are daemons: the table is durable, so a process may end at any moment. ``stop`` is the sound end.
 * A worker that meets a newer attempt ends all workers of this process.
-* Waits are bounded: a worker looks at the table at least every ``IDLE_S`` seconds, since other processes write to it too.
+* Waits are bounded: a worker looks at the table at least every ``IDLE_S`` seconds, since other processes write to it
+  too.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ def unsettled(table: UploadsTable, mirrors: Collection[str], save_id: str | None
     """Count the records, of one save or of all, that are not settled on these mirrors."""
     waiting = (*_MOVING, RecordState.FAILED)
     if save_id is None:
-        return sum(count.records for count in table.summary().counts if count.mirror in mirrors and count.state in waiting)
+        return sum(
+            count.records for count in table.summary().counts if count.mirror in mirrors and count.state in waiting
+        )
     return sum(record.mirror in mirrors and record.state in waiting for record in table.records(save_id=save_id))
 
 
 def still_moving(table: UploadsTable, mirrors: Collection[str], save_id: str | None = None) -> int:
     """Count the records that may still become verified by themselves.
 
-    A failed file is not among them, nor is the meta that waits for it: a person mends the cause, or the next start tries.
+    A failed file is not among them, nor is the meta that waits for it: a person mends the cause, or the next start
+    tries.
     """
     counts = [count for count in table.summary().counts if count.mirror in mirrors]
     if save_id is None and not any(count.state is RecordState.FAILED for count in counts):
@@ -66,7 +70,7 @@ class UploadWorkers:
         confirm: Callable[[Mirror], None],
         *,
         workers_per_mirror: int = 2,
-        on_fenced: Callable[[str], None] = lambda reason: None,
+        on_fenced: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         self._contexts = [UploadContext(root, table, mirror, bus, confirm) for mirror in mirrors]
         self._table = table

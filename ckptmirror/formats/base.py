@@ -1,8 +1,9 @@
 """The seam between ckptmirror and the bytes of one kind.
 
-A save is: :func:`ckptmirror.formats.capture.capture` (live tensors, on the training thread), a host copy of the result's
-tree, then :meth:`Format.write` of each kind in the background, then :meth:`Format.check` on the node's leader, which
-publishes the files when their upload records are durable (flow/commit.py). Adding a kind is one file that registers a :class:`Format`.
+A save is: :func:`ckptmirror.formats.capture.capture` (live tensors, on the training thread), a host copy of the
+result's tree, then :meth:`Format.write` of each kind in the background, then :meth:`Format.check` on the node's
+leader, which publishes the files when their upload records are durable (flow/commit.py). Adding a kind is one file
+that registers a :class:`Format`.
 
 Rules:
 * ``write`` touches only host memory and the files it names; it never talks to the training's process group.
@@ -28,12 +29,14 @@ class Snapshot:
     """What one rank contributes to a save. All fields are pytrees of dict/list/tuple, tensors and plain values.
 
     Attributes:
-        model: Parameters and buffers by clean name (no ``module.``, no ``_orig_mod.``): what this rank holds (DTensors where sharded).
+        model: Parameters and buffers by clean name (no ``module.``, no ``_orig_mod.``): what this rank holds (DTensors
+            where sharded).
         optimizer: Optimizer state keyed by parameter name (``get_optimizer_state_dict``), or None.
-        full_model: The whole unsharded model on rank 0 if kind "model" was asked for, else None. Where the model is not sharded
-            these are the very tensors of ``model``, so that a host copy that keeps aliases copies them once.
+        full_model: The whole unsharded model on rank 0 if kind "model" was asked for, else None. Where the model is
+            not sharded these are the very tensors of ``model``: a host copy that keeps aliases copies them once.
         extra: This rank's scheduler, RNG, scaler, EMA, data position, user's extra, step.
-        sharded: Whether the ranks hold different pieces (then every rank writes its own ``optim_*``; else rank 0 alone).
+        sharded: Whether the ranks hold different pieces (then every rank writes its own ``optim_*``; else rank 0
+            alone).
     """
 
     model: dict[str, Any]
@@ -116,5 +119,5 @@ class Format(Protocol):
         exclude: frozenset[str],
         torch_group: Any,
     ) -> LoadReport:
-        """Load model and optimizer (not the sidecars) of ``meta``, whose files lie in ``root``, into ``state`` (a TrainState)."""
+        """Load model and optimizer (not the sidecars) of ``meta``, whose files lie in ``root``, into a TrainState."""
         ...

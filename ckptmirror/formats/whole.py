@@ -38,7 +38,7 @@ def read_whole(
         return _moved(tree["model"], map_location), _moved(tree.get("optimizer"), map_location)
     if kind != "model":
         raise KindMismatch(f"Kind {kind} is read by the ranks that wrote it: resume from it.")
-    model = load_pt(root / name.model, mmap=True)
+    model = load_pt(root / name.model)
     if not isinstance(model, dict):
         raise IntegrityError(f"{name.model} holds a {type(model).__name__}, not a dict of tensors.")
     files = _rank_files(root, meta, {rank: name.optim(rank) for rank in range(meta.world_size)})
@@ -50,7 +50,7 @@ def read_whole(
 def read_extra(root: Path, meta: Meta, map_location: str = "cpu") -> dict[str, Any] | None:
     """Return the extra state that rank 0 wrote; None if the files are not there (``stage`` without ``--full``)."""
     name = SaveName(meta.step, meta.tag)
-    files = _rank_files(root, meta, {0: name.extra(0)})
+    files = _rank_files(root, meta, {rank: name.extra(rank) for rank in range(meta.world_size)})
     extra = files.whole(()) if files is not None else None
     return _moved(extra, map_location) if isinstance(extra, dict) else None
 

@@ -1,6 +1,6 @@
 """Evaluate a staged checkpoint of the plain loop: what an eval host does after ``ckptmirror stage``.
 
-    python -m ckptmirror.integrations.plain_eval "$(ckptmirror stage --step 60 --kind dcp --mirror gs://bucket/run)"
+python -m ckptmirror.integrations.plain_eval "$(ckptmirror stage --step 60 --kind dcp --mirror gs://bucket/run)"
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """A plain PyTorch loop with ckptmirror in it: what `ckptmirror demo` runs, and an example to copy from.
 
-    torchrun --nproc-per-node 2 -m ckptmirror.integrations.plain_loop --root /local-ssd/run --mirror gs://bucket/run --steps 60
+    torchrun --nproc-per-node 2 -m ckptmirror.integrations.plain_loop --root /local-ssd/run --mirror gs://bucket/run
+    --steps 60
 
-It trains a small byte-level transformer, data parallel, on text that every machine has: the standard library's own sources.
-Everything that makes the next step what it is lies in the TrainState: weights, AdamW, schedule, EMA, dropout's random
-numbers and the position in the data. So a run that was killed and started again by the same command prints the same losses,
-bit for bit, as one that was not.
+It trains a small byte-level transformer, data parallel, on text that every machine has: the standard library's own
+sources. Everything that makes the next step what it is lies in the TrainState: weights, AdamW, schedule, EMA,
+dropout's random numbers and the position in the data. So a run that was killed and started again by the same command
+prints the same losses, bit for bit, as one that was not.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ __all__ = ["ByteTransformer", "SourceText", "build_state", "evaluate", "main"]
 
 CONTEXT = 64
 BATCH = 8
+
+
+def _average(shadow: Tensor, weight: Tensor, _: Tensor | int) -> Tensor:
+    return shadow.lerp(weight, 0.05)
 
 
 class ByteTransformer(nn.Module):
@@ -63,7 +68,10 @@ class ByteTransformer(nn.Module):
 
 
 class SourceText:
-    """Batches of text from the standard library's sources; knows its position, so that a resume repeats and skips nothing."""
+    """Batches of text from the standard library's sources.
+
+    It knows its position, so that a resume repeats and skips nothing.
+    """
 
     def __init__(self, rank: int, world_size: int, files: int = 40) -> None:
         folder = Path(sysconfig.get_paths()["stdlib"])
@@ -98,7 +106,7 @@ def build_state(rank: int, world_size: int, *, wrap: bool) -> TrainState:
     """Make model, optimizer, schedule, EMA and data, all at their start; ``wrap`` for data parallel training."""
     torch.manual_seed(1234)
     plain = ByteTransformer()
-    ema = torch.optim.swa_utils.AveragedModel(plain, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.95))
+    ema = torch.optim.swa_utils.AveragedModel(plain, avg_fn=_average)
     model: nn.Module = DistributedDataParallel(plain) if wrap else plain
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=30)

@@ -43,7 +43,7 @@ _PIECE_SIZE_BYTES = 1024 * 1024  # copied with the GIL held, so kept short
 class ArtifactWriter(io.RawIOBase):
     """A binary file object for ``torch.save``, ``pickle.dump`` and DCP streams that makes one durable artifact.
 
-    Use it as a context manager: an error in the body removes the temporary. ``seal()``, ``close()`` and leaving the body
+    Use it as a context manager: an error in the body removes the temporary. ``seal()``, ``close()`` and leaving it
     make the temporary complete and durable; ``publish()`` also names it. One thread writes it.
 
     Args:
@@ -69,8 +69,7 @@ class ArtifactWriter(io.RawIOBase):
         self._pending: list[Future[None]] = []
         self._descriptor = -1
         self._descriptor = create_temporary(self.temporary)
-        facts = os.fstat(self._descriptor)
-        self._identity = (facts.st_dev, facts.st_ino)
+        self._facts = os.fstat(self._descriptor)
         self._owner_pid = os.getpid()
 
     # -- the file object ------------------------------------------------------------------------------------
@@ -169,6 +168,8 @@ class ArtifactWriter(io.RawIOBase):
                 raise IntegrityError(f"{self.temporary} has {size_bytes} bytes, but {digest.size_bytes} were written.")
             with self._explained("make durable"), crashpoints.around("file.fsync"):
                 os.fsync(self._descriptor)
+            with self._explained("make durable"):
+                self._facts = os.fstat(self._descriptor)
             self._let_go_of_descriptor()
         except BaseException as error:
             if isinstance(error, CkptMirrorError):
@@ -189,7 +190,7 @@ class ArtifactWriter(io.RawIOBase):
         try:
             with self._explained("publish"):
                 facts = os.lstat(self.temporary)
-            if (facts.st_dev, facts.st_ino) != self._identity:
+            if not self._is_own(facts):
                 raise IntegrityError(f"{self.temporary} is not the file that was sealed: two writers share a save id.")
             rename_noreplace(self.temporary, self.final)
         except BaseException:
@@ -268,10 +269,16 @@ class ArtifactWriter(io.RawIOBase):
             os.close(descriptor)
 
     def _remove_own_temporary(self) -> None:
-        facts = os.lstat(self.temporary)
-        if (facts.st_dev, facts.st_ino) == self._identity and self._owner_pid == os.getpid():
+        if self._is_own(os.lstat(self.temporary)) and self._owner_pid == os.getpid():
             with crashpoints.around("file.unlink"):
                 os.unlink(self.temporary)  # noqa: PTH108
+
+    def _is_own(self, facts: os.stat_result) -> bool:
+        """Whether this is the file that was written: once that is closed, its inode number may be another's."""
+        if not os.path.samestat(facts, self._facts):
+            return False
+        sealed = self._sealed is not None
+        return not sealed or (facts.st_size, facts.st_mtime_ns) == (self._facts.st_size, self._facts.st_mtime_ns)
 
     @contextlib.contextmanager
     def _explained(self, action: str) -> Iterator[None]:
@@ -327,7 +334,8 @@ def _remove_dead_temporary(path: Path) -> None:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        os.unlink(path)  # noqa: PTH108  (a link under a temporary's name is nobody's file)
+        with crashpoints.around("file.unlink"):
+            os.unlink(path)  # noqa: PTH108  (a link under a temporary's name is nobody's file)
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -88,8 +88,8 @@ class BlockDigest:
             blocks.append(self._current)
             whole = combine(whole, self._current, short)
         size_bytes, block_size_bytes = self.size_bytes, self._block_size_bytes
-        if len(blocks) > MAX_BLOCKS:  # the full blocks are exactly as many as fit, and a short one follows
-            blocks = _combined_pairs(blocks, block_size_bytes, short or block_size_bytes)
+        if len(blocks) > MAX_BLOCKS:  # as many full blocks as fit, an even number, and a short one
+            blocks = _combined_pairs(blocks, block_size_bytes)
             block_size_bytes *= 2
         return Digest(size_bytes, whole, block_size_bytes, tuple(blocks))
 
@@ -99,17 +99,15 @@ class BlockDigest:
         if len(self._blocks) <= MAX_BLOCKS:
             return
         last = self._blocks.pop()  # one more than fits: it opens the next, larger block
-        self._blocks = _combined_pairs(self._blocks, self._block_size_bytes, self._block_size_bytes)
+        self._blocks = _combined_pairs(self._blocks, self._block_size_bytes)
         self._current, self._current_size_bytes = last, self._block_size_bytes
         self._block_size_bytes *= 2
 
 
-def _combined_pairs(blocks: list[int], size_bytes: int, last_size_bytes: int) -> list[int]:
-    pairs = [combine(first, second, size_bytes) for first, second in zip(blocks[:-1:2], blocks[1::2], strict=False)]
-    if len(blocks) % 2:
-        return [*pairs, blocks[-1]]
-    pairs[-1] = combine(blocks[-2], blocks[-1], last_size_bytes)
-    return pairs
+def _combined_pairs(blocks: list[int], size_bytes: int) -> list[int]:
+    """Combine full blocks two by two; an odd last one, which may be short, stays as it is."""
+    pairs = [combine(first, second, size_bytes) for first, second in zip(blocks[::2], blocks[1::2], strict=False)]
+    return pairs + blocks[-1:] if len(blocks) % 2 else pairs
 
 
 def digest_file(path: Path, block_size_bytes: int | None = None) -> Digest:

@@ -1,8 +1,8 @@
 """Numbered crash points: every change of the disk happens between two of them.
 
 Rules:
-* Code that changes the disk wraps the one system call (or the one table commit) in :func:`around`, which passes the point
-  ``<label>:before`` and then ``<label>:after``.
+* Code that changes the disk wraps the one system call (or the one table commit) in :func:`around`, which passes the
+  point ``<label>:before`` and then ``<label>:after``.
 * Points are numbered from 1 in the order in which this process passes them. A test counts them in one run (:func:`arm`
   with nothing to kill at, then :func:`passed`), then runs the same work once per number and is killed there by SIGKILL.
 * ``CKPTMIRROR_CRASH_AT=17`` kills at the 17th point; ``CKPTMIRROR_CRASH_AT=publish:after`` at the first point of that

@@ -187,7 +187,7 @@ def _rename_over_own_directory(source: Path, target: Path, label: str) -> None:
         with crashpoints.around(label):
             os.rename(source, target)  # noqa: PTH104
     except OSError:
-        with contextlib.suppress(OSError):  # the first error is the one that counts
+        with contextlib.suppress(OSError), crashpoints.around("dir.rmdir"):  # the first error is the one that counts
             os.rmdir(target)  # noqa: PTH106
         raise
 
@@ -224,7 +224,7 @@ def replace_link(link: Path, target: str) -> None:
         with explained("replace the link", link), crashpoints.around("link.replace"):
             os.rename(temporary, link)  # noqa: PTH104
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one that counts
+        with contextlib.suppress(OSError), crashpoints.around("file.unlink"):  # the first error counts
             os.unlink(temporary)  # noqa: PTH108
         raise
     fsync_dir(link.parent)

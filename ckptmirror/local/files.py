@@ -89,7 +89,7 @@ def write_bytes(path: Path, data: bytes, *, save_id: str, replace: bool = False)
             else:
                 rename_noreplace(temporary, path)
         except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one that counts
+            with contextlib.suppress(OSError), crashpoints.around("file.unlink"):  # the first error counts
                 os.unlink(temporary)  # noqa: PTH108
             raise
     finally:

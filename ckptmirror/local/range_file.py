@@ -120,15 +120,18 @@ class RangeFile:
             if not os.path.samestat(facts, os.lstat(self.path)):  # published by its earlier holder in this very moment
                 raise FileExistsError(errno.EEXIST, "another process has just published it")
             if facts.st_nlink > 1:  # published by link(2), and a crash came before the temporary was unlinked
-                os.unlink(self.path)  # noqa: PTH108
-                os.close(descriptor)
+                with crashpoints.around("file.unlink"):
+                    os.unlink(self.path)  # noqa: PTH108
+                replaced, descriptor = descriptor, -1
+                os.close(replaced)
                 descriptor = self._opened_and_locked()
                 facts = os.fstat(descriptor)
             self.continued = facts.st_size == self.size_bytes > 0
             if not self.continued:
                 self._allocate(descriptor)
         except BaseException:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
             raise
         return descriptor
 
@@ -154,9 +157,11 @@ class RangeFile:
                     os.posix_fallocate(descriptor, 0, self.size_bytes)
         except OSError as error:
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                os.ftruncate(descriptor, self.size_bytes)  # cannot be promised here; a full disk shows while writing
+                with crashpoints.around("file.truncate"):  # no promise here: a full disk shows while writing
+                    os.ftruncate(descriptor, self.size_bytes)
                 return
-            os.unlink(self.path)  # noqa: PTH108
+            with crashpoints.around("file.unlink"):
+                os.unlink(self.path)  # noqa: PTH108
             raise
 
     def _opened_direct(self) -> int:

@@ -67,12 +67,7 @@ def _module_for(url: str) -> ModuleType:
     rest_last = sorted(names, key=lambda name: name != scheme)  # the file named like the scheme is asked first
     for wanted in (scheme, "*"):
         for name in rest_last:
-            if name == "base" or (wanted == scheme and name.startswith(_NOT_STORES)):
-                continue
             module = importlib.import_module(f"{__name__}.{name}")
             if wanted in getattr(module, "SCHEMES", ()):
                 return module
     raise ConfigError(f"There is no store for {scheme}:// URLs.", hint="gs://, file:// and memory:// are known.")
-
-
-_NOT_STORES = ("retrying", "faulty")

@@ -22,7 +22,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -248,7 +248,8 @@ class FileStore:
         except FileNotFoundError as error:
             raise _DirectoryTakenAwayError from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # says to others that its writer lives
+            with suppress(OSError):  # says to others that its writer lives, where the file system has such locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             fill(descriptor)
             time_ns = max(time.time_ns(), later_than_ns + 1)
             os.utime(descriptor, ns=(time_ns, time_ns))
@@ -257,7 +258,6 @@ class FileStore:
             yield temporary, os.fstat(descriptor)
         finally:
             _unlink(temporary, parent)
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def delete(self, name: str, *, generation: int) -> None:
@@ -350,8 +350,8 @@ def _remove_stale_temporaries(parent: int, last: str) -> None:
             if time.time() - os.fstat(descriptor).st_mtime > _STALE_TEMPORARY_S:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _unlink(entry.name, parent)
-        except BlockingIOError:
-            continue  # its writer lives
+        except OSError:
+            continue  # its writer lives, or may live
         finally:
             os.close(descriptor)
 

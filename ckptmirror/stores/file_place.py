@@ -209,6 +209,9 @@ class Place:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except OSError as error:
+                if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
+                    message = f"The file system of {self._root} has no locks, so two writers could not see one another."
+                    raise StorePermanent(message, hint="Mount it with flock, or keep the mirror elsewhere.") from error
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
                     raise StoreTemporary(f"{self._root}/{LOCK_FILE} cannot be locked: {error.strerror}.") from error
             if time.monotonic() >= deadline:

@@ -45,7 +45,7 @@ _FIELDS = "name,size,generation,crc32c,metadata"
 _PAGE_OBJECTS = 1000
 _PAGES_LIMIT = 100_000
 _ONE_REQUEST_BYTES = 1024 * 1024  # up to here a write is one request, and a session would only add another
-_READ_RACES_LIMIT = 3
+_READ_RACES_LIMIT = 10
 
 
 def normalise(url: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from email.message import Message
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
@@ -88,9 +89,9 @@ def _default_credentials() -> Any:
 
 
 class _TokenAnswer:
-    """What google.auth expects of an answer."""
+    """What google.auth expects of an answer; its header names are compared without case."""
 
-    def __init__(self, status: int, headers: Mapping[str, str], data: bytes) -> None:
+    def __init__(self, status: int, headers: Message, data: bytes) -> None:
         self.status = status
         self.headers = headers
         self.data = data
@@ -115,7 +116,7 @@ def _ask_token_service(
     try:
         connection.request(method, target, body=body, headers=dict(headers or {}))
         response = connection.getresponse()
-        return _TokenAnswer(response.status, dict(response.headers.items()), response.read(1024 * 1024))
+        return _TokenAnswer(response.status, response.headers, response.read(1024 * 1024))
     except CONNECTION_ERRORS as error:
         raise TransportError(f"{parts.netloc}: {error}") from error  # type: ignore[no-untyped-call,unused-ignore]
     finally:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from ckptmirror.stores.gs_http import Endpoint, Limits, error_for, retry_after_s
 __all__ = ["Changes", "crc32c_text"]
 
 _CONTENT_TYPE = "application/octet-stream"
+_SESSION_ID = re.compile(r"(?<=upload_id=)[^&\s'\"]+")  # whoever has it may write: it stays out of logs
 
 
 def crc32c_text(crc32c: int) -> str:
@@ -136,7 +138,7 @@ def _explained(what: str) -> Iterator[None]:
         asked_s = retry_after_s(response.headers.get("Retry-After"))
         raise error_for(response.status_code, what, response.text[:300], asked_s) from error
     except (requests.exceptions.RequestException, OSError) as error:
-        raise StoreTemporary(f"{what}: {type(error).__name__}: {error}") from error
+        raise StoreTemporary(f"{what}: {type(error).__name__}: {_SESSION_ID.sub('…', str(error))}") from error
     except (ValueError, KeyError) as error:
         raise StoreTemporary(f"{what}: an answer cannot be read: {error}") from error
 

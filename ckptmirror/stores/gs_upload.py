@@ -3,8 +3,10 @@
 https://cloud.google.com/storage/docs/performing-resumable-uploads
 
 Rules:
-* A session saved by an earlier process is asked first how much it has; the service's answer, never our memory, says where to go on.
-* Bytes sent twice are harmless: an object is complete when the service says so, with the size and crc32c that were committed.
+* A session saved by an earlier process is asked first how much it has; the service's answer, never our memory, says
+  where to go on.
+* Bytes sent twice are harmless: an object is complete when the service says so, with the size and crc32c that were
+  committed.
 * A session that is gone is replaced once, never more often: then the error is temporary and the caller decides.
 * Nothing is deleted here, whatever happens.
 * A part aims at a few seconds, so that progress is told often and little is sent again after a fault.

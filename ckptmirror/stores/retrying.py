@@ -4,8 +4,8 @@ Rules:
 * Only ``StoreTemporary`` is tried again, and every method of the interface may be: each is idempotent or guarded by its
   precondition. After a lost answer the precondition may meet our own object; that is passed on, the caller compares.
 * Delays are drawn between zero and a limit that doubles ("full jitter"), never shorter than the store's Retry-After.
-* It ends with the last error after ``tries`` tries, or when the next would begin later than ``total_s`` after the first;
-  ``close`` ends it at once.
+* It ends with the last error after ``tries`` tries, or when the next would begin later than ``total_s`` after the
+  first; ``close`` ends it at once.
 * An upload is continued with the session that the failed try learned, a listing after the last name that was yielded.
 * The first try costs nothing: the retry library is imported when something has failed.
 """

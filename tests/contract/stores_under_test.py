@@ -63,7 +63,9 @@ def pattern_bytes(size_bytes: int) -> bytes:
     return b"".join(number.to_bytes(4, "big") for number in range((size_bytes + 3) // 4))[:size_bytes]
 
 
-def gs_store(server: GcsServerProcess, prefix: str, *, limits: Limits | None = None, credentials: object = None) -> Store:
+def gs_store(
+    server: GcsServerProcess, prefix: str, *, limits: Limits | None = None, credentials: object = None
+) -> Store:
     return gs.GsStore(
         BucketLocation("gs", BUCKET, prefix),
         endpoint=Endpoint.parse(server.url),
@@ -79,7 +81,9 @@ def _memory(_directory: Path, _server: GcsServerProcess) -> Opener:
 
 def _file(directory: Path, _server: GcsServerProcess) -> Opener:
     url = f"file://{directory}/mirror"
-    return Opener("file", lambda: file_store.open(url), f"from ckptmirror.stores import open_store; store = open_store({url!r})")
+    return Opener(
+        "file", lambda: file_store.open(url), f"from ckptmirror.stores import open_store; store = open_store({url!r})"
+    )
 
 
 def _gs(_directory: Path, server: GcsServerProcess) -> Opener:

@@ -23,7 +23,7 @@ from ckptmirror.stores import open_store
 from tests.factory import FIRST_ATTEMPT, bytes_of, flip_bit, make_save, put_attempts, put_on_mirror
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
-CASES_IN_A_SLICE = 25
+CASES_IN_A_SLICE = 10
 
 
 @dataclass
@@ -140,7 +140,7 @@ def test_a_stage_killed_anywhere_never_lies_and_is_completed_by_the_next(name: s
     assert len(points) > 20
     # The end of a stage, from the publishing on, is where the names change: all of it is always tried.
     stride = 1 if FULL else max(1, len(points) // CASES_IN_A_SLICE)
-    numbers = sorted({*range(1, len(points) + 1, stride), *range(max(1, len(points) - 30), len(points) + 1)})
+    numbers = sorted({*range(1, len(points) + 1, stride), *range(max(1, len(points) - 25), len(points) + 1)})
     for number in numbers:
         dest = tmp_path / f"dest-{number}"
         shutil.copytree(scene.prepared, dest)

@@ -29,7 +29,7 @@ _PIECE_BYTES = 64 * 1024
 _BODY_OPERATIONS = ("upload.media", "upload.multipart", "upload.put")
 
 
-class Broken(Exception):  # noqa: N818 - the client's doing
+class Broken(Exception):
     """The client's connection ended within the body."""
 
 

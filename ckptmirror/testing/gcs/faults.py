@@ -25,7 +25,7 @@ from ckptmirror.testing.gcs.answers import bad_request
 __all__ = ["ArmedFault", "Dropped", "Script", "kill_self", "reset_connection", "throttle"]
 
 
-class Dropped(Exception):  # noqa: N818 - not an error: the script wanted it
+class Dropped(Exception):
     """The connection was cut on purpose; there is nobody left to answer."""
 
 

@@ -110,11 +110,11 @@ def _page(
                 items.append(item)
                 start = item.name + "\0"
                 continue
-            common = item.name[: cut + len(delimiter)]
-            if item.name == common and trailing:
+            folded = item.name[: cut + len(delimiter)]
+            if item.name == folded and trailing:
                 items.append(item)
-            prefixes.append(common)
-            start = _after_prefix(common)
+            prefixes.append(folded)
+            start = _after_prefix(folded)
             break
         else:
             if len(found) <= limit:

@@ -50,7 +50,7 @@ def is_status_query(request: web.BaseRequest) -> bool:
     return request.headers.get("Content-Range", "").strip().startswith("bytes */")
 
 
-class _Done(Exception):  # noqa: N818 - good news
+class _Done(Exception):
     """The session's upload is complete."""
 
     def __init__(self, item: StoredObject) -> None:

@@ -221,6 +221,18 @@ def test_works_where_the_file_system_has_no_direct_io(tmp_path: Path, monkeypatc
     assert digest_file(tmp_path / "f").size_bytes == 200_001
 
 
+def test_large_artifacts_go_past_the_page_cache_where_the_file_system_can(tmp_path: Path):
+    with ArtifactWriter(tmp_path / "f", SAVE_ID) as writer:
+        if not direct_io.allow_direct(writer._descriptor):
+            pytest.skip("this file system has no direct I/O")
+        direct_io.forbid_direct(writer._descriptor)
+        writer.write(bytes(65536))
+        assert direct_io.is_direct(writer._descriptor)
+        writer.write(b"an unaligned tail")
+        digest = writer.publish()
+    verify_file(tmp_path / "f", digest)
+
+
 def test_kept_buffers_are_bounded_and_used_again(tmp_path: Path):
     writers = [ArtifactWriter(tmp_path / f"f{i}", SAVE_ID) for i in range(2 * direct_io.KEPT_BUFFERS)]
     for writer in writers:

@@ -50,6 +50,22 @@ def test_a_serializer_does_not_hide_that_the_disk_is_full(mounted: Callable[...,
     assert os.listdir(place) == []
 
 
+def test_a_serializer_that_raises_an_error_of_its_own_hides_nothing_either(mounted: Callable[..., Path]):
+    place = mounted("size=1m")
+
+    def serialize() -> None:
+        with files.ArtifactWriter(place / "model_000200.pt", SAVE_ID) as writer:
+            try:
+                for _ in range(400):
+                    writer.write(bytes(100_000))
+            except LocalStorageFull:
+                raise RuntimeError("unexpected position") from None
+
+    with pytest.raises(LocalStorageFull):
+        serialize()
+    assert os.listdir(place) == []
+
+
 def test_a_small_file_on_a_full_disk_leaves_the_old_one(mounted: Callable[..., Path]):
     place = mounted("size=1m")
     files.write_bytes(place / "status.json", b"old", save_id=SAVE_ID, replace=True)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +24,7 @@ from ckptmirror.core.errors import (
     StoreTemporary,
 )
 from ckptmirror.stores.base import Store
+from ckptmirror.stores.gs import GsStore
 from ckptmirror.stores.gs_http import Limits
 from ckptmirror.stores.retrying import RetryingStore
 from ckptmirror.testing import Fault, GcsServerProcess
@@ -65,7 +71,7 @@ def test_503_retry_is_idempotent(server: GcsServerProcess, store: Store) -> None
         [
             Fault(operation="upload.start", status=503),
             Fault(operation="upload.put", status=503),
-            Fault(operation="upload.put", nth=3, lose_answer=True),
+            Fault(operation="upload.put", nth=2, lose_answer=True),
             Fault(operation="object.get", status=503, times=2),
             Fault(operation="object.delete", lose_answer=True),
         ]
@@ -107,6 +113,30 @@ def test_upload_continues_from_308_range(server: GcsServerProcess, store: Store,
     assert (info.size_bytes, info.crc32c) == (len(DATA), digest_of(DATA).crc32c)
     assert source.read_bytes < len(DATA) - 7 * MIB
     assert progress[0] >= 8 * MIB
+    assert _starts(server) == 1
+
+
+_KILLED_UPLOADER = """
+import os, signal, sys
+from tests.contract.stores_under_test import *
+from ckptmirror.stores import open_store
+data = pattern_bytes(20 * 1024 * 1024)
+store = open_store(sys.argv[1])
+keep = lambda session: print(session, flush=True)
+store.upload(upload_of("x", data, on_session=keep, on_progress=lambda _: os.kill(os.getpid(), signal.SIGKILL)))
+"""
+
+
+def test_another_process_continues_the_upload_of_a_killed_one(server: GcsServerProcess, store: Store) -> None:
+    command = [sys.executable, "-c", _KILLED_UPLOADER, store.url]
+    environment = {**os.environ, "STORAGE_EMULATOR_HOST": server.url}
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    source = BytesSource(DATA)
+    info = store.upload(upload_of("x", DATA, source=source, session=done.stdout.strip()))
+    assert info.crc32c == digest_of(DATA).crc32c
+    assert source.read_bytes <= len(DATA) - 8 * MIB
     assert _starts(server) == 1
 
 
@@ -157,14 +187,12 @@ def test_bytes_changed_on_the_way_are_refused_by_the_service(server: GcsServerPr
     server.faults([Fault(operation="upload.*", method="PUT", nth=2, corrupt_received_byte_at=MIB)])
     with pytest.raises(IntegrityError):
         store.upload(upload_of("x", DATA))
-    server.clear_faults()
-    server.faults([Fault(operation="upload.multipart", corrupt_received_byte_at=700)])
-    with pytest.raises((IntegrityError, StorePermanent)):
-        store.write("y", DATA[:2000], if_generation=0)
     assert list(store.list()) == []
 
 
-def test_a_flipped_bit_in_a_small_read_is_read_again_and_rot_is_reported(server: GcsServerProcess, store: Store) -> None:
+def test_a_flipped_bit_in_a_small_read_is_read_again_and_rot_is_reported(
+    server: GcsServerProcess, store: Store
+) -> None:
     store.write("x", b"content", if_generation=0)
     server.faults([Fault(operation="object.media", corrupt_byte_at=3)])
     assert store.read("x", limit_bytes=10)[0] == b"content"
@@ -172,6 +200,19 @@ def test_a_flipped_bit_in_a_small_read_is_read_again_and_rot_is_reported(server:
     server.faults([Fault(operation="object.media", corrupt_byte_at=3, times=0)])
     with pytest.raises(IntegrityError):
         store.read("x", limit_bytes=10)
+
+
+def test_an_answer_that_describes_other_bytes_is_no_success(store: Store) -> None:
+    """The client library accepts a wrong crc32c in the answer to a small upload; we must not."""
+    assert isinstance(store, GsStore)
+    answer = {"name": f"{store.url.rpartition('/')[2]}/x", "size": "1", "generation": "5", "crc32c": "AAAAAA=="}
+    assert store._compared("x", answer, 1, 0).generation == 5
+    for wrong in ({"size": "2"}, {"crc32c": "AAAAAQ=="}, {"name": "other/x"}):
+        with pytest.raises(IntegrityError):
+            store._compared("x", {**answer, **wrong}, 1, 0)
+    for missing in answer:
+        with pytest.raises(StoreTemporary):
+            store._compared("x", {key: value for key, value in answer.items() if key != missing}, 1, 0)
 
 
 @pytest.mark.parametrize("truncate_at", [0, 10, 3 * MIB])
@@ -182,7 +223,7 @@ def test_a_truncated_answer_is_temporary(server: GcsServerProcess, store: Store,
         store.download("x", generation=info.generation, offset=5, buffer=memoryview(bytearray(5 * MIB)))
     for operation in ("object.get", "object.list", "upload.put", "upload.multipart"):
         server.clear_faults()
-        server.faults([Fault(operation=operation, nth=3 if operation == "upload.put" else 1, truncate_after_bytes=10)])
+        server.faults([Fault(operation=operation, nth=2 if operation == "upload.put" else 1, truncate_after_bytes=10)])
         with pytest.raises(StoreTemporary):
             _ask(store, operation)
 
@@ -284,7 +325,6 @@ def test_a_kept_connection_that_the_server_closed_is_opened_again(tmp_path: Path
 
 @pytest.mark.parametrize("operation", [name for name in EVERY if name != "object.media"])
 def test_a_missing_bucket_is_said_to_be_missing(server: GcsServerProcess, operation: str) -> None:
-    from ckptmirror.stores.gs import GsStore
     from ckptmirror.stores.gs_http import Endpoint
     from ckptmirror.stores.locations import BucketLocation
 
@@ -334,10 +374,8 @@ class _Issued(Credentials):
         body = b"grant_type=client_credentials"
         answer = request(f"{self.server.url}/token", method="POST", body=body)  # type: ignore[operator]
         assert answer.status == 200
-        import json
-
         self.token = json.loads(answer.data)["access_token"]
-        self.expiry = datetime.datetime(2999, 1, 1)  # noqa: DTZ001 - google.auth wants it naive
+        self.expiry = datetime.datetime(2999, 1, 1)
 
 
 def test_token_expiry_refreshes_mid_queue(tmp_path: Path) -> None:
@@ -346,7 +384,7 @@ def test_token_expiry_refreshes_mid_queue(tmp_path: Path) -> None:
         credentials.refresh(_token_request())
         server.create_bucket("contract", token=credentials.token)
         store = gs_store(server, "run", credentials=credentials)
-        for number, operation in enumerate(EVERY):
+        for operation in EVERY:
             if operation == "object.delete":
                 store.write("x", b"1", if_generation=0)
             server.clear_faults()
@@ -359,7 +397,7 @@ def test_token_expiry_refreshes_mid_queue(tmp_path: Path) -> None:
                 store.write("x", b"1", if_generation=0)
             else:
                 _ask(store, operation) if operation != "upload.put" else store.upload(upload_of("l2", DATA))
-            assert credentials.refreshed == before + 1, (number, operation)
+            assert credentials.refreshed == before + 1, operation
         server.clear_faults()
         server.faults([Fault(status=401, times=0, operation="object.*")])
         with pytest.raises(NotAuthorised):
@@ -382,13 +420,13 @@ def test_many_threads_refresh_a_refused_token_once(tmp_path: Path) -> None:
         server.faults([Fault(operation="object.get", unauthorised_after_s=0.0, status=401, times=0)])
         before = credentials.refreshed
         barrier = threading.Barrier(6)
-        failures: list[BaseException] = []
+        failures: list[Exception] = []
 
         def ask() -> None:
             barrier.wait(30)
             try:
                 assert store.stat("x") is not None
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001 - told to the test's own thread
                 failures.append(error)
 
         threads = [threading.Thread(target=ask) for _ in range(6)]

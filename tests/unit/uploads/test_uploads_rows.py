@@ -14,7 +14,7 @@ from uploads_fakes import GS, HandClock, artifacts_of, save_id_of
 
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.local.uploads import UploadsTable, rows, statements
 
 Add = Callable[..., str]
 VerifyAll = Callable[[str], int]
@@ -82,6 +82,36 @@ def test_a_row_that_vanished_keeps_the_save_from_being_verified_or_committed(tab
 def test_i6_a_row_flipped_to_verified_does_not_let_the_meta_out(table: UploadsTable, add: Add) -> None:
     add(200)
     tamper(table, "UPDATE records SET state = 'verified' WHERE role = 'artifact'")
+    assert table.claim("worker", GS, lease_s=60) is None
+
+
+def test_rows_of_another_save_that_a_damaged_index_gives_are_not_counted(
+    table: UploadsTable, add: Add, verify_all: VerifyAll, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(100)
+    verify_all(GS)
+    pending = add(200)
+    misled = dict(statements.statements())
+    name = "read the records of a save"
+    misled[name] = misled[name].replace("r.save_id = :save_id", "r.save_id IN (:save_id, printf('%032x', 100))")
+    monkeypatch.setattr(rows, "statement", misled.__getitem__)
+    with pytest.raises(BrokenTable, match="index is damaged"):
+        table.standing(pending)
+
+
+def test_a_row_that_an_index_gives_twice_counts_once(
+    table: UploadsTable, add: Add, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_id = add(200)
+    claim = table.claim("worker", GS, lease_s=60)
+    assert claim is not None
+    table.verify(claim, object_name=claim.record.path, generation=1, size_bytes=100, crc32c=7000)
+    tamper(table, "DELETE FROM records WHERE path GLOB '*__1_0*'")
+    twice = dict(statements.statements())
+    for name in ("read the records of a save", "read the records of a save on a mirror"):
+        twice[name] = twice[name].replace("FROM records r", "FROM (VALUES (1), (2)), records r")
+    monkeypatch.setattr(rows, "statement", twice.__getitem__)
+    assert not table.standing(save_id)[0].verified
     assert table.claim("worker", GS, lease_s=60) is None
 
 

@@ -9,6 +9,7 @@ import apsw
 import pytest
 
 import ckptmirror.local.uploads
+from ckptmirror.core.lifecycle import state_diagram
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.local.uploads.statements import migrations, statements
 
@@ -89,3 +90,10 @@ def test_the_next_record_is_found_without_sorting(table: UploadsTable, name: str
     plan = [str(row[3]) for row in connection.execute("EXPLAIN QUERY PLAN " + sql, dict.fromkeys(names, 0))]
     connection.close()
     assert not [step for step in plan if "TEMP B-TREE FOR ORDER" in step], plan
+
+
+def test_the_design_page_shows_the_states_and_names_every_table() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "design" / "uploads-table.md").read_text(encoding="utf-8")
+    assert state_diagram() in page
+    for name in re.findall(r"CREATE TABLE (\w+)", "\n".join(migrations())):
+        assert f"| `{name}` |" in page

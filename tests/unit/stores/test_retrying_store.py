@@ -1,0 +1,188 @@
+"""The retrying decorator: what it tries again, how long, and what it passes on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ckptmirror.core.errors import IntegrityError, NotAuthorised, PreconditionFailed, StorePermanent, StoreTemporary
+from ckptmirror.stores import memory
+from ckptmirror.stores.base import Upload
+from ckptmirror.stores.faulty import FaultyStore, StoreFault
+from ckptmirror.stores.retrying import RetryingStore
+from tests.contract.stores_under_test import pattern_bytes, upload_of
+
+
+class Waits(list[float]):
+    def __call__(self, delay_s: float) -> None:
+        self.append(delay_s)
+
+
+@pytest.fixture
+def faulty(request: pytest.FixtureRequest) -> FaultyStore:
+    memory.drop("retrying")
+    return FaultyStore(memory.open("memory://retrying"))
+
+
+def _asked_after(delay_s: float) -> StoreTemporary:
+    error = StoreTemporary()
+    error.retry_after_s = delay_s
+    return error
+
+
+def test_temporary_faults_are_tried_again_until_it_works(faulty: FaultyStore) -> None:
+    waits = Waits()
+    store = RetryingStore(faulty, wait=waits)
+    faulty.script(StoreFault(times=3, when="before"))
+    assert store.stat("x") is None
+    assert len(faulty.calls) == 4
+    assert len(waits) == 3
+
+
+def test_it_gives_up_after_the_stated_number_of_tries_with_the_last_error(faulty: FaultyStore) -> None:
+    errors = [StoreTemporary(f"fault {number}") for number in range(1, 9)]
+    remaining = iter(errors)
+    faulty.script(StoreFault(times=0, when="before", error=lambda: next(remaining)))
+    with pytest.raises(StoreTemporary, match="fault 4"):
+        RetryingStore(faulty, tries=4, wait=Waits()).stat("x")
+    assert len(faulty.calls) == 4
+
+
+def test_it_gives_up_when_the_next_try_would_begin_too_late(faulty: FaultyStore) -> None:
+    waits = Waits()
+    faulty.script(StoreFault(times=0, when="before", error=lambda: _asked_after(61.0)))
+    with pytest.raises(StoreTemporary):
+        RetryingStore(faulty, total_s=60.0, wait=waits).stat("x")
+    assert len(faulty.calls) == 1
+    assert waits == []
+
+
+def test_delays_double_up_to_a_limit_and_are_never_shorter_than_asked(faulty: FaultyStore) -> None:
+    waits = Waits()
+    faulty.script(StoreFault(times=0, when="before"))
+    store = RetryingStore(faulty, tries=12, total_s=1e9, first_delay_s=1.0, longest_delay_s=8.0, wait=waits)
+    with pytest.raises(StoreTemporary):
+        store.stat("x")
+    for delay_s, limit_s in zip(waits, [1, 2, 4, 8, 8, 8, 8, 8, 8, 8, 8], strict=True):
+        assert 0.0 <= delay_s <= limit_s
+    assert len(set(waits)) == len(waits)
+    waits.clear()
+    faulty.script(StoreFault(times=2, when="before", error=lambda: _asked_after(7.0)))
+    RetryingStore(faulty, first_delay_s=1.0, wait=waits).stat("x")
+    assert waits == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("error", [StorePermanent, NotAuthorised, IntegrityError, PreconditionFailed])
+def test_what_would_fail_again_is_not_tried_again(faulty: FaultyStore, error: type[Exception]) -> None:
+    faulty.script(StoreFault(when="before", error=error))  # type: ignore[arg-type]
+    with pytest.raises(error):
+        RetryingStore(faulty, wait=Waits()).stat("x")
+    assert len(faulty.calls) == 1
+
+
+def test_a_create_that_took_effect_meets_itself_and_says_so(faulty: FaultyStore) -> None:
+    store = RetryingStore(faulty, wait=Waits())
+    faulty.script(StoreFault(operation="write", when="after"))
+    with pytest.raises(PreconditionFailed):
+        store.write("x", b"ours", if_generation=0)
+    assert store.read("x", limit_bytes=9)[0] == b"ours"
+
+
+def test_a_delete_that_took_effect_succeeds(faulty: FaultyStore) -> None:
+    store = RetryingStore(faulty, wait=Waits())
+    info = store.write("x", b"1", if_generation=0)
+    faulty.script(StoreFault(operation="delete", when="after"))
+    store.delete("x", generation=info.generation)
+    assert store.stat("x") is None
+
+
+def test_an_upload_goes_on_with_the_session_of_the_failed_try(faulty: FaultyStore) -> None:
+    seen: list[str | None] = []
+
+    class Watching:
+        def __init__(self) -> None:
+            self.fail = True
+
+        def upload(self, upload: Upload) -> object:
+            seen.append(upload.session)
+            upload.on_session("learned")
+            if self.fail:
+                self.fail = False
+                raise StoreTemporary
+            return faulty.upload(upload)
+
+    told: list[str] = []
+    store = RetryingStore(Watching(), wait=Waits())  # type: ignore[arg-type]
+    store.upload(upload_of("x", pattern_bytes(10), session="saved", on_session=told.append))
+    assert seen == ["saved", "learned"]
+    assert told[0] == "learned"
+
+
+def test_a_listing_goes_on_after_the_last_name_that_was_yielded(faulty: FaultyStore) -> None:
+    store = RetryingStore(faulty, wait=Waits())
+    for number in range(5):
+        store.write(f"x{number}", b"", if_generation=0)
+    faulty.script(StoreFault(operation="list", when="after"), StoreFault(operation="list", when="before"))
+    assert [info.name for info in store.list("x")] == [f"x{number}" for number in range(5)]
+
+
+def test_close_ends_a_wait_at_once(faulty: FaultyStore) -> None:
+    store = RetryingStore(faulty, first_delay_s=1e3, longest_delay_s=1e3, total_s=1e9)
+    faulty.script(StoreFault(times=0, when="before", error=lambda: _asked_after(1e3)))
+    failed = threading.Event()
+
+    def ask() -> None:
+        with pytest.raises(StoreTemporary):
+            store.stat("x")
+        failed.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    store.close()
+    assert failed.wait(30)
+    thread.join(30)
+
+
+def test_faults_strike_as_scripted(faulty: FaultyStore) -> None:
+    data = pattern_bytes(100)
+    info = faulty.write("x", data, if_generation=0)
+    faulty.script(
+        StoreFault(operation="read", corrupt_byte_at=5),
+        StoreFault(operation="read", short_by_bytes=3),
+        StoreFault(operation="download", corrupt_byte_at=51),
+        StoreFault(operation="download", short_by_bytes=1),
+        StoreFault(operation="upload", name="^rot", corrupt_byte_at=7),
+    )
+    assert faulty.read("x", limit_bytes=100)[0] == data[:5] + bytes([data[5] ^ 0xFF]) + data[6:]
+    assert faulty.read("x", limit_bytes=100)[0] == data[:97]
+    buffer = bytearray(10)
+    faulty.download("x", generation=info.generation, offset=50, buffer=memoryview(buffer))
+    assert buffer == data[50:51] + bytes([data[51] ^ 0xFF]) + data[52:60]
+    with pytest.raises(StoreTemporary):
+        faulty.download("x", generation=info.generation, offset=50, buffer=memoryview(buffer))
+    with pytest.raises(IntegrityError):
+        faulty.upload(upload_of("rotten", data))
+    faulty.upload(upload_of("whole", data))
+    faulty.go_down()
+    for _ in range(3):
+        with pytest.raises(StoreTemporary):
+            faulty.stat("x")
+    faulty.script()
+    assert faulty.stat("x") == info
+
+
+def test_a_held_call_waits_for_its_event(faulty: FaultyStore) -> None:
+    held, answered = threading.Event(), threading.Event()
+    faulty.script(StoreFault(operation="stat", hold=held))
+
+    def ask() -> None:
+        faulty.stat("x")
+        answered.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert not answered.is_set()
+    held.set()
+    thread.join(30)
+    assert answered.is_set()
