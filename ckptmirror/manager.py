@@ -39,6 +39,7 @@ __all__ = ["CheckpointManager"]
 _log = logging.getLogger("ckptmirror")
 _SAVED_KINDS: tuple[Kind, ...] = ("dcp", "model")
 _POLL_S = 0.2
+_LEAVING_SAVE_S = 60.0
 
 
 class CheckpointManager:
@@ -110,6 +111,8 @@ class CheckpointManager:
         except BaseException:
             if self._node is not None:
                 self._node.close()
+            self._save_ranks.close()
+            self.ranks.close()
             raise
 
     # -- start ----------------------------------------------------------------------------------------------
@@ -266,6 +269,11 @@ class CheckpointManager:
         if error is None:
             self.close()
             return
+        try:
+            if self._saver is not None and not self._closed:
+                self._saver.wait_over(_LEAVING_SAVE_S)  # the save in flight may be all that is left of this training
+        except CkptMirrorError as first:
+            _log.error("while leaving after %s: %s", type(error).__name__, first)
         try:
             self.close(timeout_s=0.0)
         except CkptMirrorError as second:

@@ -1,61 +1,66 @@
-"""Options and printing that several verbs share."""
+"""Options and printing that several verbs share.
+
+Rules:
+* A wrong value is a usage error (exit code 2) that names the option, found before anything is opened.
+* ``CKPTMIRROR_ROOT`` and ``CKPTMIRROR_MIRROR`` stand in for ``--root`` and ``--mirror``, and the option wins.
+"""
 
 from __future__ import annotations
 
 import json
-import signal
-import sys
-import threading
+import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 import click
 
-from ckptmirror.core.errors import CkptMirrorError, ConfigError
+from ckptmirror.core.errors import ConfigError, UsageError
 from ckptmirror.core.names import parse_step
 
-__all__ = ["json_option", "mirror_option", "need_mirror", "print_json", "root_option", "size", "step_type"]
+__all__ = [
+    "json_option",
+    "mirror_option",
+    "need_mirror",
+    "print_json",
+    "root_option",
+    "seconds_option",
+    "show_verbose",
+    "size",
+    "step_option",
+    "verbose_option",
+]
+
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any] | click.Command)
 
 
-class StepType(click.ParamType):
-    """A step as a person types it, or ``latest`` where that is allowed."""
+def step_option(what: str, *, latest: bool = False, required: bool = False) -> Callable[[_Decorated], _Decorated]:
+    """Add ``--step``: an int, or ``"latest"`` where that is allowed."""
 
-    name = "step"
-
-    def __init__(self, latest: bool) -> None:
-        self._latest = latest
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Return the step as an int, or ``"latest"``."""
-        if isinstance(value, int):
+    def parse(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+        if value is None or (latest and value == "latest"):
             return value
-        if self._latest and value == "latest":
-            return "latest"
         try:
             return parse_step(value)
-        except CkptMirrorError as error:
-            self.fail(f"{error} {error.hint}", param, ctx)
+        except UsageError as error:
+            raise click.BadParameter(f"{error} {error.hint}", context, parameter) from error
+
+    return click.option("--step", callback=parse, required=required, metavar="N|latest" if latest else "N", help=what)
 
 
-def step_type(*, latest: bool = False) -> StepType:
-    """Return the click type of a step."""
-    return StepType(latest)
-
-
-def root_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--root``."""
+def root_option(function: _Decorated) -> _Decorated:
+    """Add ``--root``, as an absolute path."""
     return click.option(
         "--root",
         type=click.Path(path_type=Path, file_okay=False),
         envvar="CKPTMIRROR_ROOT",
         default=Path(),
+        callback=lambda _context, _parameter, value: value.absolute(),
         help="The directory that the trainer saves to.  [env: CKPTMIRROR_ROOT; default: here]",
     )(function)
 
 
-def mirror_option(function: Callable[..., Any]) -> Callable[..., Any]:
+def mirror_option(function: _Decorated) -> _Decorated:
     """Add ``--mirror``."""
     return click.option(
         "--mirror",
@@ -65,9 +70,36 @@ def mirror_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
-def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
+def seconds_option(name: str, target: str, what: str, *, default: float) -> Callable[[_Decorated], _Decorated]:
+    """Add an option that takes a number of seconds."""
+    return click.option(name, target, type=click.FloatRange(min=0), default=default, metavar="SECONDS", help=what)
+
+
+def json_option(function: _Decorated) -> _Decorated:
     """Add ``--json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")(function)
+
+
+def verbose_option(function: _Decorated) -> _Decorated:
+    """Add ``--verbose``, which is taken before and after the verb."""
+
+    def set_level(_context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+        if value:
+            logging.getLogger().setLevel(logging.INFO)
+
+    return click.option(
+        "-v",
+        "--verbose",
+        is_flag=True,
+        expose_value=False,
+        callback=set_level,
+        help="Log what happens to stderr, and show tracebacks.",
+    )(function)
+
+
+def show_verbose() -> bool:
+    """Whether ``--verbose`` was given."""
+    return logging.getLogger().isEnabledFor(logging.INFO)
 
 
 def need_mirror(mirror: str | None) -> str:
@@ -77,9 +109,9 @@ def need_mirror(mirror: str | None) -> str:
     return mirror
 
 
-def print_json(value: Any) -> None:
+def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object to stdout."""
-    print(json.dumps(value, indent=2, sort_keys=True, default=str))
+    print(json.dumps(value, indent=2, sort_keys=True, allow_nan=False))
 
 
 def size(size_bytes: int) -> str:
@@ -90,14 +122,3 @@ def size(size_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
-
-
-def interrupt_on_sigterm() -> None:
-    """Let SIGTERM end a verb as Ctrl-C does: cleanly, with exit code 143."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-        print("ckptmirror: terminated; the same command continues where it stopped.", file=sys.stderr)
-        raise SystemExit(143)
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, interrupt)

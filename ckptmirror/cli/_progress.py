@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TypeAlias
 
 from ckptmirror.cli._options import size
 
-__all__ = ["Show", "progress"]
+__all__ = ["LINE_EVERY_S", "Show", "progress"]
 
-_LINE_EVERY_S = 30.0
-
-
-class Show(Protocol):
-    """Shows how far a transfer is."""
-
-    def __call__(self, done_bytes: int, total_bytes: int, note: str = "") -> None:
-        """Show ``done_bytes`` of ``total_bytes``."""
-        ...
+LINE_EVERY_S = 30.0
+Show: TypeAlias = Callable[[int, int], None]
+"""Shows how far a transfer is: bytes done, bytes in all."""
 
 
 @contextmanager
-def progress(title: str, *, quiet: bool = False) -> Iterator[Show]:
-    """Show a transfer's progress with speed and time left; nothing at all if ``quiet``."""
-    if quiet:
-        yield lambda done_bytes, total_bytes, note="": None
-    elif sys.stderr.isatty():
+def progress(title: str) -> Iterator[Show]:
+    """Show a transfer's progress with speed (and, on a terminal, the time left)."""
+    if sys.stderr.isatty():
         with _bar(title) as show:
             yield show
     else:
-        yield _lines(title)
+        yield plain_lines(title)
 
 
 @contextmanager
@@ -46,28 +38,22 @@ def _bar(title: str) -> Iterator[Show]:
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(title, total=None, note="")
-
-        def show(done_bytes: int, total_bytes: int, note: str = "") -> None:
-            bars.update(task, completed=done_bytes, total=total_bytes, note=note)
-
-        yield show
+        task = bars.add_task(title, total=None)
+        yield lambda done_bytes, total_bytes: bars.update(task, completed=done_bytes, total=total_bytes)
 
 
-def _lines(title: str) -> Show:
-    started = time.monotonic()
-    last = started
+def plain_lines(title: str, clock: Callable[[], float] = time.monotonic) -> Show:
+    """Return what prints a line every ``LINE_EVERY_S`` seconds of ``clock``."""
+    started = last = clock()
 
-    def show(done_bytes: int, total_bytes: int, note: str = "") -> None:
+    def show(done_bytes: int, total_bytes: int) -> None:
         nonlocal last
-        now = time.monotonic()
-        if now - last < _LINE_EVERY_S:
-            return
-        last = now
-        speed = size(int(done_bytes / (now - started)))
-        print(f"{title}: {size(done_bytes)} of {size(total_bytes)}, {speed}/s {note}".rstrip(), file=sys.stderr)
+        now = clock()
+        if now - last >= LINE_EVERY_S:
+            last = now
+            speed = size(int(done_bytes / (now - started)))
+            print(f"{title}: {size(done_bytes)} of {size(total_bytes)}, {speed}/s", file=sys.stderr, flush=True)
 
     return show

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from ckptmirror.cli._options import interrupt_on_sigterm, json_option, print_json, root_option, size
+from ckptmirror.cli._options import json_option, root_option, seconds_option
 from ckptmirror.cli._progress import progress
-
-if TYPE_CHECKING:
-    from ckptmirror.flow.drain import DrainReport
+from ckptmirror.cli._uploading import print_report, telling_bus
 
 
 @click.command()
 @root_option
 @click.option("--mirror", "mirrors", multiple=True, metavar="URL", help="Only this mirror (may be repeated).")
-@click.option("--timeout", "timeout_s", type=float, default=float("inf"), metavar="SECONDS", help="Stop waiting then.")
+@seconds_option("--timeout", "timeout_s", "Stop waiting then.", default=float("inf"))
 @json_option
 def command(root: Path, mirrors: tuple[str, ...], timeout_s: float, as_json: bool) -> int:
     """Upload and verify what is pending, with or without a live trainer.
@@ -31,23 +26,12 @@ def command(root: Path, mirrors: tuple[str, ...], timeout_s: float, as_json: boo
     """
     from ckptmirror.flow.drain import drain
 
-    interrupt_on_sigterm()
-    with progress("drain", quiet=as_json) as show:
+    with progress("drain") as show:
         report = drain(
-            root, only=mirrors, timeout_s=timeout_s, on_progress=lambda at: show(at.bytes_done, at.bytes_total)
+            root,
+            only=mirrors,
+            timeout_s=timeout_s,
+            bus=telling_bus(),
+            on_progress=lambda at: show(at.bytes_done, at.bytes_total),
         )
     return print_report(root, report, as_json)
-
-
-def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
-    """Print how a drain ended, and return the exit code: 0 if everything is verified, else 8."""
-    at = report.drained
-    if as_json:
-        print_json({**dataclasses.asdict(report), "root": str(root), "verified": not (report.pending or report.failed)})
-    else:
-        print(f"{at.files_done} of {at.files_total} files verified ({size(at.bytes_done)} of {size(at.bytes_total)})")
-    for line in report.failed:
-        print(f"failed: {line}", file=sys.stderr)
-    if report.pending:
-        print(f"{report.pending} files are still pending; the same command carries on.", file=sys.stderr)
-    return 8 if report.pending or report.failed else 0

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptmirror.cli._options import json_option, print_json, size
 
+if TYPE_CHECKING:
+    from ckptmirror.flow.resolve import ListedCheckpoint
+
 
 @click.command()
-@click.argument("place", envvar="CKPTMIRROR_MIRROR", metavar="[DIR|URL]")
+@click.argument("place", envvar=["CKPTMIRROR_MIRROR", "CKPTMIRROR_ROOT"], default=".", metavar="[DIR|URL]")
 @json_option
 def command(place: str, as_json: bool) -> int:
     """List the saves of a directory or a mirror: current, replaced, superseded, and what is incomplete, with why.
+
+    Without DIR or URL: the mirror in CKPTMIRROR_MIRROR, else the root in CKPTMIRROR_ROOT, else this directory.
 
     \b
     Examples:
@@ -24,12 +30,31 @@ def command(place: str, as_json: bool) -> int:
 
     listed = list_checkpoints(place)
     if as_json:
-        print_json({"place": place, "saves": [dataclasses.asdict(line) for line in listed]})
+        print_json({"place": place, "saves": [_facts(line) for line in listed]})
         return 0
     for line in listed:
-        step = "?" if line.step is None else str(line.step)
+        step = "?" if line.step < 0 else str(line.step)
         kinds = "+".join(line.kinds) or "-"
-        print(
-            f"{step:>9}  {kinds:<10} {size(line.size_bytes):>10}  {line.standing:<11} {line.save_id[:8]:<8}  {line.why}".rstrip()
-        )
+        columns = f"{step:>9}  {kinds:<10} {size(line.size_bytes):>10}  {line.standing:<11} {line.save_id[:8]:<8}"
+        print(f"{columns}  {line.why}".rstrip())
+    if not listed:
+        print(f"{place} holds no saves", file=sys.stderr)
     return 0
+
+
+def _facts(line: ListedCheckpoint) -> dict[str, Any]:
+    return {
+        "step": None if line.step < 0 else line.step,
+        "kinds": list(line.kinds),
+        "current_kinds": list(line.current_kinds),
+        "standing": line.standing,
+        "why": line.why,
+        "save_id": line.save_id,
+        "attempt": None if line.attempt < 0 else line.attempt,
+        "number": line.number,
+        "size_bytes": line.size_bytes,
+        "metrics": dict(line.metrics),
+        "created_at_utc": line.created_at_utc,
+        "staged_from": line.staged_from,
+        "place": line.place,
+    }

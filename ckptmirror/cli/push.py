@@ -6,23 +6,16 @@ from pathlib import Path
 
 import click
 
-from ckptmirror.cli._options import (
-    interrupt_on_sigterm,
-    json_option,
-    mirror_option,
-    need_mirror,
-    root_option,
-    step_type,
-)
+from ckptmirror.cli._options import json_option, mirror_option, need_mirror, root_option, seconds_option, step_option
 from ckptmirror.cli._progress import progress
-from ckptmirror.cli.drain import print_report
+from ckptmirror.cli._uploading import print_report, telling_bus
 
 
 @click.command()
 @root_option
 @mirror_option
-@click.option("--step", type=step_type(), help="Only the saves of this step.")
-@click.option("--timeout", "timeout_s", type=float, default=float("inf"), metavar="SECONDS", help="Stop waiting then.")
+@step_option("Only the saves of this step.")
+@seconds_option("--timeout", "timeout_s", "Stop waiting then.", default=float("inf"))
 @json_option
 def command(root: Path, mirror: str | None, step: int | None, timeout_s: float, as_json: bool) -> int:
     """Mirror whole saves of a root to a mirror, verified; what is there already is not sent again.
@@ -34,13 +27,14 @@ def command(root: Path, mirror: str | None, step: int | None, timeout_s: float, 
     """
     from ckptmirror.flow.drain import push
 
-    interrupt_on_sigterm()
-    with progress("push", quiet=as_json) as show:
+    url = need_mirror(mirror)
+    with progress("push") as show:
         report = push(
             root,
-            need_mirror(mirror),
+            url,
             step=step,
             timeout_s=timeout_s,
+            bus=telling_bus(),
             on_progress=lambda at: show(at.bytes_done, at.bytes_total),
         )
     return print_report(root, report, as_json)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptmirror.cli._options import json_option, print_json, root_option
+from ckptmirror.core.errors import RefusedOnlyCopy
+
+if TYPE_CHECKING:
+    from ckptmirror.flow.rotate import RotationReport
 
 
 @click.command()
@@ -31,6 +36,8 @@ def command(
 ) -> int:
     """Delete local saves that are verified, now, on every required mirror. Everything else is kept, with the reason.
 
+    The plan is printed first. Exit code 7 says that something was kept because it may be the only copy.
+
     \b
     Examples:
       ckptmirror rotate --root /local-ssd/run-17 --keep-last 2 --dry-run
@@ -46,26 +53,44 @@ def command(
         metric=metric,
         mode="max" if mode == "max" else "min",
     )
-    plan = rotate_root(root.absolute(), retention, dry_run=True)
-    lines = {save_id: ("keep", reason) for save_id, reason in plan.plan.keep.items()}
-    lines |= {save_id: ("delete", reason) for save_id, reason in plan.plan.delete.items()}
-    lines |= {save_id: ("refuse", reason) for save_id, reason in plan.refused.items()}
+    plan = rotate_root(root, retention, dry_run=True)
     if not as_json:
-        for save_id, (verb, reason) in lines.items():
-            print(f"{verb:<7} step {plan.steps[save_id]} ({save_id[:8]}): {reason}")
-    report = plan if dry_run else rotate_root(root.absolute(), retention)
+        _print_plan(plan)
+    for warning in plan.plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    report = plan if dry_run else rotate_root(root, retention)
     if as_json:
-        print_json(
-            {
-                "dry_run": dry_run,
-                "keep": report.plan.keep,
-                "delete": report.plan.delete,
-                "refuse": report.refused,
-                "deleted": [{"step": step, "save_id": save_id} for step, save_id in report.deleted],
-            }
-        )
-    elif not dry_run:
-        print(f"{len(report.deleted)} saves deleted", file=sys.stderr)
-        for save_id in report.plan.delete.keys() & report.refused.keys():
-            print(f"refused step {report.steps[save_id]} ({save_id[:8]}): {report.refused[save_id]}", file=sys.stderr)
-    return 0
+        print_json(_facts(report, dry_run))
+    if dry_run:
+        return 0
+    print(f"{len(report.deleted)} saves deleted", file=sys.stderr)
+    for save_id, reason in report.refused.items():
+        print(f"kept step {report.steps[save_id]} ({save_id[:8]}): {reason}", file=sys.stderr)
+    if report.refused:
+        print(f"  {RefusedOnlyCopy.hint}", file=sys.stderr)
+    return RefusedOnlyCopy.exit_code if report.refused else 0
+
+
+def _print_plan(plan: RotationReport) -> None:
+    lines = [
+        (plan.steps[save_id], save_id, verb, reason)
+        for verb, saves in (("keep", plan.plan.keep), ("delete", plan.plan.delete), ("refuse", plan.plan.refuse))
+        for save_id, reason in saves.items()
+    ]
+    for step, save_id, verb, reason in sorted(lines):
+        print(f"{verb:<7} step {step} ({save_id[:8]}): {reason}")
+    sys.stdout.flush()
+
+
+def _facts(report: RotationReport, dry_run: bool) -> dict[str, Any]:
+    def listed(saves: dict[str, str]) -> list[dict[str, Any]]:
+        return [{"step": report.steps[i], "save_id": i, "reason": reason} for i, reason in saves.items()]
+
+    return {
+        "dry_run": dry_run,
+        "keep": listed(report.plan.keep),
+        "delete": listed(report.plan.delete),
+        "refuse": listed(report.refused),
+        "deleted": [{"step": step, "save_id": save_id} for step, save_id in report.deleted],
+        "warnings": list(report.plan.warnings),
+    }

@@ -6,19 +6,21 @@ from pathlib import Path
 
 import click
 
-from ckptmirror.cli._options import interrupt_on_sigterm, json_option, mirror_option, need_mirror, print_json, step_type
+from ckptmirror.cli._options import json_option, mirror_option, need_mirror, print_json, seconds_option, step_option
 from ckptmirror.cli._progress import progress
 
 
 @click.command()
-@click.option("--step", type=step_type(latest=True), required=True, metavar="N|latest", help="Which step.")
+@step_option("Which step.", latest=True, required=True)
 @click.option("--kind", type=click.Choice(["dcp", "model"]), help="Which kind; without it dcp, then model.")
 @mirror_option
-@click.option("--dest", type=click.Path(path_type=Path), default=Path(), help="Where to.  [default: here]")
+@click.option(
+    "--dest", type=click.Path(path_type=Path, file_okay=False), default=Path(), help="Where to.  [default: here]"
+)
 @click.option("--full", is_flag=True, help="Also optimizer, extra and tensors files.")
-@click.option("--refresh", is_flag=True, help="Replace stale staged copies of this step.")
+@click.option("--refresh", is_flag=True, help="Verify what is staged, and replace stale copies of this step.")
 @click.option("--superseded", is_flag=True, help="Allow a save that is off the lineage.")
-@click.option("--wait", "wait_s", type=float, default=0.0, metavar="SECONDS", help="Wait for the step to appear.")
+@seconds_option("--wait", "wait_s", "Wait for the step to appear.", default=0.0)
 @json_option
 def command(
     step: int | str,
@@ -36,15 +38,15 @@ def command(
     \b
     Examples:
       ckptmirror stage --step 200 --kind dcp --mirror gs://bucket/run-17 --dest /scratch/eval
-      ckptmirror stage --step latest --mirror gs://bucket/run-17 --json
+      ckptmirror stage --step latest --mirror gs://bucket/run-17 --dest /scratch/eval --wait 600 --json
     """
     from ckptmirror.flow.stage import stage_checkpoint_step
 
-    interrupt_on_sigterm()
-    with progress("stage", quiet=as_json) as show:
+    url = need_mirror(mirror)
+    with progress("stage") as show:
         staged = stage_checkpoint_step(
-            need_mirror(mirror),
-            step=step,  # type: ignore[arg-type]  # an int or "latest": the option's type sees to it
+            url,
+            step=step,  # type: ignore[arg-type]  # an int or "latest": the option sees to it
             dest=dest,
             require_kind=kind,  # type: ignore[arg-type]  # click.Choice has checked it
             refresh=refresh,

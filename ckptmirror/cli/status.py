@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptmirror.cli._options import json_option, print_json, root_option, size
+
+if TYPE_CHECKING:
+    from ckptmirror.flow.status import SaveLine, Status
 
 
 @click.command()
@@ -19,37 +22,69 @@ def command(root: Path, as_json: bool) -> int:
     \b
     Examples:
       ckptmirror status --root /local-ssd/run-17
-      ckptmirror status --json | jq .unsafe_bytes
+      ckptmirror status --root /local-ssd/run-17 --json | jq .unsafe_bytes
     """
     from ckptmirror.flow.status import read_status
 
-    status = read_status(root.absolute())
+    status = read_status(root)
     if as_json:
-        print_json(dataclasses.asdict(status))
+        print_json(_facts(status))
         return 0
-    if status.unsafe_files:
-        failed = f", {status.failed_files} of them failed" if status.failed_files else ""
-        print(
-            f"NOT SAFE: {status.unsafe_files} files ({size(status.unsafe_bytes)}) are not verified on a mirror{failed}"
-        )
-    elif not any(required for _, required in status.mirrors):
-        print("NOT SAFE: no required mirror is configured; the local disk holds the only copy")
-    else:
-        print("safe: every save is verified on every required mirror")
+    print(_verdict(status))
     print(f"newest step {_or_none(status.newest_step)}, newest safe step {_or_none(status.newest_safe_step)}")
     for line in status.saves:
-        safety = (
-            "safe" if line.safe else "; ".join(f"{url}: {why}" for url, why in line.waiting.items()) or "local only"
-        )
-        print(f"  {line.step:>9}  {'+'.join(line.kinds):<10} {size(line.size_bytes):>10}  {line.standing:<10} {safety}")
+        kinds = "+".join(line.kinds)
+        print(f"  {line.step:>9}  {kinds:<10} {size(line.size_bytes):>10}  {line.standing:<10} {_safety(line)}")
     for name, why in status.problems.items():
         print(f"  problem: {name}: {why}")
-    if status.trainer:
-        print(
-            f"trainer: {status.trainer.get('status')} (pid {status.trainer.get('pid')}, {status.trainer.get('at_utc')})"
-        )
+    if trainer := status.trainer:
+        print(f"trainer: {trainer.get('status')} (pid {trainer.get('pid')}, {trainer.get('at_utc')})")
     return 0
+
+
+def _verdict(status: Status) -> str:
+    if not any(required for _, required in status.mirrors):
+        return "NOT SAFE: no required mirror is configured; the local disk holds the only copy"
+    if status.unsafe_files:
+        failed = f", {status.failed_files} of them failed" if status.failed_files else ""
+        what = f"{status.unsafe_files} files ({size(status.unsafe_bytes)})"
+        return f"NOT SAFE: {what} are not verified on every required mirror{failed}"
+    if not status.is_mirrored(None):
+        return "NOT SAFE: there are saves without upload records; `ckptmirror drain` makes and finishes them"
+    return "safe: every save is verified on every required mirror"
+
+
+def _safety(line: SaveLine) -> str:
+    if line.safe:
+        return "safe"
+    return "; ".join(f"{url}: {why}" for url, why in line.waiting.items()) or "local only"
 
 
 def _or_none(step: int | None) -> str:
     return "none" if step is None else str(step)
+
+
+def _facts(status: Status) -> dict[str, Any]:
+    return {
+        "root": str(status.root),
+        "mirrors": [{"url": url, "required": required} for url, required in status.mirrors],
+        "newest_step": status.newest_step,
+        "newest_safe_step": status.newest_safe_step,
+        "unsafe_files": status.unsafe_files,
+        "unsafe_bytes": status.unsafe_bytes,
+        "failed_files": status.failed_files,
+        "saves": [
+            {
+                "step": line.step,
+                "save_id": line.save_id,
+                "kinds": list(line.kinds),
+                "size_bytes": line.size_bytes,
+                "standing": line.standing,
+                "safe": line.safe,
+                "waiting": dict(line.waiting),
+            }
+            for line in status.saves
+        ],
+        "trainer": dict(status.trainer),
+        "problems": dict(status.problems),
+    }

@@ -133,12 +133,17 @@ class MirrorCommitted(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MirrorUnreachable(Event):
-    """A mirror did not answer, or refused for now; the work is tried again."""
+    """A mirror did not answer, or refused for now; the work is tried again.
+
+    Attributes:
+        refused: It did not accept the credentials.
+    """
 
     mirror: str
     reason: str
     step: int | None = None
     path: str = ""
+    refused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

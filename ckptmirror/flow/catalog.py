@@ -188,14 +188,20 @@ def _read_meta_or_reason(store: Store, name: str) -> Meta | Tombstone | str:
         return str(error)
 
 
-def rebuild_attempts(root: Path, mirrors: Sequence[Mirror]) -> AttemptList | None:
+def rebuild_attempts(root: Path | None, mirrors: Sequence[Mirror]) -> AttemptList | None:
     """Rebuild a lost list of attempts from the metas, which carry their attempt; None if there are no metas.
+
+    Args:
+        root: A root whose list is lost, if it is.
+        mirrors: Those without a list.
 
     Raises:
         LineageError: The metas belong to several runs.
     """
-    inventory = read_inventory(root)
-    metas = [save.meta for save in (*inventory.saves, *inventory.incomplete)]
+    metas: list[Meta] = []
+    if root is not None:
+        inventory = read_inventory(root)
+        metas += [save.meta for save in (*inventory.saves, *inventory.incomplete)]
     for mirror in mirrors:
         metas += mirror_catalog(mirror).saves.values()
     return attempts_of_metas(metas)

@@ -8,11 +8,14 @@ Rules:
 * An attempt is added *undecided* to each mirror that answers before anything is listed, voted or loaded; its parent is
   written when that is known. Undecided attempts do not count in the lineage.
 * Whoever meets an attempt that it did not know when it claimed is fenced, for good.
-* A mirror that was down is claimed later, before anything is committed there.
+* A mirror that was down is claimed later, before anything is uploaded there.
+* A list that is lost is rebuilt from the metas of its place. Where nothing at all is known, a new run begins only if
+  every required mirror answered: otherwise an outage would start a second run beside the first.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,8 +25,10 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
 from ckptmirror.core.errors import (
     AttemptFenced,
+    BrokenMeta,
     ConfigError,
     LineageError,
+    NotAuthorised,
     ObjectNotFound,
     PreconditionFailed,
     Temporary,
@@ -37,6 +42,7 @@ __all__ = ["RunClaim", "publish_attempts", "read_local_attempts", "read_mirror_a
 
 _LIST_LIMIT_BYTES = 16 * 1024 * 1024
 _RACES_LIMIT = 20
+_log = logging.getLogger("ckptmirror.claim")
 
 
 def read_local_attempts(root: Path) -> AttemptList | None:
@@ -88,6 +94,7 @@ class RunClaim:
         self.unclaimed: dict[str, str] = {}
         self.fenced: str | None = None
         self._lock = threading.Lock()
+        self._mirror_locks: dict[str, threading.Lock] = {}
 
     @property
     def run_id(self) -> str:
@@ -101,15 +108,20 @@ class RunClaim:
 
     @classmethod
     def make(
-        cls, root: Path, mirrors: Sequence[Mirror], rebuild: Callable[[Path, Sequence[Mirror]], AttemptList | None]
+        cls,
+        root: Path,
+        mirrors: Sequence[Mirror],
+        rebuild: Callable[[Path | None, Sequence[Mirror]], AttemptList | None],
     ) -> RunClaim:
         """Claim the run: read all lists, then add an undecided attempt to each mirror that answers, in order.
 
-        The caller holds the root lock. If no mirror answers, the local list alone serves. ``rebuild`` is asked where
-        all lists are lost.
+        The caller holds the root lock. If no mirror answers, the local list alone serves. ``rebuild`` is given the
+        places whose lists are lost.
 
         Raises:
             ConfigError: A mirror belongs to another run.
+            Temporary: A required mirror does not answer, and nothing else says which run this is.
+            BrokenMeta: A list is broken, and no other tells what it told.
             AttemptFenced: Another attempt claims the same run at the same time, and is newer.
         """
         for _ in range(_RACES_LIMIT):
@@ -124,34 +136,44 @@ class RunClaim:
 
     @classmethod
     def _read(
-        cls, root: Path, mirrors: Sequence[Mirror], rebuild: Callable[[Path, Sequence[Mirror]], AttemptList | None]
+        cls,
+        root: Path,
+        mirrors: Sequence[Mirror],
+        rebuild: Callable[[Path | None, Sequence[Mirror]], AttemptList | None],
     ) -> RunClaim:
         lists: list[AttemptList] = []
-        unclaimed: dict[str, str] = {}
-        local = read_local_attempts(root)
-        if local is not None:
-            lists.append(local)
+        silent: dict[str, Temporary | NotAuthorised] = {}
+        without: list[Mirror] = []
+        local, broken = _read_local_or_reason(root)
         for mirror in mirrors:
             try:
                 there, _ = read_mirror_attempts(mirror)
-            except Temporary as error:
-                unclaimed[mirror.url] = str(error)
+            except (Temporary, NotAuthorised) as error:
+                silent[mirror.url] = error
                 continue
             if there is None:
-                continue
-            if lists and lists[0].run_id != there.run_id:
-                raise ConfigError(
-                    f"{mirror.url} holds run {there.run_id[:8]}, but {root} or an earlier mirror holds run "
-                    f"{lists[0].run_id[:8]}.",
-                    hint="Give each run a root and a mirror prefix of its own.",
-                )
-            lists.append(there)
+                without.append(mirror)
+            else:
+                _check_run(mirror, there, [*filter(None, [local]), *lists], root)
+                lists.append(there)
+        if broken is not None and not lists:
+            raise broken
+        lists = [*filter(None, [local]), *lists]
+        if without or not lists:
+            lists += filter(None, [rebuild(root if not lists else None, without)])
         if not lists:
-            answering = [mirror for mirror in mirrors if mirror.url not in unclaimed]
-            lists += filter(None, [rebuild(root, answering)])
-        known = merge_attempts(*lists) if lists else AttemptList(new_id())
+            for mirror in mirrors:
+                if mirror.required and mirror.url in silent:
+                    raise silent[mirror.url]
+        try:
+            known = merge_attempts(*lists) if lists else AttemptList(new_id())
+        except LineageError as error:
+            raise ConfigError(
+                f"{root} and its mirrors do not tell of one run: {error}",
+                hint="Give each run a root and a mirror prefix of its own.",
+            ) from error
         claim = cls(root, known, Attempt(new_id(), next_number(known), None, decided=False))
-        claim.unclaimed = unclaimed
+        claim.unclaimed = {url: str(error) for url, error in silent.items()}
         return claim
 
     def _announce_first(self, mirrors: Sequence[Mirror]) -> None:
@@ -162,7 +184,7 @@ class RunClaim:
             try:
                 self._announce(mirror)
                 announced = True
-            except Temporary as error:
+            except (Temporary, NotAuthorised) as error:
                 self.unclaimed[mirror.url] = str(error)
             except _MetUnknownAttempt as met:
                 if announced:
@@ -172,16 +194,18 @@ class RunClaim:
     def decide(self, parent: SaveRef | None, mirrors: Sequence[Mirror]) -> None:
         """Record where this attempt starts from, on each mirror that answers and locally.
 
-        A mirror that does not answer now is told before the next commit there.
+        A mirror that does not answer, now or when the run was claimed, is told before the next upload there.
 
         Raises:
             AttemptFenced: A newer attempt was met.
         """
         self.attempt = replace(self.attempt, parent=parent, decided=True)
         for mirror in mirrors:
+            if mirror.url in self.unclaimed:
+                continue
             try:
                 self.confirm(mirror)
-            except Temporary as error:
+            except (Temporary, NotAuthorised) as error:
                 self.unclaimed[mirror.url] = str(error)
         self._write_local()
 
@@ -193,6 +217,8 @@ class RunClaim:
             StoreTemporary: The mirror does not answer.
         """
         with self._lock:
+            mirror_lock = self._mirror_locks.setdefault(mirror.url, threading.Lock())
+        with mirror_lock:  # one for each: a mirror that does not answer holds up nobody else's
             if self.fenced is not None:
                 raise AttemptFenced(self.fenced)
             try:
@@ -216,6 +242,8 @@ class RunClaim:
         known_ids = {attempt.id for attempt in self.attempts.attempts}
         for _ in range(_RACES_LIMIT):
             there, generation = read_mirror_attempts(mirror)
+            if there is not None:
+                _check_run(mirror, there, [self.known], self.root)
             unknown = [a for a in there.attempts if a.id not in known_ids] if there else []
             if unknown:
                 raise _MetUnknownAttempt(mirror, unknown)
@@ -235,6 +263,28 @@ class RunClaim:
         files.write_bytes(path, data, save_id=self.attempt.id, replace=True)
 
 
+def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | None]:
+    try:
+        return read_local_attempts(root), None
+    except BrokenMeta as error:
+        path = root / names.ATTEMPTS_NAME
+        _log.error("%s is broken (%s): what the mirrors list is used instead", path, error)
+        return None, BrokenMeta(
+            f"{path} is broken, and no mirror has a list: {error}",
+            hint="Move it away, and the list is rebuilt from the saves; a rewind that nothing was saved after is lost.",
+        )
+
+
+def _check_run(mirror: Mirror, there: AttemptList, others: Sequence[AttemptList], root: Path) -> None:
+    for other in others:
+        if other.run_id != there.run_id:
+            raise ConfigError(
+                f"{mirror.url} holds run {there.run_id[:8]}, but {root} or an earlier mirror holds run "
+                f"{other.run_id[:8]}.",
+                hint="Give each run a root and a mirror prefix of its own.",
+            )
+
+
 def publish_attempts(root: Path, mirror: Mirror) -> None:
     """Let the mirror's list hold every attempt that the root's list holds. For a drain, which is no attempt itself.
 
@@ -247,11 +297,8 @@ def publish_attempts(root: Path, mirror: Mirror) -> None:
         there, generation = read_mirror_attempts(mirror)
         if local is None:
             return
-        if there is not None and there.run_id != local.run_id:
-            raise ConfigError(
-                f"{mirror.url} holds run {there.run_id[:8]}, but {root} holds run {local.run_id[:8]}.",
-                hint="Give each run a mirror prefix of its own.",
-            )
+        if there is not None:
+            _check_run(mirror, there, [local], root)
         wanted = merge_attempts(there, local) if there else local
         if there is not None and attempts_to_bytes(there) == attempts_to_bytes(wanted):
             return

@@ -7,7 +7,7 @@ This is the leader's part of a save (DESIGN.md §3, "Save"). Its order is the pr
 3. the artifacts get their final names, never replacing anything, and the directory is fsynced;
 4. the meta is written, last: from here the save exists;
 5. the records are released to the uploader;
-6. ``latest`` is swapped.
+6. ``latest`` is swapped; whether that works decides nothing.
 
 Rules:
 * Whatever happens before step 4 leaves no save: what was made is provably ours by the records of step 2, and is
@@ -18,13 +18,14 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
-from ckptmirror.core.errors import IntegrityError
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.flow.mirrors import MirrorSpec
 from ckptmirror.local import files
@@ -32,6 +33,8 @@ from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.uploads import UploadsTable
 
 __all__ = ["commit_save", "free_tag", "remove_uncommitted", "top_names"]
+
+_log = logging.getLogger("ckptmirror.commit")
 
 
 def free_tag(root: Path, step: int, save_id: str) -> str:
@@ -78,7 +81,10 @@ def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], 
             table.discard_unreleased([meta.save_id])
         raise
     table.release_save(meta.save_id)
-    files.replace_link(root / names.LATEST_NAME, latest_target(meta))
+    try:
+        files.replace_link(root / names.LATEST_NAME, latest_target(meta))
+    except CkptMirrorError as error:  # a hint for people: the save exists, whatever stands in the way of the link
+        _log.warning("step %d is committed, but %s does not name it: %s", meta.step, names.LATEST_NAME, error)
 
 
 def latest_target(meta: Meta) -> str:

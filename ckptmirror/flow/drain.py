@@ -4,13 +4,14 @@ Rules:
 * A drain is no attempt: it fences nobody and is fenced by nobody. Before it commits anything on a mirror it lets the
   mirror's list of attempts hold the root's, so that the lineage is known there.
 * It shares the table with a live trainer by claims; only if no trainer holds the root does it also reconcile.
+* It waits for a mirror that does not answer, but not for one that refuses the credentials: somebody must mend that.
+* ``push`` asks a mirror before it enters it in the table: a mistyped URL leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptmirror.core import events
@@ -29,6 +30,8 @@ from ckptmirror.local.uploads import UploadsTable
 __all__ = ["DrainReport", "Drained", "drain", "push"]
 
 _STOP_S = 30.0
+_STOP_AT_ONCE_S = 1.0
+_REFUSALS_LIMIT = 2
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,13 @@ class DrainReport:
     Attributes:
         pending: Files that could still become verified.
         failed: ``mirror: path: reason`` of each file that failed for good.
+        refused: Mirrors that do not accept the credentials, with what they said.
     """
 
     drained: Drained
     pending: int
     failed: tuple[str, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def drain(
@@ -102,6 +107,7 @@ def push(
     step: int | None = None,
     timeout_s: float = float("inf"),
     state_dir: Path | None = None,
+    bus: events.EventBus | None = None,
     on_progress: Callable[[Drained], None] | None = None,
 ) -> DrainReport:
     """Mirror whole saves of a root to ``mirror``, whether or not a trainer ever used it.
@@ -111,11 +117,16 @@ def push(
 
     Raises:
         CheckpointNotFound: There is no such save.
+        NotAuthorised: The mirror does not accept the credentials.
+        StorePermanent: There is no such bucket.
+        StoreTemporary: The mirror does not answer.
+        ConfigError: It holds another run.
     """
     (spec,) = mirror_specs([mirror])
     metas = [meta for meta in local_catalog(root).saves.values() if step is None or meta.step == step]
     if not metas:
         raise CheckpointNotFound(f"{root} holds no whole save" + (f" of step {step}." if step is not None else "."))
+    _ask(root, spec)
     files.make_dirs(table_path(root, state_dir).parent)
     table = UploadsTable.open(table_path(root, state_dir), create=True)
     try:
@@ -125,7 +136,16 @@ def push(
         add_missing_records(table, [spec], metas)
     finally:
         table.close()
-    return drain(root, only=[spec.url], timeout_s=timeout_s, state_dir=state_dir, on_progress=on_progress)
+    return drain(root, only=[spec.url], timeout_s=timeout_s, state_dir=state_dir, bus=bus, on_progress=on_progress)
+
+
+def _ask(root: Path, spec: MirrorSpec) -> None:
+    """See whether the mirror answers and may hold this run."""
+    (mirror,) = open_mirrors([spec])
+    try:
+        publish_attempts(root, mirror)
+    finally:
+        close_mirrors([mirror])
 
 
 def _open(root: Path, state_dir: Path | None) -> UploadsTable:
@@ -158,25 +178,45 @@ def _run(
 ) -> DrainReport:
     workers = UploadWorkers(root, table, mirrors, bus, lambda mirror: publish_attempts(root, mirror))
     urls = [mirror.url for mirror in mirrors]
-    deadline = time.monotonic() + timeout_s
+    refusals = _Refusals()
+    bus.subscribe(refusals)
 
     def done() -> bool:
         if on_progress is not None:
             on_progress(_progress(table, urls))
-        return not still_moving(table, urls)
+        return not still_moving(table, [url for url in urls if url not in refusals.final])
 
     workers.start()
     try:
-        workers.wait_until_verified(done, max(0.0, deadline - time.monotonic()))
-    finally:
-        workers.stop(_STOP_S)
+        workers.wait_until_verified(done, timeout_s)
+    except BaseException:  # a person's interrupt: what is on its way is found by the next drain
+        workers.stop(_STOP_AT_ONCE_S)
+        raise
+    workers.stop(_STOP_S)
     failed = [
         f"{record.mirror}: {record.path}: {record.last_error}"
         for record in table.records(state=RecordState.FAILED)
         if record.mirror in urls
     ]
     pending = unsettled(table, urls) - len(failed)
-    return DrainReport(_progress(table, urls), pending, tuple(failed))
+    refused = {url: reason for url, reason in refusals.final.items() if unsettled(table, [url])}
+    return DrainReport(_progress(table, urls), pending, tuple(failed), refused)
+
+
+class _Refusals:
+    """Listens for mirrors that refuse the credentials, several times with nothing verified in between."""
+
+    def __init__(self) -> None:
+        self.final: dict[str, str] = {}
+        self._in_a_row: dict[str, int] = {}
+
+    def __call__(self, event: events.Event) -> None:
+        if isinstance(event, events.RecordVerified | events.MirrorCommitted):
+            self._in_a_row[event.mirror] = 0
+        elif isinstance(event, events.MirrorUnreachable) and event.refused:
+            self._in_a_row[event.mirror] = self._in_a_row.get(event.mirror, 0) + 1
+            if self._in_a_row[event.mirror] >= _REFUSALS_LIMIT:
+                self.final[event.mirror] = event.reason
 
 
 def _progress(table: UploadsTable, urls: Sequence[str]) -> Drained:

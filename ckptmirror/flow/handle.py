@@ -104,6 +104,10 @@ class SaveHandle:
             self._error = error
             self._state.notify_all()
 
+    def observed(self) -> None:
+        """Note that the caller is told of the failure in another way."""
+        self._observed = True
+
     def wait_over(self, timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Wait until the save is committed or failed, without raising its error.
 

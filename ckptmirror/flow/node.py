@@ -7,6 +7,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -35,7 +36,8 @@ __all__ = ["Node", "open_table"]
 
 _log = logging.getLogger("ckptmirror")
 _STOP_WORKERS_S = 10.0
-_ROTATE_WAIT_S = 60.0
+_STOP_ROTATOR_S = 60.0
+_STOPPED_LIMIT_S = 2.0  # after a stop request the grace period runs
 
 
 def open_table(root: Path, state_dir: Path | None = None) -> UploadsTable:
@@ -85,14 +87,14 @@ class Node:
                 "since": datetime.now(UTC).isoformat(timespec="seconds"),
             }
         )
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.lock.release)
             self.table = open_table(root, state_dir)
+            undo.callback(self.table.close)
             self.table.set_mirrors([(spec.url, spec.required) for spec in specs])
             self.reconciled = reconcile(root, self.table, self.specs)
             self.mirrors: list[Mirror] = open_mirrors(self.specs)
-        except BaseException:
-            self.lock.release()
-            raise
+            undo.pop_all()
 
     def start_claim(self) -> RunClaim:
         """Claim the run on every mirror that answers; see RunClaim.make."""
@@ -197,29 +199,41 @@ class Node:
                 self._workers.notify()
             self.write_status("stopped" if stopped else ("finished" if not pending else "incomplete"), pending=pending)
         finally:
-            self.close()
+            self.close(_STOPPED_LIMIT_S if stopped else None)
         if pending:
             message = f"{pending} files of {self.root} are not verified on their mirrors."
             if not stopped:
                 raise DeadlinePassed(message, hint=f"Finish them with `ckptmirror drain --root {self.root}`.")
             _log.warning("%s `ckptmirror drain --root %s`, or the next start, finishes them.", message, self.root)
 
-    def close(self) -> None:
-        """Stop the threads, free the table, the stores and the lock."""
-        try:
-            self._stop_services()
-            self.table.close()
-            close_mirrors(self.mirrors)
-        finally:
-            self.lock.release()
+    def close(self, limit_s: float | None = None) -> None:
+        """Stop the threads, free the table, the stores and the lock.
 
-    def _stop_services(self) -> None:
-        if self._rotator is not None:
-            self._rotator.stop()
-            self._rotator = None
-        if self._workers is not None:
-            self._workers.stop(_STOP_WORKERS_S)
-            self._workers = None
+        A thread that does not end within its limit (a mirror keeps it waiting) keeps what it uses until this process
+        ends: an uploader the table and the stores, the rotator the lock as well, since it changes the root.
+        """
+        rotator_ended, workers_ended = self._stop_services(limit_s)
+        try:
+            if rotator_ended and workers_ended:
+                self.table.close()
+                close_mirrors(self.mirrors)
+        finally:
+            if rotator_ended:
+                self.lock.release()
+
+    def _stop_services(self, limit_s: float | None = None) -> tuple[bool, bool]:
+        """Say whether the rotator and the workers ended."""
+        rotator, workers = self._rotator, self._workers
+        self._rotator = self._workers = None
+        if workers is not None:
+            workers.ask_to_stop()
+        rotator_ended = rotator is None or rotator.stop(_STOP_ROTATOR_S if limit_s is None else limit_s)
+        workers_ended = workers is None or workers.stop(_STOP_WORKERS_S if limit_s is None else limit_s)
+        if not (rotator_ended and workers_ended):
+            _log.warning(
+                "a mirror keeps the %s busy; they end with this process", "uploads" if rotator_ended else "rotation"
+            )
+        return rotator_ended, workers_ended
 
     def _on_fenced(self, reason: str) -> None:
         claim = self._claimed()
@@ -252,10 +266,11 @@ class _Rotator:
     def wake(self) -> None:
         self._wake.set()
 
-    def stop(self) -> None:
+    def stop(self, limit_s: float) -> bool:
         self._stopping = True
         self._wake.set()
-        self._thread.join(_ROTATE_WAIT_S)
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         carried_on = False
@@ -273,3 +288,5 @@ class _Rotator:
                 self._node.rotate()
             except CkptMirrorError as error:
                 _log.error("nothing was rotated: %s", error)
+            except Exception:  # noqa: BLE001 - nobody else would see it, and the next rotation may go well
+                _log.exception("nothing was rotated, for a reason that nobody foresaw")

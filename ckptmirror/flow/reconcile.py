@@ -5,6 +5,7 @@ Rules (the caller holds the root lock, so no save is in flight):
 * A meta with records that were never released is a save: its records are released.
 * A whole save without records (a lost table, a staged save) gets them, pending: the uploader asks the mirror first,
   and our own object there is success without sending a byte.
+* What workers of a dead process held is free again, without waiting for their leases.
 * Temporaries carry a save id; under the lock nobody writes them any more, so they are removed. A name that is not ours
   is never touched.
 """
@@ -23,6 +24,7 @@ from ckptmirror.core.model import Meta
 from ckptmirror.flow.commit import remove_uncommitted
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.rotate import finish_interrupted
+from ckptmirror.flow.workers import free_dead_workers
 from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.uploads import UploadsTable
@@ -49,6 +51,7 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
         TableLocked: Another process holds the table.
     """
     table.drop_broken_rows()
+    free_dead_workers(table)
     inventory = read_inventory(root)
     whole = {save.meta.save_id: save.meta for save in inventory.saves}
     on_disk = set(whole) | {save.meta.save_id for save in inventory.incomplete}

@@ -6,7 +6,8 @@ save.
 
 Rules:
 * Nothing is loaded before its checksums were verified, by the ranks together, on this disk.
-* A place that does not answer is not broken; if nothing else has the save, the start fails with a temporary error.
+* A place that does not answer is not broken: where it may hold the step that cannot be used from elsewhere, the start
+  fails with a temporary error, and does not go back to an older save.
 * A requested step that is missing is an error on every rank; starting at 0 is a decision (``check_fresh_start``).
 * The attempt is announced on the mirrors before anything is listed, and its parent is written after the load.
 """
@@ -20,7 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, IntegrityError, KindMismatch, Temporary
+from ckptmirror.core.errors import (
+    CheckpointNotFound,
+    CkptMirrorError,
+    IntegrityError,
+    KindMismatch,
+    StoreTemporary,
+    Temporary,
+)
 from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
 from ckptmirror.core.model import Attempt, Kind, Meta, SaveRef
 from ckptmirror.core.resumption import DISK, Candidate, candidates, check_fresh_start
@@ -122,7 +130,7 @@ class _Proposer:
         self._policy = policy
         self._force = force
         self._passed_over: list[str] = []
-        self._silent: Temporary | None = None
+        self._unseen: tuple[int, Temporary] | None = None  # a step that may be whole in a place that does not answer
         self._claim = node.start_claim()
         self._places = self._look()
         self._metas = self._places.metas()
@@ -150,9 +158,14 @@ class _Proposer:
             return []
         reference = None if self._policy == "auto" else self._policy
         where = {key: list(metas) for key, metas in self._metas.items()}
-        found = candidates(self._order, where, reference)
-        if reference is not None and not found:
-            raise CheckpointNotFound(f"There is no whole save {reference!r}.")
+        try:
+            found = candidates(self._order, where, reference)
+            if reference is not None and not found:
+                raise CheckpointNotFound(f"There is no whole save {reference!r}.")
+        except CheckpointNotFound as error:
+            if self._places.silent:
+                raise self._not_answering(f"{error.message} It may be there: ") from error
+            raise
         return [(candidate, place) for candidate in found for place in candidate.places]
 
     def next(self) -> _Proposal:
@@ -164,22 +177,24 @@ class _Proposer:
         """
         while self._queue:
             candidate, place = self._queue.pop(0)
+            if self._unseen is not None and candidate.save.step != self._unseen[0]:
+                raise self._unseen[1]
             meta = self._metas[(candidate.save.save_id, candidate.kind)][place]
             try:
                 if place != DISK:
                     meta = self._bring(place, meta, candidate.kind)
             except Temporary as error:
-                self._silent = error
-                self._note(meta, place, f"not answering: {error}")
+                self._unseen = (meta.step, error)
+                self._note(meta, place, f"cannot be brought now: {error}")
                 continue
             except (IntegrityError, KindMismatch) as error:
-                self._note(meta, place, str(error))
+                self._pass_over(meta, candidate.kind, place, str(error))
                 continue
             return _Proposal(
                 self._claim.run_id, self._claim.attempt, meta, candidate.kind, place, tuple(self._passed_over)
             )
-        if self._silent is not None:
-            raise self._silent
+        if self._unseen is not None:
+            raise self._unseen[1]
         if self._policy not in ("auto", "scratch"):
             raise IntegrityError(f"No copy of {self._policy!r} could be loaded: " + "; ".join(self._passed_over))
         if self._policy == "auto":
@@ -193,7 +208,20 @@ class _Proposer:
     def reject(self, proposal: _Proposal, reason: str) -> None:
         """Note that a copy could not be used."""
         if proposal.meta is not None:
-            self._note(proposal.meta, proposal.place, reason)
+            self._pass_over(proposal.meta, proposal.kind, proposal.place, reason)
+
+    def _pass_over(self, meta: Meta, kind: Kind, place: str, reason: str) -> None:
+        self._note(meta, place, reason)
+        required = {mirror.url for mirror in self._node.mirrors if mirror.required}
+        if kind != "emergency" and required & self._places.silent.keys() and self._unseen is None:
+            # Going back further could lose training that a mirror holds safe.
+            self._unseen = (meta.step, self._not_answering(f"The copy of step {meta.step} is broken ({reason}). "))
+
+    def _not_answering(self, why: str) -> StoreTemporary:
+        silent = "; ".join(f"{url} does not answer ({reason})" for url, reason in self._places.silent.items())
+        return StoreTemporary(
+            f"{why}{silent}.", hint="Start again when it answers, or name an older save with policy=<step>."
+        )
 
     def _note(self, meta: Meta, place: str, reason: str) -> None:
         line = f"step {meta.step} (save {meta.save_id[:8]}, {place}): {reason}"

@@ -5,6 +5,9 @@ Rules:
 * The background thread talks to the other ranks over a channel of its own, three times: what is saved under which
   name, what every rank wrote, whether it is committed. A rank that failed takes part with its error, so all ranks fail
   together.
+* That holds for a rank on which ``save`` itself raises too: every call takes a number and an exchange, so the ranks
+  stay in step and the next save works. Where the capture has collectives (the whole model of a sharded one), they agree
+  before those as well.
 * A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones.
 """
 
@@ -21,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import finite_metrics, plain_values
-from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, RankFailed, StepBehind
+from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageUnwritable, RankFailed, StepBehind
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.flow.commit import commit_save, free_tag
 from ckptmirror.flow.handle import SaveHandle
@@ -70,6 +73,15 @@ class _Plan:
     free: bool
 
 
+@dataclass(frozen=True)
+class _Copied:
+    """What the training thread hands to the background: the host copy, and the training config as it was."""
+
+    snapshot: Snapshot
+    lease: Lease
+    config: Mapping[str, Any]
+
+
 class Saver:
     """Saves of one attempt, on one rank.
 
@@ -96,7 +108,7 @@ class Saver:
         self._leader = leader
         self._copier: HostCopier | None = None
         self._in_flight: SaveHandle | None = None
-        self._previous_fingerprint: tuple[int, ...] | None = None
+        self._previous: tuple[int, tuple[int, ...]] = (-1, ())  # step and sums of the last save's tensors
 
     # -- on the training thread -----------------------------------------------------------------------------
 
@@ -108,6 +120,24 @@ class Saver:
             BackgroundSaveFailed: An earlier save failed and nobody has been told.
             AttemptFenced: A newer attempt of this run has started.
         """
+        self._wait_for_earlier()
+        earlier = self._in_flight
+        request = replace(request, number=self.next_number())
+        handle = self._in_flight = SaveHandle(request.step, request.kinds)
+        try:
+            copied = self._prepare(request, state, earlier)
+        except BaseException as error:
+            handle.observed()
+            self._start(handle, request, error)
+            raise
+        handle.reach("copied")
+        self.last_step = request.step
+        self._start(handle, request, copied)
+        return handle
+
+    def _prepare(self, request: SaveRequest, state: TrainState, earlier: SaveHandle | None) -> _Copied:
+        if earlier is not None:
+            earlier.raise_unobserved()
         if request.step < self.last_step:
             raise StepBehind(
                 f"Step {request.step} is behind step {self.last_step}, which this attempt saved already: that would be "
@@ -115,7 +145,6 @@ class Saver:
             )
         if self._leader is not None and (fenced := self._leader.fenced()) is not None:
             raise AttemptFenced(fenced)
-        self._wait_for_earlier()
         started = time.perf_counter()
         snapshot, lease = self._copy(request, state)
         self._bus.emit(
@@ -123,18 +152,23 @@ class Saver:
                 step=request.step, kinds=request.kinds, rank=self._ranks.rank, duration_s=time.perf_counter() - started
             )
         )
-        request = replace(request, number=self.next_number())
-        handle = SaveHandle(request.step, request.kinds)
-        handle.reach("copied")
-        self.last_step = request.step
-        self._in_flight = handle
-        config = dict(state.training_config or {})
-        threading.Thread(
+        return _Copied(snapshot, lease, dict(state.training_config or {}))
+
+    def _start(self, handle: SaveHandle, request: SaveRequest, copied: _Copied | BaseException) -> None:
+        thread = threading.Thread(
             target=self._in_background,
-            args=(handle, request, snapshot, lease, config),
+            args=(handle, request, copied),
             name=f"ckptmirror-save-{request.step}",
-        ).start()
-        return handle
+            daemon=isinstance(copied, BaseException),  # what only says that it failed need not keep the process alive
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if isinstance(copied, _Copied):
+                copied.lease.release()
+            handle.observed()
+            handle.fail(error)
+            raise
 
     def next_number(self) -> int:
         """Take the number of the next save of this attempt."""
@@ -162,14 +196,21 @@ class Saver:
                 earlier.step,
             )
         earlier.wait_over()
-        earlier.raise_unobserved()
 
     def _copy(self, request: SaveRequest, state: TrainState) -> tuple[Snapshot, Lease]:
         from ckptmirror.formats.capture import capture, snapshot_from_tree, snapshot_tree
         from ckptmirror.ranks.host_copy import HostCopier
 
+        def agree(failure: BaseException | None) -> None:
+            self._ranks.exchange(None, what=f"capture step {request.step}", error=failure)
+
         live = capture(
-            state, step=request.step, kinds=request.kinds, rank=self._ranks.rank, world_size=self._ranks.world_size
+            state,
+            step=request.step,
+            kinds=request.kinds,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            before_collectives=agree,
         )
         if self._copier is None:
             self._copier = HostCopier()
@@ -182,19 +223,18 @@ class Saver:
 
     # -- on the background thread ---------------------------------------------------------------------------
 
-    def _in_background(
-        self, handle: SaveHandle, request: SaveRequest, snapshot: Snapshot, lease: Lease, config: Mapping[str, Any]
-    ) -> None:
+    def _in_background(self, handle: SaveHandle, request: SaveRequest, copied: _Copied | BaseException) -> None:
         started = time.perf_counter()
         context: WriteContext | None = None
         try:
             try:
-                context = self._agree(request)
+                context, copied = self._agree(request, copied)
                 handle.save_id = context.save_id
-                artifacts = self._write_all(snapshot, context)
-                meta = self._commit(request, snapshot, context, artifacts, config)
+                artifacts = self._write_all(copied.snapshot, context)
+                meta = self._commit(request, copied, context, artifacts)
             finally:
-                lease.release()
+                if isinstance(copied, _Copied):
+                    copied.lease.release()
         except BaseException as error:  # noqa: BLE001 - every failure, of any kind, must reach the caller of save()
             if context is not None:
                 self._remove_own_temporaries(context)
@@ -218,14 +258,22 @@ class Saver:
         if meta is not None and self._leader is not None:
             self._leader.on_commit(meta)
 
-    def _agree(self, request: SaveRequest) -> WriteContext:
-        """First exchange: the same request on every rank, the save id of rank 0, the tag of the node."""
+    def _agree(self, request: SaveRequest, copied: _Copied | BaseException) -> tuple[WriteContext, _Copied]:
+        """First exchange: every rank has its copy, the same request on each, the save id of rank 0, the node's tag."""
         from ckptmirror.formats.base import WriteContext
 
         save_id = new_id()
-        free = not free_tag(self.root, request.step, save_id) if self._ranks.is_leader else True
-        mine = _Plan(request, save_id, free)
-        plans = self._ranks.exchange(mine, what=f"agree on the save of step {request.step}")
+        free = True
+        failure = copied if isinstance(copied, BaseException) else None
+        try:
+            if self._ranks.is_leader and failure is None:
+                free = not free_tag(self.root, request.step, save_id)
+        except OSError as error:
+            failure = LocalStorageUnwritable(f"{self.root} cannot be listed: {error.strerror}.")
+        plans = self._ranks.exchange(
+            _Plan(request, save_id, free), what=f"agree on a save (number {request.number})", error=failure
+        )
+        assert isinstance(copied, _Copied)
         for rank, plan in enumerate(plans):
             theirs, ours = plan.request, request
             if (theirs.step, theirs.kinds, theirs.number) != (ours.step, ours.kinds, ours.number):
@@ -237,7 +285,7 @@ class Saver:
         chosen = plans[0]
         leader_of_node = self._ranks.rank - self._ranks.local_rank
         tag = "" if plans[leader_of_node].free else chosen.save_id[:8]
-        return WriteContext(
+        context = WriteContext(
             root=self.root,
             name=names.SaveName(request.step, tag),
             save_id=chosen.save_id,
@@ -247,6 +295,7 @@ class Saver:
             is_leader=self._ranks.is_leader,
             torch_group=self._ranks.torch_group,
         )
+        return context, copied
 
     def _write_all(self, snapshot: Snapshot, context: WriteContext) -> list[Artifact]:
         """Write and seal this rank's files; second exchange: every rank's report."""
@@ -267,17 +316,16 @@ class Saver:
     def _commit(
         self,
         request: SaveRequest,
-        snapshot: Snapshot,
+        copied: _Copied,
         context: WriteContext,
         artifacts: list[Artifact],
-        config: Mapping[str, Any],
     ) -> Meta | None:
         """The leader commits; third exchange: all ranks learn whether it did."""
         meta: Meta | None = None
         failure: BaseException | None = None
         if self._leader is not None:
             try:
-                meta = self._lead(self._leader, request, snapshot, context, artifacts, config)
+                meta = self._lead(self._leader, request, copied, context, artifacts)
             except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
                 failure = error
         self._ranks.exchange(None, what=f"commit step {request.step}", error=failure)
@@ -287,10 +335,9 @@ class Saver:
         self,
         leader: LeaderSide,
         request: SaveRequest,
-        snapshot: Snapshot,
+        copied: _Copied,
         context: WriteContext,
         artifacts: list[Artifact],
-        config: Mapping[str, Any],
     ) -> Meta:
         from ckptmirror.formats import get_format
         from ckptmirror.formats.capture import architecture_hash
@@ -312,8 +359,8 @@ class Saver:
             node=self._ranks.node,
             artifacts=tuple(sorted(artifacts, key=lambda artifact: artifact.path)),
             tag=context.name.tag,
-            training_config=plain_values(config),
-            architecture_hash=architecture_hash(snapshot),
+            training_config=plain_values(copied.config),
+            architecture_hash=architecture_hash(copied.snapshot),
             metrics=metrics,
             fields=plain_values(request.fields),
             created_at_utc=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -331,11 +378,11 @@ class Saver:
             for artifact in meta.artifacts
             if (parsed := names.parse_name(artifact.path)) is not None and parsed.role == "tensors"
         )
-        if fingerprint and fingerprint == self._previous_fingerprint:
+        earlier, self._previous = self._previous, (meta.step, fingerprint)
+        if fingerprint and earlier[1] == fingerprint and earlier[0] != meta.step:
             _log.warning(
                 "step %d holds exactly the tensors of the save before it: is the optimizer stepping?", meta.step
             )
-        self._previous_fingerprint = fingerprint
 
     def _remove_own_temporaries(self, context: WriteContext) -> None:
         """Remove this rank's temporaries (the leader's shared ones too); the first error stays the one reported."""

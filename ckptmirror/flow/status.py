@@ -69,9 +69,9 @@ class Status:
     problems: Mapping[str, str]
 
     def is_mirrored(self, save_id: str | None) -> bool:
-        """Whether a save (all of them, if None) is safe on every required mirror."""
+        """Whether a save (all of them, if None) waits for no required mirror (so always where none is configured)."""
         lines = [line for line in self.saves if save_id in (None, line.save_id)]
-        return all(line.safe for line in lines if line.kinds != ("emergency",))
+        return all(not line.waiting for line in lines if line.kinds != ("emergency",))
 
 
 def table_path(root: Path, state_dir: Path | None = None) -> Path:

@@ -7,6 +7,7 @@ Rules:
   time; a store that computes none is read back.
 * The meta of a save is claimed only when all its artifacts are verified there (the table sees to that), and written
   only after the mirror confirmed that this attempt is not fenced.
+* Nothing is sent to a mirror before this process has confirmed its claim of the run there.
 * Temporary faults put the record back with a growing, jittered delay; permanent ones fail it, loudly. Nothing is
   dropped.
 """
@@ -15,9 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptmirror.core import events, names
@@ -43,6 +45,7 @@ from ckptmirror.stores.base import ObjectInfo, Store, Upload
 __all__ = ["LEASE_S", "TRIES_LIMIT", "UploadContext", "Uploading", "read_back_crc32c", "upload_claimed"]
 
 LEASE_S = 300.0
+_SLOWEST_BYTES_PER_S = 20e6  # a lease outlasts a silent pass (fsync, reading back) over the whole file at this rate
 TRIES_LIMIT = 10_000  # about a week at the longest delay
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 60.0
@@ -56,7 +59,8 @@ class UploadContext:
 
     Attributes:
         confirm: Asks the mirror whether this attempt may still commit there; raises AttemptFenced if not. A drain,
-            which is no attempt, passes a function that does nothing.
+            which is no attempt, passes a function that lets the mirror's list hold the root's attempts.
+        confirmed: Set once that went well, by the first record that is sent there.
     """
 
     root: Path
@@ -64,6 +68,7 @@ class UploadContext:
     mirror: Mirror
     bus: events.EventBus
     confirm: Callable[[Mirror], None]
+    confirmed: threading.Event = field(default_factory=threading.Event)
 
 
 def upload_claimed(context: UploadContext, claim: Claim) -> None:
@@ -83,10 +88,11 @@ def upload_claimed(context: UploadContext, claim: Claim) -> None:
     except AttemptFenced as error:
         context.table.put_back(claim, str(error), not_before_s=_LONGEST_DELAY_S)
         raise
-    except (Temporary, NotAuthorised) as error:
-        _put_back(context, claim, error)
     except CkptMirrorError as error:
-        _fail(context, claim, str(error))
+        if error.temporary or isinstance(error, NotAuthorised):
+            _put_back(context, claim, error)
+        else:
+            _fail(context, claim, str(error))
     except Exception as error:  # noqa: BLE001 - a fault that nobody foresaw must not take the worker down with it
         _put_back(context, claim, error)
 
@@ -107,7 +113,11 @@ def _put_back(context: UploadContext, claim: Claim, error: Exception) -> None:
         return
     context.bus.emit(
         events.MirrorUnreachable(
-            mirror=context.mirror.url, step=claim.record.step, path=claim.record.path, reason=reason
+            mirror=context.mirror.url,
+            step=claim.record.step,
+            path=claim.record.path,
+            reason=reason,
+            refused=isinstance(error, NotAuthorised),
         )
     )
 
@@ -130,6 +140,7 @@ class Uploading:
         self._claim = claim
         self._record: UploadRecord = claim.record
         self._store: Store = context.mirror.store
+        self._lease_s = LEASE_S + (claim.record.size_bytes or 0) / _SLOWEST_BYTES_PER_S
         self._renewed = time.monotonic()
 
     # -- artifacts ------------------------------------------------------------------------------------------
@@ -137,10 +148,17 @@ class Uploading:
     def send_artifact(self) -> None:
         """Send the record's file, or find it there, and verify it."""
         meta = self._local_meta()
-        digest = next(a.digest for a in meta.artifacts if a.path == self._record.path)
+        digest = next((a.digest for a in meta.artifacts if a.path == self._record.path), None)
+        if digest is None:
+            raise IntegrityError(f"The meta of save {meta.save_id[:8]} does not name {self._record.path}.")
+        if not self._context.confirmed.is_set():
+            self._context.confirm(self._context.mirror)
+            self._context.confirmed.set()
+        if self._lease_s > 2 * LEASE_S:
+            self._context.table.renew(self._claim, self._lease_s)
         for name in self._candidate_names(meta):
             info = self._store.stat(name)
-            if info is None:
+            if info is None and name in self._own_names(meta):
                 info = self._create(name, digest, meta)
             if info is not None and self._is_ours(info, digest, meta):
                 self._verify(info, digest)
@@ -179,6 +197,7 @@ class Uploading:
             except PreconditionFailed:
                 return self._store.stat(name)  # an object stands there now, ours perhaps (a lost answer): compared next
             except IntegrityError as error:
+                self._context.table.set_session(self._claim, None)  # what it holds is not what was committed
                 verify_file(path, digest)  # raises if it is our file that rotted since the commit
                 raise Temporary(f"{self._context.mirror.url} received other bytes than were sent: {error}") from error
         info = self._store.stat(name)
@@ -186,10 +205,16 @@ class Uploading:
             return replace(info, crc32c=digest.crc32c)  # such a store's upload() has just read the object back
         return info
 
-    def _candidate_names(self, meta: Meta) -> list[str]:
+    def _own_names(self, meta: Meta) -> list[str]:
+        """The names that this save may create, best first."""
         plain = self._record.path
         tagged = plain if meta.tag else names.tagged(plain, meta.save_id)
         return list(dict.fromkeys([self._record.object or plain, plain, tagged]))
+
+    def _candidate_names(self, meta: Meta) -> list[str]:
+        """Where the object may lie. What was staged under a tag may have come from the plain name."""
+        came_from = [names.untagged(self._record.path)] if meta.tag and meta.staged_from is not None else []
+        return list(dict.fromkeys([*came_from, *self._own_names(meta)]))
 
     def _is_ours(self, info: ObjectInfo, digest: Digest, meta: Meta) -> bool:
         """Whether the object is this save's: by its metadata, or by equal bytes where a store keeps none."""
@@ -233,7 +258,7 @@ class Uploading:
     def _progressed(self, _acknowledged_bytes: int) -> None:
         now = time.monotonic()
         if now - self._renewed > LEASE_S / 5:
-            self._context.table.renew(self._claim, LEASE_S)
+            self._context.table.renew(self._claim, self._lease_s)
             self._renewed = now
 
     # -- the meta -------------------------------------------------------------------------------------------
@@ -243,6 +268,7 @@ class Uploading:
         context, record = self._context, self._record
         meta = self._local_meta()
         context.confirm(context.mirror)
+        context.confirmed.set()
         data = meta_to_bytes(self._mirror_meta(meta))
         plain = record.path
         tagged = plain if meta.tag else names.tagged(plain, meta.save_id)
@@ -275,7 +301,7 @@ class Uploading:
         artifacts = tuple(
             replace(a, object=objects[a.path] if objects[a.path] != a.path else None) for a in meta.artifacts
         )
-        return replace(meta, artifacts=artifacts)
+        return replace(meta, artifacts=artifacts, staged_from=None)
 
     def _verify_meta(self, info: ObjectInfo, data: bytes) -> None:
         context = self._context

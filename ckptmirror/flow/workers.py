@@ -2,7 +2,8 @@
 
 Rules:
 * Threads are daemons: the table is durable, so a process may end at any moment. ``stop`` is the sound end.
-* A worker that meets a newer attempt ends all workers of this process.
+* A worker that meets a newer attempt ends all workers of this process. Nothing else ends a worker.
+* A worker's name says host and process, so that what a dead one held is free again at the next start.
 * Waits are bounded: a worker looks at the table at least every ``IDLE_S`` seconds, since other processes write to it
   too.
 """
@@ -24,7 +25,7 @@ from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.flow.upload import LEASE_S, UploadContext, upload_claimed
 from ckptmirror.local.uploads import UploadsTable
 
-__all__ = ["IDLE_S", "UploadWorkers", "still_moving", "unsettled"]
+__all__ = ["IDLE_S", "UploadWorkers", "free_dead_workers", "still_moving", "unsettled"]
 
 IDLE_S = 2.0
 _MOVING = (RecordState.PENDING, RecordState.UPLOADING)
@@ -56,6 +57,27 @@ def still_moving(table: UploadsTable, mirrors: Collection[str], save_id: str | N
         record.state in _MOVING and (record.role == "artifact" or (record.save_id, record.mirror) not in stuck)
         for record in records
     )
+
+
+def free_dead_workers(table: UploadsTable) -> int:
+    """Put back at once what workers of this machine held whose process is gone. Returns how many records."""
+    workers = {record.claimed_by for record in table.records(state=RecordState.UPLOADING) if record.claimed_by}
+    return sum(table.put_back_all(worker, "its worker's process is gone") for worker in workers if _is_dead(worker))
+
+
+def _is_dead(worker: str) -> bool:
+    """Whether the process is surely gone; a wrong answer costs nothing, since a lost claim's token is refused."""
+    host, _, rest = worker.partition(":")
+    pid = rest.partition(":")[0]
+    if host != socket.gethostname() or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class UploadWorkers:
@@ -104,16 +126,20 @@ class UploadWorkers:
         deadline = time.monotonic() + timeout_s
         while not done():
             remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if remaining <= 0 or self._stopping:
                 return False
             with self._wake:
                 self._wake.wait(min(remaining, IDLE_S))
         return True
 
-    def stop(self, timeout_s: float) -> bool:
-        """Ask the threads to end after the record they carry; say whether all did within ``timeout_s`` seconds."""
+    def ask_to_stop(self) -> None:
+        """Ask the threads to end after the record they carry."""
         self._stopping = True
         self.notify()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ask the threads to end after the record they carry; say whether all did within ``timeout_s`` seconds."""
+        self.ask_to_stop()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -135,7 +161,10 @@ class UploadWorkers:
                 self.notify()
                 return
             except CkptMirrorError as error:
-                _log.error("the uploader cannot use its table: %s", error)
+                if not self._stopping:
+                    _log.error("the uploader cannot use its table: %s", error)
+            except Exception:  # noqa: BLE001 - a worker that died would leave a queue that only looks alive
+                _log.exception("the uploader met something unforeseen and goes on")
             with self._wake:
                 if self._rounds == rounds and not self._stopping:
                     self._wake.wait(IDLE_S)

@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,15 +43,40 @@ __all__ = [
 _ARCHITECTURE = "architecture_hash"
 
 
-def capture(state: TrainState, *, step: int, kinds: Sequence[Kind], rank: int, world_size: int) -> Snapshot:  # noqa: ARG001 - the seam's signature
+def capture(
+    state: TrainState,
+    *,
+    step: int,
+    kinds: Sequence[Kind],
+    rank: int,
+    world_size: int,  # noqa: ARG001 - the seam's signature
+    before_collectives: Callable[[BaseException | None], None] | None = None,
+) -> Snapshot:
     """Return what this rank contributes to a save.
 
     All ranks call this at the same step. The tensors of the result are the live ones.
 
+    Args:
+        state: What to save.
+        step: The step.
+        kinds: What the save consists of.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        before_collectives: Called on every rank before the first collective, if there is one, with this rank's failure;
+            it raises on all ranks if one failed, so that none waits in a collective for a rank that never comes.
+
     Raises:
         UsageError: Something in ``state`` could not be loaded back; names it.
     """
-    snapshot = capture_local(state, step=step, rank=rank)
+    agree = before_collectives if "model" in kinds and _has_shards_to_gather(state.model) else None
+    try:
+        snapshot = capture_local(state, step=step, rank=rank)
+    except BaseException as error:
+        if agree is not None:
+            agree(error)
+        raise
+    if agree is not None:
+        agree(None)
     whole: dict[str, Any] | None = None
     if "model" in kinds:
         if snapshot.sharded:
@@ -138,6 +163,7 @@ def _gather(live: torch.nn.Module, model: Mapping[str, Any], *, keep: bool) -> d
     identity = {name: id(parameter) for name, parameter in live_parameters(live)}
     gathered: dict[int, torch.Tensor | None] = {}
     whole: dict[str, Any] = {}
+    failure: BaseException | None = None
     for name, value in model.items():
         if not isinstance(value, DTensor):
             whole[name] = value
@@ -145,10 +171,21 @@ def _gather(live: torch.nn.Module, model: Mapping[str, Any], *, keep: bool) -> d
         key = identity.get(name, -1 - len(gathered))
         if key not in gathered:
             full = value.full_tensor()
-            gathered[key] = full.cpu() if keep else None
+            try:
+                gathered[key] = full.cpu() if keep and failure is None else None
+            except (RuntimeError, MemoryError) as error:  # no memory: the others still count on the next collectives
+                gathered[key], failure = None, error
             del full
         whole[name] = gathered[key]
+    if failure is not None:
+        raise failure
     return whole if keep else None
+
+
+def _has_shards_to_gather(model: Any) -> bool:
+    if not isinstance(model, torch.nn.Module):
+        return False
+    return any(isinstance(value, DTensor) for values in (model.parameters(), model.buffers()) for value in values)
 
 
 def _without_shared_values(live: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, Any]:

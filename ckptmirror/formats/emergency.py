@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.core.errors import IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
@@ -84,7 +84,8 @@ def load_emergency(
 
     Raises:
         IntegrityError: A file is missing, broken or hostile.
-        UsageError: It does not fit the state, or it is sharded for another number of ranks.
+        UsageError: It does not fit the state.
+        KindMismatch: It is sharded for another number of ranks: a kind that cannot be loaded here.
     """
     ranks = _ranks_of(meta, directory)
     source = RankFiles({r: directory / f"rank{r}.pt" for r in ranks}, rank)
@@ -93,7 +94,7 @@ def load_emergency(
         raise IntegrityError(f"{directory.name}/rank{rank}.pt is not an emergency snapshot.")
     sharded = saved.get("sharded") is True
     if sharded and saved.get("world_size") != world_size:
-        raise UsageError(
+        raise KindMismatch(
             f"The emergency snapshot holds the pieces of {saved.get('world_size')} ranks; this job has {world_size}.",
             hint="Start with the same number of ranks, save, and resume from that save with another number.",
         )

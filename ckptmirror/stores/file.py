@@ -41,6 +41,7 @@ from ckptmirror.local.checksums import crc32c
 from ckptmirror.local.direct_io import allow_direct, forbid_direct, kept_buffer, read_full, write_full
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
 from ckptmirror.stores.file_place import LOCK_FILE, Place, explained, link_new
+from ckptmirror.stores.locations import is_object_name
 
 __all__ = ["SCHEMES", "FileStore", "normalise", "open"]
 
@@ -305,7 +306,7 @@ def _parts(name: str) -> tuple[str, ...]:
 
 
 def _is_object(name: str) -> bool:
-    return not name.endswith(".tmp") and name != LOCK_FILE
+    return is_object_name(name) and not name.endswith(".tmp") and name != LOCK_FILE
 
 
 def _generation(found: os.stat_result) -> int:

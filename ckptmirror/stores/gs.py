@@ -30,7 +30,7 @@ from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
 from ckptmirror.stores.gs_auth import Anonymous, GoogleTokens
 from ckptmirror.stores.gs_download import download
 from ckptmirror.stores.gs_http import Endpoint, Limits, Transport, error_of, read_json
-from ckptmirror.stores.locations import BucketLocation, parse_location
+from ckptmirror.stores.locations import BucketLocation, is_object_name, parse_location
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -143,7 +143,7 @@ class GsStore:
             raise StoreTemporary(f"{self.url}: an object's description cannot be read: {error!r}") from error
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :meth:`Store.list`. Objects whose name ends with a slash, placeholders of folders, are left out."""
+        """See :meth:`Store.list`. What has no name of ours, such as the placeholder of a folder, is left out."""
         query = {
             "prefix": self._location.under(prefix),
             "maxResults": str(_PAGE_OBJECTS),
@@ -156,7 +156,9 @@ class GsStore:
             except ObjectNotFound as error:
                 message = f"The bucket of {self.url} does not exist."
                 raise StorePermanent(message, hint="Create it, or correct the mirror's URL.") from error
-            yield from (self._info(item) for item in page.get("items", ()) if not str(item.get("name")).endswith("/"))
+            for item in page.get("items", ()):
+                if is_object_name(self._location.relative(str(item.get("name")))):
+                    yield self._info(item)
             token = page.get("nextPageToken")
             if not token:
                 return

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ckptmirror.core.errors import BrokenMeta, ConfigError
 from ckptmirror.core.names import check_relative_path
 
-__all__ = ["BucketLocation", "parse_location"]
+__all__ = ["BucketLocation", "is_object_name", "parse_location"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,15 @@ class BucketLocation:
     def relative(self, object_name: str) -> str:
         """The inverse of :meth:`under`."""
         return object_name[len(self.prefix) + 1 :] if self.prefix else object_name
+
+
+def is_object_name(name: str) -> bool:
+    """Whether a name that was found on a mirror could be one of ours; a listing leaves all others out."""
+    try:
+        check_relative_path(name)
+    except BrokenMeta:
+        return False
+    return True
 
 
 def parse_location(url: str, bucket_pattern: str) -> BucketLocation:

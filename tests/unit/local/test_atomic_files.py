@@ -284,3 +284,34 @@ def test_order_of_write_fsync_rename(tmp_path: Path, run_traced: Callable[..., t
         "renameat2 meta",
         "fsync root",
     ]
+
+
+DIRECTORIES = """
+import os, sys
+from pathlib import Path
+from ckptmirror.local import files
+root = Path(sys.argv[1])
+os.access("/begin", 0)
+files.make_dirs(root / "tmp" / "pp0")
+files.publish_dir(root / "tmp", root / "dcp_000200")
+"""
+
+
+def test_each_new_directory_and_each_published_name_is_fsynced(
+    tmp_path: Path, run_traced: Callable[..., tuple[str, list[str]]]
+):
+    _, trace = run_traced([sys.executable, "-c", DIRECTORIES, str(tmp_path)], "mkdir,fsync,renameat2")
+    calls = [line.partition("(")[0].split()[-1] for line in trace]
+    where = [line.partition("<")[2].partition(">")[0] if "fsync" in line else "" for line in trace]
+    root = str(tmp_path)
+    assert list(zip(calls, where, strict=True)) == [
+        ("fsync", str(tmp_path.parent)),
+        ("mkdir", ""),
+        ("fsync", root),
+        ("mkdir", ""),
+        ("fsync", f"{root}/tmp"),
+        ("fsync", f"{root}/tmp/pp0"),
+        ("fsync", f"{root}/tmp"),
+        ("renameat2", ""),
+        ("fsync", root),
+    ]

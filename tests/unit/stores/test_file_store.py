@@ -75,6 +75,8 @@ def test_directories_go_with_their_last_object(store: FileStore, root: Path) -> 
 def test_temporaries_and_the_lock_are_no_objects(store: FileStore, root: Path) -> None:
     store.write("x", b"1", if_generation=0)
     (root / "y.tmp").write_bytes(b"")
+    (root / "back\\slash").write_bytes(b"")
+    Path(os.fsdecode(bytes(root) + b"/not\xff utf-8")).write_bytes(b"")
     assert [info.name for info in store.list()] == ["x"]
     for name in ("y.tmp", ".ckptmirror.lock"):
         with pytest.raises(StorePermanent):

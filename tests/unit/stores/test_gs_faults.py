@@ -353,6 +353,15 @@ def test_listing_goes_through_all_pages(server: GcsServerProcess, store: Store) 
     assert [info.name for info in RetryingStore(store, wait=lambda _s: None).list("n/")] == names
 
 
+def test_objects_with_foreign_names_are_not_listed(store: Store) -> None:
+    assert isinstance(store, GsStore)
+    prefix = store.url.split("/", 3)[3]
+    for name in (f"{prefix}/", f"{prefix}/folder/", f"{prefix}/a//b", f"{prefix}/..", f"{prefix}beside"):
+        store._changes.write(name, b"", 0, {}, 0)
+    store.write("x", b"1", if_generation=0)
+    assert [info.name for info in store.list()] == ["x"]
+
+
 def test_a_write_larger_than_one_request_is_whole(store: Store) -> None:
     info = store.write("x", DATA[: 9 * MIB], if_generation=0)
     data, read = store.read("x", limit_bytes=9 * MIB)

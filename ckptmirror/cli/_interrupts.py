@@ -1,0 +1,96 @@
+"""Ctrl-C and SIGTERM: a verb stops in order, says so in one sentence, and exits with 130 or 143.
+
+Rules:
+* Whatever a verb does may stop at any instant (the same command continues), so leaving never waits for long: after
+  ``GRACE_S``, or at a second signal, the process is gone.
+* The limit is kept by SIGALRM, not by a thread: a signal may arrive while the lock that starts threads is held.
+* Only the light parts of the standard library are imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+
+__all__ = ["GRACE_S", "Interrupted", "Interrupts"]
+
+GRACE_S = 2.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+class Interrupted(BaseException):
+    """A signal asked the verb to stop. No ``except Exception`` catches it."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        self.exit_code = 128 + signum
+
+    def tell(self) -> None:
+        """Say what happened, in one sentence; nobody may be listening any more."""
+        what = "interrupted" if self.signum == signal.SIGINT else "terminated"
+        text = f"ckptmirror: {what}; the same command continues where it stopped.\n".encode()
+        try:
+            os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + text)
+        except OSError:
+            return
+
+
+class Interrupts:
+    """While it is entered, the first signal raises :class:`Interrupted` in the main thread.
+
+    Args:
+        own_process: Whether the process ends with the verb. Then the signals stay in these hands to the very end, and
+            nothing that is still on its way keeps the process from leaving.
+    """
+
+    def __init__(self, *, own_process: bool) -> None:
+        self._own_process = own_process
+        self._earlier: dict[int, Any] = {}
+        self._met: Interrupted | None = None
+        self._exit_code: int | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            for signum in _SIGNALS:
+                self._earlier[signum] = signal.signal(signum, self._on_signal)
+            self._earlier[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_signal)
+        except ValueError:  # not the main thread: signals are somebody else's
+            self._earlier.clear()
+        return self
+
+    def over(self, exit_code: int) -> int:
+        """The verb has done its work: from here a signal ends the process with this exit code."""
+        self._exit_code = exit_code
+        return exit_code
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._own_process or not self._earlier:
+            return
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for signum, handler in self._earlier.items():
+            signal.signal(signum, handler)
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        if self._exit_code is not None:
+            self._leave(self._exit_code)
+        if self._met is not None:
+            self._met.tell()
+            self._leave(self._met.exit_code)
+        if signum != signal.SIGALRM:
+            self._met = Interrupted(signum)
+            signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+            raise self._met
+
+    def _leave(self, exit_code: int) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, RuntimeError, ValueError, AttributeError):
+                continue  # nobody reads it, or the signal struck while it was being written
+        os._exit(exit_code)

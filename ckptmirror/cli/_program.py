@@ -1,0 +1,83 @@
+"""The program behind ``ckptmirror``: finds the verbs, runs one, and turns whatever it raises into an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from importlib import import_module
+from pkgutil import iter_modules
+
+import click
+
+from ckptmirror import cli
+from ckptmirror.cli._options import show_verbose, verbose_option
+from ckptmirror.core.errors import CkptMirrorError
+
+__all__ = ["program", "run"]
+
+
+class Verbs(click.Group):
+    """Finds the verbs by listing this folder."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the interface is click's
+        """Return the names of all verbs."""
+        return sorted(module.name for module in iter_modules(cli.__path__) if not module.name.startswith("_"))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return one verb; None if there is none of that name."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = import_module(f"ckptmirror.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        if all(parameter.name != "verbose" for parameter in command.params):
+            verbose_option(command)
+        return command
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@verbose_option
+@click.version_option(package_name="ckptmirror")
+def program() -> None:
+    """Mirror PyTorch checkpoints from local SSD to object storage; never delete the only copy."""
+
+
+def run(arguments: list[str] | None) -> int:
+    """Run one verb and return its exit code. Only a signal's ``Interrupted`` and a deliberate SystemExit leave it."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("google").setLevel(logging.ERROR)  # what it warns of is told as an error of ours
+    try:
+        code = program.main(arguments, prog_name="ckptmirror", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130
+    except BrokenPipeError:
+        _forget_stdout()
+        return 1
+    except CkptMirrorError as error:
+        return _tell(error, str(error), error.hint, error.exit_code)
+    except OSError as error:
+        _forget_stdout()
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _tell(error, f"{where}{error.strerror or error}", "Check the path, its permissions and its disk.", 1)
+    except Exception as error:  # noqa: BLE001 - the last resort: a sentence, and the traceback on demand
+        return _tell(error, f"{type(error).__name__}: {error}", CkptMirrorError.hint, 1)
+    return code if isinstance(code, int) else 0
+
+
+def _tell(error: Exception, sentence: str, hint: str, exit_code: int) -> int:
+    if show_verbose():
+        logging.getLogger("ckptmirror").error("the verb failed", exc_info=error)
+    print(f"ckptmirror: {sentence}\n  {hint}", file=sys.stderr)
+    return exit_code
+
+
+def _forget_stdout() -> None:
+    """Nobody reads stdout, or it cannot be written: what is left in it must not fail once more at the exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

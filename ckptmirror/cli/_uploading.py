@@ -1,0 +1,62 @@
+"""What ``drain`` and ``push`` print: why they wait, while they do, and how they ended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptmirror.cli._options import print_json, size
+from ckptmirror.core import events
+from ckptmirror.core.errors import DeadlinePassed, NotAuthorised
+
+if TYPE_CHECKING:
+    from ckptmirror.flow.drain import DrainReport
+
+__all__ = ["print_report", "telling_bus"]
+
+
+def telling_bus() -> events.EventBus:
+    """Return a bus that says on stderr why files wait: once for each mirror and sort of fault."""
+    bus = events.EventBus()
+    told: set[tuple[str, str]] = set()
+
+    def tell(event: events.Event) -> None:
+        if isinstance(event, events.MirrorUnreachable) and not event.refused:
+            sort = event.reason.partition(":")[0]
+            if (event.mirror, sort) not in told:
+                told.add((event.mirror, sort))
+                print(f"waiting for {event.mirror}: {event.reason}", file=sys.stderr, flush=True)
+
+    bus.subscribe(tell)
+    return bus
+
+
+def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
+    """Print how a drain ended, and return the exit code: 0 only if everything is verified."""
+    at = report.drained
+    if as_json:
+        print_json(
+            {
+                "root": str(root),
+                "verified": not (report.pending or report.failed),
+                "files_done": at.files_done,
+                "files_total": at.files_total,
+                "bytes_done": at.bytes_done,
+                "bytes_total": at.bytes_total,
+                "pending": report.pending,
+                "failed": list(report.failed),
+                "refused": dict(report.refused),
+            }
+        )
+    else:
+        print(f"{at.files_done} of {at.files_total} files verified ({size(at.bytes_done)} of {size(at.bytes_total)})")
+    for line in report.failed:
+        print(f"failed: {line}", file=sys.stderr)
+    if report.pending:
+        print(f"{report.pending} files are still pending; the same command carries on.", file=sys.stderr)
+    for url, reason in report.refused.items():
+        print(f"ckptmirror: {url}: {reason}\n  {NotAuthorised.hint}", file=sys.stderr)
+    if report.refused:
+        return NotAuthorised.exit_code
+    return DeadlinePassed.exit_code if report.pending or report.failed else 0

@@ -1,0 +1,125 @@
+"""How long a save blocks the training, and how long it takes until the save is durable.
+
+Blocking is over when the training may change its tensors again; durable when nothing that was saved is lost in a power
+cut. All contestants take the state dict themselves, as a training loop would.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from ckptmirror import CheckpointManager, TrainState
+from tests.bench.contest import Contestant, Measured, measure
+from tests.bench.places import empty, transformer_state
+from tests.bench.raw_disk import write_raw
+
+__all__ = ["measure_save"]
+
+_BLOCKING, _DURABLE = "save: blocking", "save: until durable"
+
+
+def measure_save(directory: Path, size_bytes: int, rounds: int) -> list[Measured]:
+    """Measure saves of one state of ``size_bytes``."""
+    state = transformer_state(size_bytes)
+    with CheckpointManager(directory / "root") as manager:
+        manager.resume(state)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save needs one
+        try:
+            return measure(_contestants(manager, state, directory, size_bytes), rounds)
+        finally:
+            dist.destroy_process_group()
+
+
+def _contestants(manager: CheckpointManager, state: TrainState, directory: Path, size_bytes: int) -> list[Contestant]:
+    source = torch.ones(size_bytes // 4)
+    target = torch.zeros(size_bytes // 4)
+    place = directory / "peer"
+    steps = iter(range(1, 1_000_000))
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
+    )
+
+    def train() -> None:
+        with torch.no_grad():
+            next(state.model.parameters()).add_(1e-3)
+
+    def ours(*kinds: Any) -> Callable[[], Mapping[str, float]]:
+        def run() -> Mapping[str, float]:
+            started = time.perf_counter()
+            handle = manager.save(next(steps), state, kinds=kinds)
+            blocked = time.perf_counter()
+            handle.wait("committed")
+            return {_BLOCKING: blocked - started, _DURABLE: time.perf_counter() - started}
+
+        return run
+
+    def blocking(work: Callable[[Path], None]) -> Callable[[], Mapping[str, float]]:
+        def run() -> Mapping[str, float]:
+            started = time.perf_counter()
+            work(place)
+            took = time.perf_counter() - started
+            return {_BLOCKING: took, _DURABLE: took}
+
+        return run
+
+    def copy() -> Mapping[str, float]:
+        started = time.perf_counter()
+        target.copy_(source)
+        return {_BLOCKING: time.perf_counter() - started}
+
+    def raw() -> Mapping[str, float]:
+        started = time.perf_counter()
+        write_raw(place, size_bytes)
+        return {_DURABLE: time.perf_counter() - started}
+
+    def state_dict() -> dict[str, Any]:
+        model, optimizer = get_state_dict(state.model, state.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def torch_save(path: Path) -> None:
+        with path.open("wb") as file:
+            torch.save({"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def dcp_save(path: Path) -> None:
+        dcp.save(state_dict(), checkpoint_id=str(path))
+
+    def async_save() -> Mapping[str, float]:
+        started = time.perf_counter()
+        future: Any = dcp.async_save(state_dict(), checkpoint_id=str(place), async_stager=stager)
+        blocked = time.perf_counter()
+        future.result()
+        return {_BLOCKING: blocked - started, _DURABLE: time.perf_counter() - started}
+
+    def remove() -> None:
+        if place.is_dir():
+            shutil.rmtree(place)
+        else:
+            place.unlink(missing_ok=True)
+
+    def empty_root() -> None:
+        empty(manager.root)
+
+    return [
+        Contestant("one copy_ into a warm buffer", "limit", copy),
+        Contestant("raw O_DIRECT write and fsync", "limit", raw, after=remove),
+        Contestant("ckptmirror dcp", "ours", ours("dcp"), before=train, after=empty_root),
+        Contestant("ckptmirror dcp and model", "ours", ours("dcp", "model"), before=train, after=empty_root),
+        Contestant("torch.save and fsync", "peer", blocking(torch_save), before=train, after=remove),
+        Contestant("dcp.save", "peer", blocking(dcp_save), before=train, after=remove),
+        Contestant("dcp.async_save, kept stager", "peer", async_save, before=train, after=remove),
+    ]

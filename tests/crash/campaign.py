@@ -1,0 +1,203 @@
+"""The engine of the crash campaigns: the same story, killed at every point, once each.
+
+Rules:
+* A case starts from a copy of a prepared place, at the very path where that was prepared (the table knows its root).
+  Artifacts are hard links, so that the generations on a ``file://`` mirror stay; what is written in place is copied.
+* A point is named ``label:side@n``, the n-th of its name: threads beside one another change the order, hardly the count.
+* A slice takes every point that matters by its label, and every n-th of the others, from an offset that the seed
+  gives. The seed stands in every failure; ``CKPTMIRROR_CAMPAIGN_SEED`` repeats it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptmirror.core import names
+from tests.crash.invariants import Place
+
+__all__ = ["FULL", "SEED", "Campaign", "StoryServer", "chosen", "run_campaign"]
+
+FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
+SEED = int(os.environ.get("CKPTMIRROR_CAMPAIGN_SEED") or random.SystemRandom().randrange(1_000_000))
+SLICE = 14  # about as many cases of each campaign in `make test`, beside those that matter by their label
+UNREACHED_SHARE = 0.1  # threads beside one another: a rare point may come one time less often
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class StoryServer:
+    """A process that tells stories, each in a forked child. See ``story_server``."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.story_server"],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        )
+        assert self._answer() == "ready"
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the story server died"
+        return line.strip()
+
+    def tell(self, story: str, place: Path, crash_at: str | None = None, *, count: bool = False, **more: Any) -> int:
+        """Tell a story; return the signal that ended it, 0 for none. A story that fails is an error."""
+        request = {"story": story, "place": str(place), "crash_at": crash_at, "count": count, **more}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        status = json.loads(self._answer())["status"]
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+            return int(signal.SIGKILL)
+        said = place / "said.log"
+        assert status == 0, f"{story} failed ({status}):\n{said.read_text()[-6000:] if said.exists() else ''}"
+        return 0
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+@dataclass
+class Campaign:
+    """One story and what surrounds it.
+
+    Attributes:
+        prepare: Told once, never killed.
+        story: Told once per point, killed there.
+        recover: Told after each kill, in the same place.
+        after_kill: Gives sentences that say what is wrong after a kill.
+        after_recovery: The same after ``recover``.
+        disturb: Changes the prepared place before each case, such as losing the disk.
+        always: Labels of which every point is tried, in a slice too.
+    """
+
+    prepare: str
+    story: str
+    recover: str
+    after_kill: Callable[[Place], list[str]]
+    after_recovery: Callable[[Place], list[str]]
+    disturb: Callable[[Place], None] = lambda _place: None
+    always: Sequence[str] = ()
+
+
+@dataclass
+class Result:
+    """What a campaign found."""
+
+    points: int = 0
+    kills: int = 0
+    unreached: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def named_points(passed: Sequence[str]) -> list[str]:
+    """``label:side@n`` for each point passed, in order."""
+    seen: Counter[str] = Counter()
+    points = []
+    for name in passed:
+        seen[name] += 1
+        points.append(f"{name}@{seen[name]}")
+    return points
+
+
+def chosen(points: Sequence[str], always: Sequence[str]) -> list[str]:
+    """All points in a full campaign; else those that matter, and a slice of the rest that the seed turns."""
+    if FULL:
+        return list(points)
+    matters = [point for point in points if point.partition(":")[0] in always]
+    rest = [point for point in points if point.partition(":")[0] not in always]
+    stride = max(1, len(rest) // SLICE)
+    return matters + rest[SEED % stride :: stride]
+
+
+def run_campaign(server: StoryServer, campaign: Campaign, directory: Path) -> Result:
+    """Prepare once, count the points, then kill at each of those chosen; check after each kill and each recovery."""
+    case, prepared = directory / "case", directory / "prepared"
+    case.mkdir(parents=True)
+    server.tell(campaign.prepare, case)
+    campaign.disturb(Place(case))
+    case.rename(prepared)
+    with restored(prepared, case):
+        server.tell(campaign.story, case, count=True)
+        points = named_points(json.loads((case / "points.json").read_text()))
+        assert not (wrong := campaign.after_kill(Place(case))), f"{campaign.story}, not killed: {wrong}"
+        server.tell(campaign.recover, case)
+        assert not (wrong := campaign.after_recovery(Place(case))), f"{campaign.story}, not killed, recovered: {wrong}"
+    result = Result(len(points))
+    for point in chosen(points, campaign.always):
+        with restored(prepared, case):
+            if server.tell(campaign.story, case, point) != signal.SIGKILL:
+                result.unreached.append(point)
+                continue
+            result.kills += 1
+            result.wrong += _case(server, campaign, Place(case), point)
+    return result
+
+
+def _case(server: StoryServer, campaign: Campaign, place: Place, point: str) -> list[str]:
+    where = f"{campaign.story} killed at {point}"
+    wrong = [f"{where}: {what}" for what in campaign.after_kill(place)]
+    try:
+        server.tell(campaign.recover, place.path)
+        wrong += [f"{where}, then {campaign.recover}: {what}" for what in campaign.after_recovery(place)]
+    except AssertionError as error:
+        wrong.append(f"{where}: {error}")
+    keep = os.environ.get("CKPTMIRROR_CAMPAIGN_KEEP")
+    if wrong and keep:
+        shutil.copytree(place.path, Path(keep) / point, symlinks=True, dirs_exist_ok=True)
+    return wrong
+
+
+def check(result: Result, started: float) -> None:
+    """Fail with what was wrong, with the seed that repeats it; say the numbers."""
+    print(f"{result.points} points, {result.kills} kills, {len(result.unreached)} not reached", end=", ")
+    print(f"{len(result.wrong)} wrong, {time.monotonic() - started:.0f} s, seed {SEED}")
+    lines = "\n".join(result.wrong[:40])
+    assert not result.wrong, f"CKPTMIRROR_CAMPAIGN_SEED={SEED}: {len(result.wrong)} things are wrong:\n{lines}"
+    tried = result.kills + len(result.unreached)
+    assert result.kills > 0
+    assert len(result.unreached) <= max(3, UNREACHED_SHARE * tried), f"not reached: {result.unreached}"
+
+
+@contextmanager
+def restored(prepared: Path, case: Path) -> Iterator[None]:
+    """Lay the prepared place out at ``case`` for the body, and remove it afterwards."""
+    _lay_out(prepared, case)
+    try:
+        yield
+    finally:
+        shutil.rmtree(case)
+
+
+def _lay_out(source: Path, target: Path) -> None:
+    """Copy a tree: hard links, but for what is written in place (control files, the table, notes)."""
+    target.mkdir()
+    for entry in os.scandir(source):
+        here = target / entry.name
+        if entry.is_dir(follow_symlinks=False):
+            _lay_out(Path(entry.path), here)
+        elif entry.is_symlink() or source.name in (names.CONTROL_DIR, "prepared"):
+            shutil.copy2(entry.path, here, follow_symlinks=False)
+        else:
+            os.link(entry.path, here)

@@ -1,0 +1,189 @@
+"""What must hold on disk and mirror after a kill, at any moment, and what more after the next start has ended.
+
+Rules:
+* Everything is judged from the files and the mirror's objects, by this file's own means where it is cheap: sizes and
+  crc32c of the bytes that lie there, against what was acknowledged.
+* Every function returns sentences that say what is wrong; an empty list means that all is well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptmirror import find_local_checkpoint_steps, resolve_resume_path
+from ckptmirror.core import names
+from ckptmirror.core.codec import attempts_from_bytes
+from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.model import AttemptList, Meta
+from ckptmirror.flow.catalog import Catalog, local_catalog, mirror_catalog
+from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.local.checksums import digest_file
+from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.stores import open_store
+
+__all__ = ["Place", "wrong_after_kill", "wrong_after_recovery"]
+
+Facts = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a story happened."""
+
+    path: Path
+
+    @property
+    def root(self) -> Path:
+        return self.path / "root"
+
+    @property
+    def mirror(self) -> Path:
+        return self.path / "mirror"
+
+    def promises(self) -> list[dict[str, Any]]:
+        """What was acknowledged, in order."""
+        acks = self.path / "acks.jsonl"
+        return [json.loads(line) for line in acks.read_text().splitlines()] if acks.exists() else []
+
+    def local(self) -> Catalog:
+        return local_catalog(self.root)
+
+    def mirrored(self) -> Catalog | None:
+        if not self.mirror.is_dir():
+            return None
+        store = open_store(f"file://{self.mirror}", retry=False)
+        return mirror_catalog(Mirror(store.url, True, store))
+
+
+def facts_at(directory: Path, meta: Meta, *, objects: bool) -> Facts:
+    """Size and crc32c, by path, of what really lies where a meta says."""
+    found: Facts = {}
+    for artifact in meta.artifacts:
+        path = directory / (artifact.object_name if objects else artifact.path)
+        if path.is_file():
+            digest = digest_file(path)
+            found[artifact.path] = (digest.size_bytes, digest.crc32c)
+    return found
+
+
+def named(meta: Meta) -> Facts:
+    """Size and crc32c by path, as the meta says."""
+    return {a.path: (a.digest.size_bytes, a.digest.crc32c) for a in meta.artifacts}
+
+
+def wrong_after_kill(place: Place) -> list[str]:
+    """Say what must never be seen, at whatever point a process died."""
+    if not place.root.is_dir():
+        return [] if not place.promises() else ["the root is gone"]
+    wrong = []
+    inventory = read_inventory(place.root)
+    wrong += [f"a meta without its files: {save.meta_path.name}: {save.why}" for save in inventory.incomplete]
+    wrong += [f"a broken meta: {item.path}: {item.why}" for item in inventory.broken]
+    local, mirrored = place.local(), place.mirrored()
+    wrong += [f"the mirror advertises what is not whole: {n}: {w}" for n, w in (mirrored.problems if mirrored else {}).items()]
+    whole: dict[str, Facts] = {}
+    for catalog, directory in ((mirrored, place.mirror), (local, place.root)):
+        for save_id, meta in (catalog.saves if catalog else {}).items():
+            facts = facts_at(directory, meta, objects=catalog is mirrored)
+            if facts != named(meta):
+                wrong.append(f"step {meta.step} is advertised in {directory.name}, but its bytes differ")
+            else:
+                whole[save_id] = facts
+    steps = {meta.step for meta in local.saves.values() if meta.kinds != ("emergency",)}
+    if not set(find_local_checkpoint_steps(place.root)) <= steps:
+        wrong.append(f"find_local_checkpoint_steps says {find_local_checkpoint_steps(place.root)}, whole are {steps}")
+    wrong += _broken_promises(place, whole, mirrored)
+    wrong += _dangling_latest(place, local)
+    return wrong
+
+
+def _broken_promises(place: Place, whole: dict[str, Facts], mirrored: Catalog | None) -> list[str]:
+    wrong = []
+    for promise in place.promises():
+        expected = {path: tuple(facts) for path, facts in promise["files"].items()}
+        found = whole.get(promise["save_id"])
+        if found is None:
+            wrong.append(f"step {promise['step']} was acknowledged ({promise['what']}) and is whole nowhere")
+        elif sorted(found.values()) != sorted(expected.values()):
+            wrong.append(f"step {promise['step']} was acknowledged with other bytes")
+        if promise["what"] == "mirrored" and (mirrored is None or promise["save_id"] not in mirrored.saves):
+            wrong.append(f"step {promise['step']} was acknowledged as mirrored, but the mirror does not have it")
+    return wrong
+
+
+def _dangling_latest(place: Place, local: Catalog) -> list[str]:
+    """``latest`` may be behind, but must not name a step that is not whole; a rotation may have taken its target."""
+    latest = place.root / names.LATEST_NAME
+    if not latest.is_symlink():
+        return []
+    target = os.readlink(latest)
+    tops = {artifact.path.partition("/")[0] for meta in local.saves.values() for artifact in meta.artifacts}
+    if target not in tops and os.path.lexists(place.root / target):
+        return [f"latest names {target}, which no whole save owns"]
+    return []
+
+
+def wrong_after_recovery(place: Place, *, mirrored: bool = True) -> list[str]:
+    """Say what the next start, once it has ended, should have put in order."""
+    wrong = wrong_after_kill(place)
+    inventory = read_inventory(place.root)
+    wrong += [f"a temporary is left: {path}" for path in inventory.temporaries]
+    wrong += [f"{path} is left in the trash" for path in inventory.trash]
+    wrong += [f"nobody owns {item.path.name}: {item.why}" for item in inventory.foreign]
+    wrong += [
+        f"a temporary is left: {path}" for path in (place.root / names.CONTROL_DIR).iterdir() if path.suffix == ".tmp"
+    ]
+    latest = place.root / names.LATEST_NAME
+    if latest.is_symlink() and not latest.exists():
+        wrong.append(f"latest names {os.readlink(latest)}, which is gone")
+    local = place.local()
+    wrong += _wrong_records(place, local, mirrored)
+    wrong += _wrong_attempts(place, local, mirrored)
+    resume_path = resolve_resume_path(place.root)
+    if resume_path is None or not resume_path.exists():
+        wrong.append(f"there is nothing to resume from: {resume_path}")
+    return wrong
+
+
+def _wrong_records(place: Place, local: Catalog, mirrored: bool) -> list[str]:
+    wrong = []
+    with UploadsTable.open(place.root / names.TABLE_NAME) as table:
+        table.check()
+        known = {save.save_id: save for save in table.saves()}
+        records = table.records()
+    wrong += [f"step {save.step} was never released" for save in known.values() if not save.released]
+    wrong += [f"{r.path} is {r.state.value}: {r.reason}" for r in records if r.state is not RecordState.VERIFIED]
+    on_disk = {save_id: meta for save_id, meta in local.saves.items() if meta.kinds != ("emergency",)}
+    wrong += [f"step {known[i].step} has records, but no files" for i in known.keys() - on_disk.keys()]
+    wrong += [f"step {on_disk[i].step} has no records" for i in on_disk.keys() - known.keys()]
+    catalog = place.mirrored()
+    if mirrored and catalog is not None:
+        wrong += [f"step {meta.step} is not on the mirror" for i, meta in on_disk.items() if i not in catalog.saves]
+    return wrong
+
+
+def _wrong_attempts(place: Place, local: Catalog, mirrored: bool) -> list[str]:
+    here = attempts_from_bytes((place.root / names.ATTEMPTS_NAME).read_bytes())
+    wrong = _inconsistent(here)
+    if mirrored:
+        there = attempts_from_bytes((place.mirror / names.WRITER_NAME).read_bytes())
+        if sorted(here.attempts, key=lambda a: a.id) != sorted(there.attempts, key=lambda a: a.id):
+            wrong.append("the lists of attempts of disk and mirror differ")
+    known = {attempt.id for attempt in here.attempts}
+    wrong += [f"step {m.step} is of an unknown attempt" for m in local.saves.values() if m.attempt.id not in known]
+    standing = local.lineage().standing_by_save()
+    wrong += [f"step {local.saves[i].step} is off every lineage" for i, what in standing.items() if what == "unknown"]
+    return wrong
+
+
+def _inconsistent(attempts: AttemptList) -> list[str]:
+    numbers = [attempt.number for attempt in attempts.attempts]
+    if len(set(numbers)) != len(numbers):
+        return [f"two attempts have one number: {numbers}"]
+    newest = max(attempts.attempts, key=lambda attempt: attempt.number)
+    return [] if newest.decided else [f"attempt {newest.number} ended undecided"]

@@ -1,0 +1,53 @@
+"""SIGKILL at the crash points of a save: what was acknowledged stays, what was cut short was never there."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.crash.campaign import Campaign, StoryServer, check, run_campaign
+from tests.crash.invariants import Place, wrong_after_kill, wrong_after_recovery
+
+ALWAYS = ("save.publish", "table.add_save", "table.release_save", "link.replace")
+
+
+def newest_was_found(place: Place) -> list[str]:
+    """The next start finds at least what was acknowledged last."""
+    found = (place.path / "found.json").read_text()
+    promised = max(promise["step"] for promise in place.promises() if promise["step"] < 1000)
+    return [] if int(found) >= promised else [f"resumed from {found}, but {promised} was acknowledged"]
+
+
+def after_recovery(place: Place) -> list[str]:
+    return wrong_after_recovery(place) + newest_was_found(place)
+
+
+def after_recovery_unmirrored(place: Place) -> list[str]:
+    return wrong_after_recovery(place, mirrored=False) + newest_was_found(place)
+
+
+CAMPAIGNS = {
+    "a second save": Campaign(
+        "prepare_one_mirrored", "save_one", "go_on", wrong_after_kill, after_recovery, always=ALWAYS
+    ),
+    "the same step again": Campaign(
+        "prepare_one_mirrored", "save_same_step", "go_on", wrong_after_kill, after_recovery, always=ALWAYS
+    ),
+    "without a mirror": Campaign(
+        "prepare_unmirrored",
+        "save_unmirrored",
+        "go_on_unmirrored",
+        wrong_after_kill,
+        after_recovery_unmirrored,
+        always=ALWAYS,
+    ),
+    "an emergency": Campaign("prepare_one_mirrored", "save_emergency", "go_on", wrong_after_kill, after_recovery),
+}
+
+
+@pytest.mark.parametrize("name", CAMPAIGNS)
+def test_a_save_killed_anywhere_keeps_what_was_acknowledged(name: str, server: StoryServer, tmp_path: Path) -> None:
+    started = time.monotonic()
+    check(run_campaign(server, CAMPAIGNS[name], tmp_path), started)
