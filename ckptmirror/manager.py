@@ -154,6 +154,7 @@ class CheckpointManager:
                 info.place,
             )
             self._saver.last_step = info.step
+            self._saver.reserve(self.kinds, state)
         return info
 
     # -- save -----------------------------------------------------------------------------------------------
@@ -246,19 +247,24 @@ class CheckpointManager:
         self._closed = True
         stopped = stop is not None and stop.requested
         deadline = time.monotonic() + timeout_s
+        saving = False
         try:
             if self._saver is not None:
                 self._saver.wait_over(timeout_s)
                 self._saver.release()
+        except WaitTimeout:
+            saving = True
+            raise
         finally:
             try:
                 if self._node is not None:
-                    self._node.finish(max(0.0, deadline - time.monotonic()), stopped=stopped)
+                    self._node.finish(max(0.0, deadline - time.monotonic()), stopped=stopped, saving=saving)
             finally:
-                if self._rank_lock is not None:
-                    self._rank_lock.release()
-                self._save_ranks.close()
-                self.ranks.close()
+                if not saving:  # else its thread needs all this until the process ends
+                    if self._rank_lock is not None:
+                        self._rank_lock.release()
+                    self._save_ranks.close()
+                    self.ranks.close()
 
     def __enter__(self) -> Self:
         return self

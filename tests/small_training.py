@@ -7,7 +7,10 @@ Rules:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,12 @@ from torch import nn
 
 from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core import names
-from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.core.errors import CkptMirrorError, StorePermanent
 from ckptmirror.core.model import Meta
+from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.local import crashpoints
 from ckptmirror.local.inventory import read_inventory
+from ckptmirror.stores.faulty import FaultyStore, StoreFault
 
 WIDTH = 6
 
@@ -97,7 +103,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Mapping):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
     return bool(one == other)
@@ -134,11 +140,54 @@ def whole(root: Path) -> dict[int, Meta]:
     return {save.meta.step: save.meta for save in read_inventory(root).saves}
 
 
+def faulty(manager: CheckpointManager, *faults: StoreFault) -> list[FaultyStore]:
+    """Put a scripted store before each mirror of a manager that has not resumed yet; return them in order."""
+    assert manager._node is not None
+    stores = [FaultyStore(mirror.store, faults) for mirror in manager._node.mirrors]
+    manager._node.mirrors = [
+        Mirror(mirror.url, mirror.required, store)  # type: ignore[arg-type]
+        for mirror, store in zip(manager._node.mirrors, stores, strict=True)
+    ]
+    return stores
+
+
+def refusing() -> StoreFault:
+    """Every upload of a file is refused for good."""
+    return StoreFault("upload", when="before", times=0, error=lambda: StorePermanent("refused (a scripted fault)"))
+
+
+def dead() -> StoreFault:
+    """The mirror answers nothing."""
+    return StoreFault(when="before", times=0)
+
+
+def killed_at(crash_at: str | None, job: Callable[[], object]) -> bool:
+    """Run ``job`` in a forked child that dies by SIGKILL at a crash point; whether it did (else it ended in order)."""
+    torch.set_num_threads(1)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            crashpoints.arm(crash_at)
+            job()
+            code = 0
+        except BaseException:  # noqa: BLE001 - said here, since nothing outlives this process
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0, "the child failed in another way"
+    return False
+
+
 def leftovers(root: Path) -> list[str]:
-    """Everything below a root that is temporary or in the trash."""
+    """Everything below a root that is temporary or in the trash, but for a status that is being written."""
     inventory = read_inventory(root)
-    loose = [str(path) for path in root.rglob("*.tmp")]
-    return loose + [str(path) for path in (*inventory.temporaries, *inventory.trash)]
+    loose = [*root.rglob("*.tmp"), *inventory.temporaries, *inventory.trash]
+    return [str(path) for path in loose if not path.name.startswith("status.json.")]
 
 
 def artifact(root: Path, meta: Meta, name: str) -> Path:

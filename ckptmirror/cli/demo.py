@@ -45,6 +45,11 @@ def command(keep: bool) -> int:
 
     \b
     Needs two processes' worth of CPU, no GPU and no cloud: a strict Google Cloud Storage server runs beside it.
+
+    \b
+    Examples:
+      ckptmirror demo
+      ckptmirror demo --keep
     """
     folder = Path(tempfile.mkdtemp(prefix="ckptmirror-demo-"))
     told = False

@@ -18,6 +18,7 @@ __all__ = [
     "BackgroundSaveFailed",
     "BrokenMeta",
     "BrokenTable",
+    "BucketNotFound",
     "CheckpointNotFound",
     "CkptMirrorError",
     "ClaimLost",
@@ -147,7 +148,7 @@ class BrokenMeta(IntegrityError):
 class BrokenTable(IntegrityError):
     """The pending-uploads table, or a row of it, does not read back as it was written."""
 
-    hint = "Nothing is deleted meanwhile; see `ckptmirror doctor`. The table is rebuilt from disk and mirror."
+    hint = "Nothing is deleted meanwhile. The next start of the trainer moves the table aside and makes it anew."
 
 
 class UnsafePickle(IntegrityError):
@@ -280,13 +281,20 @@ class StoreTemporary(Temporary):
 class StorePermanent(CkptMirrorError):
     """The mirror refused the request, and would refuse it again."""
 
-    hint = "Check the mirror URL; then `ckptmirror retry`."
+    hint = "Check the mirror URL; then `ckptmirror drain`."
 
 
 class ObjectNotFound(StorePermanent):
     """There is no such object on the mirror."""
 
     exit_code = 3
+
+
+class BucketNotFound(StorePermanent):
+    """There is no such bucket."""
+
+    exit_code = 10
+    hint = "Create the bucket, or correct the mirror's URL; then `ckptmirror drain`."
 
 
 class PreconditionFailed(StorePermanent):

@@ -23,7 +23,7 @@ class RecordState(StrEnum):
     PENDING = "pending"  # to be uploaded; nobody holds it
     UPLOADING = "uploading"  # a worker holds it, for the time of its lease
     VERIFIED = "verified"  # the mirror was asked and answered with the same size and crc32c
-    FAILED = "failed"  # a permanent fault; waits for `ckptmirror retry` or the next start
+    FAILED = "failed"  # a permanent fault; waits for `ckptmirror drain` or the next start
     SKIPPED = "skipped"  # policy leaves this save out on this mirror
     REMOVED = "removed"  # retention removed the save from the mirror; a tombstone stands there
 
@@ -36,7 +36,7 @@ TRANSITIONS: Mapping[tuple[RecordState, RecordState], str] = MappingProxyType(
         (_S.UPLOADING, _S.VERIFIED): "The mirror, asked after the upload, shows the same size and crc32c.",
         (_S.UPLOADING, _S.PENDING): "The lease ran out, or the fault is temporary.",
         (_S.UPLOADING, _S.FAILED): "The fault is permanent.",
-        (_S.FAILED, _S.PENDING): "`ckptmirror retry`, or a new start, which tries once more.",
+        (_S.FAILED, _S.PENDING): "`ckptmirror drain`, or a new start, which tries once more.",
         (_S.VERIFIED, _S.PENDING): "A reconcile found the object gone or changed.",
         (_S.PENDING, _S.SKIPPED): "A policy leaves this save out.",
         (_S.UPLOADING, _S.SKIPPED): "A policy leaves this save out; what was sent so far is abandoned.",

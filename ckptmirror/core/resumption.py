@@ -17,7 +17,7 @@ from ckptmirror.core.errors import CheckpointNotFound, RefusedOnlyCopy, StoreTem
 from ckptmirror.core.lineage import Lineage, SaveFacts
 from ckptmirror.core.model import Kind
 
-__all__ = ["DISK", "Candidate", "candidates", "check_fresh_start"]
+__all__ = ["DISK", "Candidate", "candidates", "check_fresh_start", "check_scratch"]
 
 DISK = "disk"
 KIND_ORDER: tuple[Kind, ...] = ("dcp", "model", "emergency")
@@ -87,6 +87,23 @@ def _missing_step(step: int, order: Lineage) -> CheckpointNotFound:
         )
     there_is = f"The nearest are {', '.join(map(str, nearest))}." if nearest else "There is no save at all."
     return CheckpointNotFound(f"There is no save of step {step}. {there_is}")
+
+
+def check_scratch(order: Lineage, problems: Mapping[str, str]) -> None:
+    """Check that a start over, which a person asked for without force, leaves no training behind.
+
+    Raises:
+        RefusedOnlyCopy: There are saves, or things that look like saves; lists some.
+    """
+    steps = sorted({step for step, _ in order.current})
+    listed = [f"step {step}" for step in steps[-5:]]
+    listed += [f"step {save.step} (save {save.save_id[:8]})" for save in (*order.superseded, *order.unknown)][:5]
+    listed += [f"{name}: {why}" for name, why in list(problems.items())[:5]]
+    if listed:
+        raise RefusedOnlyCopy(
+            "Starting at step 0 would leave what is saved behind: " + "; ".join(listed),
+            hint="Add force=True to do it all the same (nothing is deleted), or resume without policy='scratch'.",
+        )
 
 
 def check_fresh_start(

@@ -159,19 +159,19 @@ class RunClaim:
         if broken is not None and not lists:
             raise broken
         lists = [*filter(None, [local]), *lists]
-        if without or not lists:
-            lists += filter(None, [rebuild(root if not lists else None, without)])
-        if not lists:
-            for mirror in mirrors:
-                if mirror.required and mirror.url in silent:
-                    raise silent[mirror.url]
         try:
+            if without or local is None:
+                lists += filter(None, [rebuild(root if local is None else None, without)])
             known = merge_attempts(*lists) if lists else AttemptList(new_id())
         except LineageError as error:
             raise ConfigError(
                 f"{root} and its mirrors do not tell of one run: {error}",
                 hint="Give each run a root and a mirror prefix of its own.",
             ) from error
+        if not lists:
+            for mirror in mirrors:
+                if mirror.required and mirror.url in silent:
+                    raise silent[mirror.url]
         claim = cls(root, known, Attempt(new_id(), next_number(known), None, decided=False))
         claim.unclaimed = {url: str(error) for url, error in silent.items()}
         return claim
@@ -190,6 +190,10 @@ class RunClaim:
                 if announced:
                     raise self._fence(met) from None
                 raise
+            except ConfigError:
+                if announced or self.known.attempts:
+                    raise
+                raise _MetUnknownAttempt(mirror, ()) from None  # lost the race to begin the run: read its lists
 
     def decide(self, parent: SaveRef | None, mirrors: Sequence[Mirror]) -> None:
         """Record where this attempt starts from, on each mirror that answers and locally.

@@ -3,15 +3,17 @@
 This is the leader's part of a save (DESIGN.md §3, "Save"). Its order is the protocol:
 
 1. every artifact lies sealed (complete, checksummed, fsynced) under its temporary name, and its format has checked it;
-2. a record per artifact and mirror is durable in the table, not yet claimable;
+2. a record per artifact and mirror is durable in the table, not yet claimable, and the meta lies sealed under its
+   temporary name;
 3. the artifacts get their final names, never replacing anything, and the directory is fsynced;
-4. the meta is written, last: from here the save exists;
+4. the meta gets its final name, last: from here the save exists;
 5. the records are released to the uploader;
 6. ``latest`` is swapped; whether that works decides nothing.
 
 Rules:
-* Whatever happens before step 4 leaves no save: what was made is provably ours by the records of step 2, and is
-  removed by :func:`remove_uncommitted`, here or at the next start.
+* Whatever happens before step 4 leaves no save: what was made is provably ours by what step 2 left (the records, or,
+  without mirrors or with a lost table, the sealed meta), and is removed by :func:`remove_uncommitted`, here or at the
+  next start.
 * Whatever happens after step 4 leaves a whole save: the next start releases its records.
 """
 
@@ -20,19 +22,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.flow.mirrors import MirrorSpec
+from ckptmirror.flow.trash import empty_trash
 from ckptmirror.local import files
 from ckptmirror.local.checksums import digest_file
-from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.local.listing import Listing
 
-__all__ = ["commit_save", "free_tag", "remove_uncommitted", "top_names"]
+if TYPE_CHECKING:  # readers of a mirror pass through here and need no table
+    from ckptmirror.local.uploads import UploadsTable
+
+__all__ = ["commit_save", "free_tag", "made_by", "remove_uncommitted", "stray_below", "top_names"]
 
 _log = logging.getLogger("ckptmirror.commit")
 
@@ -69,16 +76,21 @@ def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], 
         meta_path=names.SaveName(meta.step, meta.tag).meta,
     )
     meta_path = root / names.SaveName(meta.step, meta.tag).meta
+    sealed: files.ArtifactWriter | None = None
     try:
+        sealed = files.ArtifactWriter(meta_path, meta.save_id)
+        sealed.write(meta_to_bytes(meta))
+        sealed.seal()
         for name in top_names(meta.artifacts):
             files.rename_noreplace(root / names.tmp_name(name, meta.save_id), root / name, label="save.publish")
         files.fsync_dir(root)
-        files.write_bytes(meta_path, meta_to_bytes(meta), save_id=meta.save_id)
+        sealed.publish()
     except BaseException:
         if not meta_path.exists():
-            made = {artifact.path: (artifact.digest.size_bytes, artifact.digest.crc32c) for artifact in meta.artifacts}
-            remove_uncommitted(root, meta.save_id, made)
+            remove_uncommitted(root, meta.save_id, made_by(meta))
             table.discard_unreleased([meta.save_id])
+        if sealed is not None:
+            sealed.abandon()
         raise
     table.release_save(meta.save_id)
     try:
@@ -93,26 +105,43 @@ def latest_target(meta: Meta) -> str:
     return name.dcp_dir if "dcp" in meta.kinds else name.model
 
 
+def made_by(meta: Meta) -> dict[str, tuple[int | None, int | None]]:
+    """Return what a save makes: size and crc32c by path."""
+    return {artifact.path: (artifact.digest.size_bytes, artifact.digest.crc32c) for artifact in meta.artifacts}
+
+
 def remove_uncommitted(root: Path, save_id: str, made: Mapping[str, tuple[int | None, int | None]]) -> None:
     """Remove what a save without a meta left on disk.
 
-    A temporary carries the save id. What has its final name is removed only where this save's own unreleased records
-    name it *and* its bytes have the recorded checksum: a file that someone else put there meanwhile stays.
+    A temporary carries the save id. What has its final name is removed only where this save's own unreleased records,
+    or its own sealed meta, name it *and* its bytes have that checksum: a file that someone else put there meanwhile
+    stays.
 
     Args:
         root: The local root.
         save_id: The save's id.
-        made: Size and crc32c by path, from the records.
+        made: Size and crc32c by path, from the records or the sealed meta.
     """
     for name in dict.fromkeys(path.partition("/")[0] for path in made):
         mine = {path: facts for path, facts in made.items() if path.partition("/")[0] == name}
         paths = [root / names.tmp_name(name, save_id)]
-        if all(_holds(root / path, *facts) for path, facts in mine.items()):
+        all_there = all(_holds(root / path, *facts) for path, facts in mine.items())
+        if all_there and stray_below(root, [name], mine) is None:
             paths.append(root / name)
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 files.move_to_trash(root, path)
-    files.empty_trash(root)
+    empty_trash(root)
+
+
+def stray_below(root: Path, tops: Iterable[str], ours: Collection[str]) -> str | None:
+    """Say which file in a save's directories is none of the save's; None if there is none."""
+    listing = Listing(root)
+    for top in tops:
+        for path in listing.files_below(top) if listing.is_dir(top) else ():
+            if path not in ours:
+                return f"{path} is not part of the save: move it away, and the save can go"
+    return None
 
 
 def _holds(path: Path, size_bytes: int | None, crc32c: int | None) -> bool:

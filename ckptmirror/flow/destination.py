@@ -22,6 +22,7 @@ from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta, DestinationOccupied, IntegrityError
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.flow.commit import top_names
+from ckptmirror.flow.trash import parsed_in_trash
 from ckptmirror.local import crashpoints, files
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import LocalSave, read_inventory
@@ -106,7 +107,7 @@ class Destination:
         if not trash.is_dir():
             return
         for entry in sorted(trash.iterdir()):
-            parsed = _parsed_in_trash(entry)
+            parsed = parsed_in_trash(entry)
             if parsed is None or parsed.role != "meta":
                 continue
             try:
@@ -220,14 +221,10 @@ class Destination:
         if condemned:
             files.fsync_dir(self.root)
         for entry in sorted(trash.iterdir()):
-            parsed = _parsed_in_trash(entry)
+            parsed = parsed_in_trash(entry)
             # The meta of another step may be what another process finishes its replacing by.
             if parsed is None or parsed.role != "meta" or parsed.step == self.step:
                 files.remove_tree_in_trash(self.root, entry)
-
-
-def _parsed_in_trash(entry: Path) -> names.ParsedName | None:
-    return names.parse_name(entry.name.rpartition(".")[0])
 
 
 def _below(artifacts: Iterable[Artifact]) -> set[str]:

@@ -134,9 +134,15 @@ def push(
         if spec.url not in [url for url, _ in known]:
             table.set_mirrors([*known, (spec.url, False if known else spec.required)])
         add_missing_records(table, [spec], metas)
+        table.retry_failed(mirror=spec.url)
+        mirrors = open_mirrors([spec])
+        try:
+            # No reconcile: it would give every other save a record too, and only these were asked for.
+            return _run(root, table, mirrors, timeout_s, bus or events.EventBus(), on_progress)
+        finally:
+            close_mirrors(mirrors)
     finally:
         table.close()
-    return drain(root, only=[spec.url], timeout_s=timeout_s, state_dir=state_dir, bus=bus, on_progress=on_progress)
 
 
 def _ask(root: Path, spec: MirrorSpec) -> None:

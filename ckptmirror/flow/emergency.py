@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +54,10 @@ def save_emergency(
     from ckptmirror.formats.emergency import write_emergency
 
     save_id = emergency_save_id(attempt, number, step)
-    directory = root / _agreed_name(root, save_id, step)
+    name = _agreed_name(root, save_id, step)
+    parsed = names.parse_name(name)
+    assert parsed is not None
+    directory = root / name
     files.make_dirs(directory)
     artifacts = tuple(write_emergency(state, directory, save_id=save_id, rank=rank, world_size=world_size, step=step))
     meta = Meta(
@@ -67,6 +71,7 @@ def save_emergency(
         nodes=1,
         node=0,
         artifacts=artifacts,
+        tag=parsed.tag,
         training_config=plain_values(state.training_config or {}),
         created_at_utc=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -84,8 +89,10 @@ def save_emergency(
 def _agreed_name(root: Path, save_id: str, step: int) -> str:
     """Let the first rank of the node name the directory; the others read the name."""
     note = root / names.CONTROL_DIR / f"emergency-{save_id[:8]}.json"
-    utc = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    mine = json.dumps({"directory": names.emergency_dir_name(step, utc)}).encode()
+    name = names.emergency_dir_name(step, datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"))
+    if os.path.lexists(root / name):  # of another snapshot in the same second
+        name = names.emergency_dir_name(step, datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), save_id[:8])
+    mine = json.dumps({"directory": name}).encode()
     try:
         files.write_bytes(note, mine, save_id=new_id())  # a temporary of its own: the final name decides who is first
     except NameTaken:

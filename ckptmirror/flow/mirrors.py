@@ -40,6 +40,8 @@ def mirror_specs(mirrors: Iterable[str | MirrorSpec]) -> list[MirrorSpec]:
     Raises:
         ConfigError: A URL is not understood, or one is given twice.
     """
+    if isinstance(mirrors, str | MirrorSpec):
+        raise ConfigError("mirrors is a list of URLs, not one URL.", hint="Write mirrors=[...].")
     specs: list[MirrorSpec] = []
     for given in mirrors:
         spec = given if isinstance(given, MirrorSpec) else MirrorSpec(given)

@@ -30,7 +30,7 @@ from ckptmirror.flow.status import table_path
 from ckptmirror.flow.workers import UploadWorkers, still_moving, unsettled
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
-from ckptmirror.local.uploads import RootIdentity, UploadsTable
+from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
 
 __all__ = ["Node", "open_table"]
 
@@ -40,7 +40,7 @@ _STOP_ROTATOR_S = 60.0
 _STOPPED_LIMIT_S = 2.0  # after a stop request the grace period runs
 
 
-def open_table(root: Path, state_dir: Path | None = None) -> UploadsTable:
+def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | None = None) -> UploadsTable:
     """Open the root's pending-uploads table, or make it; in ``state_dir`` where the root is a network file system.
 
     A broken table is moved aside, never deleted, and made anew: it is a cache of facts, and what it does not know
@@ -49,11 +49,11 @@ def open_table(root: Path, state_dir: Path | None = None) -> UploadsTable:
     path = table_path(root, state_dir)
     files.make_dirs(path.parent)
     try:
-        return UploadsTable.open(path, create=True)
+        return UploadsTable.open(path, create=True, clock=clock)
     except BrokenTable as error:
         aside = UploadsTable.set_aside(path)
         _log.error("%s It lies now at %s; its facts are gathered anew from disk and mirrors.", error, aside)
-        return UploadsTable.open(path, create=True)
+        return UploadsTable.open(path, create=True, clock=clock)
 
 
 class Node:
@@ -68,6 +68,7 @@ class Node:
         *,
         state_dir: Path | None = None,
         workers_per_mirror: int = 2,
+        clock: LeaseClock | None = None,
     ) -> None:
         self.root = root
         self.specs = list(specs)
@@ -89,7 +90,7 @@ class Node:
         )
         with contextlib.ExitStack() as undo:
             undo.callback(self.lock.release)
-            self.table = open_table(root, state_dir)
+            self.table = open_table(root, state_dir, clock)
             undo.callback(self.table.close)
             self.table.set_mirrors([(spec.url, spec.required) for spec in specs])
             self.reconciled = reconcile(root, self.table, self.specs)
@@ -110,6 +111,10 @@ class Node:
         """Record where the attempt starts from, then let uploads and rotation run."""
         claim = self._claimed()
         claim.decide(parent, self.mirrors)
+        self._start_services(claim)
+        self.write_status("running")
+
+    def _start_services(self, claim: RunClaim) -> None:
         self._workers = UploadWorkers(
             self.root,
             self.table,
@@ -122,7 +127,6 @@ class Node:
         self._rotator = _Rotator(self)
         self._rotator.start()
         self._workers.start()
-        self.write_status("running")
 
     def fenced(self) -> str | None:
         """The reason why this attempt may commit nothing more, if there is one."""
@@ -185,8 +189,8 @@ class Node:
         except CkptMirrorError as error:
             _log.warning("status.json was not written: %s", error)
 
-    def finish(self, timeout_s: float, *, stopped: bool) -> None:
-        """Upload what is pending within ``timeout_s`` seconds, then let everything go.
+    def finish(self, timeout_s: float, *, stopped: bool, saving: bool = False) -> None:
+        """Upload what is pending within ``timeout_s`` seconds, then let everything go (see :meth:`close`).
 
         Raises:
             DeadlinePassed: The run finished (it was not stopped) and something is not verified on a required mirror.
@@ -199,26 +203,27 @@ class Node:
                 self._workers.notify()
             self.write_status("stopped" if stopped else ("finished" if not pending else "incomplete"), pending=pending)
         finally:
-            self.close(_STOPPED_LIMIT_S if stopped else None)
+            self.close(_STOPPED_LIMIT_S if stopped else None, saving=saving)
         if pending:
             message = f"{pending} files of {self.root} are not verified on their mirrors."
             if not stopped:
                 raise DeadlinePassed(message, hint=f"Finish them with `ckptmirror drain --root {self.root}`.")
             _log.warning("%s `ckptmirror drain --root %s`, or the next start, finishes them.", message, self.root)
 
-    def close(self, limit_s: float | None = None) -> None:
+    def close(self, limit_s: float | None = None, *, saving: bool = False) -> None:
         """Stop the threads, free the table, the stores and the lock.
 
         A thread that does not end within its limit (a mirror keeps it waiting) keeps what it uses until this process
-        ends: an uploader the table and the stores, the rotator the lock as well, since it changes the root.
+        ends: an uploader the table and the stores; the rotator, and a save still in flight (``saving``), the lock as
+        well, since they change the root.
         """
         rotator_ended, workers_ended = self._stop_services(limit_s)
         try:
-            if rotator_ended and workers_ended:
+            if rotator_ended and workers_ended and not saving:
                 self.table.close()
                 close_mirrors(self.mirrors)
         finally:
-            if rotator_ended:
+            if rotator_ended and not saving:
                 self.lock.release()
 
     def _stop_services(self, limit_s: float | None = None) -> tuple[bool, bool]:

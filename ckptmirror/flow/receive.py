@@ -205,7 +205,7 @@ class _Pool:
         raise IntegrityError(
             f"{self._store.url}/{incoming.object_name} is not what was saved: block {wrong} (at byte "
             f"{wrong * incoming.digest.block_size_bytes}) has another crc32c, {_TRIES_PER_BLOCK} times.",
-            hint="Stage the step from another mirror, or another step; see `ckptmirror verify`.",
+            hint="Stage the step from another mirror, or another step: see `ckptmirror ls`.",
         )
 
     def _wrong_block(self, job: _Job, buffer: memoryview, fill: Fill) -> int | None:

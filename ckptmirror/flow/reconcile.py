@@ -1,7 +1,8 @@
 """Reconcile: make table and disk agree at every start, without being told.
 
 Rules (the caller holds the root lock, so no save is in flight):
-* Records without a meta are a save that a crash cut short before it existed: what it left is removed.
+* Records without a meta, or a sealed meta that never got its name, are a save that a crash cut short before it
+  existed: what it left is removed.
 * A meta with records that were never released is a save: its records are released.
 * A whole save without records (a lost table, a staged save) gets them, pending: the uploader asks the mirror first,
   and our own object there is success without sending a byte.
@@ -14,16 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import IntegrityError
+from ckptmirror.core.codec import meta_from_bytes
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Meta
-from ckptmirror.flow.commit import remove_uncommitted
+from ckptmirror.flow.catalog import META_LIMIT_BYTES
+from ckptmirror.flow.commit import made_by, remove_uncommitted
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.rotate import finish_interrupted
+from ckptmirror.flow.trash import empty_trash
 from ckptmirror.flow.workers import free_dead_workers
 from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
@@ -65,9 +70,12 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
             remove_uncommitted(root, save.save_id, {r.path: (r.size_bytes, r.crc32c) for r in records})
             table.discard_unreleased([save.save_id])
             discarded.append(save.save_id)
+    for meta in _sealed_only(root, inventory.temporaries):  # there may have been no mirror, so no records
+        if meta.save_id not in on_disk:
+            remove_uncommitted(root, meta.save_id, made_by(meta))
     removed = [path for path in inventory.temporaries if _remove_temporary(root, path)]
     added = add_missing_records(table, mirrors, whole.values())
-    files.empty_trash(root)
+    empty_trash(root)
     return Reconciled(tuple(discarded), tuple(released), tuple(added), tuple(path.name for path in removed))
 
 
@@ -108,6 +116,23 @@ def carry_on(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> None
     """What a start does once mirrors can be asked: finish cut-short rotations, and try failed uploads once more."""
     finish_interrupted(root, table, mirrors)
     table.retry_failed()
+
+
+def _sealed_only(root: Path, temporaries: Iterable[Path]) -> list[Meta]:
+    """Read the metas that were sealed and never got their name. What was staged has a copy and is continued."""
+    metas = []
+    for path in temporaries:
+        parsed = names.parse_name(path.name)
+        final = names.parse_name(parsed.final) if parsed is not None else None
+        if parsed is None or final is None or final.role != "meta" or path.parent != root:
+            continue
+        if os.path.lexists(root / parsed.final):
+            continue
+        with contextlib.suppress(CkptMirrorError, FileNotFoundError):  # cut short itself: nothing was published yet
+            meta = meta_from_bytes(files.read_limited(path, META_LIMIT_BYTES))
+            if meta.staged_from is None and meta.save_id[:8] == parsed.save:
+                metas.append(meta)
+    return metas
 
 
 def _remove_temporary(root: Path, path: Path) -> bool:

@@ -31,7 +31,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
 from ckptmirror.core.model import Attempt, Kind, Meta, SaveRef
-from ckptmirror.core.resumption import DISK, Candidate, candidates, check_fresh_start
+from ckptmirror.core.resumption import DISK, Candidate, candidates, check_fresh_start, check_scratch
 from ckptmirror.flow.catalog import Catalog, local_catalog, mirror_catalog
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.flow.node import Node
@@ -152,9 +152,7 @@ class _Proposer:
     def _plan(self) -> list[tuple[Candidate, str]]:
         if self._policy == "scratch":
             if not self._force:
-                check_fresh_start(
-                    self._order, decided_scratch=False, silent_required=(), problems=self._places.problems()
-                )
+                check_scratch(self._order, self._places.problems())
             return []
         reference = None if self._policy == "auto" else self._policy
         where = {key: list(metas) for key, metas in self._metas.items()}
@@ -232,7 +230,7 @@ class _Proposer:
     def _bring(self, url: str, meta: Meta, kind: Kind) -> Meta:
         """Stage a save into the root; a broken local copy of it steps aside for the mirror's."""
         mirror: Mirror = next(mirror for mirror in self._node.mirrors if mirror.url == url)
-        staged = stage_save(mirror, meta, self._node.root, kinds=(kind,), full=True, refresh=True, bus=self._bus)
+        staged = stage_save(mirror, meta, self._node.root, kinds=(kind,), full=True, repair=True, bus=self._bus)
         self._node.table.forget_save(meta.save_id)  # its records named the paths of the copy that stepped aside
         add_missing_records(self._node.table, self._node.mirrors, [staged])
         return staged

@@ -16,7 +16,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +25,13 @@ from ckptmirror.core.errors import NoTable
 from ckptmirror.core.model import AttemptList, Meta
 from ckptmirror.core.retention import Retention, RotationPlan, SaveStatus, plan_rotation
 from ckptmirror.flow.catalog import local_catalog
-from ckptmirror.flow.commit import latest_target, top_names
+from ckptmirror.flow.commit import latest_target, stray_below, top_names
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
-from ckptmirror.flow.safety import is_skipped, save_safety, why_not_safe
+from ckptmirror.flow.safety import is_skipped, save_safety, why_not_safe, why_not_same
 from ckptmirror.flow.status import table_path
+from ckptmirror.flow.trash import empty_trash
 from ckptmirror.local import files
 from ckptmirror.local.checksums import digest_file
-from ckptmirror.local.listing import Listing
 from ckptmirror.local.lock import exclusive
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
@@ -108,7 +108,11 @@ def rotate(
         deleted = []
         for save_id in plan.delete if not dry_run else ():
             meta = metas[save_id]
-            reason = _why_not_ours(root, meta) or why_not_safe(table, mirrors, meta.save_id)
+            reason = (
+                _why_not_ours(root, meta)
+                or why_not_same(table, mirrors, meta)
+                or why_not_safe(table, mirrors, meta.save_id)
+            )
             if reason is not None:
                 refused[save_id] = reason
                 continue
@@ -117,7 +121,7 @@ def rotate(
             deleted.append((meta.step, save_id))
             bus.emit(events.SaveRotated(step=meta.step, save_id=save_id, reason=plan.delete[save_id]))
         if deleted:
-            files.empty_trash(root)
+            empty_trash(root)
         for save_id, reason in refused.items():
             bus.emit(events.RotationRefused(step=metas[save_id].step, save_id=save_id, reason=reason))
         return RotationReport(plan, tuple(deleted), refused, {save_id: meta.step for save_id, meta in metas.items()})
@@ -135,7 +139,7 @@ def _why_not_ours(root: Path, meta: Meta) -> str | None:
             return f"{artifact.path} went away while it was looked at"
         if changed_ns > committed_ns and digest_file(root / artifact.path).crc32c != artifact.digest.crc32c:
             return f"{artifact.path} was changed after the save was committed"
-    return _stray(root, top_names(meta.artifacts), {artifact.path for artifact in meta.artifacts})
+    return stray_below(root, top_names(meta.artifacts), {artifact.path for artifact in meta.artifacts})
 
 
 def _changed_ns(path: Path) -> int | None:
@@ -143,15 +147,6 @@ def _changed_ns(path: Path) -> int | None:
         return path.lstat().st_ctime_ns
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _stray(root: Path, tops: Iterable[str], ours: Collection[str]) -> str | None:
-    listing = Listing(root)
-    for top in tops:
-        for path in listing.files_below(top) if listing.is_dir(top) else ():
-            if path not in ours:
-                return f"{path} is not part of the save: move it away, and the save can go"
-    return None
 
 
 def _newest(statuses: Sequence[SaveStatus], metas: Mapping[str, Meta]) -> Meta | None:
@@ -216,7 +211,7 @@ def _finish(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[
         files.fsync_dir(root)
         table.forget_save(save.save_id)
         finished.append(save.save_id)
-    files.empty_trash(root)
+    empty_trash(root)
     return finished
 
 
@@ -230,7 +225,7 @@ def _is_still_ours(root: Path, name: str, records: Sequence[UploadRecord]) -> bo
             return False
         if (digest.size_bytes, digest.crc32c) != (record.size_bytes, record.crc32c):
             return False
-    return _stray(root, [name], {record.path for record in mine}) is None
+    return stray_below(root, [name], {record.path for record in mine}) is None
 
 
 def rotate_root(

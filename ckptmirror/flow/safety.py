@@ -23,7 +23,7 @@ from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.flow.upload import read_back_crc32c
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
-__all__ = ["is_skipped", "save_safety", "why_not_safe"]
+__all__ = ["is_skipped", "save_safety", "why_not_safe", "why_not_same"]
 
 
 def save_safety(table: UploadsTable, mirrors: Sequence[Mirror], save_id: str) -> tuple[MirrorSafety, ...]:
@@ -52,6 +52,18 @@ def is_skipped(table: UploadsTable, mirrors: Sequence[Mirror], save_id: str) -> 
     except BrokenTable:
         return False
     return bool(standing) and all(there.skipped for there in standing)
+
+
+def why_not_same(table: UploadsTable, mirrors: Iterable[Mirror], meta: Meta) -> str | None:
+    """Say why the table's records are not of the save that lies on this disk; None if they are."""
+    wanted = {artifact.path: (artifact.digest.size_bytes, artifact.digest.crc32c) for artifact in meta.artifacts}
+    for mirror in mirrors:
+        if not mirror.required:
+            continue
+        records = table.records(save_id=meta.save_id, mirror=mirror.url)
+        if {r.path: (r.size_bytes, r.crc32c) for r in records if r.role == "artifact"} != wanted:
+            return f"{mirror.url}: the records are not of the files that lie here"
+    return None
 
 
 def why_not_safe(table: UploadsTable, mirrors: Iterable[Mirror], save_id: str) -> str | None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LeaderSide", "SaveRequest", "Saver"]
 
+_ROOM_FOR_EXTRA_BYTES = 16 * 1024 * 1024
 _log = logging.getLogger("ckptmirror.save")
 
 
@@ -170,6 +171,26 @@ class Saver:
             handle.fail(error)
             raise
 
+    def reserve(self, kinds: Sequence[Kind], state: TrainState) -> None:
+        """Take now the host memory that a save of ``state`` needs: fresh pages cost far more than the copy into them.
+
+        Talks to no other rank, and asks neither a data loader nor the user's objects, which may not like it now: room
+        for their state is guessed. A failure is only logged: the save finds out again.
+        """
+        from ckptmirror.formats.capture import capture, capture_local, snapshot_tree
+
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        state = replace(state, scheduler=None, scaler=None, dataloader=None, extra=None)
+        try:
+            live = capture_local(state, step=0, rank=rank)
+            if live.sharded and "model" in kinds:
+                return  # how much rank 0 gathers shows when all ranks capture together
+            if not live.sharded:
+                live = capture(state, step=0, kinds=kinds, rank=rank, world_size=world_size)
+            self._kept_copier().reserve(snapshot_tree(live), more_bytes=_ROOM_FOR_EXTRA_BYTES)
+        except CkptMirrorError as error:
+            _log.warning("the memory for the first save was not taken yet: %s", error)
+
     def next_number(self) -> int:
         """Take the number of the next save of this attempt."""
         self._number += 1
@@ -199,7 +220,6 @@ class Saver:
 
     def _copy(self, request: SaveRequest, state: TrainState) -> tuple[Snapshot, Lease]:
         from ckptmirror.formats.capture import capture, snapshot_from_tree, snapshot_tree
-        from ckptmirror.ranks.host_copy import HostCopier
 
         def agree(failure: BaseException | None) -> None:
             self._ranks.exchange(None, what=f"capture step {request.step}", error=failure)
@@ -212,14 +232,19 @@ class Saver:
             world_size=self._ranks.world_size,
             before_collectives=agree,
         )
-        if self._copier is None:
-            self._copier = HostCopier()
-        lease = self._copier.copy(snapshot_tree(live))
+        lease = self._kept_copier().copy(snapshot_tree(live))
         try:
             return snapshot_from_tree(lease.tree), lease
         except BaseException:
             lease.release()
             raise
+
+    def _kept_copier(self) -> HostCopier:
+        if self._copier is None:
+            from ckptmirror.ranks.host_copy import HostCopier
+
+            self._copier = HostCopier()
+        return self._copier
 
     # -- on the background thread ---------------------------------------------------------------------------
 
@@ -244,7 +269,11 @@ class Saver:
             )
             handle.fail(error)
             return
-        handle.reach("committed")
+        try:
+            if meta is not None and self._leader is not None:
+                self._leader.on_commit(meta)  # before close() can go on: it changes the root
+        finally:
+            handle.reach("committed")
         self._bus.emit(
             events.SaveCommitted(
                 step=request.step,
@@ -255,8 +284,6 @@ class Saver:
                 duration_s=time.perf_counter() - started,
             )
         )
-        if meta is not None and self._leader is not None:
-            self._leader.on_commit(meta)
 
     def _agree(self, request: SaveRequest, copied: _Copied | BaseException) -> tuple[WriteContext, _Copied]:
         """First exchange: every rank has its copy, the same request on each, the save id of rank 0, the node's tag."""

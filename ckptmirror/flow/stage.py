@@ -143,19 +143,21 @@ def stage_save(
     kinds: Sequence[Kind],
     full: bool,
     refresh: bool = False,
+    repair: bool = False,
     on_progress: OnProgress | None = None,
     bus: events.EventBus | None = None,
 ) -> Meta:
     """Bring the artifacts of some kinds of one save into ``dest`` and return the meta that stands there then.
 
-    ``meta`` is the mirror's; with ``full`` the optimizer, extra and tensors files come too. In a training root the
-    caller holds the root lock. Raises what :func:`stage_checkpoint_step` raises.
+    ``meta`` is the mirror's; with ``full`` the optimizer, extra and tensors files come too. ``repair`` is ``refresh``
+    for this save alone: other saves of the step stay as they are, whosever they are. In a training root the caller
+    holds the root lock. Raises what :func:`stage_checkpoint_step` raises.
     """
     wanted = wanted_artifacts(meta, kinds, full)
     make_control_dir(dest)
     lock_path = dest / names.CONTROL_DIR / f"stage_{names.SaveName(meta.step).stem}.lock"
     with exclusive(lock_path, timeout_s=_OTHER_STAGE_WAIT_S):
-        staging = Staging(mirror, dest, refresh, on_progress, bus or events.EventBus())
+        staging = Staging(mirror, dest, refresh or repair, on_progress, bus or events.EventBus())
         place = Destination(dest, meta.step)
         stale, repairs = staging.judge(place, meta) if refresh else ([], [])
         staged = staging.bring(place, meta, wanted, kinds, stale)

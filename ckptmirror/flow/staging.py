@@ -262,7 +262,7 @@ class Staging:
                 raise IntegrityError(
                     f"{self._mirror.url}/{info.name} has crc32c {info.crc32c:08x}, "
                     f"but {artifact.digest.crc32c:08x} was saved.",
-                    hint="Stage the step from another mirror, or another step; see `ckptmirror verify`.",
+                    hint="Stage the step from another mirror, or another step: see `ckptmirror ls`.",
                 )
             tmp = self._tmp_of(artifact.path, meta.save_id)
             incoming.append(Incoming(info.name, info.generation, artifact.digest, tmp))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import NoTable
+from ckptmirror.core.errors import BrokenTable, NoTable
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.catalog import local_catalog
@@ -92,6 +92,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     try:
         mirrors = [(row.url, row.required) for row in table.mirrors()]
         records = table.records()
+        gaps = {save_id: _gaps(table, save_id) for save_id in {record.save_id for record in records}}
     finally:
         table.close()
     required = [url for url, is_required in mirrors if is_required]
@@ -102,7 +103,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         by_save.setdefault(record.save_id, []).append(record)
     saves = []
     for meta in sorted(catalog.saves.values(), key=lambda meta: (meta.step, meta.attempt.number, meta.save_number)):
-        waiting = _waiting(by_save.get(meta.save_id, []), required)
+        waiting = _waiting(by_save.get(meta.save_id, []), required, gaps.get(meta.save_id, {}))
         saves.append(
             SaveLine(
                 step=meta.step,
@@ -130,7 +131,20 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     )
 
 
-def _waiting(records: list[UploadRecord], required: list[str]) -> dict[str, str]:
+def _gaps(table: UploadsTable, save_id: str) -> dict[str, str]:
+    """Say for each mirror what is missing that no record tells of: a row that is broken counts as no record."""
+    try:
+        standing = table.standing(save_id)
+    except BrokenTable as error:
+        return {row.url: str(error) for row in table.mirrors()}
+    return {
+        there.mirror: there.reason
+        for there in standing
+        if not (there.verified and there.committed) and not there.skipped and not there.removed
+    }
+
+
+def _waiting(records: list[UploadRecord], required: list[str], gaps: Mapping[str, str]) -> dict[str, str]:
     waiting = {}
     for url in required:
         mine = [record for record in records if record.mirror == url]
@@ -143,6 +157,8 @@ def _waiting(records: list[UploadRecord], required: list[str]) -> dict[str, str]
             waiting[url] = (
                 f"{len(open_ones)} of {len(mine)} files not verified ({worst.path} {worst.state.value}{error})"
             )
+        elif url in gaps:
+            waiting[url] = gaps[url]
     return waiting
 
 

@@ -26,6 +26,7 @@ from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_from_bytes, meta_or_tombstone_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import (
     AttemptFenced,
+    BrokenMeta,
     CkptMirrorError,
     ClaimLost,
     IntegrityError,
@@ -175,7 +176,7 @@ class Uploading:
         except FileNotFoundError as error:
             raise StorePermanent(
                 f"{path} is gone, and {self._context.mirror.url} has no copy of it.",
-                hint="Restore the file, then `ckptmirror retry`.",
+                hint="Restore the file, then `ckptmirror drain`.",
             ) from error
         with source:
             if source.size_bytes != digest.size_bytes:
@@ -194,8 +195,11 @@ class Uploading:
                         on_progress=self._progressed,
                     )
                 )
-            except PreconditionFailed:
-                return self._store.stat(name)  # an object stands there now, ours perhaps (a lost answer): compared next
+            except PreconditionFailed as error:
+                info = self._store.stat(name)  # an object stands there now, ours perhaps (a lost answer): compared next
+                if info is None:
+                    raise Temporary(f"{name} came and went on {self._context.mirror.url}.") from error
+                return info
             except IntegrityError as error:
                 self._context.table.set_session(self._claim, None)  # what it holds is not what was committed
                 verify_file(path, digest)  # raises if it is our file that rotted since the commit
@@ -265,22 +269,24 @@ class Uploading:
 
     def send_meta(self) -> None:
         """Write the mirror's meta, last; find our own there; step aside for another save's; obey a tombstone."""
-        context, record = self._context, self._record
+        context = self._context
         meta = self._local_meta()
         context.confirm(context.mirror)
         context.confirmed.set()
         data = meta_to_bytes(self._mirror_meta(meta))
-        plain = record.path
-        tagged = plain if meta.tag else names.tagged(plain, meta.save_id)
-        for name in dict.fromkeys([plain, tagged]):
-            with contextlib.suppress(PreconditionFailed):  # ours from before, or another save's: read next
-                context.mirror.store.write(name, data, if_generation=0, metadata=self._metadata(meta))
+        own_names = self._own_names(meta)
+        for name in self._candidate_names(meta):
+            if name in own_names:
+                with contextlib.suppress(PreconditionFailed):  # ours from before, or another save's: read next
+                    self._store.write(name, data, if_generation=0, metadata=self._metadata(meta))
+            elif self._store.stat(name) is None:
+                continue
             try:
                 there, info = self._store.read(name, limit_bytes=_META_LIMIT_BYTES)
             except ObjectNotFound as error:
                 raise Temporary(f"{name} came and went on {context.mirror.url}.") from error
-            found = meta_or_tombstone_from_bytes(there)
-            if found.save_id != meta.save_id:
+            found = _meta_or_none(there)
+            if found is None or found.save_id != meta.save_id:
                 continue
             if isinstance(found, Tombstone):
                 context.table.remove(meta.save_id, context.mirror.url, f"removed by retention: {found.reason}")
@@ -329,6 +335,14 @@ class Uploading:
                     raise IntegrityError(f"{path} names another save than its record.")
                 return meta
         raise IntegrityError(f"The table has no meta record for save {self._record.save_id[:8]}.")
+
+
+def _meta_or_none(data: bytes) -> Meta | Tombstone | None:
+    """Read what stands under a meta's name; None for what somebody else put there."""
+    try:
+        return meta_or_tombstone_from_bytes(data)
+    except BrokenMeta:
+        return None
 
 
 def _covers(there: Meta, mine: Meta) -> bool:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.serialization import config as serialization_config
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Artifact, Digest, Kind, Meta
@@ -143,13 +144,16 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
         # Said at every save of one process. The filter is not restored: other threads may change filters meanwhile.
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
     try:
-        metadata = save(
-            state,
-            storage_writer=writer,
-            planner=DefaultSavePlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
+        # A second sum of every byte costs most of the processor time of a write. Only torch reads these files, and it
+        # does not check it; what is checked is the artifact's crc32c. The setting is this thread's alone.
+        with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at import
+            metadata = save(
+                state,
+                storage_writer=writer,
+                planner=DefaultSavePlanner(),
+                process_group=group,
+                no_dist=group is None,
+            )
     except CheckpointException as error:
         raise from_checkpoint_exception(error, "writing kind dcp") from error
     # Every rank comes here or none; what may fail on one rank alone follows only after the last collective.

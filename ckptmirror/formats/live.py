@@ -44,7 +44,7 @@ def pair_names(saved: Iterable[str], live: Mapping[str, Any]) -> dict[str, str]:
             "The checkpoint does not match the model."
             + (f" Missing in the checkpoint: {_some(missing)}." if missing else "")
             + (f" Not in the model: {_some(unexpected)}." if unexpected else ""),
-            hint="Build the model with the configuration that the meta names (`ckptmirror inspect`).",
+            hint="Build the model with the configuration that the meta names (its `training_config`).",
         )
     return by_live
 
@@ -60,7 +60,7 @@ def check_fits(name: str, shape: tuple[int, ...] | None, live: Any) -> None:
     if shape is not None and shape != tuple(live.shape):
         raise UsageError(
             f"{name} has the shape {shape} in the checkpoint and {tuple(live.shape)} in the model.",
-            hint="Build the model with the configuration that the meta names (`ckptmirror inspect`).",
+            hint="Build the model with the configuration that the meta names (its `training_config`).",
         )
     if isinstance(live, torch.Tensor) and live.is_meta:
         raise UsageError(

@@ -17,7 +17,7 @@ from ckptmirror.local.checksums import crc32c
 
 __all__ = ["byte_view", "compact", "digest32", "sum32"]
 
-_WORDS_PER_CHUNK = 1 << 18
+_WORDS_PER_CHUNK = 1 << 15  # up to here torch sums in the calling thread, which is faster than waiting for its pool
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
@@ -35,23 +35,22 @@ def sum32(tensor: torch.Tensor) -> int:
 
     The sums of pieces whose sizes are multiples of four bytes add up to the sum of the whole, however it was cut.
     """
-    dense = tensor.detach().contiguous()
-    size_bytes = dense.numel() * dense.element_size()
-    whole_words = size_bytes // 4
-    total = 0
-    if whole_words:
-        words = torch.frombuffer(byte_view(dense), dtype=torch.int32, count=whole_words)
-        ones = torch.ones(min(whole_words, _WORDS_PER_CHUNK), dtype=torch.int32)
-        for chunk in torch.split(words, _WORDS_PER_CHUNK):
-            total += int(torch.dot(chunk, ones[: chunk.numel()]))
-    tail = bytes(byte_view(dense)[whole_words * 4 :])
-    return (total + int.from_bytes(tail, "little")) & 0xFFFFFFFF
+    return digest32(tensor)[0]
 
 
 def digest32(tensor: torch.Tensor) -> tuple[int, int]:
     """Return (:func:`sum32`, crc32c) of a CPU tensor's bytes in row-major order."""
-    dense = tensor.detach().contiguous()
-    return sum32(dense), crc32c(byte_view(dense))
+    data = byte_view(tensor.detach().contiguous())
+    whole = data.nbytes // 4 * 4
+    ones = torch.ones(min(whole // 4, _WORDS_PER_CHUNK), dtype=torch.int32)
+    total = crc = 0
+    for begin in range(0, whole, 4 * _WORDS_PER_CHUNK):  # both sums of a chunk while it is in the cache
+        chunk = data[begin : min(begin + 4 * _WORDS_PER_CHUNK, whole)]
+        words = torch.frombuffer(chunk, dtype=torch.int32)
+        total += int(torch.dot(words, ones[: words.numel()]))
+        crc = crc32c(chunk, crc)
+    tail = data[whole:]
+    return (total + int.from_bytes(tail, "little")) & 0xFFFFFFFF, crc32c(tail, crc)
 
 
 def compact(tree: Any) -> Any:

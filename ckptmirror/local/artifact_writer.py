@@ -63,8 +63,9 @@ class ArtifactWriter(io.RawIOBase):
         self._sealed: Digest | None = None
         self._failure: CkptMirrorError | None = None
         self._buffer: memoryview | None = None
-        self._filled = 0
-        self._offset = 0
+        self._filled = 0  # of the buffer
+        self._summed = 0  # of these, in the digest already
+        self._offset = 0  # of the buffer in the file
         self._pool: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
         self._descriptor = -1
@@ -80,7 +81,7 @@ class ArtifactWriter(io.RawIOBase):
 
     def tell(self) -> int:
         """Return the number of bytes written so far."""
-        return self._digest.size_bytes
+        return self._offset + self._filled
 
     def fileno(self) -> int:
         """Refuse: bytes written past this object would miss their checksum."""
@@ -105,11 +106,11 @@ class ArtifactWriter(io.RawIOBase):
             if self._buffer is None:
                 self._buffer = direct_io.take_buffer()
             room = min(self._buffer.nbytes - self._filled, _PIECE_SIZE_BYTES, view.nbytes - taken)
-            piece = self._buffer[self._filled : self._filled + room]
-            piece[:] = view[taken : taken + room]
-            self._digest.update(piece)
+            self._buffer[self._filled : self._filled + room] = view[taken : taken + room]
             self._filled += room
             taken += room
+            if self._filled - self._summed >= _PIECE_SIZE_BYTES:  # not at each of torch's many tiny writes
+                self._sum()
             if self._filled == self._buffer.nbytes:
                 self._send_buffer()
         return view.nbytes
@@ -211,14 +212,21 @@ class ArtifactWriter(io.RawIOBase):
 
     # -- inside ---------------------------------------------------------------------------------------------
 
+    def _sum(self) -> None:
+        """Take into the digest what was written since the last time."""
+        if self._buffer is not None and self._summed < self._filled:
+            self._digest.update(self._buffer[self._summed : self._filled])
+            self._summed = self._filled
+
     def _send_buffer(self) -> None:
         """Hand the full buffer to the writing thread; wait while too many are on their way."""
+        self._sum()
         assert self._buffer is not None
         if self._pool is None:
             with self._explained("write"):
                 direct_io.allow_direct(self._descriptor)
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ckptmirror-write")
-        buffer, self._buffer, self._filled = self._buffer, None, 0
+        buffer, self._buffer, self._filled, self._summed = self._buffer, None, 0, 0
         self._pending.append(self._pool.submit(self._write_and_give, buffer, self._offset))
         self._offset += buffer.nbytes
         while len(self._pending) >= _BUFFERS:
@@ -239,6 +247,7 @@ class ArtifactWriter(io.RawIOBase):
         while self._pending:
             self._await_oldest()
         self._stop_pool()
+        self._sum()
         if self._buffer is not None and self._filled:
             aligned = self._filled // direct_io.ALIGNMENT_BYTES * direct_io.ALIGNMENT_BYTES
             if not direct_io.is_direct(self._descriptor):
@@ -261,7 +270,7 @@ class ArtifactWriter(io.RawIOBase):
     def _give_buffer(self) -> None:
         if self._buffer is not None:
             direct_io.give_buffer(self._buffer)
-        self._buffer, self._filled = None, 0
+        self._buffer, self._filled, self._summed = None, 0, 0
 
     def _let_go_of_descriptor(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

@@ -5,19 +5,18 @@ Rules:
 * Blocks start at 4 MiB; past 4,096 blocks the block size doubles and pairs of blocks are combined.
 * Files are read past the page cache where the file system allows, so that what rotted on the disk is seen.
 * A symbolic link is never followed: it could stand in for other bytes.
+* The library that computes is loaded at first use: a verb sends its first request before it has bytes to check.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from awscrt.checksums import combine_crc32c as _combine
-from awscrt.checksums import crc32c as _crc32c
+from typing import TYPE_CHECKING, Any
 
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.core.model import MAX_BLOCKS, MIN_BLOCK_SIZE_BYTES, Digest
@@ -29,15 +28,22 @@ if TYPE_CHECKING:
 __all__ = ["BlockDigest", "block_size_for", "combine", "crc32c", "digest_file", "verify_file"]
 
 
+@functools.cache
+def _native() -> Any:
+    from awscrt import checksums
+
+    return checksums
+
+
 def crc32c(buffer: Buffer, previous: int = 0) -> int:
     """Return the CRC-32C of any C-contiguous buffer, continuing from ``previous``. The GIL is released meanwhile."""
     view = direct_io.byte_view(buffer)
-    return int(_crc32c(view, previous)) if view.nbytes else previous
+    return int(_native().crc32c(view, previous)) if view.nbytes else previous
 
 
 def combine(first: int, second: int, second_size_bytes: int) -> int:
     """Return the CRC-32C of two pieces laid end to end, from theirs and the length of the second."""
-    return int(_combine(first, second, second_size_bytes)) if second_size_bytes else first
+    return int(_native().combine_crc32c(first, second, second_size_bytes)) if second_size_bytes else first
 
 
 def block_size_for(size_bytes: int) -> int:
@@ -73,7 +79,7 @@ class BlockDigest:
         taken = 0
         while taken < view.nbytes:
             piece = view[taken : taken + self._block_size_bytes - self._current_size_bytes]
-            self._current = int(_crc32c(piece, self._current))
+            self._current = int(_native().crc32c(piece, self._current))
             self._current_size_bytes += piece.nbytes
             taken += piece.nbytes
             if self._current_size_bytes == self._block_size_bytes:

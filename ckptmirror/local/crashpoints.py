@@ -9,6 +9,8 @@ Rules:
   name; ``CKPTMIRROR_CRASH_AT=publish:after@3`` at the third.
 * ``CKPTMIRROR_CRASH_MARK=1`` makes every point visible in a system call trace, as a failing ``access`` of
   ``/ckptmirror-crash-point/<number>/<label>/<before|after>``.
+* A test that simulates processes in one gives :func:`arm` its own ``die``, which raises; it is called at every later
+  point too, so that what unwinds changes nothing more.
 * Disarmed, which is always so in production, a point costs one comparison.
 """
 
@@ -18,15 +20,22 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 __all__ = ["MARK_PREFIX", "arm", "around", "disarm", "passed", "point"]
 
 MARK_PREFIX = "/ckptmirror-crash-point"
 
+
+def _kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 _lock = threading.Lock()
 _armed = False
+_dead = False
+_die: Callable[[], None] = _kill_this_process
 _mark = False
 _kill_number = 0
 _kill_name = ""
@@ -35,10 +44,13 @@ _passed: list[str] = []
 _seen: Counter[str] = Counter()
 
 
-def arm(crash_at: str | None = None, *, mark: bool = False) -> None:
+def arm(
+    crash_at: str | None = None, *, mark: bool = False, die: Callable[[], None] = _kill_this_process
+) -> None:
     """Start counting from 1, and kill this process at ``crash_at`` (a number, a name, or ``name@nth``) if given."""
-    global _armed, _mark, _kill_number, _kill_name, _kill_nth
+    global _armed, _dead, _die, _mark, _kill_number, _kill_name, _kill_nth
     with _lock:
+        _dead, _die = False, die
         _passed.clear()
         _seen.clear()
         _kill_number, _kill_name, _kill_nth = 0, "", 1
@@ -65,17 +77,19 @@ def passed() -> list[str]:
 
 def point(name: str) -> None:
     """Pass one point: count it, and die here if this is the one to die at."""
+    global _dead
     if not _armed:
         return
     with _lock:
         _passed.append(name)
         _seen[name] += 1
         number, nth = len(_passed), _seen[name]
-        die = number == _kill_number or (name == _kill_name and nth == _kill_nth)
+        _dead = _dead or number == _kill_number or (name == _kill_name and nth == _kill_nth)
+        dead = _dead
     if _mark:
         os.access(f"{MARK_PREFIX}/{number}/{name.replace(':', '/')}", os.F_OK)
-    if die:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if dead:
+        _die()
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class _LockFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with explained("open the lock file", path), _registry_lock:
+        with explained("open the lock file", path), _registry_lock, crashpoints.around("lock.create"):
             self.descriptor = os.open(path, flags, 0o666)
             _open_locks.add(self)
 

@@ -1,7 +1,8 @@
 """Removing: first renamed out of sight in one step, then deleted at leisure.
 
 Rules:
-* Only what lies below the root is moved, by its own name, never through a link; only what lies in trash is deleted.
+* Only what lies below the root is moved, by its own name, never through a link; only what lies in trash, or is a
+  temporary of a given save by its name, is deleted.
 * A crash between the two leaves the old name whole, or something in trash that the next ``empty_trash`` removes.
 * Two processes may empty the same trash: what is gone already is fine.
 """
@@ -97,7 +98,10 @@ def remove_tree_in_trash(root: Path, path: Path) -> None:
 
 
 def remove_temporaries(root: Path, save_id: str, *, rank: int | None = None, shared: bool = False) -> list[str]:
-    """Remove the temporaries of one save at the top of the root; return their names.
+    """Remove the temporaries of one save at the top of the root, where they lie; return their names.
+
+    Not by way of the trash: on a disk without inodes there may be no room for its directory, and what a crash leaves of
+    a temporary is still one by its name.
 
     Args:
         root: The local root.
@@ -106,16 +110,16 @@ def remove_temporaries(root: Path, save_id: str, *, rank: int | None = None, sha
         shared: Those of files and directories that carry no rank.
     """
     removed = []
-    for name in sorted(path.name for path in root.iterdir()):
-        parsed = names.parse_name(name)
-        if parsed is None or parsed.role != "tmp" or parsed.save != save_id[:8]:
-            continue
-        if (shared and parsed.rank is None) or (rank is not None and parsed.rank == rank):
-            with suppress(FileNotFoundError):
-                move_to_trash(root, root / name)
+    with _directory(root) as root_fd:
+        assert root_fd is not None
+        for name in sorted(os.listdir(root_fd)):  # noqa: PTH208
+            parsed = names.parse_name(name)
+            if parsed is None or parsed.role != "tmp" or parsed.save != save_id[:8]:
+                continue
+            if (shared and parsed.rank is None) or (rank is not None and parsed.rank == rank):
+                with explained("delete", root / name):
+                    _remove(root_fd, name, 0)
                 removed.append(name)
-    if removed:
-        empty_trash(root)
     return removed
 
 

@@ -36,6 +36,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._blocks: list[memoryview] = []
+        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
         self._pinned = False
 
     @property
@@ -60,6 +61,17 @@ class Arena:
             self._blocks[block], dtype=torch.uint8, count=size_bytes, offset=offset
         ).untyped_storage()
 
+    def tensor(self, block: int, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous tensor of the shape and dtype of ``like``, in a storage of exactly its size.
+
+        It is kept: states rarely change their layout, and making thousands of tensors takes longer than copying them.
+        """
+        kept = self._tensors.get((block, offset))
+        if kept is None or kept.dtype != like.dtype or kept.shape != like.shape:
+            items = torch.frombuffer(self._blocks[block], dtype=like.dtype, count=like.numel(), offset=offset)
+            kept = self._tensors[block, offset] = items.view(like.shape)
+        return kept
+
     def populate(self) -> None:
         """Fault every page in now instead of during the first copy."""
         for block in self._blocks:
@@ -73,6 +85,7 @@ class Arena:
     def release(self) -> None:
         """Let the memory go; it is freed with the last tensor that still lies in it."""
         self._blocks = []
+        self._tensors = {}
 
 
 def _take(size_bytes: int) -> memoryview:

@@ -25,6 +25,7 @@ import torch
 from ckptmirror.core.errors import UsageError
 from ckptmirror.ranks.host_arena import PINNED_BLOCK_BYTES, Arena
 from ckptmirror.ranks.host_layout import Piece, View, place, plan_pieces
+from ckptmirror.ranks.host_transfer import copy_all
 
 __all__ = ["HostCopier", "Lease"]
 
@@ -36,7 +37,6 @@ _IMMUTABLE = (
 _COPIED_AS_THEY_ARE = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 )  # copy_ keeps every bit of these; everything else is copied as bytes
-_BATCH_ITEMS = 64 * 1024
 
 
 class Lease:
@@ -112,14 +112,19 @@ class HostCopier:
                 self._copying, self._lease = False, lease
         return lease
 
-    def reserve(self, tree: Any) -> int:
-        """Take the memory that ``copy(tree)`` will need, and fault it in, without copying. Returns ``nbytes``."""
+    def reserve(self, tree: Any, *, more_bytes: int = 0) -> int:
+        """Take the memory that ``copy(tree)`` will need, and fault it in, without copying. Returns ``nbytes``.
+
+        Args:
+            tree: What will be copied.
+            more_bytes: Room for what is not in ``tree`` yet.
+        """
         self._begin()
         try:
             with torch.no_grad():
                 walk = _Walk()
                 walk.outline(tree, "state")
-            if self._place(walk, plan_pieces(walk.views)):
+            if self._place(walk, plan_pieces(walk.views), more_bytes):
                 self._arena.populate()
         finally:
             with self._lock:
@@ -148,9 +153,10 @@ class HostCopier:
             if self._lease is lease:
                 self._lease = None
 
-    def _place(self, walk: _Walk, pieces: list[Piece]) -> bool:
+    def _place(self, walk: _Walk, pieces: list[Piece], more_bytes: int = 0) -> bool:
         pinned = torch.cuda.is_available() and any(view.tensor.is_cuda for view in walk.views)
         sizes = place(pieces, block_limit_bytes=PINNED_BLOCK_BYTES if pinned else None)
+        sizes[-1] += more_bytes
         return self._arena.fit(sizes, pinned=pinned)
 
     def _fill(self, walk: _Walk) -> int:
@@ -159,18 +165,23 @@ class HostCopier:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for piece in pieces:
+            first = piece.views[0].tensor
+            alone = len(piece.views) == 1 and first.dtype in _COPIED_AS_THEY_ARE
+            if piece.whole and alone and first.is_contiguous():
+                host = walk.hosts[piece.views[0].key] = self._arena.tensor(piece.block, piece.offset, first)
+                targets.append(host)
+                sources.append(first)
+                continue
             storage = self._arena.storage(piece.block, piece.offset, piece.size_bytes)
             for view in piece.views:
                 walk.hosts[view.key] = _view_of(storage, piece, view.tensor)
-            first = piece.views[0].tensor
-            alone = len(piece.views) == 1 and first.dtype in _COPIED_AS_THEY_ARE
-            if piece.whole and not (alone and first.is_contiguous()):
+            if piece.whole:
                 targets.append(_bytes_of(storage, 0, piece.size_bytes))
                 sources.append(_bytes_of(piece.views[0].storage, piece.begin, piece.size_bytes))
             else:
                 targets.append(walk.hosts[piece.views[0].key])
                 sources.append(first)
-        _copy_all(targets, sources)
+        copy_all(targets, sources)
         return sum(piece.size_bytes for piece in pieces)
 
 
@@ -252,6 +263,8 @@ class _Walk:
         return known
 
     def _slot_of(self, tensor: torch.Tensor, path: str) -> _Slot | _Wrapped:
+        if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+            return self._plain_slot(tensor, path)
         if type(tensor).__name__ == "AsyncCollectiveTensor":
             pending: Any = tensor  # what a functional collective returns
             tensor = pending.wait()
@@ -264,9 +277,12 @@ class _Walk:
                 for name, part in parts.items()
             }
             return _Wrapped(type(tensor), outlined, context, tensor.shape, tensor.stride())
+        return self._plain_slot(tensor, path)
+
+    def _plain_slot(self, tensor: torch.Tensor, path: str) -> _Slot:
         _refuse_if_no_bytes(tensor, path)
         key = len(self.hosts)
-        plain = tensor.detach()
+        plain = tensor.detach() if tensor.requires_grad else tensor
         if type(plain) is not torch.Tensor:
             plain = plain.as_subclass(torch.Tensor)
         if plain.numel() == 0:
@@ -330,38 +346,3 @@ def _view_of(storage: torch.UntypedStorage, piece: Piece, source: torch.Tensor) 
         return host.set_(storage, 0, source.shape, stride)
     offset = (source.storage_offset() * source.element_size() - piece.begin) // source.element_size()
     return host.set_(storage, offset, source.shape, source.stride())
-
-
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy from whatever device; when this returns, the bytes are there."""
-    streams: dict[torch.device, Any] = {}
-    small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for target, source in zip(targets, sources, strict=True):
-        if source.is_cuda:
-            device = source.device
-            if device not in streams:
-                streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                streams[device].wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(streams[device]):
-                target.copy_(source, non_blocking=True)
-        elif source.is_cpu and source.numel() <= _BATCH_ITEMS:
-            small[0].append(target)
-            small[1].append(source)
-        else:
-            target.copy_(source)
-    if small[0]:
-        _copy_small(*small)
-    for stream in streams.values():
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(stream)
-        done.synchronize()
-
-
-def _copy_small(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    # There is no public name for a grouped copy; it saves a Python call for each of thousands of small tensors.
-    grouped = getattr(torch, "_foreach_copy_", None)
-    if grouped is not None:
-        grouped(targets, sources)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)

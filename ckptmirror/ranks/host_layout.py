@@ -86,6 +86,9 @@ def plan_pieces(views: Iterable[View]) -> list[Piece]:
         storages.setdefault((view.tensor.device, view.storage.data_ptr()), []).append(view)
     pieces: list[Piece] = []
     for group in storages.values():
+        if len(group) == 1:  # nearly all; thousands of small tensors are mostly the work done for each
+            pieces.extend(_pieces_of(group))
+            continue
         for cluster in _clusters(group):
             pieces.extend(_pieces_of(cluster))
     return pieces
@@ -93,8 +96,6 @@ def plan_pieces(views: Iterable[View]) -> list[Piece]:
 
 def _clusters(views: list[View]) -> list[list[View]]:
     """Split the views of one storage into sets whose byte ranges overlap."""
-    if len(views) == 1:
-        return [views]
     clusters: list[list[View]] = []
     end = -1
     for view in sorted(views, key=lambda v: (v.begin, v.end)):

@@ -40,7 +40,7 @@ from ckptmirror.local import crashpoints
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.local.direct_io import allow_direct, forbid_direct, kept_buffer, read_full, write_full
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
-from ckptmirror.stores.file_place import LOCK_FILE, Place, explained, link_new
+from ckptmirror.stores.file_place import LOCK_FILE, Place, explained, fsync_names, link_new
 from ckptmirror.stores.locations import is_object_name
 
 __all__ = ["SCHEMES", "FileStore", "normalise", "open"]
@@ -177,7 +177,7 @@ class FileStore:
             with self._temporary(parent, parts[-1], fill, later_than_ns=old.st_mtime_ns) as (temporary, found):
                 with crashpoints.around("mirror.replace"):
                     os.rename(temporary, parts[-1], src_dir_fd=parent, dst_dir_fd=parent)
-                os.fsync(parent)
+                fsync_names(parent)
             return _info(name, found)
 
     def upload(self, upload: Upload) -> ObjectInfo:
@@ -185,7 +185,8 @@ class FileStore:
 
         def fill(descriptor: int) -> None:
             _copy(upload, descriptor)
-            os.fsync(descriptor)
+            with crashpoints.around("mirror.fsync"):
+                os.fsync(descriptor)
             _verify(upload.name, descriptor, upload.digest)
 
         return self._create(upload.name, fill)
@@ -213,7 +214,7 @@ class FileStore:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                     raise
                 self._rename_new(parent, temporary, last, name)
-            os.fsync(parent)
+            fsync_names(parent)
         return _info(name, found)
 
     def _rename_new(self, parent: int, temporary: str, last: str, name: str) -> None:
@@ -245,7 +246,8 @@ class FileStore:
         """Lend a durable file under a temporary name in ``parent``, which is gone afterwards."""
         temporary = f"{_stem(last)}.{secrets.token_hex(8)}.tmp"
         try:
-            descriptor = os.open(temporary, _NEW, 0o666, dir_fd=parent)
+            with crashpoints.around("mirror.create"):
+                descriptor = os.open(temporary, _NEW, 0o666, dir_fd=parent)
         except FileNotFoundError as error:
             raise _DirectoryTakenAwayError from error
         try:
@@ -253,7 +255,8 @@ class FileStore:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             fill(descriptor)
             time_ns = max(time.time_ns(), later_than_ns + 1)
-            os.utime(descriptor, ns=(time_ns, time_ns))
+            with crashpoints.around("mirror.set_time"):
+                os.utime(descriptor, ns=(time_ns, time_ns))
             with crashpoints.around("mirror.fsync"):
                 os.fsync(descriptor)
             yield temporary, os.fstat(descriptor)
@@ -271,7 +274,7 @@ class FileStore:
                         return
                     with crashpoints.around("mirror.unlink"):
                         os.unlink(parts[-1], dir_fd=parent)
-                    os.fsync(parent)
+                    fsync_names(parent)
             except FileNotFoundError:
                 return
             self._place.remove_empty(parts[:-1])

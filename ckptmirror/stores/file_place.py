@@ -28,7 +28,7 @@ from pathlib import Path
 from ckptmirror.core.errors import NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.local import crashpoints
 
-__all__ = ["LOCK_FILE", "Place", "explained", "link_new"]
+__all__ = ["LOCK_FILE", "Place", "explained", "fsync_names", "link_new"]
 
 LOCK_FILE = ".ckptmirror.lock"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -64,6 +64,12 @@ def link_new(parent: int, temporary: str, final: str) -> None:
     except FileExistsError:
         if os.stat(temporary, dir_fd=parent, follow_symlinks=False).st_nlink < 2:
             raise
+
+
+def fsync_names(directory: int) -> None:
+    """Make the names in an open directory durable."""
+    with crashpoints.around("mirror.fsync_directory"):
+        os.fsync(directory)
 
 
 class Place:
@@ -131,21 +137,25 @@ class Place:
     def _make_lock_file(self, root: int) -> None:
         temporary = f"{LOCK_FILE}.{secrets.token_hex(4)}.tmp"
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=root)
+            with crashpoints.around("mirror.create"):
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=root)
         except OSError as error:
             if error.errno not in _UNWRITABLE:
                 raise
             self._read_only = True  # an evaluation host that may only read
             return
         try:
-            os.write(descriptor, secrets.token_hex(16).encode())
-            os.fsync(descriptor)
+            with crashpoints.around("mirror.write"):
+                os.write(descriptor, secrets.token_hex(16).encode())
+            with crashpoints.around("mirror.fsync"):
+                os.fsync(descriptor)
             with suppress(FileExistsError):  # another process made it first; the next lines read whose it is
                 link_new(root, temporary, LOCK_FILE)
         finally:
             os.close(descriptor)
-            os.unlink(temporary, dir_fd=root)
-        os.fsync(root)
+            with crashpoints.around("mirror.unlink_temporary"):
+                os.unlink(temporary, dir_fd=root)
+        fsync_names(root)
         self._recognise(root)
 
     @contextmanager
@@ -238,7 +248,7 @@ def _make_directory(parent: int, name: str) -> None:
     try:
         with crashpoints.around("mirror.make_directory"):
             os.mkdir(name, dir_fd=parent)
-        os.fsync(parent)
+        fsync_names(parent)
     except FileExistsError:
         pass
 

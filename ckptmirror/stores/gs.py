@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from ckptmirror.core.errors import (
+    BucketNotFound,
     IntegrityError,
     ObjectNotFound,
     PreconditionFailed,
@@ -155,7 +156,7 @@ class GsStore:
                 page = self._get_json(f"{self._bucket_path()}?{urlencode(query)}", what)
             except ObjectNotFound as error:
                 message = f"The bucket of {self.url} does not exist."
-                raise StorePermanent(message, hint="Create it, or correct the mirror's URL.") from error
+                raise BucketNotFound(message) from error
             for item in page.get("items", ()):
                 if is_object_name(self._location.relative(str(item.get("name")))):
                     yield self._info(item)

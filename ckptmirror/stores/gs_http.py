@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from ckptmirror.core.errors import (
+    BucketNotFound,
     CkptMirrorError,
     ConfigError,
     IntegrityError,
@@ -285,7 +286,7 @@ def error_for(status: int, what: str, message: str, retry_after: float | None = 
         return NotAuthorised(text, hint="Give these credentials the role Storage Object User on the bucket.")
     if status == 404:
         if "bucket does not exist" in message.lower():
-            return StorePermanent(text, hint="Create the bucket, or correct the mirror's URL; then `ckptmirror retry`.")
+            return BucketNotFound(text)
         return ObjectNotFound(text)
     if status in (304, 409, 412):
         return PreconditionFailed(text)

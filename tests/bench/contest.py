@@ -2,11 +2,13 @@
 
 Rules:
 * Ratios are taken within a round and their median is shown: a machine that becomes slower meanwhile slows all.
-* What prepares a run or removes what it left is not measured.
+* Every second round goes backwards, so that nobody always follows the same one.
+* What prepares a run or removes what it left is not measured, nor is writing back what is in the page cache.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,8 +66,10 @@ def measure(contestants: Sequence[Contestant], rounds: int, *, unit: str = "s", 
     found: dict[tuple[str, str], Measured] = {}
     for number in range(-1 if warm_up else 0, rounds):
         turn = number % len(contestants)
-        for contestant in [*contestants[turn:], *contestants[:turn]]:
+        order = [*contestants[turn:], *contestants[:turn]]
+        for contestant in reversed(order) if number % 2 else order:
             contestant.before()
+            os.sync()
             try:
                 values = contestant.run()
             finally:
@@ -75,8 +79,8 @@ def measure(contestants: Sequence[Contestant], rounds: int, *, unit: str = "s", 
             for what, value in values.items():
                 key = (what, contestant.name)
                 found.setdefault(key, Measured(what, contestant.name, contestant.role, unit)).samples.append(value)
-    order = {contestant.name: index for index, contestant in enumerate(contestants)}
-    return sorted(found.values(), key=lambda measured: order[measured.name])
+    places = {contestant.name: index for index, contestant in enumerate(contestants)}
+    return sorted(found.values(), key=lambda measured: places[measured.name])
 
 
 def table(measured: Sequence[Measured]) -> list[str]:

@@ -3,7 +3,8 @@
 Rules:
 * A case starts from a copy of a prepared place, at the very path where that was prepared (the table knows its root).
   Artifacts are hard links, so that the generations on a ``file://`` mirror stay; what is written in place is copied.
-* A point is named ``label:side@n``, the n-th of its name: threads beside one another change the order, hardly the count.
+* A point is named ``label:side@n``, the n-th of its name: threads change the order of points, hardly their count.
+* Several lanes, each with a story server and a place of its own, share the points of a campaign.
 * A slice takes every point that matters by its label, and every n-th of the others, from an offset that the seed
   gives. The seed stands in every failure; ``CKPTMIRROR_CAMPAIGN_SEED`` repeats it.
 """
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,11 +30,12 @@ from typing import Any
 from ckptmirror.core import names
 from tests.crash.invariants import Place
 
-__all__ = ["FULL", "SEED", "Campaign", "StoryServer", "chosen", "run_campaign"]
+__all__ = ["FULL", "SEED", "Campaign", "StoryServer", "check", "run_campaign"]
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 SEED = int(os.environ.get("CKPTMIRROR_CAMPAIGN_SEED") or random.SystemRandom().randrange(1_000_000))
-SLICE = 14  # about as many cases of each campaign in `make test`, beside those that matter by their label
+SLICE = 10  # about as many cases of each campaign in `make test`, beside those that matter by their label
+LANES = 2
 UNREACHED_SHARE = 0.1  # threads beside one another: a rare point may come one time less often
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,6 +53,9 @@ class StoryServer:
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
+
+    def await_ready(self) -> None:
+        """Wait until everything is imported."""
         assert self._answer() == "ready"
 
     def _answer(self) -> str:
@@ -59,17 +65,20 @@ class StoryServer:
         return line.strip()
 
     def tell(self, story: str, place: Path, crash_at: str | None = None, *, count: bool = False, **more: Any) -> int:
-        """Tell a story; return the signal that ended it, 0 for none. A story that fails is an error."""
+        """Tell a story; return the signal that ended it, 0 for none. A story that fails is an error.
+
+        When one of several ranks is killed, the others may fail, but must end.
+        """
         request = {"story": story, "place": str(place), "crash_at": crash_at, "count": count, **more}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        status = json.loads(self._answer())["status"]
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-            return int(signal.SIGKILL)
+        codes = [os.waitstatus_to_exitcode(status) for status in json.loads(self._answer())["statuses"]]
+        killed = -signal.SIGKILL in codes
         said = place / "said.log"
-        assert status == 0, f"{story} failed ({status}):\n{said.read_text()[-6000:] if said.exists() else ''}"
-        return 0
+        expected = {0, 1, -signal.SIGKILL} if killed else {0}
+        assert set(codes) <= expected, f"{story} failed ({codes}):\n{said.read_text()[-6000:] if said.exists() else ''}"
+        return int(signal.SIGKILL) if killed else 0
 
     def close(self) -> None:
         """End the process."""
@@ -110,6 +119,15 @@ class Result:
     unreached: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
+    def add(self, other: Result) -> None:
+        """Take in what a lane found."""
+        self.kills += other.kills
+        self.unreached += other.unreached
+        self.wrong += other.wrong
+
+    def __str__(self) -> str:
+        return f"{self.points} points, {self.kills} kills, {len(self.unreached)} not reached, {len(self.wrong)} wrong"
+
 
 def named_points(passed: Sequence[str]) -> list[str]:
     """``label:side@n`` for each point passed, in order."""
@@ -131,28 +149,53 @@ def chosen(points: Sequence[str], always: Sequence[str]) -> list[str]:
     return matters + rest[SEED % stride :: stride]
 
 
-def run_campaign(server: StoryServer, campaign: Campaign, directory: Path) -> Result:
-    """Prepare once, count the points, then kill at each of those chosen; check after each kill and each recovery."""
-    case, prepared = directory / "case", directory / "prepared"
-    case.mkdir(parents=True)
-    server.tell(campaign.prepare, case)
-    campaign.disturb(Place(case))
-    case.rename(prepared)
-    with restored(prepared, case):
-        server.tell(campaign.story, case, count=True)
-        points = named_points(json.loads((case / "points.json").read_text()))
-        assert not (wrong := campaign.after_kill(Place(case))), f"{campaign.story}, not killed: {wrong}"
-        server.tell(campaign.recover, case)
-        assert not (wrong := campaign.after_recovery(Place(case))), f"{campaign.story}, not killed, recovered: {wrong}"
+def run_campaign(servers: Sequence[StoryServer], campaign: Campaign, directory: Path) -> Result:
+    """Count the points of a story, then kill it at each of those chosen; check after each kill and each recovery."""
+    started = time.monotonic()
+    lanes = [_Lane(server, campaign, directory / f"lane{n}") for n, server in enumerate(servers)]
+    points = lanes[0].count_points()
     result = Result(len(points))
-    for point in chosen(points, campaign.always):
-        with restored(prepared, case):
-            if server.tell(campaign.story, case, point) != signal.SIGKILL:
-                result.unreached.append(point)
-                continue
-            result.kills += 1
-            result.wrong += _case(server, campaign, Place(case), point)
+    shares = [chosen(points, campaign.always)[n :: len(lanes)] for n in range(len(lanes))]
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        for found in pool.map(lambda lane, share: lane.kill_at(share), lanes, shares):
+            result.add(found)
+    print(f"{campaign.story}: {result}, {time.monotonic() - started:.0f} s, seed {SEED}")
     return result
+
+
+class _Lane:
+    """One story server and the place it works in."""
+
+    def __init__(self, server: StoryServer, campaign: Campaign, directory: Path) -> None:
+        self._server, self._campaign = server, campaign
+        self._case, self._prepared = directory / "case", directory / "prepared"
+        self._case.mkdir(parents=True)
+        server.tell(campaign.prepare, self._case)
+        campaign.disturb(Place(self._case))
+        self._case.rename(self._prepared)
+
+    def count_points(self) -> list[str]:
+        """Tell the story to its end; it and the recovery from nothing must be in order, too."""
+        server, campaign = self._server, self._campaign
+        with restored(self._prepared, self._case):
+            server.tell(campaign.story, self._case, count=True)
+            points = named_points(json.loads((self._case / "points0.json").read_text()))
+            wrong = campaign.after_kill(Place(self._case))
+            server.tell(campaign.recover, self._case)
+            wrong += campaign.after_recovery(Place(self._case))
+            assert not wrong, f"{campaign.story}, not killed: {wrong}"
+        return points
+
+    def kill_at(self, points: Sequence[str]) -> Result:
+        result = Result()
+        for point in points:
+            with restored(self._prepared, self._case):
+                if self._server.tell(self._campaign.story, self._case, point) != signal.SIGKILL:
+                    result.unreached.append(point)
+                    continue
+                result.kills += 1
+                result.wrong += _case(self._server, self._campaign, Place(self._case), point)
+        return result
 
 
 def _case(server: StoryServer, campaign: Campaign, place: Place, point: str) -> list[str]:
@@ -169,10 +212,8 @@ def _case(server: StoryServer, campaign: Campaign, place: Place, point: str) -> 
     return wrong
 
 
-def check(result: Result, started: float) -> None:
-    """Fail with what was wrong, with the seed that repeats it; say the numbers."""
-    print(f"{result.points} points, {result.kills} kills, {len(result.unreached)} not reached", end=", ")
-    print(f"{len(result.wrong)} wrong, {time.monotonic() - started:.0f} s, seed {SEED}")
+def check(result: Result) -> None:
+    """Fail with what was wrong, with the seed that repeats it."""
     lines = "\n".join(result.wrong[:40])
     assert not result.wrong, f"CKPTMIRROR_CAMPAIGN_SEED={SEED}: {len(result.wrong)} things are wrong:\n{lines}"
     tried = result.kills + len(result.unreached)

@@ -26,7 +26,7 @@ from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 
-__all__ = ["Place", "wrong_after_kill", "wrong_after_recovery"]
+__all__ = ["Place", "newest_was_found", "wrong_after_kill", "wrong_after_recovery"]
 
 Facts = dict[str, tuple[int, int]]
 
@@ -71,6 +71,11 @@ def facts_at(directory: Path, meta: Meta, *, objects: bool) -> Facts:
     return found
 
 
+def untagged(facts: Facts) -> Facts:
+    """The same by the paths' plain names: a copy may lie under others."""
+    return {names.untagged(path): found for path, found in facts.items()}
+
+
 def named(meta: Meta) -> Facts:
     """Size and crc32c by path, as the meta says."""
     return {a.path: (a.digest.size_bytes, a.digest.crc32c) for a in meta.artifacts}
@@ -85,15 +90,16 @@ def wrong_after_kill(place: Place) -> list[str]:
     wrong += [f"a meta without its files: {save.meta_path.name}: {save.why}" for save in inventory.incomplete]
     wrong += [f"a broken meta: {item.path}: {item.why}" for item in inventory.broken]
     local, mirrored = place.local(), place.mirrored()
-    wrong += [f"the mirror advertises what is not whole: {n}: {w}" for n, w in (mirrored.problems if mirrored else {}).items()]
-    whole: dict[str, Facts] = {}
+    problems = mirrored.problems if mirrored else {}
+    wrong += [f"the mirror advertises what is not whole: {name}: {why}" for name, why in problems.items()]
+    whole: dict[str, list[Facts]] = {}
     for catalog, directory in ((mirrored, place.mirror), (local, place.root)):
         for save_id, meta in (catalog.saves if catalog else {}).items():
             facts = facts_at(directory, meta, objects=catalog is mirrored)
             if facts != named(meta):
                 wrong.append(f"step {meta.step} is advertised in {directory.name}, but its bytes differ")
             else:
-                whole[save_id] = facts
+                whole.setdefault(save_id, []).append(untagged(facts))
     steps = {meta.step for meta in local.saves.values() if meta.kinds != ("emergency",)}
     if not set(find_local_checkpoint_steps(place.root)) <= steps:
         wrong.append(f"find_local_checkpoint_steps says {find_local_checkpoint_steps(place.root)}, whole are {steps}")
@@ -102,15 +108,15 @@ def wrong_after_kill(place: Place) -> list[str]:
     return wrong
 
 
-def _broken_promises(place: Place, whole: dict[str, Facts], mirrored: Catalog | None) -> list[str]:
+def _broken_promises(place: Place, whole: dict[str, list[Facts]], mirrored: Catalog | None) -> list[str]:
     wrong = []
     for promise in place.promises():
-        expected = {path: tuple(facts) for path, facts in promise["files"].items()}
-        found = whole.get(promise["save_id"])
-        if found is None:
+        expected = untagged({path: (facts[0], facts[1]) for path, facts in promise["files"].items()})
+        copies = whole.get(promise["save_id"], [])
+        if not copies:
             wrong.append(f"step {promise['step']} was acknowledged ({promise['what']}) and is whole nowhere")
-        elif sorted(found.values()) != sorted(expected.values()):
-            wrong.append(f"step {promise['step']} was acknowledged with other bytes")
+        elif not any(expected.items() <= copy.items() for copy in copies):  # a staged copy may hold one kind only
+            wrong.append(f"step {promise['step']} was acknowledged, and no copy has all its bytes")
         if promise["what"] == "mirrored" and (mirrored is None or promise["save_id"] not in mirrored.saves):
             wrong.append(f"step {promise['step']} was acknowledged as mirrored, but the mirror does not have it")
     return wrong
@@ -134,7 +140,9 @@ def wrong_after_recovery(place: Place, *, mirrored: bool = True) -> list[str]:
     inventory = read_inventory(place.root)
     wrong += [f"a temporary is left: {path}" for path in inventory.temporaries]
     wrong += [f"{path} is left in the trash" for path in inventory.trash]
-    wrong += [f"nobody owns {item.path.name}: {item.why}" for item in inventory.foreign]
+    # An emergency snapshot that was cut short is never loaded, but stays: a person may still want to look at it.
+    wrecks = [item for item in inventory.foreign if item.path.relative_to(place.root).parts[0].startswith("emergency_")]
+    wrong += [f"nobody owns {item.path.name}: {item.why}" for item in inventory.foreign if item not in wrecks]
     wrong += [
         f"a temporary is left: {path}" for path in (place.root / names.CONTROL_DIR).iterdir() if path.suffix == ".tmp"
     ]
@@ -148,6 +156,15 @@ def wrong_after_recovery(place: Place, *, mirrored: bool = True) -> list[str]:
     if resume_path is None or not resume_path.exists():
         wrong.append(f"there is nothing to resume from: {resume_path}")
     return wrong
+
+
+def newest_was_found(place: Place) -> list[str]:
+    """Say whether the next start found less than what had been acknowledged last."""
+    found = json.loads((place.path / "found.json").read_text())
+    promised = max((promise["step"] for promise in place.promises() if promise["step"] < 1000), default=None)
+    if promised is None or (found is not None and found >= promised):
+        return []
+    return [f"resumed from {found}, but {promised} was acknowledged"]
 
 
 def _wrong_records(place: Place, local: Catalog, mirrored: bool) -> list[str]:

@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ from typing import Any
 
 import torch
 
-from ckptmirror import CheckpointManager, Retention, SaveHandle, TrainState
+from ckptmirror import CheckpointManager, Retention, SaveHandle, TrainState, stage_checkpoint_step
+from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.ranks.stop import StopRequest
@@ -101,6 +103,12 @@ def save(place: Path, manager: CheckpointManager, step: int) -> SaveHandle:
     return handle
 
 
+def note_found(place: Path, manager: CheckpointManager, step: int | None) -> None:
+    """Leave a note of what the start resumed from."""
+    if manager.ranks.rank == 0:
+        (place / "found.json").write_text(json.dumps(step))
+
+
 def end_stopped(manager: CheckpointManager) -> None:
     """End as after SIGTERM: what is pending stays in the table."""
     stop = StopRequest()
@@ -138,6 +146,23 @@ def prepare_one_pending(place: Path, arm: Arm) -> None:
     manager = start(place, workers=0)
     resumed(manager)
     save(place, manager, 200)
+    end_stopped(manager)
+
+
+def prepare_one_mirrored_locally(place: Path, arm: Arm) -> None:
+    """Step 100, on the disk alone: uploads do not run."""
+    manager = start(place, workers=0)
+    resumed(manager)
+    save(place, manager, 100)
+    end_stopped(manager)
+
+
+def prepare_three_pending(place: Path, arm: Arm) -> None:
+    """Steps 100, 200, 300, on the disk alone: uploads do not run."""
+    manager = start(place, workers=0)
+    resumed(manager)
+    for step in (100, 200, 300):
+        save(place, manager, step)
     end_stopped(manager)
 
 
@@ -221,6 +246,24 @@ def rotate(place: Path, arm: Arm) -> None:
     assert [meta.step for meta in local_catalog(place / "root").saves.values()] == [300]
 
 
+def rotate_unmirrored(place: Path, arm: Arm) -> None:
+    """Start again with a retention that keeps one save, while uploads do not run."""
+    arm()
+    manager = start(place, workers=0, keep_last=1)
+    resumed(manager)
+    manager.rotate(timeout_s=0.0)
+    end_stopped(manager)
+
+
+def upload_or_fail(place: Path, arm: Arm) -> None:
+    """Start again and upload what can be uploaded."""
+    arm()
+    manager = start(place)
+    resumed(manager)
+    with contextlib.suppress(CkptMirrorError):
+        manager.close(timeout_s=LIMIT_S)
+
+
 def rewind(place: Path, arm: Arm) -> None:
     """Go back to step 100 and save step 150 from there."""
     arm()
@@ -238,11 +281,25 @@ def resume(place: Path, arm: Arm) -> None:
     manager.close(timeout_s=LIMIT_S)
 
 
+def whole_life(place: Path, arm: Arm) -> None:
+    """Everything that changes a disk, once: start, saves, uploads, a rotation, a link, an emergency, a stage."""
+    arm()
+    manager = start(place, keep_last=1)
+    resumed(manager)
+    for step in (100, 200):
+        save(place, manager, step)
+    save(place, manager, 200)
+    manager.wait("mirrored", timeout_s=LIMIT_S)
+    manager.rotate(timeout_s=LIMIT_S)
+    manager.save_emergency_checkpoint(300, make_state(300))
+    manager.close(timeout_s=LIMIT_S)
+    stage_checkpoint_step(f"file://{place}/mirror", step=100, dest=place / "root2", full=True)
+
+
 def go_on(place: Path, arm: Arm) -> None:
     """What the next start does after any crash: resume, save, upload, rotate, end. Leaves the step it found."""
     manager = start(place, keep_last=2)
-    step = resumed(manager)
-    (place / "found.json").write_text(json.dumps(step))
+    note_found(place, manager, resumed(manager))
     save(place, manager, 1000)
     manager.wait("mirrored", timeout_s=LIMIT_S)
     manager.rotate(timeout_s=LIMIT_S)
@@ -252,7 +309,7 @@ def go_on(place: Path, arm: Arm) -> None:
 def look_only(place: Path, arm: Arm) -> None:
     """A start that saves nothing: it resumes, finishes the uploads, rotates, and ends."""
     manager = start(place, keep_last=1)
-    (place / "found.json").write_text(json.dumps(resumed(manager)))
+    note_found(place, manager, resumed(manager))
     manager.rotate(timeout_s=LIMIT_S)
     manager.close(timeout_s=LIMIT_S)
 
@@ -260,7 +317,7 @@ def look_only(place: Path, arm: Arm) -> None:
 def go_on_unmirrored(place: Path, arm: Arm) -> None:
     """The next start of a run without a mirror."""
     manager = start(place, mirrored=False)
-    (place / "found.json").write_text(json.dumps(resumed(manager)))
+    note_found(place, manager, resumed(manager))
     save(place, manager, 1000)
     manager.close(timeout_s=LIMIT_S)
 
@@ -272,6 +329,8 @@ STORIES: dict[str, Callable[[Path, Arm], None]] = {
         prepare_one_mirrored,
         prepare_three_mirrored,
         prepare_one_pending,
+        prepare_one_mirrored_locally,
+        prepare_three_pending,
         prepare_unmirrored,
         save_one,
         save_same_step,
@@ -280,8 +339,11 @@ STORIES: dict[str, Callable[[Path, Arm], None]] = {
         upload,
         first_start,
         rotate,
+        rotate_unmirrored,
+        upload_or_fail,
         rewind,
         resume,
+        whole_life,
         go_on,
         look_only,
         go_on_unmirrored,

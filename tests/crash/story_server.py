@@ -1,8 +1,8 @@
-"""A process that has torch imported and forks one child per story: ``python -m tests.crash.story_server``.
+"""A process that has torch imported and forks one child per story and rank: ``python -m tests.crash.story_server``.
 
-Reads one JSON request a line: ``{"story", "place", "crash_at", "count"}``; answers one JSON line: ``{"status"}``, the
-child's wait status. With ``count`` the child leaves the points that it passed in ``<place>/points.json``. What a child
-says goes to ``<place>/said.log``.
+Reads one JSON request a line: ``{"story", "place", "crash_at", "count", "bug", "ranks", "killed_rank"}``; answers one
+JSON line: ``{"statuses"}``, each rank's wait status. With ``count`` each child leaves the points that it passed in
+``<place>/points<rank>.json``. What the children say goes to ``<place>/said.log``.
 """
 
 from __future__ import annotations
@@ -15,45 +15,66 @@ import sys
 import tempfile
 import threading
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ckptmirror.local import crashpoints
-from tests.crash import scenarios
+from tests.crash import scenarios, seeded_bugs
 
 CHILD_LIMIT_S = 90
 
 
-def run_child(request: dict[str, Any]) -> int:
-    """Fork, tell the story, return the wait status."""
+def run_children(request: dict[str, Any]) -> list[int]:
+    """Fork one child per rank, let each tell the story, return the wait statuses."""
+    ranks = request.get("ranks", 1)
+    request["rendezvous"] = tempfile.mktemp(prefix="rendezvous-", dir=request["place"])
+    children = [fork_child(request, rank) for rank in range(ranks)]
+    statuses = [os.waitpid(pid, 0)[1] for pid in children]
+    Path(request["rendezvous"]).unlink(missing_ok=True)
+    return statuses
+
+
+def fork_child(request: dict[str, Any], rank: int) -> int:
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            tell(request)
+            tell(request, rank)
             status = 0
         except BaseException:  # noqa: BLE001 - said in the log, and by the status
             traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(status)
-    return os.waitpid(pid, 0)[1]
+    return pid
 
 
-def tell(request: dict[str, Any]) -> None:
+def tell(request: dict[str, Any], rank: int) -> None:
     """Tell one story in this process."""
     place = Path(request["place"])
     log = os.open(place / "said.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    print(f"--- {request['story']} (killed at {request['crash_at']})", file=sys.stderr, flush=True)
+    print(f"--- {request['story']}, rank {rank} (killed at {request['crash_at']})", file=sys.stderr, flush=True)
     faulthandler.dump_traceback_later(CHILD_LIMIT_S - 5)
     signal.alarm(CHILD_LIMIT_S)
-    scenarios.STORIES[request["story"]](place, lambda: crashpoints.arm(request["crash_at"]))
+    if request.get("bug") is not None:
+        seeded_bugs.BUGS[request["bug"]]()
+    crash_at = request["crash_at"] if rank == request.get("killed_rank", 0) else None
+    ranks = request.get("ranks", 1)
+    if ranks > 1:
+        store = dist.FileStore(request["rendezvous"], ranks)
+        limit = timedelta(seconds=scenarios.LIMIT_S)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    scenarios.STORIES[request["story"]](place, lambda: crashpoints.arm(crash_at))
     if request["count"]:
-        (place / "points.json").write_text(json.dumps(crashpoints.passed()))
+        (place / f"points{rank}.json").write_text(json.dumps(crashpoints.passed()))
+    if ranks > 1:
+        dist.barrier()  # who leaves early would look like one that died
 
 
 def warm_up() -> None:
@@ -66,13 +87,17 @@ def warm_up() -> None:
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Serve until the input ends; or, given a story and a place, tell that one story in this very process."""
     torch.set_num_threads(1)
+    if len(sys.argv) == 3:
+        # Marks come from the environment, from before the first import.
+        scenarios.STORIES[sys.argv[1]](Path(sys.argv[2]), lambda: None)
+        return
     warm_up()
     assert threading.active_count() == 1, [thread.name for thread in threading.enumerate()]
     print("ready", flush=True)
     for line in sys.stdin:
-        print(json.dumps({"status": run_child(json.loads(line))}), flush=True)
+        print(json.dumps({"statuses": run_children(json.loads(line))}), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import pytest
 from tests.cli_place import clean_environment, make_pending, start
 
 LIMIT_S = 0.3
-REFERENCE_S = 0.1
+REFERENCE_S = 0.035
 TRIES = 4
 WAIT_S = 60.0
 URL = "gs://a-bucket/run"
@@ -36,9 +36,26 @@ def reference_work() -> float:
     return time.process_time() - started
 
 
+def limit_s(more_s: float = 0.0) -> float:
+    """The limit on this machine, as fast as it is just now."""
+    return (LIMIT_S + more_s) * max(1.0, min(reference_work() for _ in range(3)) / REFERENCE_S)
+
+
+def cpu_of(code: str) -> float:
+    """The least CPU seconds that a process of its own takes for a piece of Python."""
+    taken = []
+    for _ in range(TRIES):
+        process = subprocess.Popen([sys.executable, "-c", code])
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        taken.append(usage.ru_utime + usage.ru_stime)
+    return min(taken)
+
+
 @pytest.fixture(scope="module")
-def limit_s() -> float:
-    return LIMIT_S * max(1.0, min(reference_work() for _ in range(5)) / REFERENCE_S)
+def google_s() -> float:
+    """What a login costs whoever uses google-auth: its import and the list of certificates."""
+    return cpu_of("import ssl, google.oauth2.credentials; ssl.create_default_context()") - cpu_of("pass")
 
 
 class Listener:
@@ -77,11 +94,11 @@ def cpu_s(pid: int) -> float:
 
 
 def logged_in(folder: Path, listener: Listener) -> dict[str, str]:
-    """Credentials such as ``gcloud auth application-default login`` leaves, whose token service is the listener."""
+    """Credentials such as ``gcloud auth application-default login`` leaves, and the listener as the only way out."""
     path = folder / "credentials.json"
     facts = {"type": "authorized_user", "client_id": "i", "client_secret": "s", "refresh_token": "t"}
-    path.write_text(json.dumps(facts | {"token_uri": f"{listener.url}/token"}))
-    return {"GOOGLE_APPLICATION_CREDENTIALS": str(path)}
+    path.write_text(json.dumps(facts))
+    return {"GOOGLE_APPLICATION_CREDENTIALS": str(path), "HTTPS_PROXY": listener.url, "https_proxy": listener.url}
 
 
 def arguments_of(verb: str, folder: Path) -> list[str]:
@@ -108,44 +125,46 @@ def _verify_all(root: Path) -> None:
     table.close()
 
 
-@pytest.mark.parametrize("credentials", ["anonymous", "logged in"])
 @pytest.mark.parametrize("verb", ["stage", "ls", "push", "drain", "rotate"])
-def test_a_verb_takes_little_cpu_up_to_its_first_request(
-    verb: str, credentials: str, tmp_path: Path, listener: Listener, limit_s: float
+def test_a_verb_takes_little_cpu_up_to_its_first_request(verb: str, tmp_path: Path, listener: Listener) -> None:
+    _assert_light(verb, arguments_of(verb, tmp_path), {"STORAGE_EMULATOR_HOST": listener.url}, listener, 0.0)
+
+
+@pytest.mark.parametrize("verb", ["stage", "drain"])
+def test_a_login_costs_what_google_auth_costs_and_no_more(
+    verb: str, tmp_path: Path, listener: Listener, google_s: float
 ) -> None:
-    if credentials == "anonymous":
-        env = {"STORAGE_EMULATOR_HOST": listener.url}
-    else:
-        env = logged_in(tmp_path, listener)
-    arguments = arguments_of(verb, tmp_path)
-    taken = []
-    for _ in range(TRIES):
+    _assert_light(verb, arguments_of(verb, tmp_path), logged_in(tmp_path, listener), listener, google_s)
+
+
+def _assert_light(verb: str, arguments: list[str], env: dict[str, str], listener: Listener, more_s: float) -> None:
+    for last in reversed(range(TRIES)):
         process = start(*arguments, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             with listener.wait_for_request():
-                taken.append(cpu_s(process.pid))
+                taken_s = cpu_s(process.pid)
         finally:
             process.kill()
             process.wait()
-        if taken[-1] < limit_s:
+        limit = limit_s(more_s)
+        print(f"{verb}: {taken_s:.3f} s of CPU to the first request; the limit is {limit:.3f} s")
+        if taken_s < limit or not last:
             break
-    print(f"{verb}, {credentials}: {min(taken):.3f} s of CPU to the first request; the limit is {limit_s:.3f} s")
-    assert min(taken) < limit_s
+    assert taken_s < limit
 
 
-def test_status_takes_little_cpu_in_all(tmp_path: Path, limit_s: float) -> None:
+def test_status_takes_little_cpu_in_all(tmp_path: Path) -> None:
     arguments = arguments_of("status", tmp_path)
-    taken = []
-    for _ in range(TRIES):
+    for last in reversed(range(TRIES)):
         process = start(*arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 0
-        taken.append(usage.ru_utime + usage.ru_stime)
-        if taken[-1] < limit_s:
+        taken_s, limit = usage.ru_utime + usage.ru_stime, limit_s()
+        print(f"status: {taken_s:.3f} s of CPU in all; the limit is {limit:.3f} s")
+        if taken_s < limit or not last:
             break
-    print(f"status: {min(taken):.3f} s of CPU in all; the limit is {limit_s:.3f} s")
-    assert min(taken) < limit_s
+    assert taken_s < limit
 
 
 @pytest.mark.parametrize("verb", ["stage", "ls", "push", "drain", "rotate", "status"])

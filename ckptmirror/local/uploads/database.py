@@ -125,6 +125,7 @@ class Database:
             return apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)
         connection = apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READONLY)
         try:
+            connection.set_busy_timeout(int(self._busy_timeout_s * 1000))  # a writer may be closing, or recovering
             connection.execute(statement("read the schema version")).fetchall()
         except (apsw.CantOpenError, apsw.ReadOnlyError):
             connection.close()

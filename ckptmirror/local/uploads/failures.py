@@ -18,8 +18,8 @@ from ckptmirror.core import errors
 __all__ = ["named_failures"]
 
 _REBUILD = (
-    "Nothing is deleted meanwhile. `ckptmirror doctor` moves the table aside, "
-    "and the next start builds a new one from disk and mirror."
+    "Nothing is deleted meanwhile. The next start of the trainer moves the table aside, "
+    "and builds a new one from disk and mirror."
 )
 
 

@@ -1,0 +1,138 @@
+"""Known bugs, each planted by replacing one function in a child process. The campaigns' checks must find every one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.model import Meta
+from ckptmirror.core.retention import MirrorSafety
+from ckptmirror.flow import commit, reconcile, rotate, save, upload
+from ckptmirror.local import crashpoints, files
+from ckptmirror.local.uploads import UploadsTable, worker_verbs
+from ckptmirror.stores import file as file_store
+
+__all__ = ["BUGS"]
+
+
+def plant(place: Any, name: str, value: Any) -> None:
+    """Replace an attribute that is there; a bug in something that is gone would prove nothing."""
+    assert hasattr(place, name), f"{place.__name__} has no {name}"
+    setattr(place, name, value)
+
+
+def the_meta_is_written_first() -> None:
+    def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[Any], meta: Meta) -> None:
+        meta_path = names.SaveName(meta.step, meta.tag).meta
+        urls = [mirror.url for mirror in mirrors]
+        table.add_save(meta.save_id, meta.step, meta.kinds, meta.artifacts, urls, meta_path=meta_path)
+        files.write_bytes(root / meta_path, meta_to_bytes(meta), save_id=meta.save_id)
+        for name in commit.top_names(meta.artifacts):
+            files.rename_noreplace(root / names.tmp_name(name, meta.save_id), root / name, label="save.publish")
+        files.fsync_dir(root)
+        table.release_save(meta.save_id)
+        files.replace_link(root / names.LATEST_NAME, commit.latest_target(meta))
+
+    plant(save, "commit_save", commit_save)
+
+
+def a_save_replaces_another() -> None:
+    def rename(source: Path, target: Path, *, label: str = "file.publish") -> None:
+        with crashpoints.around(label):
+            if target.is_dir():
+                target.rename(target.with_name("old-" + target.name))
+            os.rename(source, target)
+
+    plant(save, "free_tag", lambda *_: "")
+    plant(files, "rename_noreplace", rename)
+
+
+def latest_is_swapped_before_the_commit() -> None:
+    honest = commit.commit_save
+
+    def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[Any], meta: Meta) -> None:
+        for name in commit.top_names(meta.artifacts)[:1]:
+            files.replace_link(root / names.LATEST_NAME, name)
+        honest(root, table, mirrors, meta)
+
+    plant(save, "commit_save", commit_save)
+
+
+def nothing_of_a_cut_short_save_is_removed() -> None:
+    plant(reconcile, "remove_uncommitted", lambda *_: None)
+
+
+def whatever_has_the_name_is_removed() -> None:
+    plant(commit, "_holds", lambda *_: True)
+
+
+def records_are_verified_before_the_upload() -> None:
+    def send_artifact(self: Any) -> None:
+        meta = self._local_meta()
+        digest = next(a.digest for a in meta.artifacts if a.path == self._record.path)
+        info = file_store.ObjectInfo(self._record.path, digest.size_bytes, 1, digest.crc32c)
+        self._verify(info, digest)
+
+    plant(upload.Uploading, "send_artifact", send_artifact)
+
+
+def the_mirrors_meta_goes_first() -> None:
+    honest = worker_verbs.WorkerVerbs._next
+
+    def meta_first(self: Any, connection: Any, mirror: str, exclude: Any) -> Any:
+        waiting = worker_verbs.rows.iterate_records(connection, "read all records in a state", {"state": "pending"})
+        return next((r for r in waiting if r.role == "meta"), None) or honest(self, connection, mirror, exclude)
+
+    plant(worker_verbs.WorkerVerbs, "_next", meta_first)
+
+
+def what_arrives_is_not_compared() -> None:
+    plant(file_store, "_verify", lambda *_: None)
+
+
+def rotation_is_blind() -> None:
+    def safe(table: Any, mirrors: Sequence[Any], save_id: str) -> tuple[MirrorSafety, ...]:
+        return tuple(MirrorSafety(mirror.url, mirror.required, True, True, "") for mirror in mirrors)
+
+    plant(rotate, "save_safety", safe)
+    plant(rotate, "why_not_safe", lambda *_: None)
+
+
+def rotation_deletes_in_place() -> None:
+    def delete(root: Path, table: UploadsTable, meta: Meta) -> None:
+        for name in (*commit.top_names(meta.artifacts), names.SaveName(meta.step, meta.tag).meta):
+            files.move_to_trash(root, root / name)
+        table.forget_save(meta.save_id)
+
+    plant(rotate, "_delete", delete)
+
+
+def an_interrupted_rotation_is_forgotten() -> None:
+    plant(rotate, "_finish", lambda *_: [])
+
+
+def the_trash_forgets_what_was_being_replaced() -> None:
+    plant(reconcile, "empty_trash", files.empty_trash)
+
+
+BUGS: dict[str, Callable[[], None]] = {
+    bug.__name__: bug
+    for bug in (
+        the_meta_is_written_first,
+        a_save_replaces_another,
+        latest_is_swapped_before_the_commit,
+        nothing_of_a_cut_short_save_is_removed,
+        whatever_has_the_name_is_removed,
+        records_are_verified_before_the_upload,
+        the_mirrors_meta_goes_first,
+        what_arrives_is_not_compared,
+        rotation_is_blind,
+        rotation_deletes_in_place,
+        an_interrupted_rotation_is_forgotten,
+        the_trash_forgets_what_was_being_replaced,
+    )
+}

@@ -1,0 +1,453 @@
+"""Claiming a run: of two attempts the newer wins, whoever is alive; lists only grow and are never trusted blindly."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckptmirror.core import events, names
+from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
+from ckptmirror.core.errors import AttemptFenced, BrokenMeta, ConfigError, NotAuthorised, Temporary
+from ckptmirror.core.model import Attempt, AttemptList, Meta, SaveRef, new_id
+from ckptmirror.core.retention import Retention
+from ckptmirror.flow.catalog import local_catalog, mirror_catalog, rebuild_attempts
+from ckptmirror.flow.claim import RunClaim, publish_attempts, read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.node import Node
+from ckptmirror.flow.save import LeaderSide, Saver, SaveRequest
+from ckptmirror.flow.status import read_status
+from ckptmirror.local import files
+from ckptmirror.ranks.single import SingleRank
+from ckptmirror.stores import open_store
+from ckptmirror.stores.base import Store
+from ckptmirror.stores.faulty import FaultyStore, StoreFault
+from ckptmirror.testing import Fault, GcsServerProcess
+from tests.factory import FIRST_ATTEMPT, make_attempt, make_save, put_attempts, put_on_mirror
+from tests.mirror_place import memory_url, object_names
+
+BUCKET = "claims"
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServerProcess]:
+    with GcsServerProcess(tmp_path_factory.mktemp("gcs"), buckets=[BUCKET]) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: GcsServerProcess, monkeypatch: pytest.MonkeyPatch) -> GcsServerProcess:
+    for name, value in running.environment.items():
+        monkeypatch.setenv(name, value)
+    running.clear_faults()
+    running.clear_log()
+    return running
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    """Start an attempt on a root: claim, then decide for the newest save of the lineage there is, if any."""
+    nodes: list[Node] = []
+
+    def start_one(root: str, *urls: str, optional: tuple[str, ...] = (), decide: bool = True) -> Node:
+        specs = [MirrorSpec(url, url not in optional) for url in (*urls, *optional)]
+        node = Node(tmp_path / root, specs, Retention(), events.EventBus())
+        nodes.append(node)
+        claim = node.start_claim()
+        if decide:
+            order = local_catalog(node.root).lineage(claim.known).in_order()
+            metas = local_catalog(node.root).saves
+            for mirror in node.mirrors:
+                if mirror.url not in claim.unclaimed:
+                    there = mirror_catalog(mirror)
+                    order = max(order, there.lineage(claim.known).in_order(), key=len)
+                    metas = {**there.saves, **metas}
+            node.decide(metas[order[-1].save_id].ref if order else None)
+        return node
+
+    yield start_one
+    for node in nodes:
+        if node.lock.held:
+            node.close()
+
+
+def commit_on(node: Node, step: int, number: int | None = None) -> Meta:
+    claim = node.claim
+    assert claim is not None
+    meta = make_save(node.root, step, ("model",), claim.attempt, number or step, run_id=claim.run_id, sidecars=False)
+    urls = [mirror.url for mirror in node.mirrors]
+    meta_path = names.SaveName(meta.step, meta.tag).meta
+    node.table.add_save(meta.save_id, step, meta.kinds, meta.artifacts, urls, meta_path=meta_path)
+    node.table.release_save(meta.save_id)
+    node.on_commit(meta)
+    return meta
+
+
+def wait_for(condition: Callable[[], object], node: Node, timeout_s: float = 30.0) -> None:
+    """Wait, as the node itself does, until a condition holds that its workers bring about."""
+    deadline = time.monotonic() + timeout_s
+    done = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        done.wait(0.02)
+
+
+def opened(url: str) -> Mirror:
+    return Mirror(url, True, open_store(url, retry=False))
+
+
+def claim_run(root: Path, *mirrors: Mirror) -> RunClaim:
+    files.make_dirs(root / names.CONTROL_DIR)
+    return RunClaim.make(root, mirrors, rebuild_attempts)
+
+
+# -- two attempts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", ["gs", "file", "memory"])
+def test_i11_an_older_attempt_is_fenced_and_commits_nothing_more(
+    store: str, server: GcsServerProcess, start: Callable[..., Node], tmp_path: Path
+) -> None:
+    url = {"gs": f"gs://{BUCKET}/{next(_numbers)}", "file": f"file://{tmp_path}/m", "memory": memory_url()}[store]
+    old = start("old", url)
+    first = commit_on(old, 100)
+    assert old.wait_mirrored(first.save_id, 30.0)
+    new = start("new", url)
+    second = commit_on(old, 200)
+    wait_for(old.fenced, old)
+    assert not old.wait_mirrored(None, 30.0)
+    there = mirror_catalog(opened(url))
+    assert set(there.saves) == {first.save_id}
+    third = commit_on(new, 300)
+    assert new.wait_mirrored(third.save_id, 30.0)
+    there = mirror_catalog(opened(url))
+    assert {save.step for save in there.lineage().in_order()} == {100, 300}
+    assert second.save_id not in there.saves
+    assert read_status(old.root).trainer["status"] == "fenced"
+    assert new.fenced() is None
+
+
+def test_i11_save_raises_once_the_attempt_is_fenced(start: Callable[..., Node]) -> None:
+    url = memory_url()
+    old = start("old", url)
+    start("new", url)
+    commit_on(old, 100)
+    wait_for(old.fenced, old)
+    claim = old.claim
+    assert claim is not None
+    leader = LeaderSide(old.table, old.specs, old.fenced, old.on_commit)
+    saver = Saver(old.root, claim.run_id, claim.attempt, SingleRank(), events.EventBus(), leader)
+    with pytest.raises(AttemptFenced, match="has started"):
+        saver.save(SaveRequest(200, ("model",)), None)  # type: ignore[arg-type]
+
+
+def test_i11_a_zombies_meta_that_came_after_its_successor_started_is_superseded(tmp_path: Path) -> None:
+    """It had asked the mirror just before; the rule, not luck, keeps its save off the lineage."""
+    mirror = opened(memory_url())
+    zombie = claim_run(tmp_path / "zombie", mirror)
+    zombie.decide(None, [mirror])
+    first = make_save(tmp_path / "zombie", 100, ("model",), zombie.attempt, 1, run_id=zombie.run_id)
+    put_on_mirror(mirror.store, tmp_path / "zombie", first)
+    heir = claim_run(tmp_path / "heir", mirror)
+    heir.decide(first.ref, [mirror])
+    late = make_save(tmp_path / "zombie", 200, ("model",), zombie.attempt, 2, run_id=zombie.run_id)
+    put_on_mirror(mirror.store, tmp_path / "zombie", late)
+    standing = mirror_catalog(mirror).lineage().standing_by_save()
+    assert standing == {first.save_id: "current", late.save_id: "superseded"}
+    with pytest.raises(AttemptFenced):
+        zombie.confirm(mirror)
+
+
+def test_two_writers_one_wins(server: GcsServerProcess, tmp_path: Path) -> None:
+    """Eight attempts start at once: each gets a number of its own, and all but the last are fenced."""
+    url = f"gs://{BUCKET}/{next(_numbers)}"
+    claims: list[RunClaim] = []
+    barrier = threading.Barrier(8)
+
+    def run(number: int) -> None:
+        mirror = Mirror(url, True, open_store(url))
+        barrier.wait()
+        claims.append(claim_run(tmp_path / f"root-{number}", mirror))
+        mirror.store.close()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    there, _ = read_mirror_attempts(Mirror(url, True, open_store(url)))
+    assert there is not None
+    assert len({attempt.number for attempt in there.attempts}) == len(there.attempts) == len(claims)
+    alive = []
+    for claim in claims:
+        try:
+            claim.confirm(Mirror(url, True, open_store(url)))
+            alive.append(claim)
+        except AttemptFenced:
+            assert claim.fenced is not None
+    assert [claim.attempt.number for claim in alive] == [7]
+
+
+def test_i11_equal_numbers_are_ordered_by_id_and_both_stop(tmp_path: Path) -> None:
+    """Each saw another mirror only: whoever meets the other stops, and the lineage knows one answer."""
+    here, there = opened(memory_url()), opened(memory_url())
+    base = claim_run(tmp_path / "one", here, there)
+    base.decide(None, [here, there])
+    save = make_save(tmp_path / "one", 100, ("model",), base.attempt, 1, run_id=base.run_id)
+    other_root = tmp_path / "two"
+    files.make_dirs(other_root / names.CONTROL_DIR)
+    put_attempts(other_root, base.attempts.attempts, run_id=base.run_id)
+    down_here, down_there = Mirror(here.url, True, down(here.store)), Mirror(there.url, True, down(there.store))
+    one = claim_run(tmp_path / "one", here, down_there)
+    two = claim_run(other_root, down_here, there)
+    assert one.attempt.number == two.attempt.number == 1
+    one.decide(save.ref, [here, down_there])
+    two.decide(save.ref, [down_here, there])
+    with pytest.raises(AttemptFenced):
+        one.confirm(there)
+    with pytest.raises(AttemptFenced):
+        two.confirm(here)
+
+
+def down(store: Store) -> FaultyStore:
+    broken = FaultyStore(store)
+    broken.go_down()
+    return broken
+
+
+def test_a_lost_answer_to_the_announcement_is_no_rival(tmp_path: Path) -> None:
+    mirror = opened(memory_url())
+    faulty = FaultyStore(mirror.store, [StoreFault("write", names.WRITER_NAME, when="after")])
+    with_faults = Mirror(mirror.url, True, faulty)
+    claim = claim_run(tmp_path / "root", with_faults)
+    assert claim.unclaimed  # not known whether it arrived
+    claim.confirm(with_faults)
+    assert claim.unclaimed == {}
+    there, _ = read_mirror_attempts(mirror)
+    assert there is not None
+    assert [attempt.id for attempt in there.attempts] == [claim.attempt.id]
+
+
+# -- mirrors that are down -------------------------------------------------------------------------------------
+
+
+def test_a_mirror_that_was_down_at_the_start_is_claimed_before_anything_is_uploaded_there(
+    server: GcsServerProcess, start: Callable[..., Node], tmp_path: Path
+) -> None:
+    url = f"gs://{BUCKET}/{next(_numbers)}"
+    first = start("root", url)
+    first.close()
+    server.faults([Fault(object="writer", status=403, times=0)])
+    again = start("root", url)
+    assert again.claim is not None
+    assert url in again.claim.unclaimed
+    server.clear_log()
+    meta = commit_on(again, 100)
+    wait_for(lambda: any(record.attempts_made for record in again.table.records()), again)
+    assert [entry for entry in server.log() if entry["operation"].startswith("upload.")] == []
+    server.clear_faults()
+    assert again.wait_mirrored(meta.save_id, 60.0)
+    assert again.claim.unclaimed == {}
+    made = [e["object"].rpartition("/")[2] for e in server.log() if e["operation"].startswith("upload.")]
+    assert made[0] == "writer.json"
+    assert sorted(made[1:]) == ["meta_000100.json", "model_000100.pt"]
+
+
+def test_an_outage_at_the_first_start_never_begins_a_second_run(tmp_path: Path) -> None:
+    """A fresh machine, the mirror silent: nothing may be written that would contradict the run it holds."""
+    mirror = opened(memory_url())
+    original = claim_run(tmp_path / "original", mirror)
+    original.decide(None, [mirror])
+    fresh = tmp_path / "fresh"
+    with pytest.raises(Temporary):
+        claim_run(fresh, Mirror(mirror.url, True, down(mirror.store)))
+    assert read_local_attempts(fresh) is None
+    later = claim_run(fresh, mirror)
+    assert later.run_id == original.run_id
+    assert later.attempt.number == 1
+
+
+def test_a_silent_mirror_that_is_not_required_does_not_hold_up_a_first_start(tmp_path: Path) -> None:
+    mirror, optional = opened(memory_url()), opened(memory_url())
+    claim = claim_run(tmp_path / "root", mirror, Mirror(optional.url, False, down(optional.store)))
+    assert set(claim.unclaimed) == {optional.url}
+
+
+def test_credentials_that_are_refused_at_a_restart_delay_uploads_only(tmp_path: Path) -> None:
+    mirror = opened(memory_url())
+    claim_run(tmp_path / "root", mirror).decide(None, [mirror])
+    denied = FaultyStore(mirror.store, [StoreFault(times=0, when="before", error=lambda: NotAuthorised("403"))])
+    again = claim_run(tmp_path / "root", Mirror(mirror.url, True, denied))
+    again.decide(None, [Mirror(mirror.url, True, denied)])
+    assert "403" in again.unclaimed[mirror.url]
+    with pytest.raises(NotAuthorised):
+        claim_run(tmp_path / "fresh", Mirror(mirror.url, True, denied))
+
+
+def test_a_mirror_that_hangs_does_not_hold_up_the_confirmation_of_another(tmp_path: Path) -> None:
+    slow, quick = opened(memory_url()), opened(memory_url())
+    claim = claim_run(tmp_path / "root", slow, quick)
+    claim.decide(None, [slow, quick])
+    released = threading.Event()
+    hanging = FaultyStore(slow.store, [StoreFault("read", hold=released)])
+    thread = threading.Thread(target=claim.confirm, args=(Mirror(slow.url, True, hanging),))
+    thread.start()
+    other = threading.Thread(target=claim.confirm, args=(quick,))
+    other.start()
+    other.join(10.0)
+    assert not other.is_alive()
+    released.set()
+    thread.join()
+
+
+# -- lists lost or broken --------------------------------------------------------------------------------------
+
+
+def history(tmp_path: Path, mirror: Mirror) -> tuple[list[Attempt], list[Meta]]:
+    """Three attempts, each with a save, each resumed from the one before; mirrored."""
+    root, attempts, metas = tmp_path / "past", list[Attempt](), list[Meta]()
+    for number in range(3):
+        attempt = make_attempt(number, metas[-1] if metas else None)
+        meta = make_save(root, 100 * (number + 1), ("model",), attempt, 1)
+        put_on_mirror(mirror.store, root, meta)
+        attempts.append(attempt)
+        metas.append(meta)
+    return attempts, metas
+
+
+def test_i11_a_list_lost_everywhere_is_rebuilt_from_the_metas(tmp_path: Path) -> None:
+    mirror = opened(memory_url())
+    attempts, metas = history(tmp_path, mirror)
+    claim = claim_run(tmp_path / "fresh", mirror)
+    assert claim.run_id == metas[0].run_id
+    assert list(claim.known.attempts) == attempts
+    assert claim.attempt.number == 3
+    assert {save.step for save in mirror_catalog(mirror).lineage(claim.known).in_order()} == {100, 200, 300}
+
+
+def test_i11_a_list_lost_on_the_mirror_is_rebuilt_even_where_the_disk_knows_less(tmp_path: Path) -> None:
+    """The machine slept through two attempts: its old list must not make their saves superseded."""
+    mirror = opened(memory_url())
+    attempts, _ = history(tmp_path, mirror)
+    root = tmp_path / "root"
+    put_attempts(root, attempts[:1])
+    claim = claim_run(root, mirror)
+    assert list(claim.known.attempts) == attempts
+    assert claim.attempt.number == 3
+
+
+def test_i11_a_list_lost_on_the_disk_is_taken_from_the_mirror_and_the_metas(tmp_path: Path) -> None:
+    mirror = opened(memory_url())
+    attempts, _ = history(tmp_path, mirror)
+    put_attempts(mirror.store, attempts[:2])  # the last was written while the mirror's list could not be
+    claim = claim_run(tmp_path / "past", mirror)
+    assert list(claim.known.attempts) == attempts
+
+
+def test_a_list_lost_on_the_mirror_is_written_again(tmp_path: Path) -> None:
+    mirror = opened(memory_url())
+    first = claim_run(tmp_path / "root", mirror)
+    first.decide(None, [mirror])
+    info = mirror.store.stat(names.WRITER_NAME)
+    assert info is not None
+    mirror.store.delete(names.WRITER_NAME, generation=info.generation)
+    second = claim_run(tmp_path / "root", mirror)
+    there, _ = read_mirror_attempts(mirror)
+    assert there is not None
+    assert {attempt.id for attempt in there.attempts} == {first.attempt.id, second.attempt.id}
+
+
+def test_a_broken_local_list_gives_way_to_the_mirrors(tmp_path: Path) -> None:
+    mirror = opened(memory_url())
+    first = claim_run(tmp_path / "root", mirror)
+    first.decide(None, [mirror])
+    path = tmp_path / "root" / names.ATTEMPTS_NAME
+    path.write_bytes(path.read_bytes()[:-20])
+    second = claim_run(tmp_path / "root", mirror)
+    assert second.attempt.number == 1
+    assert attempts_from_bytes(path.read_bytes()).run_id == first.run_id
+
+
+def test_a_broken_local_list_with_no_other_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    put_attempts(root, [FIRST_ATTEMPT])
+    (root / names.ATTEMPTS_NAME).write_bytes(b"{}")
+    with pytest.raises(BrokenMeta, match="is broken") as broken:
+        claim_run(root, opened(memory_url()))
+    assert "Move it away" in broken.value.hint
+    assert (root / names.ATTEMPTS_NAME).read_bytes() == b"{}"
+
+
+def test_a_broken_list_on_a_mirror_is_an_error_and_is_not_replaced(tmp_path: Path) -> None:
+    mirror = opened(memory_url())
+    mirror.store.write(names.WRITER_NAME, b"{}", if_generation=0)
+    with pytest.raises(BrokenMeta):
+        claim_run(tmp_path / "root", mirror)
+    assert mirror.store.read(names.WRITER_NAME, limit_bytes=100)[0] == b"{}"
+
+
+# -- another run -----------------------------------------------------------------------------------------------
+
+
+def test_another_runs_mirror_is_refused(tmp_path: Path) -> None:
+    mirror, other = opened(memory_url()), opened(memory_url())
+    claim_run(tmp_path / "one", mirror)
+    claim_run(tmp_path / "two", other)
+    with pytest.raises(ConfigError, match="holds run"):
+        claim_run(tmp_path / "one", other)
+    with pytest.raises(ConfigError, match="holds run"):
+        claim_run(tmp_path / "fresh", mirror, other)
+    with pytest.raises(ConfigError, match="holds run"):
+        publish_attempts(tmp_path / "one", other)
+
+
+def test_another_runs_saves_on_a_mirror_without_a_list_are_refused(tmp_path: Path) -> None:
+    mirror = opened(memory_url())
+    history(tmp_path, mirror)
+    root = tmp_path / "root"
+    put_attempts(root, [FIRST_ATTEMPT], run_id=new_id())
+    with pytest.raises(ConfigError, match="one run"):
+        claim_run(root, mirror)
+
+
+def test_another_runs_mirror_that_was_silent_at_the_start_fails_its_uploads_and_fences_nobody(tmp_path: Path) -> None:
+    mirror, other = opened(memory_url()), opened(memory_url())
+    claim_run(tmp_path / "other", other)
+    claim = claim_run(tmp_path / "root", mirror, Mirror(other.url, False, down(other.store)))
+    claim.decide(None, [mirror])
+    with pytest.raises(ConfigError, match="holds run"):
+        claim.confirm(other)
+    assert claim.fenced is None
+    claim.confirm(mirror)
+
+
+def test_a_drain_tells_the_mirror_of_the_attempts_and_adds_none(tmp_path: Path) -> None:
+    mirror = opened(memory_url())
+    root = tmp_path / "root"
+    parent = SaveRef(FIRST_ATTEMPT.id, 1, 100, new_id())
+    put_attempts(root, [FIRST_ATTEMPT, make_attempt(1, parent)])
+    publish_attempts(root, mirror)
+    there, _ = read_mirror_attempts(mirror)
+    assert there == read_local_attempts(root)
+
+
+def test_lists_only_grow(tmp_path: Path) -> None:
+    mirror = opened(memory_url())
+    seen: set[str] = set()
+    for _ in range(4):
+        claim = claim_run(tmp_path / "root", mirror)
+        claim.decide(None, [mirror])
+        there, _ = read_mirror_attempts(mirror)
+        assert there is not None
+        ids = {attempt.id for attempt in there.attempts}
+        assert seen < ids
+        seen = ids
+        assert replace(claim.attempt) in there.attempts
+    assert attempts_from_bytes(attempts_to_bytes(AttemptList(claim.run_id, tuple(there.attempts)))) == there
+    assert object_names(mirror.store) == []

@@ -1,0 +1,136 @@
+"""Ctrl-C and SIGTERM at any moment: one sentence, exit code 130 or 143, and the same command continues."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli_place import LIMIT_S, clean_environment, make_mirrored, make_pending, run, start
+
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+SENTENCES = {
+    signal.SIGINT: "ckptmirror: interrupted; the same command continues where it stopped.\n",
+    signal.SIGTERM: "ckptmirror: terminated; the same command continues where it stopped.\n",
+}
+QUICK_S = 10.0
+
+# Sends the process a signal at its nth change of the disk, whichever thread makes it.
+SIGNALLED = """
+import os, sys
+from ckptmirror.local import crashpoints
+at, signum, changes = int(sys.argv[1]), int(sys.argv[2]), 0
+def point(name):
+    global changes
+    changes += 1
+    if changes == at:
+        os.kill(os.getpid(), signum)
+crashpoints.point = point
+from ckptmirror.cli import main
+sys.argv[1:] = sys.argv[3:]
+code = main()
+if not at:
+    print(changes, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def signalled(at: int, signum: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", SIGNALLED, str(at), str(int(signum)), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=clean_environment())
+
+
+def scene_of(verb: str, folder: Path) -> list[str]:
+    if verb == "drain":
+        root, _ = make_pending(folder, f"file://{folder}/mirror", 100, 200)
+        return ["drain", "--root", str(root)]
+    root, url, _ = make_mirrored(folder, 200)
+    if verb == "push":
+        return ["push", "--root", str(root), "--mirror", f"file://{folder}/second"]
+    return ["stage", "--step", "200", "--mirror", url, "--dest", str(folder / "eval"), "--full"]
+
+
+@pytest.mark.parametrize("verb", ["stage", "drain", "push"])
+def test_a_signal_at_any_change_of_the_disk_ends_in_a_sentence_and_the_same_command_continues(
+    verb: str, tmp_path: Path
+):
+    arguments = scene_of(verb, tmp_path / "scene")
+    prepared = tmp_path / "prepared"
+    shutil.copytree(tmp_path / "scene", prepared)
+    counted = signalled(0, 0, *arguments)
+    assert counted.returncode == 0
+    changes = int(counted.stderr.splitlines()[-1])
+    assert changes > 20
+    for turn, at in enumerate(range(1, changes, max(1, changes // 6))):
+        signum = (signal.SIGINT, signal.SIGTERM)[turn % 2]
+        shutil.rmtree(tmp_path / "scene")
+        shutil.copytree(prepared, tmp_path / "scene")
+        ended = signalled(at, signum, *arguments)
+        assert ended.returncode == CODES[signum], (at, ended.stderr)
+        assert (ended.stdout, ended.stderr) == ("", SENTENCES[signum])
+        again = run(*arguments)
+        assert (again.returncode, again.stderr) == (0, "")
+
+
+class Silent:
+    """A server that takes a connection and says nothing."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket.settimeout(LIMIT_S)
+        self.env = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{self.socket.getsockname()[1]}"}
+
+
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    found = Silent()
+    yield found
+    found.socket.close()
+
+
+@pytest.mark.parametrize("signum", list(CODES))
+@pytest.mark.parametrize("verb", ["stage", "ls", "push", "drain"])
+def test_a_verb_that_waits_for_a_silent_mirror_leaves_soon(
+    verb: str, signum: signal.Signals, silent: Silent, tmp_path: Path
+):
+    url = "gs://a-bucket/run"
+    if verb in ("push", "drain"):
+        root, _ = make_pending(tmp_path, url, 100)
+        arguments = [verb, "--root", str(root), *(["--mirror", url] if verb == "push" else [])]
+    else:
+        arguments = (
+            ["stage", "--step", "1", "--mirror", url, "--dest", str(tmp_path)] if verb == "stage" else ["ls", url]
+        )
+    process = start(*arguments, env=silent.env)
+    try:
+        connection, _ = silent.socket.accept()
+        asked = time.monotonic()
+        process.send_signal(signum)
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+        assert time.monotonic() - asked < QUICK_S
+        assert (process.returncode, stdout, stderr) == (CODES[signum], "", SENTENCES[signum])
+        connection.close()
+    finally:
+        process.kill()
+
+
+def test_a_second_signal_ends_a_verb_at_once(silent: Silent):
+    process = start("ls", "gs://a-bucket/run", env=silent.env)
+    try:
+        silent.socket.accept()[0].close()
+        connection, _ = silent.socket.accept()  # tried again: it waits here
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 143
+        assert set(stderr.splitlines(keepends=True)) == {SENTENCES[signal.SIGTERM]}
+        connection.close()
+    finally:
+        process.kill()

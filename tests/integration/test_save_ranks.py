@@ -1,0 +1,179 @@
+"""Two ranks that save and resume together: one rank's failure is everyone's, and the next save works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptmirror import TrainState
+from tests.factory import flip_bit
+from tests.integration.rank_processes import run_ranks
+from tests.integration.save_ranks_job import everything_that_happens
+from tests.small_training import artifact, everything, new_state, running, same, saved_run, whole
+
+Found = list[dict[str, Any]]
+
+
+class Job:
+    """What both ranks found, and what lay where they began."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.single = {kind: saved_run(base / f"single-{kind}", (1, 2), kinds=(kind,)) for kind in ("dcp", "model")}
+        self.ranks: Found = run_ranks(2, everything_that_happens, str(base))
+
+    def expected(self, found: dict[str, Any], name: str) -> dict[str, Any]:
+        """What a rank gets back: its own generators, data and extra, and rank 0's model, which all replicas share."""
+        return {**self.ranks[0][name], **{part: found[name][part] for part in ("rng", "data", "extra")}}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("ranks"))
+
+
+def test_background_thread_issues_no_collective_on_training_group_while_saving(job: Job) -> None:
+    assert [found["collectives"] for found in job.ranks] == [0, 0]
+
+
+def test_a_capture_that_fails_on_one_rank_fails_the_save_on_all(job: Job) -> None:
+    zero, one = job.ranks
+    assert one["capture"][0] == "UsageError"
+    assert "extra.bad" in one["capture"][1]
+    assert zero["capture"][0] == "BackgroundSaveFailed"
+    assert "rank 1 failed" in zero["capture"][1]
+    assert [found["after capture"] for found in job.ranks] == [([1], [])] * 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_write_that_fails_on_one_rank_fails_the_save_on_all_and_leaves_nothing(job: Job, victim: int) -> None:
+    for found in job.ranks:
+        assert found[f"write {victim}"][0] == "BackgroundSaveFailed"
+        assert found[f"after write {victim}"] == ([1, 2], [])
+    assert f"rank {victim}" in job.ranks[1 - victim][f"write {victim}"][1]
+
+
+def test_a_commit_that_fails_on_the_leader_fails_the_save_on_all_and_leaves_nothing(job: Job) -> None:
+    for found in job.ranks:
+        assert found["commit"][0] == "BackgroundSaveFailed"
+        assert "The disk is full" in found["commit"][1]
+        assert found["after commit"] == ([1, 2, 3], [])
+
+
+def test_different_steps_on_two_ranks_are_an_error_on_both(job: Job) -> None:
+    for found in job.ranks:
+        assert found["different steps"][0] == "BackgroundSaveFailed"
+        assert found["after different steps"] == ([1, 2, 3, 4], [])
+
+
+def test_a_failure_that_one_rank_alone_was_told_of_does_not_put_the_ranks_out_of_step(job: Job) -> None:
+    for found in job.ranks:
+        assert found["different knowledge"][0] == "BackgroundSaveFailed"
+        assert found["next after that"][0] == "value"
+
+
+def test_fast_rank_cannot_delete_a_slow_ranks_files(job: Job) -> None:
+    zero, one = job.ranks
+    assert one["slow rank"][1] == [True]
+    assert zero["slow rank"][0][0] == one["slow rank"][0][0] == "BackgroundSaveFailed"
+    assert zero["after slow rank"] == ([1, 2, 3, 4, 6, 7], [])
+
+
+def test_save_numbers_agree_and_the_locks_are_free_at_the_end(job: Job) -> None:
+    for found in job.ranks:
+        assert found["numbers"] == sorted(found["numbers"])
+        assert found["locks"][0] == "value"
+    assert job.ranks[0]["numbers"] == job.ranks[1]["numbers"]
+
+
+def test_an_emergency_newer_than_the_last_save_is_resumed_by_all_ranks(job: Job) -> None:
+    for found in job.ranks:
+        start, state = found["resume emergency"]
+        assert start[:3] == (10, "emergency", "disk")
+        assert same(state, job.expected(found, "state of 10"))
+    assert job.ranks[0]["emergency"] == job.ranks[1]["emergency"]
+    assert not same(job.ranks[0]["state of 10"]["rng"], job.ranks[1]["state of 10"]["rng"])
+
+
+def test_wreck_is_skipped_on_resume(job: Job) -> None:
+    """One rank's part of an emergency snapshot is missing."""
+    for found in job.ranks:
+        start, state = found["resume wreck"]
+        assert start[:2] == (9, "dcp")
+        assert same(state, job.expected(found, "state of 9"))
+
+
+def test_resume_choice_is_one_vote_of_all_ranks(job: Job) -> None:
+    """Only rank 1 sees the broken bytes; both go to the same older save."""
+    for found in job.ranks:
+        start, _ = found["resume broken"]
+        assert start[:2] == (7, "dcp")
+        assert any("rank 1" in line for line in start[3])
+    assert job.ranks[0]["resume broken"][0] == job.ranks[1]["resume broken"][0]
+
+
+def test_a_requested_step_is_loaded_or_an_error_on_every_rank(job: Job) -> None:
+    for found in job.ranks:
+        assert found["resume missing step"][0][2] == 3
+        assert "no save of step 77" in found["resume missing step"][0][1]
+        assert found["resume step"][0][0] == 3
+
+
+def test_a_silent_required_mirror_and_an_empty_disk_are_a_temporary_error_on_all_ranks(job: Job) -> None:
+    for found in job.ranks:
+        assert found["resume silent mirror"][0][2] == 5
+        assert "does not answer" in found["resume silent mirror"][0][1]
+
+
+@pytest.mark.parametrize("kind", ["dcp", "model"])
+def test_one_rank_saved_and_two_resume(job: Job, kind: str) -> None:
+    saved = job.single[kind][2]
+    for rank, found in enumerate(job.ranks):
+        start, state = found[f"one to two {kind}"]
+        assert start[:2] == (2, kind)
+        for part in ("model", "optimizer", "scheduler", "ema", "scaler", "extra"):
+            assert same(state[part], saved[part]), part
+        assert same(state["rng"], saved["rng"]) == (rank == 0)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "model"])
+def test_two_ranks_saved_and_one_resumes(job: Job, kind: str) -> None:
+    root = job.base / "root"
+    if kind == "model":
+        flip_bit(artifact(root, whole(root)[2], ".metadata"))
+    with running(root) as manager:
+        state = new_state(seed=77)
+        start = manager.resume(state, policy=2)
+        assert start is not None
+        assert (start.step, start.kind) == (2, kind)
+    assert same(everything(state), job.ranks[0]["state of 2"])
+
+
+def test_a_sharded_capture_that_fails_on_one_rank_hangs_nobody(job: Job) -> None:
+    zero, one = job.ranks
+    assert one["sharded capture"][0] == "UsageError"
+    assert zero["sharded capture"][0] == "RankFailed"
+    assert "extra.bad" in zero["sharded capture"][1]
+    assert max(found["sharded capture seconds"] for found in job.ranks) < 20
+
+
+def test_a_sharded_emergency_is_resumed_by_as_many_ranks(job: Job) -> None:
+    for found in job.ranks:
+        assert found["sharded resume"][0] == (3, "emergency")
+        assert same(found["sharded resume"][1], found["sharded emergency state"])
+
+
+def test_another_world_size_passes_over_a_sharded_emergency(job: Job) -> None:
+    """It falls back to the newest save that can be resharded, and says so."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1), extra={})
+    with running(job.base / "sharded") as manager:
+        start = manager.resume(state)
+        assert start is not None
+        assert (start.step, start.kind) == (2, "dcp")
+        assert any("2 ranks; this job has 1" in line for line in start.passed_over)
+    assert same(dict(model.state_dict()), job.ranks[0]["sharded saved"])

@@ -1,0 +1,137 @@
+"""An independent, tiny reading of LINEAGE.md and of the rules of a start: what resume has to choose.
+
+Rules:
+* Written from the documents, not from the package: it shares nothing with ``core.lineage`` or ``core.resumption``.
+* It is told what can be seen from where the start happens, and says which save, or that nothing may be chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+KINDS_BEST_FIRST = ("dcp", "model")
+
+
+@dataclass(frozen=True)
+class KnownAttempt:
+    """``parent``: (attempt, number, step, save id), None from scratch."""
+
+    id: str
+    number: int
+    parent: tuple[str, int, int, str] | None
+
+
+@dataclass(frozen=True)
+class SeenSave:
+    save_id: str
+    attempt: str
+    number: int
+    step: int
+    kinds: frozenset[str]
+
+
+def on_the_way(attempts: Iterable[KnownAttempt]) -> tuple[dict[str, tuple[str, int, int, str] | None], bool]:
+    """Rule 1: the attempts from the newest back, each with where the next left it; whether the way is whole."""
+    by_id = {attempt.id: attempt for attempt in attempts}
+    if not by_id:
+        return {}, False
+    at = max(by_id.values(), key=lambda attempt: (attempt.number, attempt.id))
+    way: dict[str, tuple[str, int, int, str] | None] = {at.id: None}
+    while at.parent is not None:
+        if at.parent[0] not in by_id:
+            return way, False
+        way[at.parent[0]] = at.parent
+        at = by_id[at.parent[0]]
+    return way, True
+
+
+def current(attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave]) -> dict[tuple[int, str], SeenSave]:
+    """Rules 2 and 3: the save that stands for each step and kind."""
+    attempts = list(attempts)
+    numbers = {attempt.id: attempt.number for attempt in attempts}
+    way, _ = on_the_way(attempts)
+    chosen: dict[tuple[int, str], SeenSave] = {}
+    ordered = sorted((s for s in saves if s.attempt in way), key=lambda s: (numbers[s.attempt], s.number))
+    ids = {save.save_id for save in ordered}
+    had: dict[int, set[str]] = {}
+    for save in ordered:
+        left = way[save.attempt]
+        if left is not None and save.number > left[1]:
+            adds = save.step == left[2] and left[3] in ids and not save.kinds & had.get(save.step, set())
+            if not adds:
+                continue
+        had.setdefault(save.step, set()).update(save.kinds)
+        chosen |= {(save.step, kind): save for kind in save.kinds}
+    return chosen
+
+
+@dataclass
+class View:
+    """What a start can see.
+
+    Attributes:
+        attempts: Of all lists that can be read, and of the metas where a list is lost; decided ones.
+        saves: Whole by their metas and sizes, all places together.
+        copies: For each save and kind, best first: the place, and whether its bytes are right.
+        silent_required: Whether a required mirror does not answer.
+        odd: Whether anything looks like a save and is none.
+        lists: Whether any list, or anything that it can be rebuilt from, can be read.
+        list_is_unreadable: The local list is broken and no mirror has one.
+    """
+
+    attempts: list[KnownAttempt]
+    saves: list[SeenSave]
+    copies: Mapping[tuple[str, str], list[tuple[str, bool]]]
+    silent: bool
+    silent_required: bool
+    odd: bool
+    lists: bool
+    list_is_unreadable: bool = False
+
+
+@dataclass(frozen=True)
+class Expected:
+    """``save`` in ``kind``; or nothing, and then ``scratch`` says whether step 0 is allowed. ``wait``: not now."""
+
+    save: SeenSave | None = None
+    kind: str = ""
+    scratch: bool = False
+    wait: bool = False
+    missing: bool = False
+    error: bool = False
+
+
+def expected_start(view: View, policy: str | int, force: bool) -> Expected:
+    """What a start must come to."""
+    if view.list_is_unreadable:
+        return Expected(error=True)
+    if not view.lists and view.silent_required:
+        return Expected(wait=True)
+    table = current(view.attempts, view.saves)
+    if policy == "scratch":
+        return Expected(scratch=force or not (view.saves or view.odd), missing=not force)
+    wanted = sorted(table.items(), key=lambda item: (-item[0][0], KINDS_BEST_FIRST.index(item[0][1])))
+    if isinstance(policy, int):
+        wanted = [item for item in wanted if item[0][0] == policy]
+        if not wanted:
+            return Expected(missing=True, wait=view.silent)
+    blocked: int | None = None
+    tried = False
+    for (step, kind), save in wanted:
+        if blocked is not None and blocked != step:
+            return Expected(wait=True)
+        for _, right in view.copies[(save.save_id, kind)]:
+            if right:
+                return Expected(save=save, kind=kind)
+            tried = True
+            if view.silent_required:
+                blocked = step
+    if blocked is not None:
+        return Expected(wait=True)
+    if isinstance(policy, int):
+        return Expected(error=True)
+    _, complete = on_the_way(view.attempts)
+    decided = bool(view.attempts) and complete
+    allowed = not view.silent_required and not view.odd and not tried and (not view.saves or decided)
+    return Expected(scratch=allowed, wait=view.silent_required, error=not allowed)
