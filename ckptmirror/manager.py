@@ -134,7 +134,8 @@ class CheckpointManager:
         """
         self._check_open()
         if self._saver is not None:
-            self._saver.wait_over(DEFAULT_WAIT_S)
+            self._saver.settle(DEFAULT_WAIT_S)
+            self._saver = None  # its attempt is over, also if this resume fails
         info, run_id, attempt = resume_run(
             self.root, self.ranks, self._node, state, policy=policy, force=force, bus=self.events
         )

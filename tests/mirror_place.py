@@ -155,3 +155,16 @@ def memory_url() -> str:
 
 def object_names(store: Store) -> list[str]:
     return [info.name for info in store.list() if info.name != names.WRITER_NAME]
+
+
+def two_saves(place: MirroredRoot, kinds: tuple[str, ...] = ("dcp", "model")) -> tuple[Meta, Meta]:
+    return place.commit(100, kinds), place.commit(200, kinds)  # type: ignore[arg-type]
+
+
+def assert_refused(place: MirroredRoot, meta: Meta, *words: str) -> None:
+    report = place.rotate()
+    assert report.deleted == ()
+    assert place.has(meta)
+    for word in words:
+        assert word in report.refused[meta.save_id]
+    assert any(isinstance(e, events.RotationRefused) and e.save_id == meta.save_id for e in place.events)

@@ -170,7 +170,7 @@ class Story:
             len(emergencies) == 1 and f"{stopped['step']:06d}" in emergencies[0],
             f"they stopped at the same step, {stopped['step']}, and left {emergencies[0]}",
         )
-        last = stopped["step"] + EVERY
+        last = int(stopped["step"]) + EVERY
         self.say("The same command once more, to the end.")
         code = self.train("last", steps=last)
         start = self.note("last", "start")

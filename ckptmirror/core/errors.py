@@ -7,8 +7,6 @@ Rules:
 * Whether an operation may be tried again is a property of the class (``temporary``), never guessed from a message.
 """
 
-
-
 from __future__ import annotations
 
 from typing import ClassVar

@@ -23,7 +23,16 @@ from typing import Literal
 from ckptmirror.core.errors import LineageError
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta, SaveRef
 
-__all__ = ["Lineage", "SaveFacts", "Standing", "attempts_of_metas", "lineage", "merge_attempts", "next_number"]
+__all__ = [
+    "Lineage",
+    "SaveFacts",
+    "Standing",
+    "attempts_of_metas",
+    "join_lists",
+    "lineage",
+    "merge_attempts",
+    "next_number",
+]
 
 Standing = Literal["current", "replaced", "superseded", "unknown"]
 
@@ -190,6 +199,28 @@ def merge_attempts(*lists: AttemptList) -> AttemptList:
         for attempt in attempts.attempts:
             merged[attempt.id] = _agreed(merged.get(attempt.id, attempt), attempt)
     return AttemptList(run_id, tuple(sorted(merged.values(), key=lambda attempt: (attempt.number, attempt.id))))
+
+
+def join_lists(local: AttemptList, mirrors: AttemptList) -> tuple[AttemptList, tuple[Attempt, ...]]:
+    """Join the list of a root with what its mirrors list together.
+
+    Attempts that only the root knows are late to be told, unless the mirrors went on without them: where both sides
+    have decided attempts that the other does not know, two branches grew apart while the mirrors were out of reach, and
+    the mirrors' is the run's. The other's attempts stay off the lists, so their saves are superseded: kept, uploaded,
+    and resumed only by id.
+
+    Returns:
+        The joined list, and the root's attempts that stay off it.
+
+    Raises:
+        LineageError: They tell of different runs.
+    """
+    on_mirrors = {attempt.id for attempt in mirrors.attempts}
+    on_root = {attempt.id for attempt in local.attempts}
+    went_on = any(attempt.decided and attempt.id not in on_root for attempt in mirrors.attempts)
+    apart = tuple(a for a in local.attempts if a.decided and a.id not in on_mirrors) if went_on else ()
+    kept = AttemptList(local.run_id, tuple(attempt for attempt in local.attempts if attempt not in apart))
+    return merge_attempts(kept, mirrors), apart
 
 
 def _agreed(one: Attempt, other: Attempt) -> Attempt:

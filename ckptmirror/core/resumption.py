@@ -110,6 +110,7 @@ def check_fresh_start(
     order: Lineage,
     *,
     decided_scratch: bool,
+    continued_from: int | None,
     silent_required: Collection[str],
     problems: Mapping[str, str],
 ) -> None:
@@ -118,6 +119,8 @@ def check_fresh_start(
     Args:
         order: The saves of all places together; its ``current`` has nothing that could be loaded.
         decided_scratch: The newest decided attempt's way ends at a recorded start from scratch.
+        continued_from: The step that the newest decided attempt continued from: then there was a save. None if it
+            started from scratch, or if there is no attempt.
         silent_required: Required mirrors that did not answer.
         problems: Everything that looks like a save and is not whole, with the reason.
 
@@ -130,6 +133,11 @@ def check_fresh_start(
             f"There is no save on the disk, and {', '.join(silent_required)} does not answer, so it is unknown whether "
             "there are saves there. Starting at step 0 might fork the run.",
             hint="Start again when the mirror answers, or decide with policy='scratch'.",
+        )
+    if continued_from is not None and not order.current:
+        raise RefusedOnlyCopy(
+            f"The newest attempt continued from step {continued_from}, but no save of the lineage is there any more.",
+            hint="Check the root and the mirror URLs, or decide with policy='scratch', force=True.",
         )
     others = [*order.superseded, *order.replaced, *order.unknown]
     undecided = others if not decided_scratch else list(order.unknown)

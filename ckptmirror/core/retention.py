@@ -7,7 +7,9 @@ Rules:
 * Superseded and replaced saves count for nothing and are not wanted; unknown ones and those in use are never touched.
 * What is not wanted is deleted only if every required mirror has it verified and committed. Without a required mirror
   nothing is safe. The two exceptions (``skipped``, ``abandoned``) are decisions of the caller.
-* An emergency snapshot does not count for ``keep_last``: it is kept while it is the newest.
+* An emergency snapshot does not count for ``keep_last``: it is kept while it is the newest. It is never mirrored, so it
+  may go once a newer save of the lineage, which continues it, is verified and committed on every required mirror
+  (docs/adr/0003); of a superseded one there is no such save.
 * Order is that of steps on the lineage; no time is looked at.
 """
 
@@ -107,6 +109,8 @@ class RotationPlan:
 
     Attributes:
         refuse: Not wanted by policy, but not provably elsewhere: they stay.
+        successors: Of each emergency snapshot in ``delete``, the newer save that must prove to be elsewhere in its
+            stead.
         warnings: What the policy asked for and could not have (no save has the metric).
     """
 
@@ -114,6 +118,7 @@ class RotationPlan:
     delete: dict[str, str]
     refuse: dict[str, str]
     warnings: tuple[str, ...] = ()
+    successors: dict[str, str] = field(default_factory=dict)
 
 
 def plan_rotation(
@@ -143,6 +148,9 @@ def plan_rotation(
             plan.delete[save.save_id] = f"{not_wanted}; every required mirror has it"
         elif not any(safety.required for safety in save.safety):
             plan.refuse[save.save_id] = unsafe
+        elif (successor := _successor_of(save, counted)) is not None:
+            plan.delete[save.save_id] = f"a newer save, of step {successor.step}, is on every required mirror"
+            plan.successors[save.save_id] = successor.save_id
         elif save.skipped:
             plan.delete[save.save_id] = f"{not_wanted}; it was left out on the mirrors by policy"
         elif save.save_id in abandoned and save.standing == "superseded" and successor_is_safe:
@@ -152,6 +160,15 @@ def plan_rotation(
         else:
             plan.refuse[save.save_id] = unsafe
     return plan
+
+
+def _successor_of(save: SaveStatus, counted: Sequence[SaveStatus]) -> SaveStatus | None:
+    """Return the newest save that continues an emergency snapshot and is on every required mirror, if there is one."""
+    if save.kinds != ("emergency",) or save.standing != "current":
+        return None
+    newer = [other for other in counted if other.step > save.step and "emergency" not in other.kinds]
+    safe = [other for other in newer if _why_unsafe(other) is None]
+    return max(safe, key=lambda other: (other.step, other.number, other.save_id), default=None)
 
 
 def _why_keep(save: SaveStatus, wanted: Mapping[int, str]) -> str | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_or_tombstone_from_bytes
-from ckptmirror.core.errors import BrokenMeta, ObjectNotFound
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, NotAuthorised, ObjectNotFound, StorePermanent
 from ckptmirror.core.lineage import Lineage, SaveFacts, attempts_of_metas, lineage
 from ckptmirror.core.model import AttemptList, Kind, Meta, Tombstone
 from ckptmirror.flow.claim import read_local_attempts, read_mirror_attempts
@@ -91,13 +91,19 @@ def local_catalog(root: Path) -> Catalog:
     return Catalog(str(root), read_local_attempts(root), saves, problems)
 
 
-def mirror_catalog(mirror: Mirror, *, step: int | None = None) -> Catalog:
+def mirror_catalog(mirror: Mirror, *, step: int | None = None, with_attempts: bool = True) -> Catalog:
     """List the mirror's saves (of one step only, if given).
 
+    Args:
+        mirror: Whose saves.
+        step: Only the saves of this step.
+        with_attempts: Read the mirror's list of attempts too.
+
     Raises:
+        BrokenMeta: The list of attempts cannot be trusted.
         StoreTemporary: The mirror does not answer.
     """
-    attempts, _ = read_mirror_attempts(mirror)
+    attempts = read_mirror_attempts(mirror)[0] if with_attempts else None
     prefix = "" if step is None else f"meta_{names.SaveName(step).stem}"
     listed = {info.name: info for info in mirror.store.list(prefix)}
     metas = [name for name in listed if (parsed := names.parse_name(name)) is not None and parsed.role == "meta"]
@@ -106,14 +112,13 @@ def mirror_catalog(mirror: Mirror, *, step: int | None = None) -> Catalog:
     saves: dict[str, Meta] = {}
     problems: dict[str, str] = {}
     tombstones: dict[str, Tombstone] = {}
-    with ThreadPoolExecutor(max_workers=_READERS) as pool:
-        answers = list(pool.map(lambda name: _read_meta_or_reason(mirror.store, name), metas))
+    answers = _read_metas(mirror.store, metas)
     found = [(name, meta) for name, meta in zip(metas, answers, strict=True) if isinstance(meta, Meta)]
     for name, answer in zip(metas, answers, strict=True):
         if isinstance(answer, Tombstone):
             tombstones[answer.save_id] = answer
-        elif isinstance(answer, str):
-            problems[name] = answer
+        elif isinstance(answer, CkptMirrorError):
+            problems[name] = str(answer)
     if step is not None:
         listed = _objects_of(mirror.store, [meta for _, meta in found])
     for name, meta in found:
@@ -179,13 +184,28 @@ def _step_of(name: str) -> int | None:
     return parsed.step if parsed is not None else None
 
 
-def _read_meta_or_reason(store: Store, name: str) -> Meta | Tombstone | str:
+def _read_metas(store: Store, wanted: Sequence[str]) -> list[Meta | Tombstone | CkptMirrorError]:
+    """Read metas; one that cannot be read is its own reason, and keeps nobody from the others.
+
+    Raises:
+        StoreTemporary: The mirror does not answer.
+        NotAuthorised: It refuses every one of them.
+    """
+    with ThreadPoolExecutor(max_workers=_READERS) as pool:
+        answers = list(pool.map(lambda name: _meta_or_reason(store, name), wanted))
+    refused = [answer for answer in answers if isinstance(answer, NotAuthorised)]
+    if refused and len(refused) == len(answers):
+        raise refused[0]
+    return answers
+
+
+def _meta_or_reason(store: Store, name: str) -> Meta | Tombstone | CkptMirrorError:
     try:
         return read_mirror_meta(store, name)[0]
     except ObjectNotFound:
-        return "it was removed while the mirror was listed"
-    except BrokenMeta as error:
-        return str(error)
+        return ObjectNotFound("it was removed while the mirror was listed")
+    except (IntegrityError, StorePermanent, NotAuthorised) as error:
+        return error
 
 
 def rebuild_attempts(root: Path | None, mirrors: Sequence[Mirror]) -> AttemptList | None:
@@ -203,5 +223,5 @@ def rebuild_attempts(root: Path | None, mirrors: Sequence[Mirror]) -> AttemptLis
         inventory = read_inventory(root)
         metas += [save.meta for save in (*inventory.saves, *inventory.incomplete)]
     for mirror in mirrors:
-        metas += mirror_catalog(mirror).saves.values()
+        metas += mirror_catalog(mirror, with_attempts=False).saves.values()
     return attempts_of_metas(metas)

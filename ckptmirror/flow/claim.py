@@ -26,14 +26,16 @@ from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
 from ckptmirror.core.errors import (
     AttemptFenced,
     BrokenMeta,
+    CkptMirrorError,
     ConfigError,
     LineageError,
     NotAuthorised,
     ObjectNotFound,
     PreconditionFailed,
+    StorePermanent,
     Temporary,
 )
-from ckptmirror.core.lineage import merge_attempts, next_number
+from ckptmirror.core.lineage import join_lists, merge_attempts, next_number
 from ckptmirror.core.model import Attempt, AttemptList, SaveRef, new_id
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local import files
@@ -58,8 +60,13 @@ def read_local_attempts(root: Path) -> AttemptList | None:
     return attempts_from_bytes(data)
 
 
-def read_mirror_attempts(mirror: Mirror) -> tuple[AttemptList | None, int]:
+def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[AttemptList | None, int]:
     """Read a mirror's list of attempts and its generation; ``(None, 0)`` if there is none.
+
+    Args:
+        mirror: Whose list.
+        mend: A list that cannot be trusted counts as lost, to be rebuilt and replaced at its generation. Only a new
+            start may do that: a running attempt would drop a newer one from the list, and so escape being fenced.
 
     Raises:
         BrokenMeta: The list cannot be trusted.
@@ -69,7 +76,16 @@ def read_mirror_attempts(mirror: Mirror) -> tuple[AttemptList | None, int]:
         data, info = mirror.store.read(names.WRITER_NAME, limit_bytes=_LIST_LIMIT_BYTES)
     except ObjectNotFound:
         return None, 0
-    return attempts_from_bytes(data), info.generation
+    try:
+        return attempts_from_bytes(data), info.generation
+    except BrokenMeta as error:
+        if not mend:
+            raise BrokenMeta(
+                f"{mirror.url}/{names.WRITER_NAME} is broken: {error}",
+                hint="The next start of the trainer rebuilds it.",
+            ) from error
+        _log.error("%s/%s is broken and is rebuilt: %s", mirror.url, names.WRITER_NAME, error)
+        return None, info.generation
 
 
 class _MetUnknownAttempt(Exception):
@@ -142,13 +158,18 @@ class RunClaim:
         rebuild: Callable[[Path | None, Sequence[Mirror]], AttemptList | None],
     ) -> RunClaim:
         lists: list[AttemptList] = []
-        silent: dict[str, Temporary | NotAuthorised] = {}
+        silent: dict[str, CkptMirrorError] = {}
         without: list[Mirror] = []
         local, broken = _read_local_or_reason(root)
         for mirror in mirrors:
             try:
-                there, _ = read_mirror_attempts(mirror)
+                there, _ = read_mirror_attempts(mirror, mend=True)
             except (Temporary, NotAuthorised) as error:
+                silent[mirror.url] = error
+                continue
+            except StorePermanent as error:
+                if mirror.required:
+                    raise
                 silent[mirror.url] = error
                 continue
             if there is None:
@@ -158,17 +179,20 @@ class RunClaim:
                 lists.append(there)
         if broken is not None and not lists:
             raise broken
-        lists = [*filter(None, [local]), *lists]
         try:
-            if without or local is None:
-                lists += filter(None, [rebuild(root if local is None else None, without)])
-            known = merge_attempts(*lists) if lists else AttemptList(new_id())
+            on_disk = local if local is not None else rebuild(root, ())
+            lists += filter(None, [rebuild(None, without) if without else None])
+            on_mirrors = merge_attempts(*lists) if lists else None
+            if on_disk is not None and on_mirrors is not None:
+                known = _join(on_disk, on_mirrors, root)
+            else:
+                known = on_disk or on_mirrors or AttemptList(new_id())
         except LineageError as error:
             raise ConfigError(
                 f"{root} and its mirrors do not tell of one run: {error}",
                 hint="Give each run a root and a mirror prefix of its own.",
             ) from error
-        if not lists:
+        if on_disk is None and on_mirrors is None:
             for mirror in mirrors:
                 if mirror.required and mirror.url in silent:
                     raise silent[mirror.url]
@@ -182,7 +206,7 @@ class RunClaim:
             if mirror.url in self.unclaimed:
                 continue
             try:
-                self._announce(mirror)
+                self._announce(mirror, mend=True)
                 announced = True
             except (Temporary, NotAuthorised) as error:
                 self.unclaimed[mirror.url] = str(error)
@@ -241,11 +265,11 @@ class RunClaim:
         )
         return AttemptFenced(self.fenced)
 
-    def _announce(self, mirror: Mirror) -> None:
+    def _announce(self, mirror: Mirror, *, mend: bool = False) -> None:
         """Make the mirror's list hold everything known and this attempt as it stands."""
         known_ids = {attempt.id for attempt in self.attempts.attempts}
         for _ in range(_RACES_LIMIT):
-            there, generation = read_mirror_attempts(mirror)
+            there, generation = read_mirror_attempts(mirror, mend=mend)
             if there is not None:
                 _check_run(mirror, there, [self.known], self.root)
             unknown = [a for a in there.attempts if a.id not in known_ids] if there else []
@@ -279,6 +303,20 @@ def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | 
         )
 
 
+def _join(on_disk: AttemptList, on_mirrors: AttemptList, root: Path) -> AttemptList:
+    known, apart = join_lists(on_disk, on_mirrors)
+    for attempt in apart:
+        _log.error(
+            "attempt %d (%s) ran from %s while the mirrors were out of reach, and the run went on without it: its "
+            "saves are superseded. `ckptmirror ls %s` lists them; each can be resumed by its save id.",
+            attempt.number,
+            attempt.id[:8],
+            root,
+            root,
+        )
+    return known
+
+
 def _check_run(mirror: Mirror, there: AttemptList, others: Sequence[AttemptList], root: Path) -> None:
     for other in others:
         if other.run_id != there.run_id:
@@ -297,15 +335,16 @@ def publish_attempts(root: Path, mirror: Mirror) -> None:
         ConfigError: The mirror belongs to another run.
     """
     local = read_local_attempts(root)
+    if local is None:
+        return
     for _ in range(_RACES_LIMIT):
         there, generation = read_mirror_attempts(mirror)
-        if local is None:
-            return
+        wanted = local
         if there is not None:
             _check_run(mirror, there, [local], root)
-        wanted = merge_attempts(there, local) if there else local
-        if there is not None and attempts_to_bytes(there) == attempts_to_bytes(wanted):
-            return
+            wanted = _join(local, there, root)
+            if attempts_to_bytes(there) == attempts_to_bytes(wanted):
+                return
         try:
             mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
         except PreconditionFailed:

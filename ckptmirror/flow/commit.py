@@ -14,7 +14,9 @@ Rules:
 * Whatever happens before step 4 leaves no save: what was made is provably ours by what step 2 left (the records, or,
   without mirrors or with a lost table, the sealed meta), and is removed by :func:`remove_uncommitted`, here or at the
   next start.
-* Whatever happens after step 4 leaves a whole save: the next start releases its records.
+* Whatever happens after step 4 leaves a whole save and is no failure of it: the next start releases its records.
+* Steps 3 and 4 hold a lock against a rotation that finishes an earlier one: equal bytes under a name do not say whose
+  they are.
 """
 
 from __future__ import annotations
@@ -27,20 +29,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.core import names
-from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Artifact, Meta
+from ckptmirror.flow.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.mirrors import MirrorSpec
 from ckptmirror.flow.trash import empty_trash
 from ckptmirror.local import files
 from ckptmirror.local.checksums import digest_file
+from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.listing import Listing
+from ckptmirror.local.lock import exclusive
 
 if TYPE_CHECKING:  # readers of a mirror pass through here and need no table
     from ckptmirror.local.uploads import UploadsTable
 
-__all__ = ["commit_save", "free_tag", "made_by", "remove_uncommitted", "stray_below", "top_names"]
+__all__ = [
+    "NAMES_LOCK_NAME",
+    "claimed_by_others",
+    "commit_save",
+    "free_tag",
+    "latest_target",
+    "made_by",
+    "may_be_meta_of",
+    "remove_uncommitted",
+    "stray_below",
+    "top_names",
+]
 
+NAMES_LOCK_NAME = f"{names.CONTROL_DIR}/names.lock"
+"""Held while a save's names appear, and by a rotation while it takes away those of a save that has no meta."""
+
+_NAMES_WAIT_S = 60.0
 _log = logging.getLogger("ckptmirror.commit")
 
 
@@ -81,22 +101,43 @@ def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], 
         sealed = files.ArtifactWriter(meta_path, meta.save_id)
         sealed.write(meta_to_bytes(meta))
         sealed.seal()
-        for name in top_names(meta.artifacts):
-            files.rename_noreplace(root / names.tmp_name(name, meta.save_id), root / name, label="save.publish")
-        files.fsync_dir(root)
-        sealed.publish()
+        with exclusive(root / NAMES_LOCK_NAME, timeout_s=_NAMES_WAIT_S):
+            for name in top_names(meta.artifacts):
+                files.rename_noreplace(root / names.tmp_name(name, meta.save_id), root / name, label="save.publish")
+            files.fsync_dir(root)
+            sealed.publish()
     except BaseException:
-        if not meta_path.exists():
+        if not may_be_meta_of(meta_path, meta.save_id):
             remove_uncommitted(root, meta.save_id, made_by(meta))
             table.discard_unreleased([meta.save_id])
         if sealed is not None:
             sealed.abandon()
         raise
-    table.release_save(meta.save_id)
+    try:
+        table.release_save(meta.save_id)
+    except CkptMirrorError as error:  # the save exists: whoever looks next over table and disk releases it
+        _log.error("step %d is committed, but its records are not released to the uploads yet: %s", meta.step, error)
     try:
         files.replace_link(root / names.LATEST_NAME, latest_target(meta))
     except CkptMirrorError as error:  # a hint for people: the save exists, whatever stands in the way of the link
         _log.warning("step %d is committed, but %s does not name it: %s", meta.step, names.LATEST_NAME, error)
+
+
+def may_be_meta_of(path: Path, save_id: str) -> bool:
+    """Whether a save's meta stands at ``path``; what is there and cannot be read decides nothing, so it may be."""
+    try:
+        return meta_from_bytes(files.read_limited(path, META_LIMIT_BYTES)).save_id == save_id
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (CkptMirrorError, OSError):
+        return True
+
+
+def claimed_by_others(root: Path, save_id: str) -> set[str]:
+    """Return the names directly below the root that the metas of other saves name."""
+    inventory = read_inventory(root)
+    others = [save.meta for save in (*inventory.saves, *inventory.incomplete) if save.meta.save_id != save_id]
+    return {name for meta in others for name in top_names(meta.artifacts)}
 
 
 def latest_target(meta: Meta) -> str:
@@ -114,19 +155,20 @@ def remove_uncommitted(root: Path, save_id: str, made: Mapping[str, tuple[int | 
     """Remove what a save without a meta left on disk.
 
     A temporary carries the save id. What has its final name is removed only where this save's own unreleased records,
-    or its own sealed meta, name it *and* its bytes have that checksum: a file that someone else put there meanwhile
-    stays.
+    or its own sealed meta, name it, no other save's meta does, *and* its bytes have that checksum: a file that someone
+    else put there meanwhile stays.
 
     Args:
         root: The local root.
         save_id: The save's id.
         made: Size and crc32c by path, from the records or the sealed meta.
     """
+    claimed = claimed_by_others(root, save_id)
     for name in dict.fromkeys(path.partition("/")[0] for path in made):
         mine = {path: facts for path, facts in made.items() if path.partition("/")[0] == name}
         paths = [root / names.tmp_name(name, save_id)]
         all_there = all(_holds(root / path, *facts) for path, facts in mine.items())
-        if all_there and stray_below(root, [name], mine) is None:
+        if all_there and name not in claimed and stray_below(root, [name], mine) is None:
             paths.append(root / name)
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
@@ -145,9 +187,10 @@ def stray_below(root: Path, tops: Iterable[str], ours: Collection[str]) -> str |
 
 
 def _holds(path: Path, size_bytes: int | None, crc32c: int | None) -> bool:
+    """Whether these bytes lie there. What is no regular file, or cannot be read, is not what a save wrote."""
     try:
         digest = digest_file(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except (CkptMirrorError, OSError):
         return False
     return (digest.size_bytes, digest.crc32c) == (size_bytes, crc32c)
 

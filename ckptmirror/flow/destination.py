@@ -6,6 +6,7 @@ Rules:
 * What a crash left between publishing and the meta is recognised by its checksums and taken over, not fetched again.
 * A meta in the trash condemns the files that it names, unless a meta that stands names them too: so a replacement that
   was cut short is finished by the next call.
+* In a training root only metas of the very save that is staged condemn anything: another save is rotation's to delete.
 * All names of one save have the same tag.
 """
 
@@ -77,14 +78,18 @@ def make_control_dir(root: Path) -> None:
 class Destination:
     """One step of one directory; the caller holds the directory's lock for that step.
 
+    Args:
+        replaces: The save whose metas in the trash condemn files; None: any save's do.
+
     Attributes:
         saves: Every save of the step whose meta is valid, whole or not.
         condemned: Names that only metas in the trash name, each with what those name below it.
     """
 
-    def __init__(self, root: Path, step: int) -> None:
+    def __init__(self, root: Path, step: int, *, replaces: str | None = None) -> None:
         self.root = root
         self.step = step
+        self._replaces = replaces
         inventory = read_inventory(root)
         valid = [*inventory.saves, *inventory.incomplete]
         self.saves: list[LocalSave] = [save for save in valid if save.meta.step == step]
@@ -125,6 +130,8 @@ class Destination:
     def _named_by_trash(self) -> dict[str, set[str]]:
         named: dict[str, set[str]] = {}
         for meta in self.trashed_metas():
+            if self._replaces not in (None, meta.save_id):
+                continue
             for top, artifacts in by_top(meta.artifacts).items():
                 named.setdefault(top, set()).update(_below(artifacts))
         return named
@@ -210,7 +217,7 @@ class Destination:
         trash = self.root / names.TRASH_DIR
         if not trash.is_dir():
             return
-        condemned = Destination(self.root, self.step).condemned
+        condemned = Destination(self.root, self.step, replaces=self._replaces).condemned
         for name, below in sorted(condemned.items()):
             paths = [name]
             if self.strangers(name, below):

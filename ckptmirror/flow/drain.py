@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +89,7 @@ def drain(
             raise ConfigError(
                 f"{', '.join(sorted(unknown))} is no mirror of {root}.", hint="Use `ckptmirror push` to add a mirror."
             )
-        mirrors = open_mirrors(spec for spec in specs if not wanted or spec.url in wanted)
+        mirrors = open_mirrors((spec for spec in specs if not wanted or spec.url in wanted), root, table)
         try:
             _reconcile_if_free(root, table, specs, mirrors)
             if retry:
@@ -126,7 +127,7 @@ def push(
     metas = [meta for meta in local_catalog(root).saves.values() if step is None or meta.step == step]
     if not metas:
         raise CheckpointNotFound(f"{root} holds no whole save" + (f" of step {step}." if step is not None else "."))
-    _ask(root, spec)
+    _ask(root, spec, table_path(root, state_dir))
     files.make_dirs(table_path(root, state_dir).parent)
     table = UploadsTable.open(table_path(root, state_dir), create=True)
     try:
@@ -135,7 +136,7 @@ def push(
             table.set_mirrors([*known, (spec.url, False if known else spec.required)])
         add_missing_records(table, [spec], metas)
         table.retry_failed(mirror=spec.url)
-        mirrors = open_mirrors([spec])
+        mirrors = open_mirrors([spec], root, table)
         try:
             # No reconcile: it would give every other save a record too, and only these were asked for.
             return _run(root, table, mirrors, timeout_s, bus or events.EventBus(), on_progress)
@@ -145,13 +146,13 @@ def push(
         table.close()
 
 
-def _ask(root: Path, spec: MirrorSpec) -> None:
+def _ask(root: Path, spec: MirrorSpec, path: Path) -> None:
     """See whether the mirror answers and may hold this run."""
-    (mirror,) = open_mirrors([spec])
-    try:
-        publish_attempts(root, mirror)
-    finally:
-        close_mirrors([mirror])
+    with contextlib.ExitStack() as opened:
+        table = opened.enter_context(UploadsTable.open(path)) if path.exists() else None
+        mirrors = open_mirrors([spec], root, table)
+        opened.callback(close_mirrors, mirrors)
+        publish_attempts(root, mirrors[0])
 
 
 def _open(root: Path, state_dir: Path | None) -> UploadsTable:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,14 +19,17 @@ from typing import TYPE_CHECKING
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_to_bytes, plain_values
-from ckptmirror.core.errors import NameTaken
+from ckptmirror.core.errors import CkptMirrorError, NameTaken
 from ckptmirror.core.model import Attempt, Meta, new_id
+from ckptmirror.flow.emergency_files import note_path, read_note
 from ckptmirror.local import files
 
 if TYPE_CHECKING:
     from ckptmirror.formats.train_state import TrainState
 
 __all__ = ["emergency_save_id", "save_emergency"]
+
+_log = logging.getLogger("ckptmirror.emergency")
 
 
 def emergency_save_id(attempt: Attempt, number: int, step: int) -> str:
@@ -77,7 +81,10 @@ def save_emergency(
     )
     files.write_bytes(directory / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=save_id)
     if all((directory / names.emergency_meta_name(other)).exists() for other in range(world_size)):
-        files.replace_link(root / names.LATEST_NAME, directory.name)
+        try:
+            files.replace_link(root / names.LATEST_NAME, directory.name)
+        except CkptMirrorError as error:  # a hint for people: the snapshot is durable, whatever stands in the way
+            _log.warning("the emergency snapshot of step %d is durable, but latest does not name it: %s", step, error)
     bus.emit(
         events.EmergencySaved(
             step=step, rank=rank, save_id=save_id, size_bytes=sum(a.digest.size_bytes for a in artifacts)
@@ -88,7 +95,7 @@ def save_emergency(
 
 def _agreed_name(root: Path, save_id: str, step: int) -> str:
     """Let the first rank of the node name the directory; the others read the name."""
-    note = root / names.CONTROL_DIR / f"emergency-{save_id[:8]}.json"
+    note = note_path(root, save_id)
     name = names.emergency_dir_name(step, datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"))
     if os.path.lexists(root / name):  # of another snapshot in the same second
         name = names.emergency_dir_name(step, datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), save_id[:8])
@@ -96,8 +103,7 @@ def _agreed_name(root: Path, save_id: str, step: int) -> str:
     try:
         files.write_bytes(note, mine, save_id=new_id())  # a temporary of its own: the final name decides who is first
     except NameTaken:
-        mine = files.read_limited(note, 4096)
-    name = str(json.loads(mine)["directory"])
+        name = read_note(note)
     parsed = names.parse_name(name)
     if parsed is None or parsed.role != "emergency" or parsed.step != step:
         raise NameTaken(f"{note} does not name an emergency directory of step {step}.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptmirror.core.errors import UsageError
+from ckptmirror.core.errors import CheckpointNotFound, UsageError
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.resolve import CheckpointReference, resolve_checkpoint_reference
@@ -34,12 +34,12 @@ class LoadedCheckpoint:
     kind: Kind
 
 
-def load_checkpoint(reference: str | Path, map_location: str = "cpu") -> LoadedCheckpoint:
+def load_checkpoint(reference: str | Path | CheckpointReference, map_location: str = "cpu") -> LoadedCheckpoint:
     """Read a checkpoint on local disk, every byte verified first.
 
     Args:
-        reference: What :func:`resolve_checkpoint_reference` takes: a model file, a DCP directory, a meta, ``latest``,
-            or a directory that holds saves. An explicit kind is never replaced by another.
+        reference: What :func:`resolve_checkpoint_reference` takes or returned: a model file, a DCP directory, a meta,
+            ``latest``, or a directory that holds saves. An explicit kind is never replaced by another.
         map_location: Device of the tensors.
 
     Raises:
@@ -65,4 +65,7 @@ def _meta_of(root: Path, found: CheckpointReference) -> Meta:
             f"{found.path} was written by an older layout, which has no checksums.",
             hint="Read it with torch.distributed.checkpoint.load.",
         )
-    return local_catalog(root).saves[found.save_id]
+    meta = local_catalog(root).saves.get(found.save_id)
+    if meta is None:
+        raise CheckpointNotFound(f"Step {found.step} (save {found.save_id[:8]}) is not whole in {root} any more.")
+    return meta

@@ -2,19 +2,33 @@
 
 Rules:
 * A required mirror must be able to compare and swap; otherwise two attempts could not see one another.
-* Stores are opened here and nowhere else in flow.
+* The mirrors of a root are opened here and nowhere else in flow, each as the place that the root's table remembers.
+* No mirror is the root, lies in it or holds it, and no two are one directory, under whatever names (``check_places``).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from ckptmirror.core.errors import ConfigError
+from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.base import Store
+from ckptmirror.stores.remembering import RememberingStore
 
-__all__ = ["Mirror", "MirrorSpec", "close_mirrors", "mirror_specs", "open_mirrors"]
+__all__ = [
+    "Mirror",
+    "MirrorSpec",
+    "check_destination",
+    "check_places",
+    "close_mirrors",
+    "mirror_specs",
+    "open_mirrors",
+]
 
 
 @dataclass(frozen=True)
@@ -52,11 +66,16 @@ def mirror_specs(mirrors: Iterable[str | MirrorSpec]) -> list[MirrorSpec]:
     return specs
 
 
-def open_mirrors(specs: Iterable[MirrorSpec]) -> list[Mirror]:
-    """Open the store behind each mirror, in order.
+def open_mirrors(specs: Iterable[MirrorSpec], root: Path, table: UploadsTable | None) -> list[Mirror]:
+    """Open the store behind each mirror of a root, in order; nothing is asked of them before their first use.
+
+    Args:
+        specs: The mirrors.
+        root: The root that they mirror.
+        table: What remembers which place each mirror is; None where the root has no table yet.
 
     Raises:
-        ConfigError: A required mirror cannot compare and swap.
+        ConfigError: A required mirror cannot compare and swap, or a mirror lies where it must not (``check_places``).
     """
     mirrors = []
     for spec in specs:
@@ -67,8 +86,79 @@ def open_mirrors(specs: Iterable[MirrorSpec]) -> list[Mirror]:
                 "one another.",
                 hint="Configure it with required=False, beside a mirror that can.",
             )
+        if table is not None:
+            recall, remember = partial(table.mirror_identity, spec.url), partial(table.remember_mirror_identity, spec.url)
+            store = RememberingStore(store, recall, remember)
         mirrors.append(Mirror(spec.url, spec.required, store))
+    check_places(root, mirrors)
     return mirrors
+
+
+def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:
+    """Refuse mirrors whose copies would be no second copies.
+
+    A mirror that is the root finds the local files themselves, and takes them for its copies. One inside the root goes
+    with the root's disk, and its names are among those that are deleted there. One that holds the root lists the local
+    files as its objects. Two that are one directory count twice what is there once.
+
+    Raises:
+        ConfigError: Two of these are one directory, or one lies in the other, under whatever names.
+    """
+    chain = _chain(root)
+    seen: dict[_Where, str] = {}
+    for mirror in mirrors:
+        directory = mirror.store.local_directory
+        if directory is None:
+            continue
+        there = _chain(directory)
+        if there[0] == chain[0]:
+            raise ConfigError(
+                f"The mirror {mirror.url} is the root {root} itself, so it would hold no second copy.", hint=_ELSEWHERE
+            )
+        if chain[0] in there:
+            raise ConfigError(f"The mirror {mirror.url} lies inside the root {root}.", hint=_ELSEWHERE)
+        if there[0] in chain:
+            raise ConfigError(f"The root {root} lies inside the mirror {mirror.url}.", hint=_ELSEWHERE)
+        if there[0] in seen:
+            raise ConfigError(
+                f"The mirrors {seen[there[0]]} and {mirror.url} are one directory, which would count as two copies.",
+                hint="List each directory once.",
+            )
+        seen[there[0]] = mirror.url
+
+
+def check_destination(dest: Path, mirror: Mirror) -> None:
+    """Refuse to stage from a mirror into itself: what is staged would stand among its objects.
+
+    Raises:
+        ConfigError: ``dest`` is the mirror's directory, or lies in it.
+    """
+    directory = mirror.store.local_directory
+    if directory is not None and _chain(directory)[0] in _chain(dest):
+        raise ConfigError(f"{dest} lies in the mirror {mirror.url} itself.", hint="Choose another --dest.")
+
+
+_Where = tuple[int, int, tuple[str, ...]]
+_ELSEWHERE = "Give the mirror a directory of its own, on another disk: an NFS path, for example."
+
+
+def _chain(path: Path) -> list[_Where]:
+    """Say where a path and each directory above it really are: device and inode, whatever names lead there.
+
+    What does not exist yet is the place of what does, above it, and the names from there.
+    """
+    path = Path(os.path.realpath(path))
+    tail: list[str] = []
+    places = []
+    for at in (path, *path.parents):
+        try:
+            found = at.stat()
+        except OSError:  # missing, or a mount that does not answer: it is then called by its names
+            tail.insert(0, at.name)
+            continue
+        places += [(found.st_dev, found.st_ino, tuple(tail[:count])) for count in range(len(tail), -1, -1)]
+        tail = []
+    return places
 
 
 def close_mirrors(mirrors: Sequence[Mirror]) -> None:

@@ -94,7 +94,7 @@ class Node:
             undo.callback(self.table.close)
             self.table.set_mirrors([(spec.url, spec.required) for spec in specs])
             self.reconciled = reconcile(root, self.table, self.specs)
-            self.mirrors: list[Mirror] = open_mirrors(self.specs)
+            self.mirrors: list[Mirror] = open_mirrors(self.specs, root, self.table)
             undo.pop_all()
 
     def start_claim(self) -> RunClaim:

@@ -7,6 +7,7 @@ Rules (the caller holds the root lock, so no save is in flight):
 * A whole save without records (a lost table, a staged save) gets them, pending: the uploader asks the mirror first,
   and our own object there is success without sending a byte.
 * What workers of a dead process held is free again, without waiting for their leases.
+* The replacement of a broken copy that was cut short after the new meta stood is finished.
 * Temporaries carry a save id; under the lock nobody writes them any more, so they are removed. A name that is not ours
   is never touched.
 """
@@ -14,6 +15,7 @@ Rules (the caller holds the root lock, so no save is in flight):
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
@@ -26,16 +28,18 @@ from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.commit import made_by, remove_uncommitted
+from ckptmirror.flow.destination import Destination
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.rotate import finish_interrupted
-from ckptmirror.flow.trash import empty_trash
+from ckptmirror.flow.trash import empty_trash, parsed_in_trash
 from ckptmirror.flow.workers import free_dead_workers
 from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.uploads import UploadsTable
 
-__all__ = ["Reconciled", "add_missing_records", "carry_on", "reconcile"]
+__all__ = ["BRINGING_NAME", "Reconciled", "add_missing_records", "carry_on", "forget_brought", "reconcile"]
 
+BRINGING_NAME = f"{names.CONTROL_DIR}/bringing.json"
 _log = logging.getLogger("ckptmirror.reconcile")
 
 
@@ -73,8 +77,12 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
     for meta in _sealed_only(root, inventory.temporaries):  # there may have been no mirror, so no records
         if meta.save_id not in on_disk:
             remove_uncommitted(root, meta.save_id, made_by(meta))
-    removed = [path for path in inventory.temporaries if _remove_temporary(root, path)]
+    bringing = _being_brought(root)
+    removed = [path for path in inventory.temporaries if not _is_of(path, bringing) and _remove_temporary(root, path)]
     added = add_missing_records(table, mirrors, whole.values())
+    if any(parsed_in_trash(path) is not None for path in inventory.trash):
+        for staged in (meta for meta in whole.values() if meta.staged_from is not None):
+            _finish_replacement(root, staged)
     empty_trash(root)
     return Reconciled(tuple(discarded), tuple(released), tuple(added), tuple(path.name for path in removed))
 
@@ -133,6 +141,40 @@ def _sealed_only(root: Path, temporaries: Iterable[Path]) -> list[Meta]:
             if meta.staged_from is None and meta.save_id[:8] == parsed.save:
                 metas.append(meta)
     return metas
+
+
+def _finish_replacement(root: Path, staged: Meta) -> None:
+    """A broken copy of this very save was replaced by ``staged``; what is left of it goes now, if a crash kept it."""
+    place = Destination(root, staged.step)
+    if any(meta.save_id == staged.save_id for meta in place.trashed_metas()):
+        place.finish_replacing()
+
+
+def forget_brought(root: Path) -> None:
+    """After a start has decided: what an earlier start began to bring and nobody continues is removed."""
+    save_id = _being_brought(root)
+    if save_id is not None:
+        for path in read_inventory(root).temporaries:
+            if _is_of(path, save_id):
+                _remove_temporary(root, path)
+        with contextlib.suppress(FileNotFoundError):
+            files.move_to_trash(root, root / BRINGING_NAME)
+        empty_trash(root)
+
+
+def _being_brought(root: Path) -> str | None:
+    """The save that a start was bringing from a mirror when it was killed; its temporaries are continued."""
+    try:
+        note = json.loads(files.read_limited(root / BRINGING_NAME, 4096))
+    except (FileNotFoundError, ValueError, IntegrityError):
+        return None
+    save_id = note.get("save_id") if isinstance(note, dict) else None
+    return save_id if isinstance(save_id, str) and len(save_id) == 32 else None
+
+
+def _is_of(path: Path, save_id: str | None) -> bool:
+    parsed = names.parse_name(path.name)
+    return save_id is not None and parsed is not None and parsed.save == save_id[:8]
 
 
 def _remove_temporary(root: Path, path: Path) -> bool:

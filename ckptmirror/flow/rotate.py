@@ -7,7 +7,7 @@ Rules:
   Anything but a full yes is a refusal with a reason.
 * What someone else put under a save's names is never deleted: a file changed since the commit is compared with its
   checksum, and a directory that holds more than the save's files stays.
-* The meta goes first, then the files are renamed to trash, trash is removed last. A crash in between leaves files that
+* The meta goes first, then the files are renamed to trash, then the trash is emptied, then the record is forgotten. A crash in between leaves files that
   the table proves to be verified and without a meta; :func:`finish_interrupted` carries on.
 * ``latest`` is moved to the newest save of the lineage before what it points at goes.
 * One rotation at a time per root, held by a lock file.
@@ -16,16 +16,18 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import NoTable
-from ckptmirror.core.model import AttemptList, Meta
+from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, NoTable, WaitTimeout
+from ckptmirror.core.model import Artifact, AttemptList, Meta
 from ckptmirror.core.retention import Retention, RotationPlan, SaveStatus, plan_rotation
 from ckptmirror.flow.catalog import local_catalog
-from ckptmirror.flow.commit import latest_target, stray_below, top_names
+from ckptmirror.flow.commit import NAMES_LOCK_NAME, claimed_by_others, latest_target, stray_below, top_names
+from ckptmirror.flow.emergency_files import delete_emergency, is_emergency, meta_paths
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
 from ckptmirror.flow.safety import is_skipped, save_safety, why_not_safe, why_not_same
 from ckptmirror.flow.status import table_path
@@ -33,12 +35,13 @@ from ckptmirror.flow.trash import empty_trash
 from ckptmirror.local import files
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.lock import exclusive
-from ckptmirror.local.uploads import UploadRecord, UploadsTable
+from ckptmirror.local.uploads import SaveRow, UploadRecord, UploadsTable
 
 __all__ = ["RotationReport", "finish_interrupted", "gather", "rotate", "rotate_root"]
 
 ROTATE_LOCK_NAME = f"{names.CONTROL_DIR}/rotate.lock"
 _LOCK_WAIT_S = 600.0
+_log = logging.getLogger("ckptmirror.rotate")
 
 
 @dataclass(frozen=True)
@@ -108,23 +111,41 @@ def rotate(
         deleted = []
         for save_id in plan.delete if not dry_run else ():
             meta = metas[save_id]
-            reason = (
-                _why_not_ours(root, meta)
-                or why_not_same(table, mirrors, meta)
-                or why_not_safe(table, mirrors, meta.save_id)
-            )
+            successor = metas.get(plan.successors.get(save_id, save_id))
+            assert successor is not None
+            reason = _why_not_ours(root, meta) or _why_not_elsewhere(table, mirrors, successor)
+            if reason is None and successor is not meta:
+                reason = _why_gone(table, mirrors, successor)
             if reason is not None:
                 refused[save_id] = reason
                 continue
-            _point_latest_elsewhere(root, meta, _newest(statuses, metas))
-            _delete(root, table, meta)
+            newest = _newest(statuses, metas)
+            pointed = _point_latest_elsewhere(root, meta, newest)
+            if is_emergency(meta):
+                delete_emergency(root, meta)
+            else:
+                _delete(root, table, meta)
+            if not pointed:
+                _point_latest_elsewhere(root, meta, newest)
             deleted.append((meta.step, save_id))
             bus.emit(events.SaveRotated(step=meta.step, save_id=save_id, reason=plan.delete[save_id]))
-        if deleted:
-            empty_trash(root)
         for save_id, reason in refused.items():
             bus.emit(events.RotationRefused(step=metas[save_id].step, save_id=save_id, reason=reason))
         return RotationReport(plan, tuple(deleted), refused, {save_id: meta.step for save_id, meta in metas.items()})
+
+
+def _why_not_elsewhere(table: UploadsTable, mirrors: Sequence[Mirror], meta: Meta) -> str | None:
+    """Ask the mirrors for this deletion: say what of a save is not there; None if they have all of it."""
+    return why_not_same(table, mirrors, meta) or why_not_safe(table, mirrors, meta.save_id)
+
+
+def _why_gone(table: UploadsTable, mirrors: Sequence[Mirror], successor: Meta) -> str | None:
+    """A save that stands in for another must be there itself: no tombstone, and not left out by policy."""
+    required = {mirror.url for mirror in mirrors if mirror.required}
+    for there in table.standing(successor.save_id):
+        if there.mirror in required and not (there.verified and there.committed):
+            return f"step {successor.step} is not on {there.mirror} any more"
+    return None
 
 
 def _why_not_ours(root: Path, meta: Meta) -> str | None:
@@ -132,14 +153,22 @@ def _why_not_ours(root: Path, meta: Meta) -> str | None:
 
     Sizes were compared by the inventory. Bytes are read only where a file changed after the meta was written.
     """
-    committed_ns = _changed_ns(root / names.SaveName(meta.step, meta.tag).meta)
+    committed = [_changed_ns(root / path) for path in meta_paths(meta)]
     for artifact in meta.artifacts:
         changed_ns = _changed_ns(root / artifact.path)
-        if committed_ns is None or changed_ns is None:
+        if changed_ns is None or not all(committed):
             return f"{artifact.path} went away while it was looked at"
-        if changed_ns > committed_ns and digest_file(root / artifact.path).crc32c != artifact.digest.crc32c:
+        if changed_ns > min(filter(None, committed)) and not _holds(root, artifact):
             return f"{artifact.path} was changed after the save was committed"
-    return stray_below(root, top_names(meta.artifacts), {artifact.path for artifact in meta.artifacts})
+    ours = {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)}
+    return stray_below(root, top_names(meta.artifacts), ours)
+
+
+def _holds(root: Path, artifact: Artifact) -> bool:
+    try:
+        return digest_file(root / artifact.path).crc32c == artifact.digest.crc32c
+    except (CkptMirrorError, OSError):
+        return False
 
 
 def _changed_ns(path: Path) -> int | None:
@@ -156,24 +185,31 @@ def _newest(statuses: Sequence[SaveStatus], metas: Mapping[str, Meta]) -> Meta |
     return metas[newest.save_id] if newest is not None else None
 
 
-def _point_latest_elsewhere(root: Path, doomed: Meta, newest: Meta | None) -> None:
+def _point_latest_elsewhere(root: Path, doomed: Meta, newest: Meta | None) -> bool:
+    """Say whether ``latest`` does not name the doomed save any more: a full disk may have no room for a new link yet."""
     link = root / names.LATEST_NAME
     if not link.is_symlink() or link.readlink().parts[:1] not in [(name,) for name in top_names(doomed.artifacts)]:
-        return
+        return True
     if newest is not None and newest.save_id != doomed.save_id:
-        files.replace_link(link, latest_target(newest))
+        try:
+            files.replace_link(link, latest_target(newest))
+        except LocalStorageFull as error:
+            _log.warning("%s still names step %d: %s", link, doomed.step, error)
+            return False
     else:
         _discard(root, link)
         files.fsync_dir(root)
+    return True
 
 
 def _delete(root: Path, table: UploadsTable, meta: Meta) -> None:
-    """Meta first, durable; then the files; then the record of it."""
+    """Meta first, durable; then the files; then the trash, since what is to be recorded may need its room."""
     _discard(root, root / names.SaveName(meta.step, meta.tag).meta)
     files.fsync_dir(root)
     for name in top_names(meta.artifacts):
         _discard(root, root / name)
     files.fsync_dir(root)
+    empty_trash(root)
     table.forget_save(meta.save_id)
 
 
@@ -204,15 +240,50 @@ def _finish(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[
             continue
         if why_not_safe(table, mirrors, save.save_id) is not None:
             continue
-        records = [record for record in table.records(save_id=save.save_id) if record.role == "artifact"]
-        for name in dict.fromkeys(record.path.partition("/")[0] for record in records):
-            if _is_still_ours(root, name, records):
-                _discard(root, root / name)
-        files.fsync_dir(root)
-        table.forget_save(save.save_id)
-        finished.append(save.save_id)
+        try:
+            with exclusive(root / _stage_lock_name(save.step), timeout_s=0.0):
+                gone = _take_away(root, table, save)
+        except WaitTimeout:
+            continue  # the step is being staged: its files lie there without a meta for a moment
+        if gone:
+            empty_trash(root)
+            table.forget_save(save.save_id)
+            finished.append(save.save_id)
     empty_trash(root)
     return finished
+
+
+def _take_away(root: Path, table: UploadsTable, save: SaveRow) -> bool:
+    """Move what an interrupted deletion left into the trash, but for what another save names by now.
+
+    Equal bytes do not say whose they are: a save in flight shows its names before its meta. Its records are durable
+    before, and it holds the lock that is held here while a name goes.
+    """
+    records = [record for record in table.records(save_id=save.save_id) if record.role == "artifact"]
+    for name in dict.fromkeys(record.path.partition("/")[0] for record in records):
+        inode = _inode(root / name)
+        if inode is None or not _is_still_ours(root, name, records):
+            continue
+        with exclusive(root / NAMES_LOCK_NAME, timeout_s=_LOCK_WAIT_S):
+            if (root / save.meta_path).exists():
+                return False
+            taken = {r.path.partition("/")[0] for r in table.records() if r.save_id != save.save_id}
+            if name not in taken | claimed_by_others(root, save.save_id) and _inode(root / name) == inode:
+                _discard(root, root / name)
+    files.fsync_dir(root)
+    return True
+
+
+def _stage_lock_name(step: int) -> str:
+    """Where a stage of this step locks (``stage_save``)."""
+    return f"{names.CONTROL_DIR}/stage_{names.SaveName(step).stem}.lock"
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.lstat().st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _is_still_ours(root: Path, name: str, records: Sequence[UploadRecord]) -> bool:
@@ -221,7 +292,7 @@ def _is_still_ours(root: Path, name: str, records: Sequence[UploadRecord]) -> bo
     for record in mine:
         try:
             digest = digest_file(root / record.path)
-        except (FileNotFoundError, NotADirectoryError):
+        except (CkptMirrorError, OSError):
             return False
         if (digest.size_bytes, digest.crc32c) != (record.size_bytes, record.crc32c):
             return False
@@ -235,13 +306,15 @@ def rotate_root(
 
     Raises:
         NoTable: ckptmirror has not saved here.
+        ForeignTable: The table is another root's.
     """
     path = table_path(root, state_dir)
     if not path.exists():
         raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
     table = UploadsTable.open(path)
     try:
-        mirrors = open_mirrors(MirrorSpec(row.url, row.required) for row in table.mirrors())
+        table.check_root(root)
+        mirrors = open_mirrors((MirrorSpec(row.url, row.required) for row in table.mirrors()), root, table)
         try:
             return rotate(root, table, mirrors, retention, dry_run=dry_run)
         finally:

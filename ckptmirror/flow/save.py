@@ -16,11 +16,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import finite_metrics, plain_values
@@ -28,9 +28,8 @@ from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageU
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.flow.commit import commit_save, free_tag
 from ckptmirror.flow.handle import SaveHandle
-from ckptmirror.flow.mirrors import MirrorSpec
+from ckptmirror.flow.save_parts import Copied, LeaderSide, Plan, SaveRequest
 from ckptmirror.local import files
-from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.ranks.base import Ranks
 
 if TYPE_CHECKING:
@@ -42,45 +41,6 @@ __all__ = ["LeaderSide", "SaveRequest", "Saver"]
 
 _ROOM_FOR_EXTRA_BYTES = 16 * 1024 * 1024
 _log = logging.getLogger("ckptmirror.save")
-
-
-@dataclass(frozen=True)
-class SaveRequest:
-    """What the caller asked for, beside the state."""
-
-    step: int
-    kinds: tuple[Kind, ...]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    number: int = 0  # within the attempt; set by the saver, the same on every rank since all save in the same order
-
-
-@dataclass
-class LeaderSide:
-    """What only the node's leader has: the table, and who must hear of a commit."""
-
-    table: UploadsTable
-    mirrors: Sequence[MirrorSpec]
-    fenced: Callable[[], str | None]
-    on_commit: Callable[[Meta], None]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What the ranks agree on before anything is written."""
-
-    request: SaveRequest
-    save_id: str
-    free: bool
-
-
-@dataclass(frozen=True)
-class _Copied:
-    """What the training thread hands to the background: the host copy, and the training config as it was."""
-
-    snapshot: Snapshot
-    lease: Lease
-    config: Mapping[str, Any]
 
 
 class Saver:
@@ -136,7 +96,7 @@ class Saver:
         self._start(handle, request, copied)
         return handle
 
-    def _prepare(self, request: SaveRequest, state: TrainState, earlier: SaveHandle | None) -> _Copied:
+    def _prepare(self, request: SaveRequest, state: TrainState, earlier: SaveHandle | None) -> Copied:
         if earlier is not None:
             earlier.raise_unobserved()
         if request.step < self.last_step:
@@ -153,9 +113,9 @@ class Saver:
                 step=request.step, kinds=request.kinds, rank=self._ranks.rank, duration_s=time.perf_counter() - started
             )
         )
-        return _Copied(snapshot, lease, dict(state.training_config or {}))
+        return Copied(snapshot, lease, dict(state.training_config or {}))
 
-    def _start(self, handle: SaveHandle, request: SaveRequest, copied: _Copied | BaseException) -> None:
+    def _start(self, handle: SaveHandle, request: SaveRequest, copied: Copied | BaseException) -> None:
         thread = threading.Thread(
             target=self._in_background,
             args=(handle, request, copied),
@@ -165,7 +125,7 @@ class Saver:
         try:
             thread.start()
         except RuntimeError as error:
-            if isinstance(copied, _Copied):
+            if isinstance(copied, Copied):
                 copied.lease.release()
             handle.observed()
             handle.fail(error)
@@ -201,6 +161,15 @@ class Saver:
         if self._in_flight is not None:
             self._in_flight.wait_over(timeout_s)
             self._in_flight.raise_unobserved()
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until no save is in flight and free the kept buffers; a failure is in the log.
+
+        It is not raised: it may be news to some of the ranks only, and all of them are about to act together.
+        """
+        if self._in_flight is not None:
+            self._in_flight.wait_over(timeout_s)
+        self.release()
 
     def release(self) -> None:
         """Free the kept buffers."""
@@ -248,7 +217,7 @@ class Saver:
 
     # -- on the background thread ---------------------------------------------------------------------------
 
-    def _in_background(self, handle: SaveHandle, request: SaveRequest, copied: _Copied | BaseException) -> None:
+    def _in_background(self, handle: SaveHandle, request: SaveRequest, copied: Copied | BaseException) -> None:
         started = time.perf_counter()
         context: WriteContext | None = None
         try:
@@ -258,7 +227,7 @@ class Saver:
                 artifacts = self._write_all(copied.snapshot, context)
                 meta = self._commit(request, copied, context, artifacts)
             finally:
-                if isinstance(copied, _Copied):
+                if isinstance(copied, Copied):
                     copied.lease.release()
         except BaseException as error:  # noqa: BLE001 - every failure, of any kind, must reach the caller of save()
             if context is not None:
@@ -285,7 +254,7 @@ class Saver:
             )
         )
 
-    def _agree(self, request: SaveRequest, copied: _Copied | BaseException) -> tuple[WriteContext, _Copied]:
+    def _agree(self, request: SaveRequest, copied: Copied | BaseException) -> tuple[WriteContext, Copied]:
         """First exchange: every rank has its copy, the same request on each, the save id of rank 0, the node's tag."""
         from ckptmirror.formats.base import WriteContext
 
@@ -298,9 +267,9 @@ class Saver:
         except OSError as error:
             failure = LocalStorageUnwritable(f"{self.root} cannot be listed: {error.strerror}.")
         plans = self._ranks.exchange(
-            _Plan(request, save_id, free), what=f"agree on a save (number {request.number})", error=failure
+            Plan(request, save_id, free), what=f"agree on a save (number {request.number})", error=failure
         )
-        assert isinstance(copied, _Copied)
+        assert isinstance(copied, Copied)
         for rank, plan in enumerate(plans):
             theirs, ours = plan.request, request
             if (theirs.step, theirs.kinds, theirs.number) != (ours.step, ours.kinds, ours.number):
@@ -343,7 +312,7 @@ class Saver:
     def _commit(
         self,
         request: SaveRequest,
-        copied: _Copied,
+        copied: Copied,
         context: WriteContext,
         artifacts: list[Artifact],
     ) -> Meta | None:
@@ -362,7 +331,7 @@ class Saver:
         self,
         leader: LeaderSide,
         request: SaveRequest,
-        copied: _Copied,
+        copied: Copied,
         context: WriteContext,
         artifacts: list[Artifact],
     ) -> Meta:

@@ -3,7 +3,9 @@
 Rules:
 * What is staged is chosen by ``choose``, from the mirror's own lineage; an explicit kind is never replaced by another.
 * One process at a time brings a step into a directory; others wait, and find it done.
-* In a training root, and of what was not staged, ``refresh`` replaces only saves that this mirror holds whole.
+* A directory that a trainer saves to takes saves of its own run only, and no save of it is ever deleted for another:
+  that is rotation's, which asks every required mirror. Elsewhere ``refresh`` replaces only what this mirror holds whole,
+  or what was staged.
 * How the bytes come in, and in which order names appear, is ``staging``'s business.
 """
 
@@ -17,12 +19,13 @@ from pathlib import Path
 from typing import Literal
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import CheckpointNotFound, KindMismatch
+from ckptmirror.core.errors import CheckpointNotFound, ConfigError, KindMismatch
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.flow.catalog import mirror_catalog
 from ckptmirror.flow.choose import choose
-from ckptmirror.flow.destination import Destination, is_training_root, make_control_dir
-from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.claim import read_local_attempts
+from ckptmirror.flow.destination import is_training_root, make_control_dir
+from ckptmirror.flow.mirrors import Mirror, check_destination
 from ckptmirror.flow.resolve import main_path
 from ckptmirror.flow.staging import OnProgress, StageProgress, Staging, wanted_artifacts
 from ckptmirror.local import files
@@ -69,7 +72,8 @@ def stage_checkpoint_step(
         step: A step, or ``"latest"``: the newest of the lineage that has the required kind.
         dest: The directory; made if it is missing.
         require_kind: Never replaced by another kind. Without it: dcp, then model.
-        refresh: Verify what is staged, and replace each staged file of the step that is not the mirror's.
+        refresh: Verify what is staged, and replace each staged file of the step that is not the mirror's. Where a trainer
+            saves, its other saves of the step stay.
         full: Optimizer, extra and tensors files too, not only the DCP directory or the model file.
         superseded: Take a save off the lineage where there is no other.
         wait_s: How long to wait for the step to appear on the mirror.
@@ -83,11 +87,13 @@ def stage_checkpoint_step(
         StoreTemporary: The mirror does not answer; calling again continues.
         LocalStorageFull: The directory has no room for it.
         DestinationOccupied: Other files are in the way.
-        RefusedOnlyCopy: ``refresh`` would replace what this mirror does not hold.
+        RefusedOnlyCopy: ``refresh`` meets a save that this mirror does not hold.
+        ConfigError: ``dest`` lies in the mirror itself, or a trainer saves another run there.
     """
     opened = _open(mirror) if isinstance(mirror, str) else mirror
     root = Path(dest).absolute()
     try:
+        check_destination(root, opened)
         meta, kind = _find(opened, step, require_kind, superseded, wait_s)
         files.make_dirs(root)
         lock = RootLock(root) if is_training_root(root) else None
@@ -153,15 +159,28 @@ def stage_save(
     for this save alone: other saves of the step stay as they are, whosever they are. In a training root the caller
     holds the root lock. Raises what :func:`stage_checkpoint_step` raises.
     """
+    _check_run(dest, meta, mirror)
     wanted = wanted_artifacts(meta, kinds, full)
     make_control_dir(dest)
     lock_path = dest / names.CONTROL_DIR / f"stage_{names.SaveName(meta.step).stem}.lock"
     with exclusive(lock_path, timeout_s=_OTHER_STAGE_WAIT_S):
         staging = Staging(mirror, dest, refresh or repair, on_progress, bus or events.EventBus())
-        place = Destination(dest, meta.step)
+        place = staging.destination(meta)
         stale, repairs = staging.judge(place, meta) if refresh else ([], [])
         staged = staging.bring(place, meta, wanted, kinds, stale)
-        for other in repairs:
-            staging.bring(Destination(dest, meta.step), other, [], (), [])
         place.finish_replacing()
+        for other in repairs:
+            again = staging.destination(other)
+            staging.bring(again, other, [], (), [])
+            again.finish_replacing()
         return staged
+
+
+def _check_run(dest: Path, meta: Meta, mirror: Mirror) -> None:
+    """In a training root, another run's save would be mirrored as this run's."""
+    attempts = read_local_attempts(dest)
+    if attempts is not None and attempts.run_id != meta.run_id:
+        raise ConfigError(
+            f"{mirror.url} holds run {meta.run_id[:8]}, and a trainer saves run {attempts.run_id[:8]} to {dest}.",
+            hint="Choose another --dest.",
+        )

@@ -14,11 +14,13 @@ Rules:
 * There are never two metas of one save id, and never a meta that names what is not whole. A crash after 3 leaves files
   that the next call recognises by their checksums; a crash after 4 is finished by the next call, from the trash.
 * A copy is verified when it is staged; a later call compares sizes, and ``refresh`` verifies the checksums again.
-* Replacing loses nothing: another save goes only if the mirror holds it whole, or if it was a mere staged copy.
+* Replacing loses nothing: another save goes only if the mirror holds it whole, or if it was a mere staged copy. In a
+  training root no other save goes at all, and of the very save only what its verified copy replaces.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -74,6 +76,7 @@ class StageProgress:
     total_bytes: int
 
 
+_log = logging.getLogger("ckptmirror.stage")
 OnProgress = Callable[[StageProgress], None]
 
 
@@ -112,12 +115,17 @@ class Staging:
     ) -> None:
         self._mirror = mirror
         self._dest = dest
+        self._in_training = is_training_root(dest)
         self._refresh = refresh
         self._on_progress = on_progress
         self._bus = bus
 
+    def destination(self, meta: Meta) -> Destination:
+        """Look at the directory, for bringing in this save."""
+        return Destination(self._dest, meta.step, replaces=meta.save_id if self._in_training else None)
+
     def judge(self, place: Destination, meta: Meta) -> tuple[list[LocalSave], list[Meta]]:
-        """Say which other saves of the step are stale, and which are the mirror's own and to be verified.
+        """Say which other saves of the step are to go, and which are the mirror's own and to be verified.
 
         Raises:
             RefusedOnlyCopy: A stale save is not whole on this mirror, and not a mere staged copy.
@@ -127,12 +135,16 @@ class Staging:
         stale = [save for save in place.saves if save.meta.save_id not in current]
         for save in stale:
             only_here = save.meta.save_id not in catalog.saves
-            if only_here and (is_training_root(self._dest) or save.meta.staged_from is None):
+            if only_here and (self._in_training or save.meta.staged_from is None):
                 raise RefusedOnlyCopy(
                     f"{save.meta_path} is save {save.meta.save_id[:8]}, which {self._mirror.url} does not hold whole: "
                     "it stays."
                 )
         others = {save.meta.save_id for save in place.saves} & current - {meta.save_id}
+        if self._in_training and stale:
+            listed = ", ".join(save.meta_path.name for save in stale)
+            _log.info("%s is stale, and stays: a trainer saves here, and rotation deletes what every mirror has", listed)
+            stale = []
         return stale, [catalog.saves[save_id] for save_id in sorted(others)]
 
     def bring(
@@ -141,7 +153,8 @@ class Staging:
         """Have ``wanted``, and whatever the directory holds of this save already, whole, under one meta."""
         same = place.find(meta.save_id)
         twins = [save for save in place.saves if save.meta.save_id == meta.save_id and save is not same]
-        stale = [*stale, *twins]  # of two metas of one save, one goes
+        if self._refresh or not self._in_training:  # on refresh the one that stays is verified
+            stale = [*stale, *twins]  # of two metas of one save, one goes
         held = same.meta if same is not None else place.interrupted(meta.save_id)
         arriving = by_top(self._with_held(meta, wanted, held))
         tag = place.choose_tag(meta.save_id, arriving, same)

@@ -18,6 +18,7 @@ from ckptmirror.core.errors import BrokenTable, NoTable
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.catalog import local_catalog
+from ckptmirror.flow.choose import lineage_of
 from ckptmirror.local import files
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
@@ -55,6 +56,8 @@ class Status:
         newest_safe_step: The newest that is safe; None if there is none.
         trainer: What the trainer last wrote to ``status.json``.
         problems: Things under the root that look like saves and are not whole.
+        unsettled: Save id -> why it is not on every required mirror: of whole saves, and of all that the table knows.
+        settled_before: Saves that were, and then were deleted here.
     """
 
     root: Path
@@ -67,11 +70,19 @@ class Status:
     saves: tuple[SaveLine, ...]
     trainer: Mapping[str, Any]
     problems: Mapping[str, str]
+    unsettled: Mapping[str, str]
+    settled_before: frozenset[str]
 
     def is_mirrored(self, save_id: str | None) -> bool:
-        """Whether a save (all of them, if None) waits for no required mirror (so always where none is configured)."""
-        lines = [line for line in self.saves if save_id in (None, line.save_id)]
-        return all(not line.waiting for line in lines if line.kinds != ("emergency",))
+        """Whether a save (all of them, if None) waits for no required mirror (so always where none is configured).
+
+        A save that is neither here nor provably was on every required mirror when it went is not mirrored.
+        """
+        if save_id is None:
+            return not self.unsettled
+        known = save_id in {line.save_id for line in self.saves} or save_id in self.settled_before
+        mirrored = known and save_id not in self.unsettled
+        return mirrored or not any(required for _, required in self.mirrors)
 
 
 def table_path(root: Path, state_dir: Path | None = None) -> Path:
@@ -97,7 +108,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         table.close()
     required = [url for url, is_required in mirrors if is_required]
     catalog = local_catalog(root)
-    standing = catalog.lineage().standing_by_save()
+    standing = lineage_of(catalog).standing_by_save()
     by_save: dict[str, list[UploadRecord]] = {}
     for record in records:
         by_save.setdefault(record.save_id, []).append(record)

@@ -5,6 +5,7 @@ Rules:
   and the other name is used (``names.tagged``).
 * A record becomes verified only when the mirror, asked after the upload, shows the size and crc32c taken at commit
   time; a store that computes none is read back.
+* Of several nodes each publishes its part of the meta, and whoever sees all parts writes the whole: all write the same.
 * The meta of a save is claimed only when all its artifacts are verified there (the table sees to that), and written
   only after the mirror confirmed that this attempt is not fenced.
 * Nothing is sent to a mirror before this process has confirmed its claim of the run there.
@@ -36,6 +37,7 @@ from ckptmirror.core.errors import (
     StorePermanent,
     Temporary,
 )
+from ckptmirror.core.merging import merge_parts
 from ckptmirror.core.model import Digest, Meta, Tombstone
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local import files
@@ -216,9 +218,18 @@ class Uploading:
         return list(dict.fromkeys([self._record.object or plain, plain, tagged]))
 
     def _candidate_names(self, meta: Meta) -> list[str]:
-        """Where the object may lie. What was staged under a tag may have come from the plain name."""
-        came_from = [names.untagged(self._record.path)] if meta.tag and meta.staged_from is not None else []
-        return list(dict.fromkeys([*came_from, *self._own_names(meta)]))
+        """Where the object may lie: what is there already, under whichever name, comes first.
+
+        A copy that was staged elsewhere may have come here before the original, or the original before the copy, and
+        each has its tag from its own disk. With one mirror only a copy can be second.
+        """
+        own = self._own_names(meta)
+        capable = self._store.capabilities.custom_metadata  # equal bytes alone may be another save's
+        if meta.staged_from is None and not (capable and len(self._context.table.mirrors()) > 1):
+            return own
+        plain = names.untagged(self._record.path)
+        came_from = [n for n in (plain, names.tagged(plain, meta.save_id)) if self._store.stat(n) is not None]
+        return list(dict.fromkeys([*came_from, *own]))
 
     def _is_ours(self, info: ObjectInfo, digest: Digest, meta: Meta) -> bool:
         """Whether the object is this save's: by its metadata, or by equal bytes where a store keeps none."""
@@ -273,9 +284,12 @@ class Uploading:
         meta = self._local_meta()
         context.confirm(context.mirror)
         context.confirmed.set()
-        data = meta_to_bytes(self._mirror_meta(meta))
+        data = meta_to_bytes(self._of_all_nodes(self._mirror_meta(meta)))
         own_names = self._own_names(meta)
-        for name in self._candidate_names(meta):
+        if not meta.is_whole:  # nodes tag their own names as they must: the merged meta's are the same for all
+            plain = names.untagged(self._record.path)
+            own_names = [plain, names.tagged(plain, meta.save_id)]
+        for name in self._candidate_names(meta) if meta.is_whole else own_names:
             if name in own_names:
                 with contextlib.suppress(PreconditionFailed):  # ours from before, or another save's: read next
                     self._store.write(name, data, if_generation=0, metadata=self._metadata(meta))
@@ -285,6 +299,8 @@ class Uploading:
                 there, info = self._store.read(name, limit_bytes=_META_LIMIT_BYTES)
             except ObjectNotFound as error:
                 raise Temporary(f"{name} came and went on {context.mirror.url}.") from error
+            if info.crc32c is not None and crc32c(there) != info.crc32c:
+                raise Temporary(f"{name} arrived broken from {context.mirror.url}.")  # it may well be ours
             found = _meta_or_none(there)
             if found is None or found.save_id != meta.save_id:
                 continue
@@ -308,6 +324,27 @@ class Uploading:
             replace(a, object=objects[a.path] if objects[a.path] != a.path else None) for a in meta.artifacts
         )
         return replace(meta, artifacts=artifacts, staged_from=None)
+
+    def _of_all_nodes(self, mine: Meta) -> Meta:
+        """Publish this node's part, and merge the parts once every node's is there; no node leads.
+
+        Raises:
+            Temporary: A node's part is not there yet.
+        """
+        if mine.is_whole:
+            return mine
+        part_names = [names.part_name(mine.step, mine.save_id, number + 1, mine.nodes) for number in range(mine.nodes)]
+        with contextlib.suppress(PreconditionFailed):  # published before
+            own = part_names[mine.node]
+            self._store.write(own, meta_to_bytes(mine), if_generation=0, metadata=self._metadata(mine))
+        parts = []
+        for name in part_names:
+            try:
+                data, _ = self._store.read(name, limit_bytes=_META_LIMIT_BYTES)
+            except ObjectNotFound as error:
+                raise Temporary(f"{name} is not on {self._context.mirror.url} yet: its node is on its way.") from error
+            parts.append(meta_from_bytes(data))
+        return merge_parts(parts)
 
     def _verify_meta(self, info: ObjectInfo, data: bytes) -> None:
         context = self._context

@@ -25,25 +25,15 @@ from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.flow.upload import LEASE_S, UploadContext, upload_claimed
 from ckptmirror.local.uploads import UploadsTable
 
-__all__ = ["IDLE_S", "UploadWorkers", "free_dead_workers", "still_moving", "unsettled"]
+__all__ = ["IDLE_S", "UploadWorkers", "free_dead_workers", "still_moving"]
 
 IDLE_S = 2.0
 _MOVING = (RecordState.PENDING, RecordState.UPLOADING)
 _log = logging.getLogger("ckptmirror.upload")
 
 
-def unsettled(table: UploadsTable, mirrors: Collection[str], save_id: str | None = None) -> int:
-    """Count the records, of one save or of all, that are not settled on these mirrors."""
-    waiting = (*_MOVING, RecordState.FAILED)
-    if save_id is None:
-        return sum(
-            count.records for count in table.summary().counts if count.mirror in mirrors and count.state in waiting
-        )
-    return sum(record.mirror in mirrors and record.state in waiting for record in table.records(save_id=save_id))
-
-
 def still_moving(table: UploadsTable, mirrors: Collection[str], save_id: str | None = None) -> int:
-    """Count the records that may still become verified by themselves.
+    """Count the records that may still become verified by themselves. 0 says that waiting is over, not that all is well.
 
     A failed file is not among them, nor is the meta that waits for it: a person mends the cause, or the next start
     tries.

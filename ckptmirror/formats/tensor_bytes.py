@@ -42,12 +42,10 @@ def digest32(tensor: torch.Tensor) -> tuple[int, int]:
     """Return (:func:`sum32`, crc32c) of a CPU tensor's bytes in row-major order."""
     data = byte_view(tensor.detach().contiguous())
     whole = data.nbytes // 4 * 4
-    ones = torch.ones(min(whole // 4, _WORDS_PER_CHUNK), dtype=torch.int32)
     total = crc = 0
     for begin in range(0, whole, 4 * _WORDS_PER_CHUNK):  # both sums of a chunk while it is in the cache
         chunk = data[begin : min(begin + 4 * _WORDS_PER_CHUNK, whole)]
-        words = torch.frombuffer(chunk, dtype=torch.int32)
-        total += int(torch.dot(words, ones[: words.numel()]))
+        total += int(torch.frombuffer(chunk, dtype=torch.int32).sum(dtype=torch.int32))
         crc = crc32c(chunk, crc)
     tail = data[whole:]
     return (total + int.from_bytes(tail, "little")) & 0xFFFFFFFF, crc32c(tail, crc)

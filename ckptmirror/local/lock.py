@@ -19,13 +19,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import IntegrityError, RootLocked, WaitTimeout
+from ckptmirror.core.errors import IntegrityError, LocalStorageFull, RootLocked, WaitTimeout
 from ckptmirror.local import crashpoints
 from ckptmirror.local.directories import make_dirs
 from ckptmirror.local.files import read_limited
@@ -36,6 +36,7 @@ __all__ = ["RANKS_LOCK_NAME", "RankLock", "RootLock", "exclusive", "read_owner"]
 RANKS_LOCK_NAME = f"{names.CONTROL_DIR}/ranks.lock"
 
 _POLL_S = 0.05
+_NAMING_S = 0.5
 _OWNER_LIMIT_BYTES = 64 * 1024
 _REOPEN_TRIES = 5
 
@@ -141,11 +142,16 @@ class RootLock:
         """Whether this process holds the lock (never so in a forked child)."""
         return self._lock is not None and self._lock.descriptor >= 0
 
-    def acquire(self, owner: Mapping[str, object]) -> None:
+    def acquire(
+        self, owner: Mapping[str, object], *, wait_s: float = 0.0, wait_for_verbs: Collection[str] = ()
+    ) -> None:
         """Take the lock, or say who has it.
 
         Args:
-            owner: Facts for people; ``pid``, ``host`` and ``since`` are added if missing.
+            owner: Facts for people; ``pid``, ``host`` and ``since`` are added if missing. A process that takes the lock
+                for one short verb names it as ``verb``.
+            wait_s: How many seconds to wait for a holder that is at one of ``wait_for_verbs``.
+            wait_for_verbs: Verbs that are waited for.
 
         Raises:
             RootLocked: Another live process holds it, or ranks of an earlier attempt are alive after the wait.
@@ -155,12 +161,13 @@ class RootLock:
             raise RootLocked(f"This process holds {self.root} already.")
         make_dirs(self.root / names.CONTROL_DIR)
         path = self.root / names.LOCK_NAME
-        lock = _locked(path, fcntl.LOCK_EX, 0.0)
+        lock = self._lock_or_wait(path, wait_s, wait_for_verbs)
         if lock is None:
             raise RootLocked(f"{self.root} is being written by another process: {_description(path)}.")
         try:
+            with contextlib.suppress(LocalStorageFull):  # the kernel knows who holds it; the text is for people
+                lock.write(_with_defaults(owner))
             self._await_ranks()
-            lock.write(_with_defaults(owner))
         except BaseException:
             lock.close()
             raise
@@ -171,6 +178,17 @@ class RootLock:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def _lock_or_wait(self, path: Path, wait_s: float, verbs: Collection[str]) -> _LockFile | None:
+        deadline = time.monotonic() + wait_s
+        unnamed = time.monotonic() + min(wait_s, _NAMING_S)  # who has just taken the lock may not have said so yet
+        while True:
+            lock = _locked(path, fcntl.LOCK_EX, min(wait_s, _POLL_S))
+            now = time.monotonic()
+            if lock is not None or now >= deadline:
+                return lock
+            if now >= unnamed and read_owner(self.root).get("verb") not in verbs:
+                return None
 
     def _await_ranks(self) -> None:
         path = self.root / RANKS_LOCK_NAME

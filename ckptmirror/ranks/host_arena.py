@@ -37,6 +37,7 @@ class Arena:
     def __init__(self) -> None:
         self._blocks: list[memoryview] = []
         self._tensors: dict[tuple[int, int], torch.Tensor] = {}
+        self._sizes: list[int] = []
         self._pinned = False
 
     @property
@@ -46,6 +47,8 @@ class Arena:
 
     def fit(self, sizes: Sequence[int], *, pinned: bool) -> bool:
         """Make blocks of at least ``sizes`` available. Returns whether new memory was taken."""
+        if list(sizes) != self._sizes:
+            self._sizes, self._tensors = list(sizes), {}  # another layout
         held = [block.nbytes for block in self._blocks]
         enough = len(held) == len(sizes) and all(h >= n for h, n in zip(held, sizes, strict=True))
         if enough and pinned == self._pinned and 2 * sum(sizes) + _HUGE_PAGE_BYTES >= sum(held):

@@ -156,7 +156,7 @@ class HostCopier:
     def _place(self, walk: _Walk, pieces: list[Piece], more_bytes: int = 0) -> bool:
         pinned = torch.cuda.is_available() and any(view.tensor.is_cuda for view in walk.views)
         sizes = place(pieces, block_limit_bytes=PINNED_BLOCK_BYTES if pinned else None)
-        sizes[-1] += more_bytes
+        sizes[-1] += max(min(more_bytes, PINNED_BLOCK_BYTES - sizes[-1]), 0) if pinned else more_bytes
         return self._arena.fit(sizes, pinned=pinned)
 
     def _fill(self, walk: _Walk) -> int:

@@ -8,12 +8,15 @@ Rules (the contract suite in tests/contract/test_store_contract.py holds every s
 * Errors are those of ``core.errors``: StoreTemporary, StorePermanent, ObjectNotFound, PreconditionFailed,
   IntegrityError, NotAuthorised.
 * All methods may be called from any thread at once.
+* A store whose URL may lead to another place tomorrow (a directory on a mount) has an ``identity``; the others have
+  none, and answer None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ckptmirror.core.model import Digest
@@ -102,6 +105,27 @@ class Store(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What this store can do."""
+        ...
+
+    @property
+    def local_directory(self) -> Path | None:
+        """The directory of this machine that holds the objects, which need not exist yet; None where there is none."""
+        ...
+
+    def identity(self, expected: str | None = None) -> str | None:
+        """Say which place this is: a text that stays with the objects and is met nowhere else.
+
+        Once it has answered, every call of this store meets that very place, or fails.
+
+        Args:
+            expected: What an earlier process was told. Then nothing is made that is not there.
+
+        Returns:
+            None where a store has none: where its URL names one place for ever, or where it may only read.
+
+        Raises:
+            StoreTemporary: The place does not answer, or is not the expected one: its file system is not mounted.
+        """
         ...
 
     def stat(self, name: str) -> ObjectInfo | None:

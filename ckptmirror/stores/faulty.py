@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from ckptmirror.core.errors import CkptMirrorError, StoreTemporary
@@ -98,6 +99,15 @@ class FaultyStore:
     def capabilities(self) -> Capabilities:
         """Those of the store behind."""
         return self._store.capabilities
+
+    @property
+    def local_directory(self) -> Path | None:
+        """That of the store behind."""
+        return self._store.local_directory
+
+    def identity(self, expected: str | None = None) -> str | None:
+        """See :meth:`Store.identity`. It suffers no faults."""
+        return self._store.identity(expected)
 
     def stat(self, name: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""

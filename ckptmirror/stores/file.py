@@ -40,7 +40,7 @@ from ckptmirror.local import crashpoints
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.local.direct_io import allow_direct, forbid_direct, kept_buffer, read_full, write_full
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
-from ckptmirror.stores.file_place import LOCK_FILE, Place, explained, fsync_names, link_new
+from ckptmirror.stores.file_place import FSTAB, LOCK_FILE, Place, explained, fsync_names, link_new
 from ckptmirror.stores.locations import is_object_name
 
 __all__ = ["SCHEMES", "FileStore", "normalise", "open"]
@@ -81,9 +81,9 @@ def _path(url: str) -> Path:
 class FileStore:
     """A mirror in a directory."""
 
-    def __init__(self, root: Path, *, lock_timeout_s: float = 30.0) -> None:
+    def __init__(self, root: Path, *, lock_timeout_s: float = 30.0, fstab: Path = FSTAB) -> None:
         self._root = root
-        self._place = Place(root, lock_timeout_s)
+        self._place = Place(root, lock_timeout_s, fstab)
 
     @property
     def url(self) -> str:
@@ -94,6 +94,15 @@ class FileStore:
     def capabilities(self) -> Capabilities:
         """Create-only by link(2), compare and swap by the lock; neither checksums nor metadata of its own."""
         return Capabilities(True, True, False, False, False)
+
+    @property
+    def local_directory(self) -> Path:
+        """The directory of the URL."""
+        return self._root
+
+    def identity(self, expected: str | None = None) -> str | None:
+        """See :meth:`Store.identity`: the random id in the mirror's lock file."""
+        return self._place.identity(expected)
 
     # -- asking ---------------------------------------------------------------------------------------------
 

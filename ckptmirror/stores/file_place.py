@@ -3,9 +3,12 @@
 Rules:
 * Every path is walked component by component with O_NOFOLLOW: no link inside the mirror is ever followed, so no name
   leaves it.
-* The directory is made only on first contact, and only below a parent that exists. Once met, it is recognised by the
-  random id in its lock file; if it is gone, or another stands in its place, the mount vanished: that is a temporary
-  fault, and nothing is made or written there.
+* The directory is made only on first contact, and only below a parent that exists. Once met, by this process or by an
+  earlier one that remembered it, it is recognised by the random id in its lock file; if it is gone, or another stands
+  in its place, the mount vanished: that is a temporary fault, and nothing is made or written there.
+* On first contact nothing is made below a directory that /etc/fstab lists and that is not mounted. What remains
+  possible: where nobody remembers the mirror (a new machine, a lost table) and the mount is one that fstab does not
+  list, a fresh mirror is made in the empty directory.
 * Read-modify-write holds an exclusive flock(2) on the lock file. On NFS, Linux carries flock over to the server as a
   byte-range lock (since 2.6.12), so it excludes other hosts too; a mount with ``local_lock=flock`` or ``nolock`` breaks
   that.
@@ -18,6 +21,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 import time
@@ -28,12 +32,14 @@ from pathlib import Path
 from ckptmirror.core.errors import NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.local import crashpoints
 
-__all__ = ["LOCK_FILE", "Place", "explained", "fsync_names", "link_new"]
+__all__ = ["FSTAB", "LOCK_FILE", "Place", "explained", "fsync_names", "link_new"]
 
 LOCK_FILE = ".ckptmirror.lock"
+FSTAB = Path("/etc/fstab")
+_MOUNTED = Path("/proc/self/mountinfo")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_POLL_S = 0.02
-_MOUNT_HINT = "Is its file system mounted? If the mirror was moved away on purpose, start again."
+_MOUNT_HINT = "Is its file system mounted? A mirror that was made anew on purpose needs a URL of its own."
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _PERMANENT = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EXDEV, errno.EFBIG)
 
@@ -75,12 +81,36 @@ def fsync_names(directory: int) -> None:
 class Place:
     """One mirror directory."""
 
-    def __init__(self, root: Path, lock_timeout_s: float) -> None:
+    def __init__(self, root: Path, lock_timeout_s: float, fstab: Path = FSTAB) -> None:
         self._root = root
+        self._fstab = fstab
         self._lock_timeout_s = lock_timeout_s
         self._id: bytes | None = None  # the random id in the lock file, once met
         self._seen: tuple[int, int] | None = None  # device and inode of the lock file when its id was last read
         self._read_only = False
+
+    def identity(self, expected: str | None = None) -> str | None:
+        """Return the random id in the lock file, None where none may be made.
+
+        Args:
+            expected: What it was when an earlier process met the directory.
+
+        Raises:
+            StoreTemporary: The directory is not there, or it is not the one that was met before.
+            StorePermanent: The lock file holds no id.
+        """
+        if expected is not None and self._id is None:
+            self._id = expected.encode()
+        with self.root():
+            pass
+        if self._id is None:
+            return None
+        identity = self._id.decode("ascii", "replace")
+        if expected not in (None, identity):
+            raise self._vanished("another mirror stands in its place")
+        if not re.fullmatch("[0-9a-f]{32}", identity):
+            raise StorePermanent(f"{self._root}/{LOCK_FILE} holds no id.", hint="Give the mirror another directory.")
+        return identity
 
     @contextmanager
     def root(self) -> Iterator[int]:
@@ -106,9 +136,16 @@ class Place:
                 raise self._vanished("it was there before") from None
             if not self._root.parent.is_dir():
                 raise self._vanished(f"neither is {self._root.parent}") from None
+            self._refuse_empty_mount_point()
         with crashpoints.around("mirror.make_root"):
             self._root.mkdir(exist_ok=True)
         return os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def _refuse_empty_mount_point(self) -> None:
+        place = self._root.resolve()
+        for point in (place, *place.parents[:-1]):
+            if str(point) in _mount_points(self._fstab, 1) and str(point) not in _mount_points(_MOUNTED, 4):
+                raise self._vanished(f"{point} is listed in {self._fstab} and is not mounted")
 
     def _vanished(self, why: str) -> StoreTemporary:
         return StoreTemporary(f"The mirror directory {self._root} is not there ({why}).", hint=_MOUNT_HINT)
@@ -120,7 +157,8 @@ class Place:
             descriptor = os.open(LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
         except FileNotFoundError:
             if self._id is not None:
-                raise self._vanished("an empty directory stands in its place") from None
+                raise self._vanished("a directory without its lock file stands in its place") from None
+            self._refuse_empty_mount_point()
             self._make_lock_file(root)
             return
         try:
@@ -242,6 +280,17 @@ class Place:
                             yield "/".join((*parts, entry.name)), found
             except (FileNotFoundError, NotADirectoryError):
                 continue  # removed meanwhile, or never there
+
+
+def _mount_points(table: Path, column: int) -> set[str]:
+    """The mount points that a table of the system lists; spaces stand in it as octal escapes."""
+    try:
+        lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return set()
+    rows = [line.split() for line in lines if not line.lstrip().startswith("#")]
+    found = {row[column] for row in rows if len(row) > column}
+    return {re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), point).rstrip("/") or "/" for point in found}
 
 
 def _make_directory(parent: int, name: str) -> None:

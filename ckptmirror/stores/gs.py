@@ -96,6 +96,14 @@ class GsStore:
         return Capabilities(True, True, True, True, True)
 
     @property
+    def local_directory(self) -> None:
+        """None: no directory holds the objects."""
+
+    def identity(self, expected: str | None = None) -> None:
+        """See :meth:`Store.identity`. None: the URL names one place."""
+        del expected
+
+    @property
     def _changes(self) -> Changes:
         if self._changes_made is None:
             from ckptmirror.stores.gs_client import Changes

@@ -80,6 +80,14 @@ class MemoryStore:
         """All of them."""
         return Capabilities(True, True, True, True, True)
 
+    @property
+    def local_directory(self) -> None:
+        """None: no directory holds the objects."""
+
+    def identity(self, expected: str | None = None) -> None:
+        """See :meth:`Store.identity`. None: the URL names one place."""
+        del expected
+
     def stat(self, name: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""
         found = self._find(name)

@@ -1,8 +1,8 @@
 """A store that tries again: the decorator that every mirror gets from ``open_store``.
 
 Rules:
-* Only ``StoreTemporary`` is tried again, and every method of the interface may be: each is idempotent or guarded by its
-  precondition. After a lost answer the precondition may meet our own object; that is passed on, the caller compares.
+* Only ``StoreTemporary`` is tried again, and every method that reads or changes objects may be: each is idempotent or
+  guarded by its precondition. After a lost answer the precondition may meet our own object; that is passed on, the caller compares.
 * Delays are drawn between zero and a limit that doubles ("full jitter"), never shorter than the store's Retry-After.
 * It ends with the last error after ``tries`` tries, or when the next would begin later than ``total_s`` after the
   first; ``close`` ends it at once.
@@ -16,6 +16,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptmirror.core.errors import StoreTemporary
@@ -68,6 +69,15 @@ class RetryingStore:
     def capabilities(self) -> Capabilities:
         """Those of the store behind."""
         return self._store.capabilities
+
+    @property
+    def local_directory(self) -> Path | None:
+        """That of the store behind."""
+        return self._store.local_directory
+
+    def identity(self, expected: str | None = None) -> str | None:
+        """See :meth:`Store.identity`. Not tried again: a file system that is not mounted is not so in a second."""
+        return self._store.identity(expected)
 
     def stat(self, name: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""

@@ -43,17 +43,17 @@ def measure_memory(directory: Path, size_bytes: int) -> list[Measured]:
             else:
                 place.unlink(missing_ok=True)
 
-        return measure(
-            [
-                Contestant("ckptmirror", "ours", child("upload", path.parent)),
-                Contestant("upload_from_filename", "peer", child("upload by the library", path)),
-                Contestant("ckptmirror ", "ours", child("stage", place), after=remove),
-                Contestant("download_to_filename", "peer", child("stage by the library", place), after=remove),
-            ],
-            1,
-            unit="bytes",
-            warm_up=False,
-        )
+        upload = [
+            Contestant("ckptmirror", "ours", child("upload", path.parent)),
+            Contestant("upload_from_filename", "peer", child("upload by the library", path)),
+        ]
+        stage = [
+            Contestant("ckptmirror", "ours", child("stage", place), after=remove),
+            Contestant("download_to_filename", "peer", child("stage by the library", place), after=remove),
+        ]
+        return [
+            found for contestants in (upload, stage) for found in measure(contestants, 1, unit="bytes", warm_up=False)
+        ]
 
 
 def _peak_bytes() -> int:

@@ -34,7 +34,7 @@ __all__ = ["FULL", "SEED", "Campaign", "StoryServer", "check", "run_campaign"]
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 SEED = int(os.environ.get("CKPTMIRROR_CAMPAIGN_SEED") or random.SystemRandom().randrange(1_000_000))
-SLICE = 10  # about as many cases of each campaign in `make test`, beside those that matter by their label
+SLICE = 8  # about as many cases of each campaign in `make test`, beside those that matter by their label
 LANES = 2
 UNREACHED_SHARE = 0.1  # threads beside one another: a rare point may come one time less often
 
@@ -99,6 +99,7 @@ class Campaign:
         after_recovery: The same after ``recover``.
         disturb: Changes the prepared place before each case, such as losing the disk.
         always: Labels of which every point is tried, in a slice too.
+        cut_short: A story and the point where it dies, before all cases: what they meet is its wreck.
     """
 
     prepare: str
@@ -108,6 +109,7 @@ class Campaign:
     after_recovery: Callable[[Place], list[str]]
     disturb: Callable[[Place], None] = lambda _place: None
     always: Sequence[str] = ()
+    cut_short: tuple[str, str] | None = None
 
 
 @dataclass
@@ -172,6 +174,8 @@ class _Lane:
         self._case.mkdir(parents=True)
         server.tell(campaign.prepare, self._case)
         campaign.disturb(Place(self._case))
+        if campaign.cut_short is not None:
+            assert server.tell(campaign.cut_short[0], self._case, campaign.cut_short[1]) == signal.SIGKILL
         self._case.rename(self._prepared)
 
     def count_points(self) -> list[str]:

@@ -281,6 +281,14 @@ def resume(place: Path, arm: Arm) -> None:
     manager.close(timeout_s=LIMIT_S)
 
 
+def resume_unmirrored(place: Path, arm: Arm) -> None:
+    """Start again, in a run without a mirror."""
+    arm()
+    manager = start(place, mirrored=False)
+    resumed(manager)
+    manager.close(timeout_s=LIMIT_S)
+
+
 def whole_life(place: Path, arm: Arm) -> None:
     """Everything that changes a disk, once: start, saves, uploads, a rotation, a link, an emergency, a stage."""
     arm()
@@ -343,6 +351,7 @@ STORIES: dict[str, Callable[[Path, Arm], None]] = {
         upload_or_fail,
         rewind,
         resume,
+        resume_unmirrored,
         whole_life,
         go_on,
         look_only,

@@ -8,6 +8,7 @@ JSON line: ``{"statuses"}``, each rank's wait status. With ``count`` each child 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -95,6 +96,8 @@ def main() -> None:
         return
     warm_up()
     assert threading.active_count() == 1, [thread.name for thread in threading.enumerate()]
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page that holds an object
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps({"statuses": run_children(json.loads(line))}), flush=True)

@@ -36,6 +36,10 @@ def after_recovery(place: Place) -> list[str]:
     return wrong_after_recovery(place) + newest_was_found(place)
 
 
+def after_recovery_unmirrored(place: Place) -> list[str]:
+    return wrong_after_recovery(place, mirrored=False) + newest_was_found(place)
+
+
 def after_rewind(place: Place) -> list[str]:
     """The start after a rewind that was cut short goes on either from where it was, or from the rewind's side."""
     found = json.loads((place.path / "found.json").read_text())
@@ -47,9 +51,7 @@ def after_rewind(place: Place) -> list[str]:
 
 
 CAMPAIGNS = {
-    "the very first start": Campaign(
-        "prepare_nothing", "first_start", "go_on", wrong_after_kill, after_recovery, always=("mirror.replace",)
-    ),
+    "the very first start": Campaign("prepare_nothing", "first_start", "go_on", wrong_after_kill, after_recovery),
     "the disk is lost": Campaign(
         "prepare_one_mirrored",
         "resume",
@@ -57,7 +59,6 @@ CAMPAIGNS = {
         wrong_after_kill,
         after_recovery,
         disturb=lose_the_disk,
-        always=("file.publish", "dir.publish", "table.publish"),
     ),
     "bits rotted": Campaign(
         "prepare_one_mirrored",
@@ -66,7 +67,7 @@ CAMPAIGNS = {
         after_kill_of_rot,
         after_recovery,
         disturb=let_bits_rot,
-        always=("file.publish", "dir.publish", "trash.rename", "table.forget_save"),
+        always=("dir.publish", "trash.rename"),
     ),
     "the control directory is lost": Campaign(
         "prepare_three_mirrored",
@@ -76,9 +77,43 @@ CAMPAIGNS = {
         after_recovery,
         disturb=lose_the_control_directory,
     ),
-    "a rewind": Campaign(
-        "prepare_three_mirrored", "rewind", "go_on", wrong_after_kill, after_rewind, always=("mirror.replace",)
+    "a save was cut short": Campaign(
+        "prepare_one_mirrored",
+        "resume",
+        "go_on",
+        wrong_after_kill,
+        after_recovery,
+        always=("trash.rename", "table.discard_unreleased"),
+        cut_short=("save_one", "save.publish:after@3"),
     ),
+    "a save without a mirror was cut short": Campaign(
+        "prepare_unmirrored",
+        "resume_unmirrored",
+        "go_on_unmirrored",
+        wrong_after_kill,
+        after_recovery_unmirrored,
+        cut_short=("save_unmirrored", "save.publish:after@3"),
+    ),
+    "a rotation was cut short": Campaign(
+        "prepare_three_mirrored",
+        "rotate",
+        "look_only",
+        wrong_after_kill,
+        after_recovery,
+        always=("trash.rename", "table.forget_save"),
+        cut_short=("rotate", "trash.rename:after@2"),
+    ),
+    "a repair was cut short": Campaign(
+        "prepare_one_mirrored",
+        "resume",
+        "go_on",
+        after_kill_of_rot,
+        after_recovery,
+        disturb=let_bits_rot,
+        always=("trash.rename",),
+        cut_short=("resume", "trash.rename:after@1"),
+    ),
+    "a rewind": Campaign("prepare_three_mirrored", "rewind", "go_on", wrong_after_kill, after_rewind),
 }
 
 

@@ -25,7 +25,7 @@ CAMPAIGNS = {
         "prepare_one_mirrored", "save_one", "go_on", wrong_after_kill, after_recovery, always=ALWAYS
     ),
     "the same step again": Campaign(
-        "prepare_one_mirrored", "save_same_step", "go_on", wrong_after_kill, after_recovery, always=ALWAYS
+        "prepare_one_mirrored", "save_same_step", "go_on", wrong_after_kill, after_recovery
     ),
     "without a mirror": Campaign(
         "prepare_unmirrored",
@@ -33,7 +33,7 @@ CAMPAIGNS = {
         "go_on_unmirrored",
         wrong_after_kill,
         after_recovery_unmirrored,
-        always=ALWAYS,
+        always=("save.publish",),
     ),
     "an emergency": Campaign("prepare_one_mirrored", "save_emergency", "go_on", wrong_after_kill, after_recovery),
 }

@@ -30,7 +30,7 @@ CAMPAIGNS = {
         wrong_after_kill,
         after_recovery,
         disturb=lambda place: [path.unlink() for path in (place.root / ".ckptmirror").glob("uploads.db*")].clear(),
-        always=("table.publish", "table.build"),
+        always=("table.publish",),
     ),
 }
 

@@ -22,6 +22,7 @@ from ckptmirror.local.lock import RootLock
 from ckptmirror.testing import Fault, GcsServerProcess
 from ckptmirror.testing.fixtures import gcs_server  # noqa: F401 - a fixture
 from tests.cli_place import AS_MODULE, CONSOLE_SCRIPT, assert_tells, clean_environment, make_mirrored, make_pending, run
+from tests.factory import make_save
 
 VERBS = ["demo", "drain", "ls", "push", "rotate", "stage", "status"]
 
@@ -35,6 +36,8 @@ def test_there_are_these_verbs_and_python_m_is_the_console_script():
     shown = [subprocess.check_output([*command, "--help"], text=True) for command in ([CONSOLE_SCRIPT], AS_MODULE)]
     assert shown[0] == shown[1]
     assert all(re.search(rf"^  {verb} ", shown[0], re.MULTILINE) for verb in VERBS)
+    for command in ([CONSOLE_SCRIPT], AS_MODULE):
+        assert subprocess.run([*command, "nope"], stderr=subprocess.DEVNULL, check=False).returncode == 2
 
 
 def examples_of(verb: str) -> list[str]:
@@ -112,6 +115,16 @@ def test_status_says_first_what_is_not_safe_and_drain_makes_it_so(tmp_path: Path
     assert after[0] == "safe: every save is verified on every required mirror"
     assert after[1] == "newest step 200, newest safe step 200"
     assert all(line.endswith("safe") for line in after[2:])
+
+
+def test_status_does_not_call_a_save_without_records_safe(tmp_path: Path):
+    root = drained_root(tmp_path, 100)
+    make_save(root, 200, ("model",), number=2)
+    said = run("status", "--root", root).stdout
+    assert said.startswith("NOT SAFE: there are saves without upload records")
+    assert "newest step 200, newest safe step 100" in said
+    assert run("drain", "--root", root).returncode == 0
+    assert run("status", "--root", root).stdout.startswith("safe")
 
 
 def test_push_mirrors_a_root_that_no_trainer_made_and_sends_nothing_twice(tmp_path: Path):
@@ -353,7 +366,7 @@ def test_progress_is_a_bar_on_a_terminal_and_leaves_stdout_alone(tmp_path: Path)
     assert (exit_code, stdout) == (0, f"{tmp_path}/e/model_000200.pt\n")
     assert "stage" in shown
     assert "\x1b[" in shown
-    assert "300.0/300.0" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("293.0/293.0", "300.0/300.0")
+    assert "293.0/293.0 KiB" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
 
 
 def test_progress_elsewhere_is_one_plain_line_every_30_seconds(capsys: pytest.CaptureFixture[str]):

@@ -68,7 +68,7 @@ def test_a_signal_at_any_change_of_the_disk_ends_in_a_sentence_and_the_same_comm
     assert counted.returncode == 0
     changes = int(counted.stderr.splitlines()[-1])
     assert changes > 20
-    for turn, at in enumerate(range(1, changes, max(1, changes // 6))):
+    for turn, at in enumerate(range(1, changes, max(1, changes // 4))):
         signum = (signal.SIGINT, signal.SIGTERM)[turn % 2]
         shutil.rmtree(tmp_path / "scene")
         shutil.copytree(prepared, tmp_path / "scene")

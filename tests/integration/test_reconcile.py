@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,24 +20,6 @@ from tests.factory import flip_bit, make_save
 from tests.mirror_place import MirroredRoot, memory_url, object_names
 
 BUCKET = "reconcile"
-
-
-@pytest.fixture
-def open_root(tmp_path: Path) -> Iterator[Callable[..., MirroredRoot]]:
-    opened: list[MirroredRoot] = []
-
-    def open_one(*urls: str, name: str = "root") -> MirroredRoot:
-        opened.append(MirroredRoot(tmp_path / name, urls))
-        return opened[-1]
-
-    yield open_one
-    for place in opened:
-        place.close()
-
-
-@pytest.fixture
-def place(open_root: Callable[..., MirroredRoot]) -> MirroredRoot:
-    return open_root(memory_url())
 
 
 def snapshot(root: Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import AttemptFenced, NoTable
+from ckptmirror.core.errors import AttemptFenced, IntegrityError, NoTable
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, SaveRef, new_id
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.claim import RunClaim, publish_attempts, read_mirror_attempts
@@ -20,13 +20,13 @@ from ckptmirror.flow.commit import commit_save, free_tag
 from ckptmirror.flow.drain import _reconcile_if_free
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.flow.node import Node
+from ckptmirror.flow.propose import Policy, Proposer
 from ckptmirror.flow.reconcile import carry_on
-from ckptmirror.flow.resume import Policy, _check_share, _Proposer
 from ckptmirror.flow.rotate import RotationReport, rotate
 from ckptmirror.flow.upload import UploadContext, upload_claimed
 from ckptmirror.local import files
+from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.uploads import UploadsTable
-from ckptmirror.ranks.single import SingleRank
 from tests.factory import plan_files
 from tests.simulation.world import Broken, Host, MirrorPlace, World
 
@@ -75,15 +75,17 @@ class Trainer:
 
     def resume(self, policy: Policy, force: bool) -> tuple[Meta | None, Kind]:
         """Claim the run, choose, verify, decide: what ``resume_run`` does, without loading."""
-        proposer = _Proposer(self.node, policy, force, events.EventBus())
+        proposer = Proposer(self.node, policy, force, events.EventBus())
         while True:
             proposal = proposer.next()
             if proposal.meta is None:
                 break
-            reason = _check_share(self.host.root, SingleRank(), proposal.meta, proposal.kind)
-            if reason is None:
+            try:
+                for artifact in proposal.meta.artifacts_of(proposal.kind):
+                    verify_file(self.host.root / artifact.path, artifact.digest)
                 break
-            proposer.reject(proposal, reason)
+            except (IntegrityError, FileNotFoundError) as error:
+                proposer.reject(proposal, str(error), touched=False)
         parent: SaveRef | None = proposal.meta.ref if proposal.meta is not None else None
         self.node.decide(parent)
         self.last_step = proposal.meta.step if proposal.meta is not None else -1
@@ -113,8 +115,7 @@ class Trainer:
         root, save_id = self.host.root, new_id()
         tag = free_tag(root, step, save_id)
         content = {
-            path: random.Random(f"{save_id} {path}").randbytes(40 + len(path) % 7)
-            for path in plan_files(step, kinds)
+            path: random.Random(f"{save_id} {path}").randbytes(40 + len(path) % 7) for path in plan_files(step, kinds)
         }
         truth = self.world.note(save_id, self._meta(step, save_id, kinds, (), tag, loss), content)
         try:
@@ -219,9 +220,7 @@ class Drainer:
             raise
         root = host.root
         contexts = [
-            UploadContext(
-                root, self.table, mirror, events.EventBus(), lambda there: publish_attempts(root, there)
-            )
+            UploadContext(root, self.table, mirror, events.EventBus(), lambda there: publish_attempts(root, there))
             for mirror in self.mirrors
         ]
         self.uploader = Uploader(contexts, f"elsewhere:{host.number}:drain")
@@ -234,5 +233,3 @@ class Drainer:
 
     def die(self) -> None:
         self.table.close()
-
-

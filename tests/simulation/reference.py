@@ -133,5 +133,7 @@ def expected_start(view: View, policy: str | int, force: bool) -> Expected:
         return Expected(error=True)
     _, complete = on_the_way(view.attempts)
     decided = bool(view.attempts) and complete
-    allowed = not view.silent_required and not view.odd and not tried and (not view.saves or decided)
+    newest = max(view.attempts, key=lambda attempt: (attempt.number, attempt.id), default=None)
+    gone = newest is not None and newest.parent is not None and not table  # it continued from a save, so there was one
+    allowed = not gone and not view.silent_required and not view.odd and not tried and (not view.saves or decided)
     return Expected(scratch=allowed, wait=view.silent_required, error=not allowed)

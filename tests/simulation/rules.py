@@ -33,7 +33,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.resume import Policy
+from ckptmirror.flow.propose import Policy
 from ckptmirror.flow.stage import stage_checkpoint_step
 from ckptmirror.local import crashpoints
 from ckptmirror.stores.faulty import StoreFault
@@ -281,8 +281,10 @@ def rotate(world: World, watch: Watch, draw: random.Random) -> None:
         **by_metric,  # type: ignore[arg-type]
     )
     before = look_at_disk(world, host.root)
-    attempts = [known(a) for a in process.claim.attempts.attempts if a.decided] if isinstance(process, Trainer) else (
-        list(attempts_seen(before).values()) if before.attempts is not None else []
+    attempts = (
+        [known(a) for a in process.claim.attempts.attempts if a.decided]
+        if isinstance(process, Trainer)
+        else (list(attempts_seen(before).values()) if before.attempts is not None else [])
     )
     table = current(attempts, seen_saves(before))
     newest = max((step for step, _ in table), default=None)
@@ -443,6 +445,22 @@ def _spoil(path: Path, how: str, draw: random.Random) -> None:
     path.write_bytes(data[:-1] if how == "cut" else data)
 
 
+def mirror_loses(world: World, watch: Watch, draw: random.Random) -> None:
+    """Somebody deletes an object of ours on a mirror."""
+    place = draw.choice(world.mirrors)
+    ours = sorted(
+        name
+        for name in place.objects()
+        if name != names.WRITER_NAME and (place.url, name) not in world.foreign_objects
+    )
+    if ours:
+        name = draw.choice(ours)
+        info = place.behind.stat(name)
+        assert info is not None
+        place.behind.delete(name, generation=info.generation)
+        world.lost_objects.add((place.url, name))
+
+
 def stranger(world: World, watch: Watch, draw: random.Random) -> None:
     """Somebody else's file, here or on a mirror, under a name that is nearly ours, or is ours."""
     step = draw.choice([100, 200, 300, 400])
@@ -487,6 +505,7 @@ RULES: dict[str, tuple[Rule, int]] = {
     "lose_table": (lose_table, 2),
     "lose_list": (lose_list, 2),
     "damage": (damage, 3),
+    "mirror_loses": (mirror_loses, 1),
     "stranger": (stranger, 3),
 }
 MEANWHILE = ("start", "save", "upload", "mirror_down", "rotate", "lose_disk", "time_passes", "stop")

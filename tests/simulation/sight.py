@@ -8,7 +8,7 @@ from pathlib import Path
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_from_bytes, meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta
-from ckptmirror.core.model import Attempt, AttemptList, Meta
+from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from tests.simulation.reference import KnownAttempt, SeenSave, View
 from tests.simulation.world import Host, MirrorPlace, World
 
@@ -133,9 +133,7 @@ def seen_saves(*places: Seen) -> list[SeenSave]:
         for save_id, meta in place.metas.items():
             metas[save_id] = meta
             kinds.setdefault(save_id, set()).update(meta.kinds)
-    return [
-        SeenSave(i, meta.attempt.id, meta.save_number, meta.step, frozenset(kinds[i])) for i, meta in metas.items()
-    ]
+    return [SeenSave(i, meta.attempt.id, meta.save_number, meta.step, frozenset(kinds[i])) for i, meta in metas.items()]
 
 
 def attempts_seen(*places: Seen) -> dict[str, KnownAttempt]:
@@ -157,13 +155,19 @@ def view_from(world: World, host: Host) -> View:
     for place, seen in places.items():
         for save_id, meta in seen.metas.items():
             for kind in meta.kinds:
-                paths = {(save_id, names.untagged(a.path)) for a in meta.artifacts_of(kind)}
+                paths = _paths(meta, kind)
+                if place == "disk" and not _needed(world, answering, meta, kind) <= paths:
+                    continue  # somebody staged some files of it here, which is not enough to resume from
                 copies.setdefault((save_id, kind), []).append((place, paths <= seen.right))
     attempts = attempts_seen(*places.values())
+    usable = {
+        SeenSave(s.save_id, s.attempt, s.number, s.step, frozenset(k for k in s.kinds if (s.save_id, k) in copies))
+        for s in seen_saves(*places.values())
+    }
     lists = any(seen.attempts is not None for seen in places.values()) or bool(attempts)
     return View(
         attempts=list(attempts.values()),
-        saves=seen_saves(*places.values()),
+        saves=sorted((save for save in usable if save.kinds), key=lambda save: save.save_id),
         copies=copies,
         silent=any(place.down for place in world.mirrors),
         silent_required=any(place.down and place.required for place in world.mirrors),
@@ -171,3 +175,15 @@ def view_from(world: World, host: Host) -> View:
         lists=lists,
         list_is_unreadable=disk.list_is_broken and all(seen.attempts is None for seen in answering.values()),
     )
+
+
+def _paths(meta: Meta, kind: Kind) -> set[tuple[str, str]]:
+    return {(meta.save_id, names.untagged(artifact.path)) for artifact in meta.artifacts_of(kind)}
+
+
+def _needed(world: World, mirrors: dict[str, Seen], meta: Meta, kind: Kind) -> set[tuple[str, str]]:
+    """The files that a resume from this kind reads."""
+    if meta.staged_from is None:
+        return set()
+    metas = [seen.metas[meta.save_id] for seen in mirrors.values() if meta.save_id in seen.metas]
+    return set().union(*(_paths(other, kind) for other in metas or [world.truth[meta.save_id].meta]))

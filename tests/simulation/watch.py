@@ -56,11 +56,12 @@ class Watch:
         place = next(place for place in world.mirrors if place.url == url)
         objects = objects_of(place)
         for name, there in self._objects.get(url, {}).items():
-            if name != names.WRITER_NAME and objects.get(name) != there:
+            if name != names.WRITER_NAME and objects.get(name) != there and (url, name) not in world.lost_objects:
                 raise Broken(f"b: {name} on {url} was {'overwritten' if name in objects else 'deleted'}")
         self._objects[url] = objects
         seen = self.mirrored[url] = look_at_mirror(world, objects)
-        if seen.wrong or seen.odd or seen.partial:
+        loses = any(lost == url for lost, _ in world.lost_objects)
+        if not loses and (seen.wrong or seen.odd or seen.partial):
             raise Broken(f"f: {url} has a meta of what is not there: {sorted(seen.wrong.values())} {seen.odd}")
         if seen.list_is_broken:
             raise Broken(f"b: the list of {url} cannot be read")
@@ -82,6 +83,9 @@ class Watch:
         for (save_id, path), named in seen.wrong.items():
             if root / named not in world.damaged:
                 raise Broken(f"c: {root.name} has a meta of save {save_id[:8]}, but not the right {path}")
+        for meta in (*seen.metas.values(), *seen.partial):
+            if len(meta.artifacts) < len(world.truth[meta.save_id].content):
+                world.partly_staged.add(meta.save_id)
         if not root.exists() or seen.list_is_broken:
             return seen
         advertised = local_catalog(root).saves
@@ -108,9 +112,7 @@ class Watch:
         for host, save_id in self._world.just_acknowledged:
             truth = self._world.truth[save_id]
             missing = {
-                path
-                for path in truth.content
-                if (host.number, host.disks_lost, save_id, path) not in self._copies
+                path for path in truth.content if (host.number, host.disks_lost, save_id, path) not in self._copies
             }
             if missing:
                 raise Broken(f"a: save {save_id[:8]} was acknowledged without {sorted(missing)}")

@@ -128,6 +128,13 @@ class MortalStore:
         return self._store.url
 
     @property
+    def local_directory(self) -> Path | None:
+        return self._store.local_directory
+
+    def identity(self, expected: str | None = None) -> str | None:
+        return self._store.identity(expected)
+
+    @property
     def capabilities(self) -> Capabilities:
         return self._store.capabilities
 
@@ -183,7 +190,9 @@ class World:
     truth: dict[str, Truth] = field(default_factory=dict)
     foreign: dict[Path, bytes] = field(default_factory=dict)
     foreign_objects: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    lost_objects: set[tuple[str, str]] = field(default_factory=set)
     damaged: set[Path] = field(default_factory=set)
+    partly_staged: set[str] = field(default_factory=set)
     interruption: Callable[[], None] | None = None
     requests_before_interruption: int = 0
     inside: Host | None = None

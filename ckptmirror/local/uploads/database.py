@@ -4,12 +4,14 @@ Rules:
 * Write-ahead log with synchronous=FULL: a commit that returned survives a power loss (docs/adr/0001).
 * Every wait is bounded: for other processes by SQLite's busy timeout, for other threads by the lock's.
 * No connection lives across a fork: SQLite's locks and shared memory belong to a process. Before a fork each table
-  waits for its running change and closes; whichever side uses it next opens it anew.
+  waits for its running change and closes; whichever side uses it next opens it anew. A change that does not end (a disk
+  that hangs) holds up a fork only so long: then the child leaves that connection alone, never to be closed there.
 * Text leaves the database as bytes, so that one broken letter spoils one row.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import threading
@@ -22,10 +24,10 @@ from typing import Any, cast
 
 import apsw
 
-from ckptmirror.core.errors import BrokenTable, ForeignTable, NewerTable, NoTable, TableLocked
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, ForeignTable, NewerTable, NoTable, TableLocked
 from ckptmirror.local.crashpoints import around
 from ckptmirror.local.uploads.failures import named_failures
-from ckptmirror.local.uploads.place import create_in_place, refuse_network_place
+from ckptmirror.local.uploads.place import create_in_place, refuse_network_place, set_aside
 from ckptmirror.local.uploads.records import canonical_crc
 from ckptmirror.local.uploads.statements import migrations, statement
 
@@ -59,8 +61,11 @@ class RootIdentity:
 
     def same_root(self, other: RootIdentity) -> bool:
         """Whether both are one root of one run: moved to another path it is still the same directory."""
-        moved = (self.device, self.inode) == (other.device, other.inode)
-        return self.run_id == other.run_id and (self.root == other.root or moved)
+        return self.run_id == other.run_id and self.same_directory(other)
+
+    def same_directory(self, other: RootIdentity) -> bool:
+        """Whether both are one root, whatever its run."""
+        return self.root == other.root or (self.device, self.inode) == (other.device, other.inode)
 
 
 class Database:
@@ -204,6 +209,24 @@ class Database:
             self._connection = self._open()
         return self._connection
 
+    def start_anew(self) -> Path | None:
+        """Put an empty table in the place of one that broke or went away; return where the broken one lies now.
+
+        The other users of this object go on with the new one.
+
+        Raises:
+            NoTable: This object was closed.
+        """
+        with self._held():
+            if self._closed:
+                raise NoTable(f"the table {self.path} was closed in this process")
+            with suppress(CkptMirrorError):  # what is broken may not close well
+                self._disconnect()
+            aside = set_aside(self.path, timeout_s=self._busy_timeout_s) if self.path.exists() else None
+            self.create()
+            self.check()
+            return aside
+
     def close(self) -> None:
         """Close for good."""
         with self._held():
@@ -237,17 +260,27 @@ class Database:
         except (ValueError, AttributeError) as error:
             raise BrokenTable(f"the fact {name!r} in {self.path} is broken: {error}") from error
 
-    def write_fact(self, name: str, value: Any) -> None:
-        """Write a fact, durably."""
+    def write_fact(self, name: str, value: Any, *, replace: bool = True) -> None:
+        """Write a fact, durably; without ``replace``, unless it is there."""
         text = json.dumps(value)
         row = {"name": name, "value": text, "row_crc": canonical_crc([name, text])}
         with self.change("write_fact") as connection:
-            connection.execute(statement("write a fact"), row)
+            connection.execute(statement("write a fact" if replace else "write a fact unless it is there"), row)
 
     def identity(self) -> RootIdentity | None:
         """Return whose table this is, None if nobody has said."""
         value = self.read_fact("identity")
         return None if value is None else RootIdentity(**value)
+
+    def check_root(self, root: Path) -> None:
+        """See that this is the root's table, or nobody's yet.
+
+        Raises:
+            ForeignTable: It is another root's.
+        """
+        known = self.identity()
+        if known is not None and not known.same_directory(RootIdentity.of(root, known.run_id)):
+            raise ForeignTable(f"{self.path} is the table of {known.root} (run {known.run_id}), not of {root}")
 
     def claim_identity(self, identity: RootIdentity) -> None:
         """Write the identity if there is none, else see that it is the same root's.
@@ -300,6 +333,7 @@ class _HeldForFork(threading.local):
 
     def __init__(self) -> None:
         self.databases: list[Database] = []
+        self.busy: list[Database] = []
 
 
 _held_for_fork = _HeldForFork()
@@ -309,14 +343,32 @@ def _before_fork() -> None:
     for database in sorted(
         _open_databases, key=id
     ):  # one order for all threads: two that fork at once cannot block each other
-        database._lock.acquire()
+        if not database._lock.acquire(timeout=4 * database._busy_timeout_s):
+            _held_for_fork.busy.append(database)
+            continue
         _held_for_fork.databases.append(database)
-        database._disconnect()
+        with suppress(CkptMirrorError):  # a table that broke holds up no fork: its next user finds out
+            database._disconnect()
 
 
 def _after_fork() -> None:
     while _held_for_fork.databases:
         _held_for_fork.databases.pop()._lock.release()
+    _held_for_fork.busy.clear()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+def _after_fork_in_child() -> None:
+    for database in _held_for_fork.busy:
+        if database._connection is not None:
+            _leave_alone(database._connection)
+            database._connection = None
+        database._lock = threading.RLock()  # its holder did not come along
+    _after_fork()
+
+
+def _leave_alone(connection: apsw.Connection) -> None:
+    """Keep a connection of the parent's from being closed at this process's end, which would write to the file."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -9,6 +9,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ckptmirror.core.errors import BrokenTable, UsageError
@@ -113,9 +114,33 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
         """
         self._database.claim_identity(identity)
 
+    def check_root(self, root: Path) -> None:
+        """See that this is the root's table, or nobody's yet. Asked before anything is changed.
+
+        Raises:
+            ForeignTable: It is another root's.
+        """
+        self._database.check_root(root)
+
+    def start_anew(self) -> Path | None:
+        """Put an empty table in the place of one that broke or went away; return where the broken one lies now.
+
+        Everybody who holds this object goes on with the new table; a claim of the old one is lost.
+
+        Raises:
+            NoTable: This object was closed.
+        """
+        aside = self._database.start_anew()
+        self._tell()
+        return aside
+
     def set_mirrors(self, mirrors: Sequence[tuple[str, bool]]) -> None:
-        """Replace the list of ``(url, required)``."""
-        self._database.write_fact("mirrors", [[url, required] for url, required in mirrors])
+        """Replace the list of ``(url, required)``. Nothing is written if it is that list (the disk may be full)."""
+        wanted = [[url, required] for url, required in mirrors]
+        with suppress(BrokenTable):
+            if self._database.read_fact("mirrors") == wanted:
+                return
+        self._database.write_fact("mirrors", wanted)
         self._tell()
 
     def mirrors(self) -> list[MirrorRow]:
@@ -125,6 +150,24 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
             BrokenTable: The list does not read back as it was written.
         """
         return [MirrorRow(url, required) for url, required in self._database.read_fact("mirrors") or ()]
+
+    def mirror_identity(self, url: str) -> str | None:
+        """Return which place a mirror was when it was first met; None if it never was.
+
+        Raises:
+            BrokenTable: The fact does not read back as it was written.
+        """
+        try:
+            found = self._database.read_fact(f"mirror {url}")
+        except BrokenTable as error:
+            hint = "See that the mirror is mounted, then move the table away: the next start makes it anew."
+            raise BrokenTable(error.message, hint=hint) from error
+        return None if found is None else str(found)
+
+    def remember_mirror_identity(self, url: str, identity: str) -> str:
+        """Keep which place a mirror is, unless that is known already; return what is known then."""
+        self._database.write_fact(f"mirror {url}", identity, replace=False)
+        return self.mirror_identity(url) or identity
 
     # -- reading --------------------------------------------------------------------------------------------
 

@@ -86,7 +86,9 @@ def test_an_ambiguous_id_is_an_error() -> None:
 def fresh(
     order: Lineage, *, scratch: bool = False, silent: tuple[str, ...] = (), problems: dict[str, str] | None = None
 ) -> None:
-    check_fresh_start(order, decided_scratch=scratch, silent_required=silent, problems=problems or {})
+    check_fresh_start(
+        order, decided_scratch=scratch, continued_from=None, silent_required=silent, problems=problems or {}
+    )
 
 
 def test_step_0_is_allowed_where_there_is_nothing() -> None:

@@ -64,3 +64,14 @@ def test_lent_tensor_memory_keeps_its_tensor() -> None:
     del view
     gc.collect()
     assert gone() is None
+
+
+def test_a_tensor_is_made_once_for_its_place_and_anew_for_another_form() -> None:
+    arena = Arena()
+    arena.fit([MIB], pinned=False)
+    first = arena.tensor(0, 4096, torch.ones(3, 5))
+    assert (first.shape, first.dtype, first.untyped_storage().nbytes()) == ((3, 5), torch.float32, 60)
+    assert arena.tensor(0, 4096, torch.zeros(3, 5)) is first
+    assert arena.tensor(0, 4096, torch.zeros(5, 3)).shape == (5, 3)
+    arena.fit([MIB + 1], pinned=False)
+    assert arena.tensor(0, 4096, torch.zeros(3, 5)) is not first

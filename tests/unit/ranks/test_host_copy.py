@@ -288,3 +288,12 @@ def test_a_dtensor_comes_back_as_a_dtensor_that_a_checkpoint_can_be_planned_from
     target = {"w": DTensor.from_local(torch.zeros(6, 4), mesh, [Shard(0)])}
     dcp.load(target, checkpoint_id=tmp_path)
     assert torch.equal(target["w"].to_local(), expected)
+
+
+def test_reserved_memory_with_room_serves_a_somewhat_larger_copy() -> None:
+    copier = HostCopier()
+    tree = {"model": torch.randn(3_000_000)}
+    held = copier.reserve(tree, more_bytes=2**20)
+    with copier.copy(tree | {"extra": torch.ones(1000)}) as lease:
+        assert copier.nbytes == held
+        assert torch.equal(lease.tree["model"], tree["model"])

@@ -1,4 +1,5 @@
--- Single facts about the table: whose it is ('identity') and where it mirrors to ('mirrors'). Each is one sealed JSON value.
+-- Single facts about the table: whose it is ('identity'), where it mirrors to ('mirrors'), and which
+-- place each mirror was when it was first met ('mirror <url>'). Each is one sealed JSON value.
 
 -- name: read a fact
 SELECT CAST(name AS BLOB), CAST(value AS BLOB), row_crc FROM facts WHERE name = :name;
@@ -6,3 +7,7 @@ SELECT CAST(name AS BLOB), CAST(value AS BLOB), row_crc FROM facts WHERE name = 
 -- name: write a fact
 INSERT INTO facts (name, value, row_crc) VALUES (:name, :value, :row_crc)
 ON CONFLICT (name) DO UPDATE SET value = excluded.value, row_crc = excluded.row_crc;
+
+-- name: write a fact unless it is there
+INSERT INTO facts (name, value, row_crc) VALUES (:name, :value, :row_crc)
+ON CONFLICT (name) DO NOTHING;

@@ -1,0 +1,143 @@
+"""The reference pages say what the code says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from ckptmirror.cli._program import program
+from ckptmirror.core import errors, names
+from tests.cli_place import make_mirrored, run
+
+REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every table row but the heads."""
+    lines = text.splitlines()
+    found = []
+    for number, line in enumerate(lines):
+        is_head = number + 1 < len(lines) and lines[number + 1].startswith("|---")
+        if line.startswith("|") and not line.startswith("|---") and not is_head:
+            found.append([cell.strip() for cell in line.strip().strip("|").split("|")])
+    return found
+
+
+def sections(page: str) -> dict[str, str]:
+    parts = re.split(r"^## (.*)$", (REFERENCE / page).read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_the_table_of_exit_codes_is_that_of_the_errors():
+    listed = {
+        int(code): {name for name in re.split(r",\s*", classes) if name}
+        for code, _, classes in rows((REFERENCE / "exit-codes.md").read_text())
+    }
+    classes = [getattr(errors, name) for name in errors.__all__]
+    by_code: dict[int, set[str]] = {code: set() for code in (0, 130, 143)}
+    for cls in classes:
+        by_code.setdefault(cls.exit_code, set()).add(cls.__name__)
+    assert listed == by_code
+
+
+def verbs() -> list[str]:
+    return program.list_commands(click.Context(program))
+
+
+def test_the_page_of_the_command_line_has_every_verb_and_every_option():
+    pages = sections("cli.md")
+    assert sorted(pages) == verbs()
+    for verb, text in pages.items():
+        command = program.get_command(click.Context(program), verb)
+        assert command is not None
+        options = [p for p in command.params if isinstance(p, click.Option) and p.name != "verbose"]
+        said = {row[0].split("`")[1]: row for row in rows(text)}
+        assert set(said) == {option.opts[-1] for option in options}
+        for option in options:
+            is_said = "required" in said[option.opts[-1]][1]
+            assert option.required == is_said, f"{verb} {option.opts[-1]}"
+
+
+def fields(verb: str) -> set[str]:
+    found = set()
+    for row in rows(sections("json.md")[verb]):
+        found |= set(re.findall(r"`([^`]+)`", row[0]))
+    return found
+
+
+def shape(value: object, prefix: str = "") -> set[str]:
+    """Every key of an object, and of the first object of a list below it as ``list.key``."""
+    assert isinstance(value, dict)
+    found = set()
+    for key, inner in value.items():
+        found.add(prefix + key)
+        if isinstance(inner, list) and inner and isinstance(inner[0], dict):
+            found |= shape(inner[0], f"{prefix}{key}.")
+    return found
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    """What each verb prints with ``--json``."""
+    folder = tmp_path_factory.mktemp("json")
+    root, url, _ = make_mirrored(folder, 100, 200, kinds=("model",))
+    commands = {
+        "push": ["push", "--root", root, "--mirror", url],
+        "drain": ["drain", "--root", root],
+        "ls": ["ls", root],
+        "status": ["status", "--root", root],
+        "stage": ["stage", "--step", "100", "--mirror", url, "--dest", folder / "eval"],
+        "rotate": ["rotate", "--root", root, "--keep-last", "1"],
+    }
+    return {verb: json.loads(run(*arguments, "--json").stdout) for verb, arguments in commands.items()}
+
+
+def test_the_fields_of_json_are_those_of_the_page(said: dict[str, dict[str, object]]):
+    assert set(sections("json.md")) == {"stage", "ls", "status", "drain and push", "rotate"}
+    assert set(said["stage"]) == fields("stage")
+    assert shape(said["ls"]) == fields("ls")
+    assert set(said["drain"]) == set(said["push"]) == fields("drain and push")
+    assert set(said["rotate"]) == {field for field in fields("rotate")}
+    assert set(said["status"]) == fields("status")
+
+
+def test_the_objects_inside_json_have_the_fields_of_the_page(said: dict[str, dict[str, object]]):
+    status, rotate = sections("json.md")["status"], sections("json.md")["rotate"]
+    cells = {row[0].strip("`"): row[2] for row in rows(status) + rows(rotate)}
+    for verb, field in (("status", "saves"), ("status", "mirrors"), ("rotate", "keep"), ("rotate", "deleted")):
+        inner = said[verb][field]
+        assert isinstance(inner, list)
+        assert set(inner[0]) == set(re.findall(r"`([^`]+)`", cells[field])), field
+
+
+def test_the_names_on_disk_are_those_that_the_code_makes():
+    plain, tagged = names.SaveName(200), names.SaveName(200, "1f0c9a2e")
+    made = {
+        plain.meta,
+        plain.model,
+        plain.optim(3),
+        plain.extra(3),
+        plain.tensors(3),
+        plain.dcp_dir,
+        names.emergency_dir_name(200, "20260102T030405Z"),
+        names.LATEST_NAME,
+        tagged.model,
+        tagged.meta,
+        names.SaveName(1234567).model,
+        names.ATTEMPTS_NAME,
+        names.STATUS_NAME,
+        names.TABLE_NAME,
+        names.LOCK_NAME,
+        names.TRASH_DIR,
+        names.WRITER_NAME,
+        names.tmp_name(plain.model, "1f0c9a2e" + "0" * 24),
+    }
+    listed = {row[0].strip("`") for row in rows((REFERENCE / "on-disk.md").read_text())}
+    assert listed == made
+    for name in listed:
+        if not name.startswith(names.CONTROL_DIR) and name != names.WRITER_NAME:
+            assert names.parse_name(name) is not None, name

@@ -1,0 +1,94 @@
+"""Protocol bugs, planted one at a time, to see that the simulation finds them.
+
+Rules:
+* Each is a change that a hurried developer might make, by one replaced function, undone afterwards.
+* They are planted in campaigns and in a test of their own, never anywhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ckptmirror.core import lineage
+from ckptmirror.core.model import AttemptList
+from ckptmirror.core.retention import MirrorSafety
+from ckptmirror.flow import claim, commit, reconcile, rotate, upload
+from ckptmirror.local.uploads import UploadsTable, reports
+
+__all__ = ["SEEDED_BUGS", "planted"]
+
+Bug = tuple[Any, str, Callable[[Any], Any]]
+"""Where a name lies, the name, and what makes the wrong thing of the right one."""
+
+
+def _all_safe(_right: Any) -> Any:
+    def save_safety(_table: Any, mirrors: Any, _save_id: str) -> tuple[MirrorSafety, ...]:
+        return tuple(MirrorSafety(mirror.url, mirror.required, True, True) for mirror in mirrors)
+
+    return save_safety
+
+
+def _no_reason(_right: Any) -> Any:
+    return lambda *_: None
+
+
+def _fork_ignored(right: Any) -> Any:
+    return lambda way, _left_at, saves: right(way, {}, saves)
+
+
+def _deletes_by_name(_right: Any) -> Any:
+    return lambda path, *_: os.path.lexists(path)
+
+
+def _releases_without_meta(_right: Any) -> Any:
+    def discard(table: UploadsTable, save_ids: Any) -> int:
+        for save_id in save_ids:
+            table.release_save(save_id)
+        return 0
+
+    return discard
+
+
+def _ignores_unknown(right: Any) -> Any:
+    def announce(run: claim.RunClaim, mirror: Any) -> None:
+        there, _ = claim.read_mirror_attempts(mirror)
+        if there is not None:
+            others = tuple(a for a in there.attempts if a.id != run.attempt.id)
+            run.known = lineage.merge_attempts(run.known, AttemptList(run.run_id, others))
+        right(run, mirror)
+
+    return announce
+
+
+SEEDED_BUGS: dict[str, list[Bug]] = {
+    "rotation does not ask whether a save is on the mirror": [
+        (rotate, "save_safety", _all_safe),
+        (rotate, "why_not_safe", _no_reason),
+    ],
+    "rotation trusts the table and does not ask the mirror again": [(rotate, "why_not_safe", _no_reason)],
+    "the lineage ignores where an attempt was left": [(lineage, "_on_lineage", _fork_ignored)],
+    "the meta goes to the mirror before its artifacts": [(reports, "may_be_sent", lambda _: lambda *_args: True)],
+    "what a crash left is discarded by name": [(commit, "_holds", _deletes_by_name)],
+    "a reconcile releases records without a meta": [
+        (UploadsTable, "discard_unreleased", _releases_without_meta),
+        (reconcile, "remove_uncommitted", _no_reason),
+    ],
+    "a claim ignores attempts that it does not know": [(claim.RunClaim, "_announce", _ignores_unknown)],
+    "another save's object counts as ours": [(upload.Uploading, "_is_ours", lambda _: lambda *_args: True)],
+}
+
+
+@contextmanager
+def planted(bug: str) -> Iterator[None]:
+    """Plant one for the body."""
+    right = [(place, name, getattr(place, name)) for place, name, _ in SEEDED_BUGS[bug]]
+    try:
+        for (place, name, found), (_, _, wrong) in zip(right, SEEDED_BUGS[bug], strict=True):
+            setattr(place, name, wrong(found))
+        yield
+    finally:
+        for place, name, found in right:
+            setattr(place, name, found)

@@ -1,0 +1,63 @@
+"""Uses every public name as a user would; ``mypy --strict`` must accept it (test_house.py runs it)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import assert_type
+
+import torch
+
+from ckptmirror import (
+    CheckpointManager,
+    CheckpointReference,
+    LoadedCheckpoint,
+    MirrorSpec,
+    ResumeInfo,
+    Retention,
+    SaveHandle,
+    StagedCheckpoint,
+    StopRequest,
+    TrainState,
+    errors,
+    find_local_checkpoint_steps,
+    list_checkpoints,
+    load_checkpoint,
+    resolve_checkpoint_reference,
+    resolve_resume_path,
+    stage_checkpoint_step,
+)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = TrainState(model=model, optimizer=optimizer, extra={"tokens": 0})
+    stop = StopRequest().install()
+    with CheckpointManager(
+        "/local-ssd/run",
+        mirrors=["gs://bucket/run", MirrorSpec("file:///nfs/run", required=False)],
+        kinds=("dcp",),
+        retention=Retention(keep_last=2, keep_best=1, metric="loss"),
+    ) as manager:
+        start = manager.resume(state)
+        assert_type(start, ResumeInfo | None)
+        handle = manager.save(1, state, metrics={"loss": 1.0}, fields={"tracker": "x"})
+        assert_type(handle, SaveHandle)
+        handle.wait("committed", timeout_s=10.0)
+        if stop.check(manager.ranks):
+            assert_type(manager.save_emergency_checkpoint(2, state), Path)
+        manager.wait(until="mirrored", timeout_s=10.0)
+        print(manager.status().newest_safe_step)
+
+
+def evaluate() -> None:
+    try:
+        staged = stage_checkpoint_step("gs://bucket/run", step="latest", dest="/scratch", require_kind="dcp")
+    except errors.CheckpointNotFound as error:
+        raise SystemExit(error.exit_code) from error
+    assert_type(staged, StagedCheckpoint)
+    found = resolve_checkpoint_reference(staged.path)
+    assert_type(found, CheckpointReference)
+    loaded = load_checkpoint(found, map_location="cpu")
+    assert_type(loaded, LoadedCheckpoint)
+    assert_type(resolve_resume_path("/local-ssd/run"), Path | None)
+    assert_type(find_local_checkpoint_steps("/local-ssd/run", kind="model"), list[int])
+    print([line.step for line in list_checkpoints("gs://bucket/run")], errors.CkptMirrorError.exit_code)

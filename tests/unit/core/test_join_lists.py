@@ -1,0 +1,64 @@
+"""Two lists of attempts that grew apart: the mirrors' branch is the run's."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptmirror.core.errors import LineageError, RefusedOnlyCopy
+from ckptmirror.core.lineage import SaveFacts, join_lists, lineage
+from ckptmirror.core.model import Attempt, AttemptList, SaveRef
+from ckptmirror.core.resumption import check_fresh_start
+
+RUN = "5" * 32
+A = Attempt("a" * 32, 0, None)
+A_SAVE = SaveRef(A.id, 1, 100, "1" * 32)
+ONLINE = Attempt("b" * 32, 1, A_SAVE)
+OFFLINE = Attempt("f" * 32, 1, A_SAVE)  # the greater id: by number and id alone it would win
+OFFLINE_AGAIN = Attempt("e" * 32, 2, SaveRef(OFFLINE.id, 1, 110, "2" * 32))
+
+
+def listed(*attempts: Attempt) -> AttemptList:
+    return AttemptList(RUN, attempts)
+
+
+def test_an_attempt_that_the_mirrors_were_not_told_of_yet_joins_the_list() -> None:
+    joined, apart = join_lists(listed(A, OFFLINE), listed(A))
+    assert {attempt.id for attempt in joined.attempts} == {A.id, OFFLINE.id}
+    assert apart == ()
+
+
+@pytest.mark.parametrize("offline", [(OFFLINE,), (OFFLINE, OFFLINE_AGAIN)])
+def test_attempts_that_ran_apart_while_the_run_went_on_stay_off_the_list(offline: tuple[Attempt, ...]) -> None:
+    joined, apart = join_lists(listed(A, *offline), listed(A, ONLINE))
+    assert {attempt.id for attempt in joined.attempts} == {A.id, ONLINE.id}
+    assert apart == offline
+
+
+def test_the_saves_of_an_attempt_that_ran_apart_are_superseded_and_the_online_ones_current() -> None:
+    joined, _ = join_lists(listed(A, OFFLINE, OFFLINE_AGAIN), listed(A, ONLINE))
+    saves = [
+        SaveFacts("1" * 32, A.id, 1, 100, ("dcp",)),
+        SaveFacts("2" * 32, OFFLINE.id, 1, 110, ("dcp",)),
+        SaveFacts("3" * 32, ONLINE.id, 1, 5000, ("dcp",)),
+    ]
+    order = lineage(joined.attempts, saves)
+    assert [step for step, _ in order.current] == [100, 5000]
+    assert [save.step for save in order.superseded] == [110]
+
+
+def test_an_undecided_attempt_on_the_mirror_does_not_push_the_roots_own_off_the_list() -> None:
+    undecided = Attempt("c" * 32, 1, None, decided=False)
+    joined, apart = join_lists(listed(A, OFFLINE), listed(A, undecided))
+    assert OFFLINE in joined.attempts
+    assert apart == ()
+
+
+def test_lists_of_two_runs_are_not_joined() -> None:
+    with pytest.raises(LineageError):
+        join_lists(listed(A), AttemptList("6" * 32, (A,)))
+
+
+def test_step_0_is_refused_when_the_newest_attempt_continued_from_a_save_that_is_nowhere() -> None:
+    order = lineage([A, ONLINE], [])
+    with pytest.raises(RefusedOnlyCopy, match="continued from step 100"):
+        check_fresh_start(order, decided_scratch=True, continued_from=100, silent_required=(), problems={})
