@@ -38,7 +38,7 @@ bench: setup  ## Measure against what you would use instead, as ratios, beside t
 	$(BIN)/python -m tests.bench
 
 campaign: setup  ## Kill at every crash point, not only at the slice that `make test` takes
-	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash --timeout=3600
+	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash tests/simulation --timeout=3600
 
 build: setup  ## Build the wheel and the source archive
 	$(BIN)/pip install --quiet build

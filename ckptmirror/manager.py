@@ -6,9 +6,7 @@ Every rank makes one, with the same arguments. It wires the pieces together and 
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,10 +23,11 @@ from ckptmirror.flow.mirrors import MirrorSpec, mirror_specs
 from ckptmirror.flow.node import Node
 from ckptmirror.flow.resume import Policy, ResumeInfo, resume_run
 from ckptmirror.flow.save import LeaderSide, Saver, SaveRequest
-from ckptmirror.flow.status import Status, read_status
+from ckptmirror.flow.status import Status, is_mirrored, read_status
+from ckptmirror.local import files
 from ckptmirror.local.lock import RankLock
 from ckptmirror.observe.log import LogListener
-from ckptmirror.ranks import Ranks, StopRequest, open_ranks
+from ckptmirror.ranks import Ranks, StopRequest, node_key_of, open_ranks
 
 if TYPE_CHECKING:
     from ckptmirror.flow.rotate import RotationReport
@@ -88,11 +87,16 @@ class CheckpointManager:
         self._rank_lock: RankLock | None = None
         self._saver: Saver | None = None
         self._closed = False
-        self.ranks: Ranks = open_ranks(process_group, node_key=self._node_key(), timeout_s=timeout_s)
+        node_key, failure = _node_key(self.root)
+        self.ranks: Ranks = open_ranks(process_group, node_key=node_key, timeout_s=timeout_s)
         self._save_ranks = self.ranks.channel("save")
-        failure: BaseException | None = None
         try:
-            if self.ranks.is_leader:
+            if self.ranks.nodes > 1:
+                raise ConfigError(
+                    f"This job has {self.ranks.nodes} nodes; several nodes with separate disks are not supported yet.",
+                    hint="Run the ranks of a job on one node, all with the same root on its local disk.",
+                )
+            if self.ranks.is_leader and failure is None:
                 self._node = Node(
                     self.root,
                     self._specs,
@@ -141,7 +145,9 @@ class CheckpointManager:
         )
         leader: LeaderSide | None = None
         if self._node is not None:
-            leader = LeaderSide(self._node.table, self._specs, self._node.fenced, self._node.on_commit)
+            leader = LeaderSide(
+                self._node.table, self._specs, self._node.fenced, self._node.on_commit, self._node.renew_table
+            )
         self._saver = Saver(self.root, run_id, attempt, self._save_ranks, self.events, leader)
         if info is None:
             _log.info("run %s attempt %d starts at step 0", run_id[:8], attempt.number)
@@ -288,17 +294,11 @@ class CheckpointManager:
 
     # -- inside ---------------------------------------------------------------------------------------------
 
-    def _node_key(self) -> str:
-        """Ranks that share one root are one node: the same machine and the same directory."""
-        boot_id = Path("/proc/sys/kernel/random/boot_id")
-        machine = boot_id.read_text().strip() if boot_id.exists() else os.uname().nodename
-        return hashlib.sha256(f"{machine}\0{self.root}".encode()).hexdigest()
-
     def _wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
         if self._node is not None:
             return self._node.wait_mirrored(save_id, timeout_s)
         deadline = time.monotonic() + timeout_s
-        while not self.status().is_mirrored(save_id):
+        while not is_mirrored(self.root, save_id, self._state_dir):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)
@@ -313,6 +313,15 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("This manager is closed.")
+
+
+def _node_key(root: Path) -> tuple[str, BaseException | None]:
+    """Ranks that share one root are one node, however each spells its path; a rank without a root says so later."""
+    try:
+        files.make_dirs(root)
+        return node_key_of(root), None
+    except (OSError, CkptMirrorError) as error:
+        return str(root), error
 
 
 def _log_failure(failure: events.ListenerFailure) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "RotationRefused",
     "SaveCommitted",
     "SaveFailed",
+    "SaveGone",
     "SaveRotated",
     "SaveStarted",
     "StageFinished",
@@ -163,6 +164,15 @@ class RotationRefused(Event):
     step: int
     save_id: str = ""
     kinds: tuple[Kind, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveGone(Event):
+    """Somebody removed a save from this disk before every required mirror had it: it cannot be uploaded any more."""
+
+    step: int
+    save_id: str = ""
     reason: str = ""
 
 

@@ -39,6 +39,7 @@ from ckptmirror.core.lineage import join_lists, merge_attempts, next_number
 from ckptmirror.core.model import Attempt, AttemptList, SaveRef, new_id
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local import files
+from ckptmirror.local.checksums import crc32c
 
 __all__ = ["RunClaim", "publish_attempts", "read_local_attempts", "read_mirror_attempts"]
 
@@ -76,6 +77,8 @@ def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[Attempt
         data, info = mirror.store.read(names.WRITER_NAME, limit_bytes=_LIST_LIMIT_BYTES)
     except ObjectNotFound:
         return None, 0
+    if info.crc32c is not None and crc32c(data) != info.crc32c:  # broken on its way here: nothing to mend there
+        raise Temporary(f"{mirror.url}/{names.WRITER_NAME} arrived broken.")
     try:
         return attempts_from_bytes(data), info.generation
     except BrokenMeta as error:

@@ -3,7 +3,8 @@
 Rules:
 * A drain is no attempt: it fences nobody and is fenced by nobody. Before it commits anything on a mirror it lets the
   mirror's list of attempts hold the root's, so that the lineage is known there.
-* It shares the table with a live trainer by claims; only if no trainer holds the root does it also reconcile.
+* It shares the table with a live trainer by claims; only if no trainer holds the root does it also reconcile. It keeps
+  the root's lock no longer than that: a start must not fail for a drain.
 * It waits for a mirror that does not answer, but not for one that refuses the credentials: somebody must mend that.
 * ``push`` asks a mirror before it enters it in the table: a mistyped URL leaves nothing behind.
 """
@@ -11,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.claim import publish_attempts
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
+from ckptmirror.flow.settled import open_files, open_saves
 from ckptmirror.flow.status import table_path
-from ckptmirror.flow.workers import UploadWorkers, still_moving, unsettled
+from ckptmirror.flow.workers import UploadWorkers, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.uploads import UploadsTable
@@ -50,7 +52,7 @@ class DrainReport:
     """How a drain ended.
 
     Attributes:
-        pending: Files that could still become verified.
+        pending: Files that could still become verified, and files that have no sound record.
         failed: ``mirror: path: reason`` of each file that failed for good.
         refused: Mirrors that do not accept the credentials, with what they said.
     """
@@ -80,6 +82,7 @@ def drain(
 
     Raises:
         NoTable: ckptmirror has not saved here.
+        ForeignTable: The table is another root's.
     """
     table = _open(root, state_dir)
     try:
@@ -131,6 +134,7 @@ def push(
     files.make_dirs(table_path(root, state_dir).parent)
     table = UploadsTable.open(table_path(root, state_dir), create=True)
     try:
+        table.check_root(root)
         known = [(row.url, row.required) for row in table.mirrors()]
         if spec.url not in [url for url, _ in known]:
             table.set_mirrors([*known, (spec.url, False if known else spec.required)])
@@ -139,7 +143,8 @@ def push(
         mirrors = open_mirrors([spec], root, table)
         try:
             # No reconcile: it would give every other save a record too, and only these were asked for.
-            return _run(root, table, mirrors, timeout_s, bus or events.EventBus(), on_progress)
+            ids = [meta.save_id for meta in metas]
+            return _run(root, table, mirrors, timeout_s, bus or events.EventBus(), on_progress, ids)
         finally:
             close_mirrors(mirrors)
     finally:
@@ -159,7 +164,13 @@ def _open(root: Path, state_dir: Path | None) -> UploadsTable:
     path = table_path(root, state_dir)
     if not path.exists():
         raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
-    return UploadsTable.open(path)
+    table = UploadsTable.open(path)
+    try:
+        table.check_root(root)
+    except BaseException:
+        table.close()
+        raise
+    return table
 
 
 def _reconcile_if_free(root: Path, table: UploadsTable, specs: Sequence[MirrorSpec], mirrors: Sequence[Mirror]) -> None:
@@ -170,9 +181,9 @@ def _reconcile_if_free(root: Path, table: UploadsTable, specs: Sequence[MirrorSp
         return  # a live trainer looks after its root itself
     try:
         reconcile(root, table, specs)
-        carry_on(root, table, mirrors)
     finally:
-        lock.release()
+        lock.release()  # before mirrors are asked, which may take its time: a trainer that starts need not wait for it
+    carry_on(root, table, mirrors)
 
 
 def _run(
@@ -182,6 +193,7 @@ def _run(
     timeout_s: float,
     bus: events.EventBus,
     on_progress: Callable[[Drained], None] | None,
+    save_ids: Collection[str] | None = None,
 ) -> DrainReport:
     workers = UploadWorkers(root, table, mirrors, bus, lambda mirror: publish_attempts(root, mirror))
     urls = [mirror.url for mirror in mirrors]
@@ -200,13 +212,12 @@ def _run(
         workers.stop(_STOP_AT_ONCE_S)
         raise
     workers.stop(_STOP_S)
-    failed = [
-        f"{record.mirror}: {record.path}: {record.last_error}"
-        for record in table.records(state=RecordState.FAILED)
-        if record.mirror in urls
-    ]
-    pending = unsettled(table, urls) - len(failed)
-    refused = {url: reason for url, reason in refusals.final.items() if unsettled(table, [url])}
+    given_up = [record for record in table.records(state=RecordState.FAILED) if record.mirror in urls]
+    failed = [f"{record.mirror}: {record.path}: {record.last_error}" for record in given_up]
+    still_open = open_saves(table, local_catalog(root).saves.values(), urls, save_ids)
+    wanted = [record for record in given_up if save_ids is None or record.save_id in save_ids]
+    pending = max(0, open_files(still_open) - len(wanted))
+    refused = {url: reason for url, reason in refusals.final.items() if url in {one.mirror for one in still_open}}
     return DrainReport(_progress(table, urls), pending, tuple(failed), refused)
 
 

@@ -87,8 +87,8 @@ def open_mirrors(specs: Iterable[MirrorSpec], root: Path, table: UploadsTable | 
                 hint="Configure it with required=False, beside a mirror that can.",
             )
         if table is not None:
-            recall, remember = partial(table.mirror_identity, spec.url), partial(table.remember_mirror_identity, spec.url)
-            store = RememberingStore(store, recall, remember)
+            recall = partial(table.mirror_identity, spec.url)
+            store = RememberingStore(store, recall, partial(table.remember_mirror_identity, spec.url))
         mirrors.append(Mirror(spec.url, spec.required, store))
     check_places(root, mirrors)
     return mirrors

@@ -1,7 +1,9 @@
 """What the leader of a node owns: the lock, the table, the claim of the run, the uploader, the rotator.
 
 Rules:
-* Opened in an order in which a failure leaves nothing held: lock, table, reconcile, mirrors, claim.
+* Opened in an order in which a failure leaves nothing held: lock, table, reconcile, mirrors, claim. A table that is
+  another root's is left as it is.
+* Whether something is safe is answered by ``settled``, never by a count of what is pending.
 * Closing needs no other rank and no mirror. What is not uploaded stays in the table, and the next start carries on.
 """
 
@@ -18,16 +20,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import BrokenTable, CkptMirrorError, DeadlinePassed
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, DeadlinePassed, LocalStorageFull, NoTable
 from ckptmirror.core.model import Meta, SaveRef
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.catalog import rebuild_attempts
+from ckptmirror.flow.catalog import local_catalog, rebuild_attempts
 from ckptmirror.flow.claim import RunClaim
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
-from ckptmirror.flow.reconcile import carry_on, reconcile
+from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.rotate import RotationReport, rotate
+from ckptmirror.flow.settled import OpenSave, open_files, open_saves
 from ckptmirror.flow.status import table_path
-from ckptmirror.flow.workers import UploadWorkers, still_moving, unsettled
+from ckptmirror.flow.trash import empty_trash
+from ckptmirror.flow.workers import UploadWorkers, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
@@ -37,6 +41,8 @@ __all__ = ["Node", "open_table"]
 _log = logging.getLogger("ckptmirror")
 _STOP_WORKERS_S = 10.0
 _STOP_ROTATOR_S = 60.0
+_SHORT_VERBS = ("drain", "stage")
+_SHORT_VERB_S = 60.0  # a start waits so long for such a verb to let go of the root
 _STOPPED_LIMIT_S = 2.0  # after a stop request the grace period runs
 
 
@@ -45,15 +51,31 @@ def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | No
 
     A broken table is moved aside, never deleted, and made anew: it is a cache of facts, and what it does not know
     counts as not durable until the mirrors were asked again.
+
+    Raises:
+        ForeignTable: It is another root's. Nothing was changed.
     """
     path = table_path(root, state_dir)
     files.make_dirs(path.parent)
     try:
-        return UploadsTable.open(path, create=True, clock=clock)
+        return _open_own(root, path, clock)
     except BrokenTable as error:
         aside = UploadsTable.set_aside(path)
         _log.error("%s It lies now at %s; its facts are gathered anew from disk and mirrors.", error, aside)
-        return UploadsTable.open(path, create=True, clock=clock)
+        return _open_own(root, path, clock)
+
+
+def _open_own(root: Path, path: Path, clock: LeaseClock | None) -> UploadsTable:
+    table = UploadsTable.open(path, create=True, clock=clock)
+    try:
+        table.check_root(root)
+        table.check_pages()
+        for ask in (table.saves, table.records, table.summary):
+            ask()  # damage in the schema shows only when something is asked
+        return table
+    except BaseException:
+        table.close()
+        raise
 
 
 class Node:
@@ -86,16 +108,24 @@ class Node:
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
                 "since": datetime.now(UTC).isoformat(timespec="seconds"),
-            }
+            },
+            wait_s=_SHORT_VERB_S,
+            wait_for_verbs=_SHORT_VERBS,
         )
         with contextlib.ExitStack() as undo:
             undo.callback(self.lock.release)
-            self.table = open_table(root, state_dir, clock)
+            try:
+                self.table = open_table(root, state_dir, clock)
+            except LocalStorageFull:  # even to look at the table needs room: here is what a rotation deleted
+                empty_trash(root)
+                self.table = open_table(root, state_dir, clock)
             undo.callback(self.table.close)
             self.table.set_mirrors([(spec.url, spec.required) for spec in specs])
             self.reconciled = reconcile(root, self.table, self.specs)
             self.mirrors: list[Mirror] = open_mirrors(self.specs, root, self.table)
             undo.pop_all()
+        for step, save_id, reason in self.reconciled.gone:
+            bus.emit(events.SaveGone(step=step, save_id=save_id, reason=reason))
 
     def start_claim(self) -> RunClaim:
         """Claim the run on every mirror that answers; see RunClaim.make."""
@@ -122,7 +152,7 @@ class Node:
             self._bus,
             claim.confirm,
             workers_per_mirror=self._workers_per_mirror,
-            on_fenced=self._on_fenced,
+            on_fenced=lambda reason: self._on_fenced(claim, reason),
         )
         self._rotator = _Rotator(self)
         self._rotator.start()
@@ -146,14 +176,47 @@ class Node:
         Returns:
             False if it is not by then, or as soon as what is left has failed for good.
         """
-        if self._workers is None:
+        workers = self._workers
+        if workers is None:
             return False
-        self._workers.wait_until_verified(lambda: not still_moving(self.table, self._required(), save_id), timeout_s)
-        return not self.unsafe_records(save_id)
+        if self.unsafe_saves(save_id):
+            self.mend_records()
+            workers.notify()
+        workers.wait_until_verified(lambda: not still_moving(self.table, self._required(), save_id), timeout_s)
+        return not self.unsafe_saves(save_id)
 
-    def unsafe_records(self, save_id: str | None = None) -> int:
-        """Count the records of required mirrors, of one save or of all, that are not settled."""
-        return unsettled(self.table, self._required(), save_id)
+    def unsafe_saves(self, save_id: str | None = None) -> list[OpenSave]:
+        """List what is not settled on a required mirror, of one save or of all; what has no record is among it."""
+        required = self._required()
+        if not required:
+            return []
+        return open_saves(self.table, self._whole(), required, None if save_id is None else [save_id])
+
+    def mend_records(self) -> None:
+        """Give the whole saves on this disk that lack sound or released records theirs: without, nothing is sent."""
+        self.table.drop_broken_rows()
+        whole = self._whole()
+        unsafe = {one.save_id for one in open_saves(self.table, whole, [spec.url for spec in self.specs])}
+        add_missing_records(self.table, self.specs, [meta for meta in whole if meta.save_id in unsafe])
+
+    def _whole(self) -> list[Meta]:
+        return list(local_catalog(self.root).saves.values())
+
+    def renew_table(self, error: CkptMirrorError) -> None:
+        """Make the table anew after it broke or went away under a running training; uploads go on with the new one.
+
+        Raises:
+            NoTable: This node was closed.
+        """
+        aside = self.table.start_anew()
+        where = f"It lies now at {aside}" if aside is not None else "Its file is gone"
+        _log.error("%s %s; its facts are gathered anew from disk and mirrors.", error, where)
+        self.table.set_mirrors([(spec.url, spec.required) for spec in self.specs])
+        if self.claim is not None:
+            self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))
+        add_missing_records(self.table, self.specs, self._whole())
+        if self._workers is not None:
+            self._workers.notify()
 
     def _required(self) -> set[str]:
         return {spec.url for spec in self.specs if spec.required}
@@ -196,9 +259,7 @@ class Node:
             DeadlinePassed: The run finished (it was not stopped) and something is not verified on a required mirror.
         """
         try:
-            if not stopped:
-                self.wait_mirrored(None, timeout_s)
-            pending = self.unsafe_records() if self.specs else 0
+            pending = self._see_to_the_rest(timeout_s, stopped)
             if self._workers is not None:
                 self._workers.notify()
             self.write_status("stopped" if stopped else ("finished" if not pending else "incomplete"), pending=pending)
@@ -209,6 +270,16 @@ class Node:
             if not stopped:
                 raise DeadlinePassed(message, hint=f"Finish them with `ckptmirror drain --root {self.root}`.")
             _log.warning("%s `ckptmirror drain --root %s`, or the next start, finishes them.", message, self.root)
+
+    def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> int:
+        """Wait for the uploads unless the run was stopped; return how many files are not safe then."""
+        try:
+            self.table.mirrors()
+        except (BrokenTable, NoTable) as error:
+            self.renew_table(error)
+        if not stopped:
+            self.wait_mirrored(None, timeout_s)
+        return open_files(self.unsafe_saves())
 
     def close(self, limit_s: float | None = None, *, saving: bool = False) -> None:
         """Stop the threads, free the table, the stores and the lock.
@@ -240,8 +311,9 @@ class Node:
             )
         return rotator_ended, workers_ended
 
-    def _on_fenced(self, reason: str) -> None:
-        claim = self._claimed()
+    def _on_fenced(self, claim: RunClaim, reason: str) -> None:
+        if claim is not self.claim:
+            return  # a worker of an earlier claim of this process, which a mirror kept busy
         self._bus.emit(events.Fenced(attempt=claim.attempt.number, reason=reason))
         self.write_status("fenced", reason=reason)
 

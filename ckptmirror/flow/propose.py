@@ -250,9 +250,15 @@ class Proposer:
         note = json.dumps({"save_id": meta.save_id}).encode()
         files.write_bytes(self._node.root / BRINGING_NAME, note, save_id=meta.save_id, replace=True)
         try:
-            staged = stage_save(mirror, meta, self._node.root, kinds=(kind,), full=True, repair=True, bus=self._bus)
+            kinds = (kind,) if self._is_on_all_mirrors(meta) else meta.kinds
+            staged = stage_save(mirror, meta, self._node.root, kinds=kinds, full=True, repair=True, bus=self._bus)
         except CheckpointNotFound as error:
             raise BrokenMeta(f"{url} no longer has all of it: {error}") from error
         self._node.table.forget_save(meta.save_id)  # its records named the paths of the copy that stepped aside
-        add_missing_records(self._node.table, self._node.mirrors, [staged])
+        add_missing_records(self._node.table, self._node.mirrors, [staged], staged_everywhere=True)
         return staged
+
+    def _is_on_all_mirrors(self, meta: Meta) -> bool:
+        """Whether no mirror lacks the save; one that does is given it from the local copy, which must be all of it."""
+        catalogs = self._places.mirrors
+        return all(m.url in catalogs and meta.save_id in catalogs[m.url].saves for m in self._node.mirrors)

@@ -8,6 +8,7 @@ Rules (the caller holds the root lock, so no save is in flight):
   and our own object there is success without sending a byte.
 * What workers of a dead process held is free again, without waiting for their leases.
 * The replacement of a broken copy that was cut short after the new meta stood is finished.
+* Records of a save of which nothing is left here cannot be fulfilled: they are forgotten, loudly.
 * Temporaries carry a save id; under the lock nobody writes them any more, so they are removed. A name that is not ours
   is never touched.
 """
@@ -18,7 +19,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,15 +28,17 @@ from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.catalog import META_LIMIT_BYTES
-from ckptmirror.flow.commit import made_by, remove_uncommitted
+from ckptmirror.flow.commit import claimed_by_others, made_by, may_be_meta_of, remove_uncommitted
 from ckptmirror.flow.destination import Destination
+from ckptmirror.flow.emergency_files import remove_stale_notes
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.rotate import finish_interrupted
+from ckptmirror.flow.settled import open_saves
 from ckptmirror.flow.trash import empty_trash, parsed_in_trash
 from ckptmirror.flow.workers import free_dead_workers
 from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
-from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.local.uploads import SaveRow, UploadsTable
 
 __all__ = ["BRINGING_NAME", "Reconciled", "add_missing_records", "carry_on", "forget_brought", "reconcile"]
 
@@ -45,12 +48,17 @@ _log = logging.getLogger("ckptmirror.reconcile")
 
 @dataclass(frozen=True)
 class Reconciled:
-    """What a reconcile found to do; each a tuple of save ids or names."""
+    """What a reconcile found to do; each a tuple of save ids or names.
+
+    Attributes:
+        gone: Step, save id and reason of saves that somebody removed before they were on every required mirror.
+    """
 
     discarded: tuple[str, ...]
     released: tuple[str, ...]
     added: tuple[str, ...]
     temporaries: tuple[str, ...]
+    gone: tuple[tuple[int, str, str], ...] = ()
 
 
 def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | MirrorSpec]) -> Reconciled:
@@ -69,7 +77,7 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
         if save.save_id in on_disk:
             table.release_save(save.save_id)
             released.append(save.save_id)
-        elif not (root / save.meta_path).exists():  # a meta that is there but cannot be read decides nothing
+        elif not may_be_meta_of(root / save.meta_path, save.save_id):
             records = [record for record in table.records(save_id=save.save_id) if record.role == "artifact"]
             remove_uncommitted(root, save.save_id, {r.path: (r.size_bytes, r.crc32c) for r in records})
             table.discard_unreleased([save.save_id])
@@ -83,14 +91,54 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
     if any(parsed_in_trash(path) is not None for path in inventory.trash):
         for staged in (meta for meta in whole.values() if meta.staged_from is not None):
             _finish_replacement(root, staged)
+    gone = _forget_gone(root, table, on_disk)
+    remove_stale_notes(root)
     empty_trash(root)
-    return Reconciled(tuple(discarded), tuple(released), tuple(added), tuple(path.name for path in removed))
+    return Reconciled(tuple(discarded), tuple(released), tuple(added), tuple(path.name for path in removed), gone)
+
+
+def _forget_gone(root: Path, table: UploadsTable, on_disk: Collection[str]) -> tuple[tuple[int, str, str], ...]:
+    """Forget saves of which nothing is left here and that no mirror can get any more, and say so loudly.
+
+    What every required mirror has is a rotation that was cut short; it is finished once the mirrors were asked.
+    """
+    gone = []
+    required = [row.url for row in table.mirrors() if row.required]
+    for save in table.saves():
+        if not save.released or save.save_id in on_disk or os.path.lexists(root / save.meta_path):
+            continue
+        missing = open_saves(table, [], required, [save.save_id])
+        if not missing or _is_something_left(root, table, save):
+            continue
+        reason = f"nothing of it is left in {root}; {missing[0].mirror}: {missing[0].reason}"
+        _log.error("the save of step %d was removed before it was mirrored: %s", save.step, reason)
+        table.forget_save(save.save_id, "its files were removed before they were uploaded")
+        gone.append((save.step, save.save_id, reason))
+    return tuple(gone)
+
+
+def _is_something_left(root: Path, table: UploadsTable, save: SaveRow) -> bool:
+    """Whether a file lies under a name of the save and no other save's meta names it."""
+    tops = {r.path.partition("/")[0] for r in table.records(save_id=save.save_id) if r.role == "artifact"}
+    if not tops:  # its records were broken: then whatever has a name like its own
+        meta = names.parse_name(save.meta_path)
+        found = {entry.name: names.parse_name(entry.name) for entry in root.iterdir()}
+        tops = {name for name, p in found.items() if meta and p and (p.step, p.tag) == (meta.step, meta.tag)}
+    claimed = claimed_by_others(root, save.save_id)
+    return any(os.path.lexists(root / name) for name in tops - claimed)
 
 
 def add_missing_records(
-    table: UploadsTable, mirrors: Sequence[Mirror | MirrorSpec], metas: Iterable[Meta]
+    table: UploadsTable,
+    mirrors: Sequence[Mirror | MirrorSpec],
+    metas: Iterable[Meta],
+    *,
+    staged_everywhere: bool = False,
 ) -> list[str]:
     """Give each save a pending, claimable record for every file and mirror that has none; return the save ids.
+
+    A staged copy may hold a part of its save only, and must not pass for the whole on a mirror that lacks the save: it
+    gets records for the mirror it came from, unless the caller knows better (``staged_everywhere``).
 
     A save that the table knows with other contents keeps its records and so is never deleted, unless it is a staged
     copy, which may have come back under other names: its records are made anew.
@@ -100,14 +148,16 @@ def add_missing_records(
     for meta in sorted(metas, key=lambda meta: (meta.attempt.number, meta.save_number)):
         if meta.kinds == ("emergency",):
             continue  # stays on the local disk unless mirrored on purpose
+        known_there = staged_everywhere or meta.staged_from is None
+        wanted = urls if known_there else [url for url in urls if url == meta.staged_from]
         try:
-            count = _add(table, urls, meta)
+            count = _add(table, wanted, meta)
         except IntegrityError as error:
             if meta.staged_from is None:
                 _log.error("step %d: %s", meta.step, error)
                 continue
             table.forget_save(meta.save_id, "staged again under other names")
-            count = _add(table, urls, meta)
+            count = _add(table, wanted, meta)
         if count:
             added.append(meta.save_id)
     return added

@@ -7,8 +7,10 @@ Rules:
   Anything but a full yes is a refusal with a reason.
 * What someone else put under a save's names is never deleted: a file changed since the commit is compared with its
   checksum, and a directory that holds more than the save's files stays.
-* The meta goes first, then the files are renamed to trash, then the trash is emptied, then the record is forgotten. A crash in between leaves files that
-  the table proves to be verified and without a meta; :func:`finish_interrupted` carries on.
+* The meta goes first, then the files are renamed to trash, then the trash is emptied, then the record is forgotten. A
+  crash in between leaves files that the table proves to be verified and without a meta; :func:`finish_interrupted`
+  carries on, but for what a later save of the same bytes names by then.
+* An emergency snapshot goes in the stead of a newer save, about which the mirrors are asked (docs/adr/0003).
 * ``latest`` is moved to the newest save of the lineage before what it points at goes.
 * One rotation at a time per root, held by a lock file.
 """
@@ -41,6 +43,7 @@ __all__ = ["RotationReport", "finish_interrupted", "gather", "rotate", "rotate_r
 
 ROTATE_LOCK_NAME = f"{names.CONTROL_DIR}/rotate.lock"
 _LOCK_WAIT_S = 600.0
+_NAMES_WAIT_S = 60.0
 _log = logging.getLogger("ckptmirror.rotate")
 
 
@@ -186,7 +189,7 @@ def _newest(statuses: Sequence[SaveStatus], metas: Mapping[str, Meta]) -> Meta |
 
 
 def _point_latest_elsewhere(root: Path, doomed: Meta, newest: Meta | None) -> bool:
-    """Say whether ``latest`` does not name the doomed save any more: a full disk may have no room for a new link yet."""
+    """Say whether ``latest`` names the doomed save no more: a full disk may have no room for a new link yet."""
     link = root / names.LATEST_NAME
     if not link.is_symlink() or link.readlink().parts[:1] not in [(name,) for name in top_names(doomed.artifacts)]:
         return True
@@ -244,7 +247,7 @@ def _finish(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[
             with exclusive(root / _stage_lock_name(save.step), timeout_s=0.0):
                 gone = _take_away(root, table, save)
         except WaitTimeout:
-            continue  # the step is being staged: its files lie there without a meta for a moment
+            continue  # the step is being staged, or a save shows its names: the next rotation looks again
         if gone:
             empty_trash(root)
             table.forget_save(save.save_id)
@@ -262,16 +265,21 @@ def _take_away(root: Path, table: UploadsTable, save: SaveRow) -> bool:
     records = [record for record in table.records(save_id=save.save_id) if record.role == "artifact"]
     for name in dict.fromkeys(record.path.partition("/")[0] for record in records):
         inode = _inode(root / name)
-        if inode is None or not _is_still_ours(root, name, records):
+        if inode is None or name in _taken(root, table, save.save_id) or not _is_still_ours(root, name, records):
             continue
-        with exclusive(root / NAMES_LOCK_NAME, timeout_s=_LOCK_WAIT_S):
+        with exclusive(root / NAMES_LOCK_NAME, timeout_s=_NAMES_WAIT_S):
             if (root / save.meta_path).exists():
                 return False
-            taken = {r.path.partition("/")[0] for r in table.records() if r.save_id != save.save_id}
-            if name not in taken | claimed_by_others(root, save.save_id) and _inode(root / name) == inode:
+            if name not in _taken(root, table, save.save_id) and _inode(root / name) == inode:
                 _discard(root, root / name)
     files.fsync_dir(root)
     return True
+
+
+def _taken(root: Path, table: UploadsTable, save_id: str) -> set[str]:
+    """Return the names directly below the root that another save's records or meta name."""
+    in_table = {record.path.partition("/")[0] for record in table.records() if record.save_id != save_id}
+    return in_table | claimed_by_others(root, save_id)
 
 
 def _stage_lock_name(step: int) -> str:

@@ -28,7 +28,7 @@ from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageU
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.flow.commit import commit_save, free_tag
 from ckptmirror.flow.handle import SaveHandle
-from ckptmirror.flow.save_parts import Copied, LeaderSide, Plan, SaveRequest
+from ckptmirror.flow.save_parts import TABLE_BROKE, Copied, LeaderSide, Plan, SaveRequest
 from ckptmirror.local import files
 from ckptmirror.ranks.base import Ranks
 
@@ -363,7 +363,11 @@ class Saver:
         )
         if (fenced := leader.fenced()) is not None:
             raise AttemptFenced(fenced)
-        commit_save(self.root, leader.table, leader.mirrors, meta)
+        try:
+            commit_save(self.root, leader.table, leader.mirrors, meta)
+        except TABLE_BROKE as error:  # before anything got its name: the table is made anew, once
+            leader.renew_table(error)
+            commit_save(self.root, leader.table, leader.mirrors, meta)
         self._warn_if_identical(meta)
         return meta
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.flow.mirrors import MirrorSpec
 from ckptmirror.local.uploads import UploadsTable
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from ckptmirror.formats.base import Snapshot
     from ckptmirror.ranks.host_copy import Lease
 
-__all__ = ["Copied", "LeaderSide", "Plan", "SaveRequest"]
+__all__ = ["TABLE_BROKE", "Copied", "LeaderSide", "Plan", "SaveRequest"]
+
+TABLE_BROKE = (BrokenTable, NoTable)
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,19 @@ class SaveRequest:
     number: int = 0  # within the attempt; set by the saver, the same on every rank since all save in the same order
 
 
+def _give_up(error: CkptMirrorError) -> None:
+    raise error
+
+
 @dataclass
 class LeaderSide:
-    """What only the node's leader has: the table, and who must hear of a commit."""
+    """What only the node's leader has: the table, who must hear of a commit, and who makes a broken table anew."""
 
     table: UploadsTable
     mirrors: Sequence[MirrorSpec]
     fenced: Callable[[], str | None]
     on_commit: Callable[[Meta], None]
+    renew_table: Callable[[CkptMirrorError], None] = _give_up
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ckptmirror.core.model import Meta
 from ckptmirror.flow.emergency_files import is_emergency
 from ckptmirror.local.uploads import MirrorStanding, UploadsTable
 
-__all__ = ["OpenSave", "is_settled", "open_files", "open_saves", "left_settled"]
+__all__ = ["OpenSave", "is_settled", "left_settled", "open_files", "open_saves"]
 
 _WAITING = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)
 _SETTLED = (RecordState.VERIFIED, RecordState.REMOVED, RecordState.SKIPPED)
@@ -61,11 +61,17 @@ def open_saves(
     """
     required = {row.url for row in table.mirrors() if row.required}
     released = [save.save_id for save in table.saves() if save.released]
+    metas = list(metas)
     local = [meta.save_id for meta in metas if not is_emergency(meta)]
     wanted = [save_id for save_id in dict.fromkeys([*released, *local]) if save_ids is None or save_id in save_ids]
-    found = [_open_on(table, save_id, url, url in required) for save_id in wanted for url in mirrors]
+    staged = {meta.save_id for meta in metas if meta.staged_from is not None}  # where it came from, it is
+    found = [
+        _open_on(table, save_id, url, url in required and save_id not in staged)
+        for save_id in wanted
+        for url in mirrors
+    ]
     if save_ids is not None:
-        unknown = [save_id for save_id in save_ids if save_id not in wanted and not left_settled(table, mirrors, save_id)]
+        unknown = [one for one in save_ids if one not in wanted and not left_settled(table, mirrors, one)]
         found += [OpenSave(save_id, url, 1, "nothing is known of it") for save_id in unknown for url in mirrors]
     return [one for one in found if one is not None]
 
@@ -94,6 +100,7 @@ def left_settled(table: UploadsTable, mirrors: Collection[str], save_id: str) ->
     left = [moved for moved in table.history(save_id) if moved.new is None]
     for mirror in mirrors:
         states = {moved.path: moved.old for moved in left if moved.mirror == mirror}
-        if not states or not all(state in _SETTLED for state in states.values()):
+        has_meta = any(path.startswith("meta_") for path in states)
+        if not has_meta or not all(state in _SETTLED for state in states.values()):
             return False
     return True

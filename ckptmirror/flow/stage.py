@@ -4,8 +4,8 @@ Rules:
 * What is staged is chosen by ``choose``, from the mirror's own lineage; an explicit kind is never replaced by another.
 * One process at a time brings a step into a directory; others wait, and find it done.
 * A directory that a trainer saves to takes saves of its own run only, and no save of it is ever deleted for another:
-  that is rotation's, which asks every required mirror. Elsewhere ``refresh`` replaces only what this mirror holds whole,
-  or what was staged.
+  that is rotation's, which asks every required mirror. Elsewhere ``refresh`` replaces what this mirror holds whole, or
+  what was staged.
 * How the bytes come in, and in which order names appear, is ``staging``'s business.
 """
 
@@ -72,8 +72,8 @@ def stage_checkpoint_step(
         step: A step, or ``"latest"``: the newest of the lineage that has the required kind.
         dest: The directory; made if it is missing.
         require_kind: Never replaced by another kind. Without it: dcp, then model.
-        refresh: Verify what is staged, and replace each staged file of the step that is not the mirror's. Where a trainer
-            saves, its other saves of the step stay.
+        refresh: Verify what is staged, and replace each staged file of the step that is not the mirror's. Where a
+            trainer saves, other saves of the step stay.
         full: Optimizer, extra and tensors files too, not only the DCP directory or the model file.
         superseded: Take a save off the lineage where there is no other.
         wait_s: How long to wait for the step to appear on the mirror.

@@ -143,7 +143,7 @@ class Staging:
         others = {save.meta.save_id for save in place.saves} & current - {meta.save_id}
         if self._in_training and stale:
             listed = ", ".join(save.meta_path.name for save in stale)
-            _log.info("%s is stale, and stays: a trainer saves here, and rotation deletes what every mirror has", listed)
+            _log.info("%s: stale, but a trainer saves here: it stays until rotation may delete it", listed)
             stale = []
         return stale, [catalog.saves[save_id] for save_id in sorted(others)]
 

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import BrokenTable, NoTable
+from ckptmirror.core.errors import NoTable
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.choose import lineage_of
+from ckptmirror.flow.settled import open_saves
 from ckptmirror.local import files
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
-__all__ = ["SaveLine", "Status", "read_status", "table_path"]
+__all__ = ["SaveLine", "Status", "is_mirrored", "read_status", "table_path"]
 
 _WAITING = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)
 _STATUS_LIMIT_BYTES = 1024 * 1024
@@ -57,7 +58,6 @@ class Status:
         trainer: What the trainer last wrote to ``status.json``.
         problems: Things under the root that look like saves and are not whole.
         unsettled: Save id -> why it is not on every required mirror: of whole saves, and of all that the table knows.
-        settled_before: Saves that were, and then were deleted here.
     """
 
     root: Path
@@ -71,18 +71,27 @@ class Status:
     trainer: Mapping[str, Any]
     problems: Mapping[str, str]
     unsettled: Mapping[str, str]
-    settled_before: frozenset[str]
 
     def is_mirrored(self, save_id: str | None) -> bool:
         """Whether a save (all of them, if None) waits for no required mirror (so always where none is configured).
 
-        A save that is neither here nor provably was on every required mirror when it went is not mirrored.
+        Of a save that is not on this disk nothing is known here; :func:`is_mirrored` also asks the table's history.
         """
-        if save_id is None:
+        if save_id is None or not any(required for _, required in self.mirrors):
             return not self.unsettled
-        known = save_id in {line.save_id for line in self.saves} or save_id in self.settled_before
-        mirrored = known and save_id not in self.unsettled
-        return mirrored or not any(required for _, required in self.mirrors)
+        return save_id in {line.save_id for line in self.saves} and save_id not in self.unsettled
+
+
+def is_mirrored(root: Path, save_id: str | None, state_dir: Path | None = None) -> bool:
+    """Whether a save (all of them, if None) is on every required mirror, or was when rotation deleted it here.
+
+    Raises:
+        NoTable: ckptmirror has not saved here.
+    """
+    with _opened(root, state_dir) as table:
+        required = [row.url for row in table.mirrors() if row.required]
+        metas = local_catalog(root).saves.values()
+        return not open_saves(table, metas, required, None if save_id is None else [save_id])
 
 
 def table_path(root: Path, state_dir: Path | None = None) -> Path:
@@ -96,18 +105,15 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     Raises:
         NoTable: ckptmirror has not saved here.
     """
-    path = table_path(root, state_dir)
-    if not path.exists():
-        raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
-    table = UploadsTable.open(path, read_only=True)
-    try:
+    with _opened(root, state_dir) as table:
         mirrors = [(row.url, row.required) for row in table.mirrors()]
+        required = [url for url, is_required in mirrors if is_required]
         records = table.records()
-        gaps = {save_id: _gaps(table, save_id) for save_id in {record.save_id for record in records}}
-    finally:
-        table.close()
-    required = [url for url, is_required in mirrors if is_required]
-    catalog = local_catalog(root)
+        catalog = local_catalog(root)
+        missing = open_saves(table, catalog.saves.values(), required)
+    gaps: dict[str, dict[str, str]] = {}
+    for one in missing:
+        gaps.setdefault(one.save_id, {})[one.mirror] = one.reason
     standing = lineage_of(catalog).standing_by_save()
     by_save: dict[str, list[UploadRecord]] = {}
     for record in records:
@@ -139,20 +145,15 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         saves=tuple(saves),
         trainer=_trainer(root),
         problems=catalog.problems,
+        unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in missing},
     )
 
 
-def _gaps(table: UploadsTable, save_id: str) -> dict[str, str]:
-    """Say for each mirror what is missing that no record tells of: a row that is broken counts as no record."""
-    try:
-        standing = table.standing(save_id)
-    except BrokenTable as error:
-        return {row.url: str(error) for row in table.mirrors()}
-    return {
-        there.mirror: there.reason
-        for there in standing
-        if not (there.verified and there.committed) and not there.skipped and not there.removed
-    }
+def _opened(root: Path, state_dir: Path | None) -> UploadsTable:
+    path = table_path(root, state_dir)
+    if not path.exists():
+        raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
+    return UploadsTable.open(path, read_only=True)
 
 
 def _waiting(records: list[UploadRecord], required: list[str], gaps: Mapping[str, str]) -> dict[str, str]:

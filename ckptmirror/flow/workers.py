@@ -33,7 +33,7 @@ _log = logging.getLogger("ckptmirror.upload")
 
 
 def still_moving(table: UploadsTable, mirrors: Collection[str], save_id: str | None = None) -> int:
-    """Count the records that may still become verified by themselves. 0 says that waiting is over, not that all is well.
+    """Count the records that may still become verified by themselves. 0 ends the waiting; it does not say all is well.
 
     A failed file is not among them, nor is the meta that waits for it: a person mends the cause, or the next start
     tries.

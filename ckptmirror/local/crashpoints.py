@@ -44,9 +44,7 @@ _passed: list[str] = []
 _seen: Counter[str] = Counter()
 
 
-def arm(
-    crash_at: str | None = None, *, mark: bool = False, die: Callable[[], None] = _kill_this_process
-) -> None:
+def arm(crash_at: str | None = None, *, mark: bool = False, die: Callable[[], None] = _kill_this_process) -> None:
     """Start counting from 1, and kill this process at ``crash_at`` (a number, a name, or ``name@nth``) if given."""
     global _armed, _dead, _die, _mark, _kill_number, _kill_name, _kill_nth
     with _lock:

@@ -148,7 +148,9 @@ class Place:
                 raise self._vanished(f"{point} is listed in {self._fstab} and is not mounted")
 
     def _vanished(self, why: str) -> StoreTemporary:
-        return StoreTemporary(f"The mirror directory {self._root} is not there ({why}).", hint=_MOUNT_HINT)
+        return StoreTemporary(
+            f"The mirror directory {self._root} is not there ({why}): is it mounted?", hint=_MOUNT_HINT
+        )
 
     def _recognise(self, root: int) -> None:
         if self._read_only:

@@ -1,8 +1,8 @@
 """A store that is met only as the place that an earlier process met: the decorator that every mirror of a root gets.
 
 Rules:
-* Before the first call goes through, the store says which place it is (``Store.identity``). Where one is remembered, any
-  other, or none, is a temporary fault; where none is, this one is remembered first, durably.
+* Before the first call goes through, the store says which place it is (``Store.identity``). Where one is remembered,
+  any other, or none, is a temporary fault; where none is, this one is remembered first, durably.
 * After that the store itself watches that it stays the same place.
 * A store that has no identity is passed on as it is.
 """
@@ -87,8 +87,8 @@ class RememberingStore:
         self._store.close()
 
     def _met(self) -> Store:
-        """The store behind, once it is known to be the right place. Two threads may ask at once: both get one answer."""
-        if not self._is_met:
+        """The store behind, once it is known to be the right place."""
+        if not self._is_met:  # two threads may come here at once: what is remembered first stands for both
             expected = self._recall()
             found = self._store.identity(expected)
             if expected is None and found is not None:

@@ -2,7 +2,8 @@
 
 Rules:
 * Only ``StoreTemporary`` is tried again, and every method that reads or changes objects may be: each is idempotent or
-  guarded by its precondition. After a lost answer the precondition may meet our own object; that is passed on, the caller compares.
+  guarded by its precondition. After a lost answer the precondition may meet our own object; that is passed on, the
+  caller compares.
 * Delays are drawn between zero and a limit that doubles ("full jitter"), never shorter than the store's Retry-After.
 * It ends with the last error after ``tries`` tries, or when the next would begin later than ``total_s`` after the
   first; ``close`` ends it at once.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptmirror.core.model import Digest
 from ckptmirror.local.checksums import BlockDigest
-from ckptmirror.stores import faulty, gs, memory, retrying
+from ckptmirror.stores import faulty, gs, memory, remembering, retrying
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores.base import Store, Upload
 from ckptmirror.stores.gs_http import Endpoint, Limits
@@ -99,6 +99,11 @@ def _decorated(opener: Opener, name: str, decorate: Callable[[Store], Store]) ->
     return replace(opener, name=f"{name}({opener.name})", open=lambda: decorate(opener.open()))
 
 
+def _remembering(store: Store) -> Store:
+    known: dict[str, str] = {}
+    return remembering.RememberingStore(store, lambda: known.get("it"), lambda found: known.setdefault("it", found))
+
+
 Make = Callable[[Path, GcsServerProcess], Opener]
 _BARE: dict[str, Make] = {"memory": _memory, "file": _file, "gs": _gs}
 OPENERS: dict[str, Make] = {
@@ -107,7 +112,11 @@ OPENERS: dict[str, Make] = {
         f"{word}({name})": lambda directory, server, make=make, word=word, decorator=decorator: _decorated(
             make(directory, server), word, decorator
         )
-        for word, decorator in (("retrying", retrying.RetryingStore), ("faulty", faulty.FaultyStore))
+        for word, decorator in (
+            ("retrying", retrying.RetryingStore),
+            ("faulty", faulty.FaultyStore),
+            ("remembering", _remembering),
+        )
         for name, make in _BARE.items()
     },
 }

@@ -64,6 +64,27 @@ def test_url_reads_back_as_the_same_store(store: Store) -> None:
     assert normalise_url(store.url) == store.url
 
 
+def test_a_place_says_the_same_of_itself_at_every_opening_or_nothing(opener: Opener) -> None:
+    first, second = opener.open(), opener.open()
+    found = first.identity()
+    first.write("x", b"", if_generation=0)
+    assert found is None or found
+    assert second.identity() == first.identity() == second.identity(found) == found
+    assert (first.local_directory is None) == (found is None)  # a directory may be another tomorrow, a bucket never is
+
+
+def test_a_place_that_has_an_identity_is_not_taken_for_another(opener: Opener) -> None:
+    if opener.open().identity() is None:
+        return
+    with pytest.raises(StoreTemporary, match="another mirror"):
+        opener.open().identity("0" * 32)
+    store = opener.open()
+    store.identity()
+    with pytest.raises(StoreTemporary, match="another mirror"):
+        store.identity("0" * 32)
+    store.write("x", b"", if_generation=0)  # it is still the one that it was
+
+
 def test_a_free_name_is_none_to_stat_and_not_found_to_read(store: Store) -> None:
     assert store.stat("nothing/here.json") is None
     with pytest.raises(ObjectNotFound):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -279,3 +280,30 @@ def test_trash_of_a_crashed_deletion_is_removed(place: MirroredRoot) -> None:
     (place.root / names.TRASH_DIR / f"model_000100.pt.{new_id()[:16]}").write_bytes(b"x" * 1000)
     start(place)
     assert list((place.root / names.TRASH_DIR).iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "directory"])
+def test_a_start_is_not_held_up_by_what_somebody_put_in_place_of_a_file_of_a_cut_short_save(
+    place: MirroredRoot, kind: str
+) -> None:
+    meta = make_save(place.root, 100, ("model",), write_meta=False)
+    place.add(meta)
+    file = place.root / "model_000100.pt"
+    file.rename(place.root / "moved.pt")
+    if kind == "link":
+        file.symlink_to("moved.pt")
+    else:
+        file.mkdir()
+    start(place)
+    assert file.is_symlink() or file.is_dir()
+    assert (place.root / "moved.pt").exists()
+    assert place.table.saves() == []
+
+
+def test_i3_a_cut_short_save_leaves_alone_what_the_meta_of_another_names(place: MirroredRoot) -> None:
+    whole = place.commit(100)
+    cut_short = replace(whole, save_id=new_id(), save_number=whole.save_number + 1)
+    place.add(cut_short)  # the same names and bytes; it never came to its meta
+    start(place)
+    assert place.has(whole)
+    assert [save.save_id for save in place.table.saves()] == [whole.save_id]

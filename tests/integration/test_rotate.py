@@ -143,7 +143,7 @@ def test_the_meta_goes_first_then_the_files_and_trash_is_removed_last(place: Mir
     deleted = [index for index, name in enumerate(passed) if name.startswith(("trash.unlink", "trash.rmdir"))]
     forgotten = passed.index("table.forget_save:after")
     assert len(renames) == 6
-    assert renames[-1] < forgotten < deleted[0]
+    assert renames[-1] < deleted[0] < deleted[-1] < forgotten  # on a full disk the record needs the room
     assert any("fsync" in name for name in passed[renames[0] : renames[1]]), "the meta's going is durable first"
 
 

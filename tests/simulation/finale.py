@@ -73,6 +73,9 @@ def _drain_all(world: World, host: Host) -> None:
         excused = record.save_id in world.partly_staged or look_at_disk(world, root).list_is_broken
         if not excused and not (world.damaged or world.foreign or world.foreign_objects):
             raise Broken(f"host {host.number}: {record.path} failed: {record.last_error}")
+    for save in host.drainer.table.saves():
+        if not (root / save.meta_path).exists() and not world.truth[save.save_id].acknowledged:
+            raise Broken(f"host {host.number} has records of step {save.step}, a save that never was")
     host.drainer.die()
     host.drainer = None
 

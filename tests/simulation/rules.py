@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
-from ckptmirror.core import names
 from ckptmirror.core.errors import (
     AttemptFenced,
     BrokenMeta,
@@ -37,6 +35,17 @@ from ckptmirror.flow.propose import Policy
 from ckptmirror.flow.stage import stage_checkpoint_step
 from ckptmirror.local import crashpoints
 from ckptmirror.stores.faulty import StoreFault
+from tests.simulation.misfortunes import (
+    damage,
+    lose_disk,
+    lose_list,
+    lose_table,
+    mirror_down,
+    mirror_loses,
+    mirror_up,
+    stranger,
+    time_passes,
+)
 from tests.simulation.processes import Drainer, Trainer
 from tests.simulation.reference import SeenSave, current, expected_start
 from tests.simulation.sight import (
@@ -49,13 +58,9 @@ from tests.simulation.sight import (
     view_from,
 )
 from tests.simulation.watch import Watch
-from tests.simulation.world import KINDS_SAVED, Broken, Dead, Host, MirrorPlace, World
+from tests.simulation.world import KINDS_SAVED, Broken, Dead, Host, MirrorPlace, World, hosts_to_act_on
 
 Rule = Callable[["World", "Watch", random.Random], None]
-
-
-def _hosts(world: World) -> list[Host]:
-    return [host for host in world.hosts if host is not world.inside]
 
 
 def _acting(world: World, host: Host, act: Callable[[], None]) -> bool:
@@ -72,7 +77,7 @@ def _acting(world: World, host: Host, act: Callable[[], None]) -> bool:
 
 
 def _trainers(world: World) -> list[Trainer]:
-    return [host.trainer for host in _hosts(world) if host.trainer is not None]
+    return [host.trainer for host in hosts_to_act_on(world) if host.trainer is not None]
 
 
 def _end_trainer(host: Host) -> None:
@@ -85,7 +90,7 @@ def _end_trainer(host: Host) -> None:
 
 
 def start(world: World, watch: Watch, draw: random.Random) -> None:
-    host = draw.choice(_hosts(world))
+    host = draw.choice(hosts_to_act_on(world))
     steps = sorted({truth.meta.step for truth in world.truth.values()}) or [100]
     policy: Policy = draw.choices(["auto", draw.choice(steps), "scratch"], [15, 3, 1])[0]
     force = draw.random() < 0.5
@@ -208,16 +213,17 @@ def upload(world: World, watch: Watch, draw: random.Random) -> None:
     records = draw.choice([1, 3, 8, 20])
     place = draw.choice(world.mirrors)
     number = world.mirrors.index(place)
-    faulty_at = draw.randrange(records)
     fault = _fault(draw)
 
     def act() -> None:
-        for count in range(records):
-            if count == faulty_at and fault is not None:
-                place.suffer(fault)
-            if not process.upload_one(number):
-                world.clock.pass_s(61)
-            place.suffer()
+        place.suffer(*([fault] if fault is not None else []))
+        for _ in range(records):
+            try:
+                if not process.upload_one(number):
+                    world.clock.pass_s(61)
+            except BrokenTable:
+                if process.host.number not in world.damaged_tables:
+                    raise
 
     survived = _acting(world, process.host, act)
     world.acting = outer
@@ -231,8 +237,8 @@ def upload(world: World, watch: Watch, draw: random.Random) -> None:
 
 
 def _fault(draw: random.Random) -> StoreFault | None:
-    operation = draw.choice(["upload", "write", "stat", "read", ""])
-    nth = draw.choice([1, 1, 2, 3])
+    operation = draw.choice(["upload", "upload", "upload", "write", "stat", "read", ""])
+    nth = draw.choice([1, 1, 2, 3, 5])
 
     def permanent() -> CkptMirrorError:
         return StorePermanent("A scripted fault.")
@@ -251,24 +257,11 @@ def _fault(draw: random.Random) -> StoreFault | None:
     )
 
 
-def mirror_down(world: World, watch: Watch, draw: random.Random) -> None:
-    draw.choice(world.mirrors).go_down()
-
-
-def mirror_up(world: World, watch: Watch, draw: random.Random) -> None:
-    for place in world.mirrors:
-        place.come_back()
-
-
-def time_passes(world: World, watch: Watch, draw: random.Random) -> None:
-    world.clock.pass_s(draw.choice([30, 400, 100_000]))
-
-
 # -- rotation and drains --------------------------------------------------------------------------------------
 
 
 def rotate(world: World, watch: Watch, draw: random.Random) -> None:
-    hosts = [host for host in _hosts(world) if host.is_busy]
+    hosts = [host for host in hosts_to_act_on(world) if host.is_busy]
     if not hosts:
         return
     host = draw.choice(hosts)
@@ -316,7 +309,7 @@ def carry_on(world: World, watch: Watch, draw: random.Random) -> None:
 
 def drain(world: World, watch: Watch, draw: random.Random) -> None:
     """A drain begins at a host, or ends."""
-    host = draw.choice(_hosts(world))
+    host = draw.choice(hosts_to_act_on(world))
     if host.drainer is not None:
         host.drainer.die()
         host.drainer = None
@@ -337,7 +330,7 @@ def drain(world: World, watch: Watch, draw: random.Random) -> None:
 
 def stage(world: World, watch: Watch, draw: random.Random) -> None:
     place = draw.choice(world.mirrors)
-    host = draw.choice([*_hosts(world), None, None])
+    host = draw.choice([*hosts_to_act_on(world), None, None])
     dest = world.eval_root if host is None else host.root
     steps = sorted({truth.meta.step for truth in world.truth.values()}) or [100]
     step: int | Literal["latest"] = draw.choice(["latest", draw.choice(steps)])
@@ -368,6 +361,10 @@ def stage(world: World, watch: Watch, draw: random.Random) -> None:
             return
         except (RefusedOnlyCopy, DestinationOccupied):
             return
+        except BrokenMeta:
+            if not look_at_disk(world, dest).list_is_broken:
+                raise
+            return
         if undisturbed and not superseded and (staged.step, staged.kind) != expected:
             raise Broken(f"d: staged {staged.kind} of step {staged.step}, expected {expected}")
         if not staged.path.exists():
@@ -381,112 +378,6 @@ def _expected_stage(
 ) -> tuple[int, str] | None:
     fitting = [(s, k) for s, k in table if (step in ("latest", s)) and kind in (None, k)]
     return max(fitting, key=lambda found: (found[0], found[1] == "dcp"), default=None)
-
-
-# -- misfortunes ----------------------------------------------------------------------------------------------
-
-
-def lose_disk(world: World, watch: Watch, draw: random.Random) -> None:
-    world.lose_disk(draw.choice(_hosts(world)))
-
-
-def lose_table(world: World, watch: Watch, draw: random.Random) -> None:
-    """Between processes: one that has a table open keeps its file."""
-    host = draw.choice(_hosts(world))
-    table = host.root / names.TABLE_NAME
-    if host.is_busy or not table.exists():
-        return
-    if draw.random() < 0.5:
-        for path in host.root.glob(f"{names.TABLE_NAME}*"):
-            path.unlink()
-        return
-    data = bytearray(table.read_bytes())
-    for _ in range(draw.choice([1, 40])):
-        data[draw.randrange(len(data))] ^= 0xFF
-    table.write_bytes(data)
-
-
-def lose_list(world: World, watch: Watch, draw: random.Random) -> None:
-    path = draw.choice(_hosts(world)).root / names.ATTEMPTS_NAME
-    if not path.exists():
-        return
-    if draw.random() < 0.5:
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:-20])
-
-
-def damage(world: World, watch: Watch, draw: random.Random) -> None:
-    """A bit flips in a committed file, or it is cut short, or goes."""
-    host = draw.choice(_hosts(world))
-    metas = sorted(look_at_disk(world, host.root).metas.values(), key=lambda meta: meta.save_id)
-    if not metas:
-        return
-    meta = draw.choice(metas)
-    artifact = draw.choice(meta.artifacts)
-    if draw.random() < 0.15:
-        path = host.root / names.SaveName(meta.step, meta.tag).meta
-        _spoil(path, "flip", draw)
-        world.damaged.add(path)
-        watch.forget(host, meta.save_id)
-        return
-    path = host.root / artifact.path
-    _spoil(path, draw.choice(["flip", "flip", "flip", "cut", "remove"]), draw)
-    world.damaged.add(path)
-    watch.forget(host, meta.save_id, names.untagged(artifact.path))
-
-
-def _spoil(path: Path, how: str, draw: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    if how == "remove":
-        path.unlink()
-        return
-    data[draw.randrange(len(data))] ^= 1
-    path.write_bytes(data[:-1] if how == "cut" else data)
-
-
-def mirror_loses(world: World, watch: Watch, draw: random.Random) -> None:
-    """Somebody deletes an object of ours on a mirror."""
-    place = draw.choice(world.mirrors)
-    ours = sorted(
-        name
-        for name in place.objects()
-        if name != names.WRITER_NAME and (place.url, name) not in world.foreign_objects
-    )
-    if ours:
-        name = draw.choice(ours)
-        info = place.behind.stat(name)
-        assert info is not None
-        place.behind.delete(name, generation=info.generation)
-        world.lost_objects.add((place.url, name))
-
-
-def stranger(world: World, watch: Watch, draw: random.Random) -> None:
-    """Somebody else's file, here or on a mirror, under a name that is nearly ours, or is ours."""
-    step = draw.choice([100, 200, 300, 400])
-    name = draw.choice(
-        [
-            "notes.txt",
-            f"model_{step:06d}.pt",
-            f"model_{step:06d}.pt.bak",
-            f"dcp_{step:06d}/notes.txt",
-            f"extra_{step:06d}_rank0.pt",
-            f"model_{step:06d}.tmp",
-        ]
-    )
-    data = draw.randbytes(30)
-    if draw.random() < 0.3 and not name.startswith("dcp"):
-        place = draw.choice(world.mirrors)
-        if place.behind.stat(name) is None:
-            place.behind.write(name, data, if_generation=0)
-            world.foreign_objects[(place.url, name)] = data
-        return
-    path = draw.choice(_hosts(world)).root / name
-    if path.exists() or not (path.parent.is_dir() or path.parent.parent.is_dir()):
-        return
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(data)
-    world.foreign[path] = data
 
 
 RULES: dict[str, tuple[Rule, int]] = {
@@ -505,7 +396,7 @@ RULES: dict[str, tuple[Rule, int]] = {
     "lose_table": (lose_table, 2),
     "lose_list": (lose_list, 2),
     "damage": (damage, 3),
-    "mirror_loses": (mirror_loses, 1),
-    "stranger": (stranger, 3),
+    "mirror_loses": (mirror_loses, 2),
+    "stranger": (stranger, 4),
 }
 MEANWHILE = ("start", "save", "upload", "mirror_down", "rotate", "lose_disk", "time_passes", "stop")

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckptmirror.core import lineage
-from ckptmirror.core.model import AttemptList
+from ckptmirror.core.errors import StoreTemporary
+from ckptmirror.core.model import AttemptList, Digest, Meta
 from ckptmirror.core.retention import MirrorSafety
 from ckptmirror.flow import claim, commit, reconcile, rotate, upload
-from ckptmirror.local.uploads import UploadsTable, reports
+from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.stores.base import ObjectInfo
 
 __all__ = ["SEEDED_BUGS", "planted"]
 
@@ -53,14 +55,25 @@ def _releases_without_meta(_right: Any) -> Any:
 
 
 def _ignores_unknown(right: Any) -> Any:
-    def announce(run: claim.RunClaim, mirror: Any) -> None:
+    def announce(run: claim.RunClaim, mirror: Any, **more: Any) -> None:
         there, _ = claim.read_mirror_attempts(mirror)
         if there is not None:
             others = tuple(a for a in there.attempts if a.id != run.attempt.id)
             run.known = lineage.merge_attempts(run.known, AttemptList(run.run_id, others))
-        right(run, mirror)
+        right(run, mirror, **more)
 
     return announce
+
+
+def _fault_is_success(right: Any) -> Any:
+    def create(sending: upload.Uploading, name: str, digest: Digest, meta: Meta) -> ObjectInfo | None:
+        try:
+            found: ObjectInfo | None = right(sending, name, digest, meta)
+        except StoreTemporary:
+            return ObjectInfo(name, digest.size_bytes, 1, digest.crc32c, {"ckptmirror-save": meta.save_id})
+        return found
+
+    return create
 
 
 SEEDED_BUGS: dict[str, list[Bug]] = {
@@ -70,7 +83,7 @@ SEEDED_BUGS: dict[str, list[Bug]] = {
     ],
     "rotation trusts the table and does not ask the mirror again": [(rotate, "why_not_safe", _no_reason)],
     "the lineage ignores where an attempt was left": [(lineage, "_on_lineage", _fork_ignored)],
-    "the meta goes to the mirror before its artifacts": [(reports, "may_be_sent", lambda _: lambda *_args: True)],
+    "the meta goes to the mirror before its artifacts": [(upload.Uploading, "_create", _fault_is_success)],
     "what a crash left is discarded by name": [(commit, "_holds", _deletes_by_name)],
     "a reconcile releases records without a meta": [
         (UploadsTable, "discard_unreleased", _releases_without_meta),

@@ -49,15 +49,18 @@ def test_no_history_loses_a_checkpoint() -> None:
     assert min(steps[rule] for rule in ("start", "save", "upload", "rotate", "stage")) > 0
 
 
-FOUND_AT = {
-}
-"""The first history of those from 0 on that finds each bug."""
+FOUND_SOON = (
+    "rotation does not ask whether a save is on the mirror",
+    "the lineage ignores where an attempt was left",
+    "another save's object counts as ours",
+)
+"""What a few histories show; the others are planted in a full campaign only."""
 
 
-@pytest.mark.parametrize("bug", SEEDED_BUGS)
+@pytest.mark.timeout(SLICE_S + 600)
+@pytest.mark.parametrize("bug", SEEDED_BUGS if FULL else FOUND_SOON)
 def test_the_simulation_finds_a_planted_bug(bug: str) -> None:
     with planted(bug):
-        seeds = range(HISTORIES_PER_BUG) if FULL or bug not in FOUND_AT else [FOUND_AT[bug]]
-        found = next((seed for seed in seeds if play(seed, history(seed)).failure is not None), None)
+        found = next((seed for seed in range(HISTORIES_PER_BUG) if play(seed, history(seed)).failure is not None), None)
     assert found is not None, f"{HISTORIES_PER_BUG} histories, and none shows that {bug}"
     print(f"history {found} shows that {bug}")

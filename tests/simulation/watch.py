@@ -39,6 +39,8 @@ class Watch:
         Raises:
             Broken: Says what does not hold.
         """
+        if self._world.noted:
+            raise Broken(self._world.noted[0])
         for place in self._world.mirrors:
             self._look_at_mirror(place.url)
         copies: set[Copy] = set()

@@ -192,11 +192,13 @@ class World:
     foreign_objects: dict[tuple[str, str], bytes] = field(default_factory=dict)
     lost_objects: set[tuple[str, str]] = field(default_factory=set)
     damaged: set[Path] = field(default_factory=set)
+    damaged_tables: set[int] = field(default_factory=set)
     partly_staged: set[str] = field(default_factory=set)
     interruption: Callable[[], None] | None = None
     requests_before_interruption: int = 0
     inside: Host | None = None
     acting: Trainer | Drainer | None = None
+    noted: list[str] = field(default_factory=list)
     just_acknowledged: list[tuple[Host, str]] = field(default_factory=list)
 
     @classmethod
@@ -263,6 +265,11 @@ class World:
                     process.die()
         for place in self.mirrors:
             memory.drop(place.url.removeprefix("memory://").partition("/")[0])
+
+
+def hosts_to_act_on(world: World) -> list[Host]:
+    """All but the one where somebody is in the middle of something."""
+    return [host for host in world.hosts if host is not world.inside]
 
 
 _points_left: list[int] = []

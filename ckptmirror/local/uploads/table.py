@@ -217,16 +217,25 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
         self._tell()
         return broken
 
+    def check_pages(self) -> None:
+        """Read the whole file and compare pages and indexes; rows may still be broken one by one.
+
+        Raises:
+            BrokenTable: Something does not fit: the table cannot be used, nor mended row by row.
+        """
+        with self._database.reading() as connection:
+            found = connection.execute(statement("look over pages and indexes")).fetchall()
+            if found != [("ok",)]:
+                raise BrokenTable(f"{self.path} is not a sound table: {found[0][0]}")
+
     def check(self) -> None:
         """Read the whole file and compare pages, indexes and rows.
 
         Raises:
             BrokenTable: Something does not fit.
         """
+        self.check_pages()
         with self._database.reading() as connection:
-            found = connection.execute(statement("look over pages and indexes")).fetchall()
-            if found != [("ok",)]:
-                raise BrokenTable(f"{self.path} is not a sound table: {found[0][0]}")
             broken = rows.all_rows(connection)[2]
         if broken:
             raise BrokenTable(

@@ -197,6 +197,38 @@ def test_an_emergency_snapshot_does_not_push_out_a_regular_step() -> None:
     assert kept_steps(plan) == [200, 250]
     plan = plan_rotation([*saves, status(300)], Retention(keep_last=1))
     assert kept_steps(plan) == [300]
+
+
+def test_an_emergency_snapshot_goes_once_a_newer_save_of_the_lineage_is_on_every_required_mirror() -> None:
+    snapshot = status(250, kinds=("emergency",), safety=UNVERIFIED)
+    plan = plan_rotation([status(200), snapshot, status(300)], Retention(keep_last=1))
+    assert (list(plan.delete), plan.successors) == (["s200", "s250"], {"s250": "s300"})
+
+
+@pytest.mark.parametrize(
+    "newer",
+    [
+        {"safety": UNVERIFIED},
+        {"safety": UNCOMMITTED},
+        {"safety": (*SAFE, *UNVERIFIED)},
+        {"standing": "superseded"},
+        {"whole": False},
+        {"kinds": ("emergency",)},
+        {"step": 250, "save_id": "s250b"},
+    ],
+    ids=str,
+)
+def test_i1_an_emergency_snapshot_stays_without_a_newer_save_that_is_safe(newer: dict[str, Any]) -> None:
+    snapshot = status(250, kinds=("emergency",), safety=UNVERIFIED)
+    saves = [status(200), snapshot, status(**{"step": 300, **newer}), status(400, safety=UNVERIFIED)]
+    plan = plan_rotation(saves, Retention(keep_last=1))
+    assert "s250" not in plan.delete
+    assert plan.successors == {}
+
+
+def test_i1_a_superseded_emergency_snapshot_stays() -> None:
+    snapshot = status(250, kinds=("emergency",), safety=UNVERIFIED, standing="superseded")
+    plan = plan_rotation([snapshot, status(300)], Retention(keep_last=1))
     assert list(plan.refuse) == ["s250"]
 
 
@@ -277,6 +309,10 @@ policies = st.builds(
 )
 
 
+def _is_safe(save: SaveStatus) -> bool:
+    return all(safety.verified and safety.committed for safety in save.safety if safety.required)
+
+
 @given(st.lists(statuses, max_size=12), policies, st.data())
 def test_nothing_is_deleted_that_is_not_verified_and_committed_on_every_required_mirror(
     saves: list[SaveStatus], retention: Retention, data: st.DataObject
@@ -288,7 +324,10 @@ def test_nothing_is_deleted_that_is_not_verified_and_committed_on_every_required
             required = [safety for safety in save.safety if safety.required]
             assert required
             safe = all(safety.verified and safety.committed for safety in required)
-            assert safe or save.skipped or (save.save_id in abandoned and save.standing == "superseded")
+            stands_in = [s for s in saves if s.save_id == plan.successors.get(save.save_id)]
+            assert all(s.step > save.step and s.standing == "current" and _is_safe(s) for s in stands_in)
+            is_abandoned = save.save_id in abandoned and save.standing == "superseded"
+            assert safe or save.skipped or is_abandoned or (stands_in and save.kinds == ("emergency",))
             assert save.whole
             assert not save.in_use
             assert not save.pinned

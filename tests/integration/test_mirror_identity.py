@@ -1,0 +1,325 @@
+"""A mirror is the place that it was, and another place than the root: or nothing is sent there, and nothing deleted."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptmirror.core import events, names
+from ckptmirror.core.errors import BrokenTable, ConfigError, NotAuthorised, StoreTemporary
+from ckptmirror.core.retention import Retention
+from ckptmirror.flow.catalog import local_catalog, mirror_catalog
+from ckptmirror.flow.drain import drain, push
+from ckptmirror.flow.mirrors import Mirror, MirrorSpec, check_places, open_mirrors
+from ckptmirror.flow.node import Node
+from ckptmirror.flow.rotate import rotate_root
+from ckptmirror.flow.safety import why_not_safe
+from ckptmirror.flow.stage import stage_checkpoint_step
+from ckptmirror.flow.status import read_status
+from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.stores import file as file_store
+from ckptmirror.stores import open_store
+from ckptmirror.stores.faulty import FaultyStore, StoreFault
+from tests.factory import FIRST_ATTEMPT, bytes_of, flip_bit, make_attempt, make_save, put_attempts, put_on_mirror
+from tests.mirror_place import MirroredRoot
+from tests.stage_place import Place, names_in, whole_saves
+
+KEEP_ONE = Retention(keep_last=1)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def node_of(root: Path, *urls: str) -> Node:
+    return Node(root, [MirrorSpec(url) for url in urls], Retention(), events.EventBus())
+
+
+def training_root(root: Path, steps: int = 2) -> list[str]:
+    """Whole saves at 100, 200, ...; returns their ids."""
+    put_attempts(root, [FIRST_ATTEMPT])
+    return [make_save(root, 100 * n, ("model",), number=n).save_id for n in range(1, steps + 1)]
+
+
+def mirrored_root(tmp_path: Path) -> tuple[Path, str]:
+    """A root whose two saves are verified on a mirror below what stands for a mount point."""
+    (tmp_path / "nfs").mkdir()
+    root, url = tmp_path / "root", f"file://{tmp_path}/nfs/run"
+    training_root(root)
+    assert push(root, url, timeout_s=30).pending == 0
+    return root, url
+
+
+def unmount(tmp_path: Path) -> None:
+    (tmp_path / "nfs").rename(tmp_path / "nfs-unmounted")
+    (tmp_path / "nfs").mkdir()
+
+
+# -- the mirror and the root are two places -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("opened", [lambda root, url: node_of(root, url), lambda root, url: push(root, url)])
+def test_i1_a_mirror_that_is_the_root_under_another_name_is_refused(
+    tmp_path: Path, opened: Callable[[Path, str], object]
+) -> None:
+    root = tmp_path / "root"
+    training_root(root)
+    (tmp_path / "alias").symlink_to("root")
+    for url in (f"file://{tmp_path}/alias", f"file://{root}"):
+        with pytest.raises(ConfigError, match="is the root") as raised:
+            opened(root, url)
+        assert raised.value.exit_code == 10
+    assert len(whole_saves(root)) == 2
+
+
+@pytest.mark.parametrize("verb", [lambda root: drain(root, timeout_s=1), lambda root: rotate_root(root, KEEP_ONE)])
+def test_i1_drain_and_rotate_refuse_the_root_as_its_own_mirror(tmp_path: Path, verb: Callable[[Path], object]) -> None:
+    root = tmp_path / "root"
+    training_root(root)
+    (tmp_path / "alias").symlink_to("root")
+    with UploadsTable.open(root / names.TABLE_NAME, create=True) as table:
+        table.set_mirrors([(f"file://{tmp_path}/alias", True)])
+    with pytest.raises(ConfigError, match="is the root"):
+        verb(root)
+    assert len(whole_saves(root)) == 2
+
+
+def test_a_mirror_inside_the_root_or_around_it_is_refused_whether_or_not_it_exists(tmp_path: Path) -> None:
+    root = tmp_path / "outer" / "root"
+    training_root(root)
+    (tmp_path / "alias").symlink_to("outer")
+    for inside in (f"{root}/mirror", f"{tmp_path}/alias/root/not/there/yet"):
+        with pytest.raises(ConfigError, match="lies inside the root"):
+            node_of(root, f"file://{inside}")
+    for around in (tmp_path / "outer", tmp_path / "alias"):
+        with pytest.raises(ConfigError, match="lies inside the mirror"):
+            node_of(root, f"file://{around}")
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_two_mirrors_that_are_one_directory_are_refused(tmp_path: Path, exists: bool) -> None:
+    (tmp_path / "nfs").mkdir()
+    (tmp_path / "alias").symlink_to("nfs")
+    if exists:
+        (tmp_path / "nfs" / "run").mkdir()
+    with pytest.raises(ConfigError, match="one directory"):
+        node_of(tmp_path / "root", f"file://{tmp_path}/nfs/run", f"file://{tmp_path}/alias/run")
+
+
+def test_mirrors_beside_one_another_and_beside_the_root_are_accepted(tmp_path: Path) -> None:
+    specs = [MirrorSpec(f"file://{tmp_path}/{name}") for name in ("a", "b", "root2")]
+    check_places(tmp_path / "root", open_mirrors([*specs, MirrorSpec("memory://beside")], tmp_path / "root", None))
+
+
+def test_nothing_is_staged_from_a_mirror_into_itself(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/mirror"
+    store = open_store(url)
+    put_on_mirror(store, tmp_path / "src", make_save(tmp_path / "src", 100, ("model",)))
+    (tmp_path / "alias").symlink_to("mirror")
+    before = [info.name for info in store.list()]
+    for dest in ("mirror", "alias", "mirror/eval"):
+        with pytest.raises(ConfigError, match="the mirror"):
+            stage_checkpoint_step(url, step=100, dest=tmp_path / dest)
+    assert [info.name for info in store.list()] == before
+    assert stage_checkpoint_step(url, step=100, dest=tmp_path).path.parent == tmp_path
+
+
+# -- the mirror is the one that it was ------------------------------------------------------------------------
+
+
+def test_i1_a_mirror_whose_mount_is_gone_proves_nothing_and_gets_nothing(tmp_path: Path) -> None:
+    root, url = mirrored_root(tmp_path)
+    unmount(tmp_path)
+    report = rotate_root(root, KEEP_ONE)
+    assert report.deleted == ()
+    assert ["is it mounted?" in reason for reason in report.refused.values()] == [True]
+    assert len(whole_saves(root)) == 2
+    assert list((tmp_path / "nfs").iterdir()) == []
+    with pytest.raises(StoreTemporary):
+        push(root, url, timeout_s=1)
+    assert list((tmp_path / "nfs").iterdir()) == []
+
+
+def test_i1_a_start_meets_the_mirror_that_was_used_before_or_none(tmp_path: Path) -> None:
+    root, url = mirrored_root(tmp_path)
+    unmount(tmp_path)
+    node = node_of(root, url)
+    try:
+        claim = node.start_claim()
+        assert url in claim.unclaimed
+        assert list((tmp_path / "nfs").iterdir()) == []
+        (tmp_path / "nfs").rmdir()
+        (tmp_path / "nfs-unmounted").rename(tmp_path / "nfs")
+        claim.confirm(node.mirrors[0])  # mounted again: it goes on
+        assert set(mirror_catalog(node.mirrors[0]).saves) == set(local_catalog(root).saves)
+    finally:
+        node.close()
+
+
+def test_i1_another_mirror_in_the_place_of_the_first_proves_nothing(tmp_path: Path) -> None:
+    root, url = mirrored_root(tmp_path)
+    shutil.copytree(tmp_path / "nfs", tmp_path / "nfs-other")
+    (tmp_path / "nfs-other" / "run" / ".ckptmirror.lock").unlink()
+    file_store.open(f"file://{tmp_path}/nfs-other/run").identity()  # the same objects, and an id of its own
+    (tmp_path / "nfs").rename(tmp_path / "nfs-unmounted")
+    (tmp_path / "nfs-other").rename(tmp_path / "nfs")
+    with UploadsTable.open(root / names.TABLE_NAME) as table:
+        mirrors = open_mirrors([MirrorSpec(url)], root, table)
+        for save_id in local_catalog(root).saves:
+            assert "another mirror" in (why_not_safe(table, mirrors, save_id) or "")
+
+
+def test_the_first_process_to_meet_a_mirror_remembers_it_for_all(tmp_path: Path) -> None:
+    (tmp_path / "root" / names.CONTROL_DIR).mkdir(parents=True)
+    with UploadsTable.open(tmp_path / "root" / names.TABLE_NAME, create=True) as table:
+        assert table.mirror_identity("file:///a") is None
+        assert table.remember_mirror_identity("file:///a", "11" * 16) == "11" * 16
+        assert table.remember_mirror_identity("file:///a", "22" * 16) == "11" * 16
+        assert table.mirror_identity("file:///b") is None
+    with UploadsTable.open(tmp_path / "root" / names.TABLE_NAME) as table:
+        table.set_mirrors([("file:///b", True)])
+        assert table.mirror_identity("file:///a") == "11" * 16
+
+
+def test_i12_what_is_remembered_of_a_mirror_and_broke_is_not_taken_for_nothing(tmp_path: Path) -> None:
+    root, url = mirrored_root(tmp_path)
+    with UploadsTable.open(root / names.TABLE_NAME) as table:
+        with table._database.change("break a fact") as connection:
+            connection.execute("UPDATE facts SET row_crc = row_crc + 1 WHERE name LIKE 'mirror %'")
+        with pytest.raises(BrokenTable, match="mirror"):
+            table.mirror_identity(url)
+        mirrors = open_mirrors([MirrorSpec(url)], root, table)
+        assert all(why_not_safe(table, mirrors, save_id) for save_id in local_catalog(root).saves)
+
+
+@pytest.mark.parametrize("below", ["run", "team/run", ""])
+def test_no_mirror_is_begun_below_a_mount_point_that_is_not_mounted(tmp_path: Path, below: str) -> None:
+    nfs = tmp_path / "my nfs"
+    (nfs / below).parent.mkdir(parents=True, exist_ok=True)
+    nfs.mkdir(exist_ok=True)
+    fstab = tmp_path / "fstab"
+    listed = str(nfs).replace(" ", "\\040")
+    fstab.write_text(f"# a comment {tmp_path}\nserver:/export {listed} nfs4 defaults,nofail 0 0\n")
+    store = file_store.FileStore(nfs / below, fstab=fstab)
+    with pytest.raises(StoreTemporary, match="is not mounted"):
+        store.stat("x")
+    assert not [path for path in nfs.rglob("*") if path.is_file()]
+    fstab.write_text(f"server:/export {tmp_path}/elsewhere nfs4 defaults 0 0\nnone / ext4\nproc /proc proc\n")
+    assert store.stat("x") is None
+
+
+def test_a_mirror_that_was_begun_is_used_whatever_fstab_says_later(tmp_path: Path) -> None:
+    fstab = tmp_path / "fstab"
+    file_store.FileStore(tmp_path / "nfs", fstab=fstab).write("x", b"1", if_generation=0)
+    fstab.write_text(f"server:/export {tmp_path}/nfs nfs4 defaults 0 0\n")
+    assert file_store.FileStore(tmp_path / "nfs", fstab=fstab).read("x", limit_bytes=1)[0] == b"1"
+
+
+# -- what stage may do where a trainer saves -------------------------------------------------------------------
+
+
+def test_i1_refresh_in_a_training_root_leaves_another_save_to_rotation(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make_save(place.root, 100, ("model",), number=1)
+    stale = make_save(place.root, 200, ("model",), number=2)
+    rewound = make_attempt(1, first)
+    current = make_save(tmp_path / "other", 200, ("model",), rewound, 1)
+    for root, meta in ((place.root, first), (place.root, stale), (tmp_path / "other", current)):
+        put_on_mirror(place.spy, root, meta)  # type: ignore[arg-type]
+    for at in (place.root, place.spy):
+        put_attempts(at, [FIRST_ATTEMPT, rewound])  # type: ignore[arg-type]
+    before = bytes_of(place.root, stale)
+    with caplog.at_level(logging.INFO, "ckptmirror.stage"):
+        staged = stage_checkpoint_step(place.mirror, step=200, dest=place.root, refresh=True, full=True)
+    assert staged.path.name == f"model_000200-{current.save_id[:8]}.pt"
+    assert set(whole_saves(place.root)) == {first.save_id, stale.save_id, current.save_id}
+    assert bytes_of(place.root, stale) == before
+    assert [record.getMessage() for record in caplog.records] == [
+        "meta_000200.json: stale, but a trainer saves here: it stays until rotation may delete it"
+    ]
+
+
+def test_i1_what_a_rotation_began_to_delete_is_not_finished_by_stage(place: Place, tmp_path: Path) -> None:
+    half_deleted = make_save(place.root, 200, ("model",), number=1)
+    other = make_save(tmp_path / "other", 200, ("model",), number=2)
+    put_on_mirror(place.spy, tmp_path / "other", other)  # type: ignore[arg-type]
+    put_attempts(place.root, [FIRST_ATTEMPT])
+    (place.root / names.TRASH_DIR).mkdir()
+    (place.root / "meta_000200.json").rename(place.root / names.TRASH_DIR / "meta_000200.json.0123abcd")
+    stage_checkpoint_step(place.mirror, step=200, dest=place.root, full=True)
+    assert {path for path in bytes_of(place.root, half_deleted) if not (place.root / path).exists()} == set()
+    assert list(whole_saves(place.root)) == [other.save_id]
+
+
+def test_i1_of_two_metas_of_one_save_in_a_training_root_one_goes_only_when_the_other_was_verified(
+    place: Place,
+) -> None:
+    meta = place.save(200, ("model",))
+    put_attempts(place.root, [FIRST_ATTEMPT])
+    make_save(place.root, 200, ("model",), save_id=meta.save_id, tag=meta.save_id[:8])
+    flip_bit(place.root / "model_000200.pt")
+    stage_checkpoint_step(place.mirror, step=200, dest=place.root)
+    assert len(list(place.root.glob("meta_*"))) == 2
+    stage_checkpoint_step(place.mirror, step=200, dest=place.root, refresh=True)
+    assert list(whole_saves(place.root)) == [meta.save_id]
+    assert len(list(place.root.glob("meta_*"))) == 1
+
+
+def test_another_runs_save_is_not_staged_into_a_training_root(place: Place, tmp_path: Path) -> None:
+    put_attempts(place.root, [FIRST_ATTEMPT])
+    foreign = make_save(tmp_path / "other", 500, ("model",), run_id="ab" * 16)
+    store = open_store("memory://another-run")
+    put_on_mirror(store, tmp_path / "other", foreign)
+    put_attempts(store, [FIRST_ATTEMPT], run_id="ab" * 16)
+    with pytest.raises(ConfigError, match="run abababab") as raised:
+        stage_checkpoint_step(Mirror(store.url, True, store), step=500, dest=place.root)
+    assert "--dest" in raised.value.hint
+    assert names_in(place.root) == []
+    assert stage_checkpoint_step(Mirror(store.url, True, store), step=500, dest=place.dest).step == 500
+
+
+# -- one bad object, and a lost list --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["too large", "refused", "not valid"])
+def test_one_meta_that_cannot_be_read_keeps_nobody_from_the_other_steps(tmp_path: Path, damage: str) -> None:
+    mirrored = MirroredRoot(tmp_path / "root", [f"memory://{tmp_path.name}"])
+    store = mirrored.store
+    good = make_save(tmp_path / "src", 100, ("model",))
+    put_on_mirror(store, tmp_path / "src", good)
+    put_attempts(store, [FIRST_ATTEMPT])
+    data = b" " * (65 * 1024 * 1024) if damage == "too large" else b"{}"
+    store.write("meta_000300.json", data, if_generation=0)
+    if damage == "refused":
+        refusal = StoreFault(
+            "read", "meta_000300", times=0, when="before", error=lambda: NotAuthorised("not for this object")
+        )
+        store.script(refusal)
+    catalog = mirror_catalog(mirrored.mirrors[0])
+    assert list(catalog.saves) == [good.save_id]
+    assert list(catalog.problems) == ["meta_000300.json"]
+    assert stage_checkpoint_step(mirrored.mirrors[0], step="latest", dest=tmp_path / "eval").step == 100
+
+
+def test_a_mirror_that_refuses_every_meta_is_not_empty(tmp_path: Path) -> None:
+    store = FaultyStore(open_store(f"memory://{tmp_path.name}"))
+    put_on_mirror(store, tmp_path / "src", make_save(tmp_path / "src", 100, ("model",)))
+    store.script(StoreFault("read", "meta_", times=0, when="before", error=lambda: NotAuthorised("expired")))
+    with pytest.raises(NotAuthorised):
+        mirror_catalog(Mirror(store.url, True, store))
+
+
+def test_status_of_a_root_that_lost_its_list_knows_the_order_from_the_metas(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    training_root(root)
+    push(root, f"memory://{tmp_path.name}", timeout_s=30)
+    (root / names.ATTEMPTS_NAME).unlink()
+    status = read_status(root)
+    assert [line.standing for line in status.saves] == ["current", "current"]
+    assert status.newest_safe_step == 200

@@ -1,0 +1,175 @@
+"""Resume where the places disagree: partial copies, branches apart, half answers, loads that fail half-way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptmirror import CheckpointManager, stage_checkpoint_step
+from ckptmirror.core import names
+from ckptmirror.core.errors import IntegrityError, RefusedOnlyCopy, StoreTemporary
+from ckptmirror.core.model import Meta
+from ckptmirror.flow import propose, resume
+from ckptmirror.flow.claim import read_local_attempts
+from ckptmirror.formats.base import LoadReport
+from ckptmirror.stores import open_store
+from ckptmirror.stores.faulty import StoreFault
+from tests.small_training import everything, faulty, new_state, running, same, saved_run, train, whole
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    (tmp_path / "nfs").mkdir()
+    return f"file://{tmp_path}/nfs/run"
+
+
+@pytest.mark.parametrize("kind", ["dcp", "model"])
+def test_a_copy_staged_for_evaluation_is_completed_before_training_continues_from_it(
+    tmp_path: Path, url: str, kind: str
+) -> None:
+    states = saved_run(tmp_path / "first", (3,), url, kinds=(kind,))
+    root = tmp_path / "second"
+    stage_checkpoint_step(url, step=3, dest=root, require_kind=kind)  # type: ignore[arg-type]
+    state = new_state(seed=9)
+    with running(root, url) as manager:
+        start = manager.resume(state)
+    assert start is not None
+    assert start.missing == ()
+    assert same(everything(state), states[3])
+
+
+def test_i6_a_partial_copy_never_passes_for_the_save_on_a_mirror_that_lacks_it(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "first", (3,), url)
+    other = f"file://{tmp_path}/nfs/other"
+    root = tmp_path / "second"
+    stage_checkpoint_step(url, step=3, dest=root, require_kind="model")
+    with CheckpointManager(root, [url, other]) as manager:
+        manager.resume(new_state())
+        manager.wait("mirrored", timeout_s=30)
+    kinds = {listed.kinds for listed in _metas(other)}
+    assert kinds == {("dcp", "model")}
+    assert len(_metas(other)[0].artifacts) == len(_metas(url)[0].artifacts)
+
+
+def _metas(url: str) -> list[Meta]:
+    from ckptmirror.flow.catalog import mirror_catalog
+    from ckptmirror.flow.mirrors import Mirror
+
+    return list(mirror_catalog(Mirror(url, True, open_store(url))).saves.values())
+
+
+def test_the_longer_branch_on_the_mirror_is_not_lost_to_a_start_that_ran_apart_from_it(
+    tmp_path: Path, url: str
+) -> None:
+    saved_run(tmp_path / "one", (2,), url)
+    shutil.copytree(tmp_path / "one", tmp_path / "kept")
+    saved_run(tmp_path / "two", (6, 8), url)  # another machine goes on from the mirror
+    with running(tmp_path / "one", url) as manager:  # the first, which cannot reach it, goes on from its disk
+        faulty(manager, StoreFault(when="before", times=0))
+        state = new_state()
+        start = manager.resume(state)
+        assert start is not None
+        assert start.step == 2
+        train(state, 1)
+        manager.save(3, state).wait()
+    for machine in ("one", "three"):
+        with running(tmp_path / machine, url) as manager:
+            start = manager.resume(new_state())
+            assert start is not None
+            assert start.step == 8, "what ran apart must not outrank what the mirror lists"
+
+
+def test_a_mirror_that_answers_the_claim_but_not_the_listing_is_an_error_that_may_pass(
+    tmp_path: Path, url: str
+) -> None:
+    saved_run(tmp_path / "one", (2,), url)
+    saved_run(tmp_path / "two", (6,), url)
+    with running(tmp_path / "one", url) as manager:
+        faulty(manager, StoreFault("list", when="before", times=0))
+        with pytest.raises(StoreTemporary):
+            manager.resume(new_state())
+    attempts = read_local_attempts(tmp_path / "one")
+    assert attempts is not None
+    assert sum(attempt.decided for attempt in attempts.attempts) <= 2, "no fork was recorded"
+
+
+def test_an_emptied_mirror_whose_list_proves_that_there_were_saves_is_no_start_at_step_0(
+    tmp_path: Path, url: str
+) -> None:
+    saved_run(tmp_path / "one", (2,), url)
+    saved_run(tmp_path / "one", (4,), url)
+    store = open_store(url)
+    for info in list(store.list()):
+        if info.name != names.WRITER_NAME:
+            store.delete(info.name, generation=info.generation)
+    with running(tmp_path / "new", url) as manager:
+        with pytest.raises(RefusedOnlyCopy, match="continued from step 2"):
+            manager.resume(new_state())
+        assert manager.resume(new_state(), "scratch", force=True) is None
+
+
+def test_after_a_half_load_only_another_copy_of_the_same_save_is_tried(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_run(tmp_path / "root", (2, 4), url)
+    tried: list[int] = []
+
+    def load_half(root: Path, meta: Meta, *_: object) -> LoadReport:
+        tried.append(meta.step)
+        raise IntegrityError("a file broke under the load")
+
+    monkeypatch.setattr(resume, "load_kind", load_half)
+    with running(tmp_path / "root", url) as manager, pytest.raises(IntegrityError, match="could be loaded"):
+        manager.resume(new_state())
+    assert set(tried) == {4}
+
+
+def test_other_ranks_hear_of_a_leader_that_brings_a_copy_for_longer_than_any_limit(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_run(tmp_path / "first", (2,), url)
+    monkeypatch.setattr(resume, "_SIGN_OF_LIFE_S", 0.01)
+    signs: list[str] = []
+    with running(tmp_path / "second", url) as manager:
+        exchange = manager.ranks.exchange
+
+        def count(value: object, *, what: str, error: BaseException | None = None) -> list[object]:
+            signs.append(what)
+            return exchange(value, what=what, error=error)
+
+        monkeypatch.setattr(manager.ranks, "exchange", count)
+        assert manager.resume(new_state()) is not None
+    assert signs.count("propose a save") > 1
+
+
+def test_a_start_that_was_killed_while_it_brought_a_copy_is_continued_by_the_next(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "first", (2,), url)
+    (save,) = whole(tmp_path / "first").values()
+    root = tmp_path / "second"
+    (root / names.CONTROL_DIR).mkdir(parents=True)
+    (root / propose.BRINGING_NAME).write_text(json.dumps({"save_id": save.save_id}))
+    mine = root / names.tmp_name("dcp_000002", save.save_id)
+    stray = root / names.tmp_name("model_000009.pt", "9" * 32)
+    mine.mkdir()
+    stray.write_bytes(b"of a save that died")
+    with running(root, url) as manager:
+        assert mine.exists(), "what is being brought is continued"
+        assert not stray.exists(), "what nobody continues is removed"
+        assert manager.resume(new_state()) is not None
+    assert not mine.exists()
+    assert not (root / propose.BRINGING_NAME).exists()
+
+
+def test_a_broken_list_on_an_optional_mirror_does_not_stop_a_start(tmp_path: Path, url: str) -> None:
+    from ckptmirror import MirrorSpec
+
+    saved_run(tmp_path / "root", (2,), url)
+    (tmp_path / "nfs" / "extra").mkdir()
+    (tmp_path / "nfs" / "extra" / names.WRITER_NAME).write_bytes(b"not a list")
+    with running(tmp_path / "root", url, MirrorSpec(f"file://{tmp_path}/nfs/extra", required=False)) as manager:
+        start = manager.resume(new_state())
+    assert start is not None
+    assert start.step == 2

@@ -1,0 +1,229 @@
+"""Rotation at its edges: equal bytes that are another save's, a full disk, and emergency snapshots."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.errors import LocalStorageFull, NameTaken
+from ckptmirror.core.model import Attempt, Meta, new_id
+from ckptmirror.flow.commit import NAMES_LOCK_NAME, commit_save
+from ckptmirror.flow.emergency import save_emergency
+from ckptmirror.flow.emergency_files import read_note
+from ckptmirror.flow.mirrors import MirrorSpec
+from ckptmirror.flow.reconcile import reconcile
+from ckptmirror.flow.rotate import finish_interrupted
+from ckptmirror.local import files
+from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.lock import exclusive
+from tests.factory import FIRST_ATTEMPT, RUN_ID
+from tests.mirror_place import MirroredRoot, two_saves
+
+# -- equal bytes are not one's own -----------------------------------------------------------------------------
+
+
+def interrupted(place: MirroredRoot, step: int) -> tuple[Meta, dict[str, bytes]]:
+    """A rotation that was killed after a save's files were trashed, before the table forgot it; and what it held."""
+    meta = place.commit(step)
+    place.upload()
+    held = {artifact.path: (place.root / artifact.path).read_bytes() for artifact in meta.artifacts}
+    for path in (*held, names.SaveName(step).meta):
+        (place.root / path).unlink()
+    return meta, held
+
+
+def sealed_again(place: MirroredRoot, meta: Meta, held: dict[str, bytes]) -> Meta:
+    """Another save of the same bytes under the same names, as ranks leave it for the leader to commit."""
+    again = replace(meta, save_id=new_id(), save_number=meta.save_number + 1)
+    for path, data in held.items():
+        (place.root / names.tmp_name(path, again.save_id)).write_bytes(data)
+    return again
+
+
+def test_i3_a_rotation_takes_nothing_of_a_save_in_flight_with_the_bytes_of_a_rotated_one(
+    place: MirroredRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, held = interrupted(place, 200)
+    again = sealed_again(place, old, held)
+    honest = files.rename_noreplace
+    seen: list[bool] = []
+
+    def rename(source: Path, target: Path, *, label: str = "file.publish") -> None:
+        honest(source, target, label=label)
+        finish_interrupted(place.root, place.table, place.mirrors)  # between any two of its names
+        seen.append((place.root / target.name).exists())
+
+    monkeypatch.setattr(files, "rename_noreplace", rename)
+    commit_save(place.root, place.table, [MirrorSpec(place.mirrors[0].url)], again)
+    monkeypatch.undo()
+    assert seen
+    assert all(seen)
+    assert place.has(again)
+    finish_interrupted(place.root, place.table, place.mirrors)
+    assert place.has(again)
+    assert [save.save_id for save in place.table.saves()] == [again.save_id]
+
+
+def test_a_rotation_waits_while_a_save_shows_its_names(place: MirroredRoot) -> None:
+    """Its records may be broken: then the lock alone tells that the names are not what the rotation left."""
+    old, held = interrupted(place, 200)
+    for path, data in held.items():
+        (place.root / path).write_bytes(data)
+    with exclusive(place.root / NAMES_LOCK_NAME, timeout_s=5.0):
+        thread = threading.Thread(target=finish_interrupted, args=(place.root, place.table, place.mirrors))
+        thread.start()
+        thread.join(0.5)
+        assert all((place.root / path).exists() for path in held)
+        again = replace(old, save_id=new_id(), save_number=old.save_number + 1)
+        files.write_bytes(place.root / "meta_000200.json", meta_to_bytes(again), save_id=again.save_id)
+    thread.join(60.0)
+    assert place.has(again)
+
+
+def test_a_rotation_takes_nothing_of_a_step_that_is_being_staged(place: MirroredRoot) -> None:
+    _, held = interrupted(place, 200)
+    for path, data in held.items():
+        (place.root / path).write_bytes(data)
+    with exclusive(place.root / names.CONTROL_DIR / "stage_000200.lock", timeout_s=5.0):
+        assert finish_interrupted(place.root, place.table, place.mirrors) == []
+        assert all((place.root / path).exists() for path in held)
+    assert len(finish_interrupted(place.root, place.table, place.mirrors)) == 1
+
+
+def test_a_save_that_fails_takes_nothing_of_another_with_equal_bytes(place: MirroredRoot) -> None:
+    first = place.commit(200)
+    again = sealed_again(place, first, {a.path: (place.root / a.path).read_bytes() for a in first.artifacts})
+    with pytest.raises(NameTaken):
+        commit_save(place.root, place.table, [MirrorSpec(place.mirrors[0].url)], again)
+    assert place.has(first)
+    assert [save.save_id for save in place.table.saves()] == [first.save_id]
+
+
+# -- a full disk -----------------------------------------------------------------------------------------------
+
+
+def test_a_rotation_frees_the_disk_before_it_needs_room(place: MirroredRoot, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, _ = two_saves(place)
+    place.upload()
+    honest_forget, honest_link = place.table.forget_save, files.replace_link
+
+    def is_full() -> bool:
+        return (place.root / "dcp_000100").exists() or bool(list((place.root / names.TRASH_DIR).iterdir()))
+
+    def forget(save_id: str, *rest: str) -> None:
+        if is_full():
+            raise LocalStorageFull("no space for a change of uploads.db")
+        honest_forget(save_id, *rest)
+
+    def link(path: Path, target: str) -> None:
+        if is_full():
+            raise LocalStorageFull("no space for a link")
+        honest_link(path, target)
+
+    honest_link(place.root / names.LATEST_NAME, "dcp_000100")
+    monkeypatch.setattr(place.table, "forget_save", forget)
+    monkeypatch.setattr(files, "replace_link", link)
+    assert place.rotate().deleted == ((100, old.save_id),)
+    assert os.readlink(place.root / names.LATEST_NAME) == "dcp_000200"
+    assert place.table.records(save_id=old.save_id) == []
+
+
+# -- emergency snapshots ---------------------------------------------------------------------------------------
+
+
+def snapshot(place: MirroredRoot, step: int, attempt: Attempt = FIRST_ATTEMPT) -> Path:
+    """An emergency snapshot of one rank as a trainer leaves it."""
+    from tests.small_training import new_state
+
+    return save_emergency(
+        place.root,
+        new_state(),
+        run_id=RUN_ID,
+        attempt=attempt,
+        number=step,
+        step=step,
+        rank=0,
+        world_size=1,
+        bus=place.bus,
+    )
+
+
+def test_an_emergency_snapshot_goes_with_its_note_once_a_newer_save_is_mirrored(place: MirroredRoot) -> None:
+    place.commit(200)
+    directory = snapshot(place, 250)
+    notes = place.root / names.CONTROL_DIR
+    assert list(notes.glob("emergency-*.json"))
+    place.commit(300)
+    assert place.rotate().deleted == ()
+    place.upload()
+    files.replace_link(place.root / names.LATEST_NAME, directory.name)
+    assert sorted(step for step, _ in place.rotate().deleted) == [200, 250]
+    assert not directory.exists()
+    assert not list(notes.glob("emergency-*.json"))
+    assert not list((place.root / names.TRASH_DIR).iterdir())
+    assert os.readlink(place.root / names.LATEST_NAME) == "model_000300.pt"
+
+
+@pytest.mark.parametrize("loss", ["object", "meta", "mirror"])
+def test_i1_an_emergency_snapshot_stays_where_the_mirror_does_not_show_the_newer_save(
+    place: MirroredRoot, loss: str
+) -> None:
+    directory = snapshot(place, 250)
+    place.commit(300)
+    place.upload()
+    if loss == "mirror":
+        place.store.go_down()
+    else:
+        name = "model_000300.pt" if loss == "object" else "meta_000300.json"
+        info = place.store.stat(name)
+        assert info is not None
+        place.store.delete(name, generation=info.generation)
+    report = place.rotate()
+    assert report.deleted == ()
+    assert len(report.refused) == 1
+    assert (directory / "rank0.pt").exists()
+
+
+def test_i1_an_emergency_snapshot_that_somebody_added_to_stays(place: MirroredRoot) -> None:
+    directory = snapshot(place, 250)
+    (directory / "notes.txt").write_text("a person's")
+    place.commit(300)
+    place.upload()
+    assert place.rotate().deleted == ()
+    assert directory.exists()
+
+
+def test_i1_an_emergency_snapshot_whose_successor_retention_removed_stays(place: MirroredRoot) -> None:
+    directory = snapshot(place, 250)
+    place.commit(300)
+    newer = place.commit(300, ("dcp",), number=301)
+    place.upload()
+    for save in place.table.saves():
+        place.table.remove(save.save_id, place.mirrors[0].url, "removed by retention")
+    assert place.rotate().deleted == ()
+    assert directory.exists()
+    assert newer.step == 300
+
+
+def test_the_notes_of_snapshots_that_are_gone_go_at_the_next_start(place: MirroredRoot) -> None:
+    gone, kept = snapshot(place, 250), snapshot(place, 260)
+    shutil.rmtree(gone)
+    (place.root / names.CONTROL_DIR / "emergency-00000000.json").write_text("not ours")
+    reconcile(place.root, place.table, place.mirrors)
+    (note,) = (place.root / names.CONTROL_DIR).glob("emergency-*.json")
+    assert read_note(note) == kept.name
+
+
+def test_an_emergency_snapshot_is_durable_whatever_stands_in_the_way_of_latest(place: MirroredRoot) -> None:
+    (place.root / names.LATEST_NAME).write_text("a person's")
+    directory = snapshot(place, 250)
+    assert [save.meta.step for save in read_inventory(place.root).saves] == [250]
+    assert directory.is_dir()
+    assert (place.root / names.LATEST_NAME).read_text() == "a person's"
