@@ -6,6 +6,7 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check bench campaign build clean
@@ -25,8 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## Train, kill, resume, rotate, lose the disk, stage: the whole story on this machine in 90 s
 	$(BIN)/ckptmirror demo
 
-test: setup  ## Run every test
-	$(BIN)/python -m pytest
+test: setup  ## Run every test, in WORKERS processes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: setup  ## Lint, types, layers
 	$(BIN)/ruff check ckptmirror tests

@@ -25,7 +25,7 @@ from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_sp
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.settled import open_files, open_saves
 from ckptmirror.flow.status import table_path
-from ckptmirror.flow.workers import UploadWorkers, still_moving
+from ckptmirror.flow.workers import UploadWorkers, free_dead_workers, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.uploads import UploadsTable
@@ -195,6 +195,7 @@ def _run(
     on_progress: Callable[[Drained], None] | None,
     save_ids: Collection[str] | None = None,
 ) -> DrainReport:
+    free_dead_workers(table)  # what an interrupted verb held, nobody carries on otherwise before its lease ends
     workers = UploadWorkers(root, table, mirrors, bus, lambda mirror: publish_attempts(root, mirror))
     urls = [mirror.url for mirror in mirrors]
     refusals = _Refusals()
@@ -205,8 +206,8 @@ def _run(
             on_progress(_progress(table, urls))
         return not still_moving(table, [url for url in urls if url not in refusals.final])
 
-    workers.start()
     try:
+        workers.start()
         workers.wait_until_verified(done, timeout_s)
     except BaseException:  # a person's interrupt: what is on its way is found by the next drain
         workers.stop(_STOP_AT_ONCE_S)

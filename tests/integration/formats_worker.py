@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, UsageError
+from ckptmirror.core.errors import CkptMirrorError, KindMismatch, LocalStorageFull
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
 from ckptmirror.core.names import SaveName, tmp_name
 from ckptmirror.formats import LoadReport, TrainState, WriteContext, get_format
@@ -205,7 +205,7 @@ def emergency(how: str, directory: Path) -> dict[str, Any]:
     refused = ""
     try:
         load_emergency(target, meta, make_state(how, seed=1), rank=rank, world_size=3)
-    except UsageError as error:
+    except KindMismatch as error:
         refused = error.message
     return {"expected": expected, "found": whole(other), "missing": report.missing, "meta": meta, "refused": refused}
 

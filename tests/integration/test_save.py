@@ -90,7 +90,7 @@ def test_snapshot_is_isolated_from_inplace_update_of_the_next_steps(tmp_path: Pa
 
 
 def test_i3_a_save_is_committed_only_after_files_records_and_meta_are_durable_in_this_order(tmp_path: Path) -> None:
-    with running(tmp_path, f"file://{tmp_path}/mirror", workers_per_mirror=0) as manager:
+    with running(tmp_path / "root", f"file://{tmp_path}/mirror", workers_per_mirror=0) as manager:
         state = new_state()
         manager.resume(state)
         crashpoints.arm()
@@ -103,7 +103,7 @@ def test_i3_a_save_is_committed_only_after_files_records_and_meta_are_durable_in
     published = [n for n, name in enumerate(passed) if name == "save.publish:before"]
     last_published = max(n for n, name in enumerate(passed) if name == "save.publish:after")
     sealed = [n for n, name in enumerate(passed) if name == "file.fsync:after" and n < added]
-    assert len(sealed) >= len(whole(tmp_path)[1].artifacts)
+    assert len(sealed) >= len(whole(tmp_path / "root")[1].artifacts)
     assert added < min(published)
     meta = passed.index("file.publish:after", last_published)
     assert "dir.fsync:after" in passed[last_published:meta]
