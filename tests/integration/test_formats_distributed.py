@@ -18,7 +18,7 @@ import formats_worker as worker
 import torch
 from format_cases import files_below, same_bits
 
-from ckptmirror.core.errors import UsageError
+from ckptmirror.core.errors import KindMismatch
 from ckptmirror.core.model import Kind
 from ckptmirror.formats import get_format
 from ckptmirror.formats.capture import architecture_hash, capture
@@ -112,7 +112,7 @@ def test_an_emergency_snapshot_needs_no_collective(how: str, tmp_path: Path) -> 
     directory = tmp_path / "emergency_step_000200_20261121T131500Z"
     alone = worker.make_state("plain", seed=1)
     if how == "fsdp":
-        with pytest.raises(UsageError, match="this job has 1"):
+        with pytest.raises(KindMismatch, match="this job has 1"):
             load_emergency(directory, results[0]["meta"], alone, rank=0, world_size=1)
     else:
         load_emergency(directory, results[0]["meta"], alone, rank=0, world_size=1)
