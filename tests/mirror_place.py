@@ -136,7 +136,14 @@ class MirroredRoot:
         return {record.state.value for record in self.records(save_id=save_id)}
 
     def rotate(self, keep_last: int = 1, **more: Any) -> RotationReport:
-        return rotate(self.root, self.table, self.mirrors, Retention(keep_last=keep_last), bus=self.bus, **more)
+        return rotate(
+            self.root,
+            self.table,
+            self.mirrors,
+            Retention(keep_last=keep_last),
+            bus=self.bus,
+            **{"snapshots": True} | more,
+        )
 
     def has(self, meta: Meta) -> bool:
         """Whether the save is whole on the disk."""

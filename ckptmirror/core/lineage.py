@@ -201,16 +201,16 @@ def merge_attempts(*lists: AttemptList) -> AttemptList:
     return AttemptList(run_id, tuple(sorted(merged.values(), key=lambda attempt: (attempt.number, attempt.id))))
 
 
-def join_lists(local: AttemptList, mirrors: AttemptList) -> tuple[AttemptList, tuple[Attempt, ...]]:
+def join_lists(local: AttemptList, mirrors: AttemptList) -> tuple[AttemptList, frozenset[str]]:
     """Join the list of a root with what its mirrors list together.
 
     Attempts that only the root knows are late to be told, unless the mirrors went on without them: where both sides
     have decided attempts that the other does not know, two branches grew apart while the mirrors were out of reach, and
-    the mirrors' is the run's. The other's attempts stay off the lists, so their saves are superseded: kept, uploaded,
-    and resumed only by id.
+    the mirrors' is the run's. The root's are then set aside when a start chooses what it continues from. The attempt
+    that starts takes a higher number than all of them, so that once it is decided they lose by number, for good.
 
     Returns:
-        The joined list, and the root's attempts that stay off it.
+        Everything that either lists, and the ids of the attempts to set aside.
 
     Raises:
         LineageError: They tell of different runs.
@@ -218,9 +218,8 @@ def join_lists(local: AttemptList, mirrors: AttemptList) -> tuple[AttemptList, t
     on_mirrors = {attempt.id for attempt in mirrors.attempts}
     on_root = {attempt.id for attempt in local.attempts}
     went_on = any(attempt.decided and attempt.id not in on_root for attempt in mirrors.attempts)
-    apart = tuple(a for a in local.attempts if a.decided and a.id not in on_mirrors) if went_on else ()
-    kept = AttemptList(local.run_id, tuple(attempt for attempt in local.attempts if attempt not in apart))
-    return merge_attempts(kept, mirrors), apart
+    apart = {attempt.id for attempt in local.attempts if attempt.decided and attempt.id not in on_mirrors}
+    return merge_attempts(local, mirrors), frozenset(apart if went_on else ())
 
 
 def _agreed(one: Attempt, other: Attempt) -> Attempt:

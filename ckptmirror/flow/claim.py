@@ -102,6 +102,7 @@ class RunClaim:
     Attributes:
         attempt: This attempt; ``attempt.decided`` becomes True with :meth:`decide`.
         known: Every attempt known when the claim was made, without this one. It never changes.
+        apart: Those of them that ran apart from the mirrors (``core.lineage.join_lists``).
         unclaimed: Mirrors that did not answer yet, by URL, with the reason.
         fenced: The reason, once a newer attempt was met.
     """
@@ -110,6 +111,7 @@ class RunClaim:
         self.root = root
         self.known = known
         self.attempt = attempt
+        self.apart: frozenset[str] = frozenset()
         self.unclaimed: dict[str, str] = {}
         self.fenced: str | None = None
         self._lock = threading.Lock()
@@ -122,8 +124,12 @@ class RunClaim:
 
     @property
     def attempts(self) -> AttemptList:
-        """Every attempt that counts for this process: those known at the claim, and itself."""
-        return AttemptList(self.run_id, (*self.known.attempts, self.attempt))
+        """Every attempt that counts for this process: those known at the claim, and itself.
+
+        Until this attempt is decided, and so outnumbers them, those that ran apart from the mirrors do not count.
+        """
+        kept = [a for a in self.known.attempts if self.attempt.decided or a.id not in self.apart]
+        return AttemptList(self.run_id, (*kept, self.attempt))
 
     @classmethod
     def make(
@@ -149,8 +155,7 @@ class RunClaim:
                 claim._announce_first(mirrors)
             except _MetUnknownAttempt:
                 continue  # lost the race for the first mirror: nothing of ours stands anywhere yet
-            claim._write_local()
-            return claim
+            return claim  # the root's own list is written when it is decided
         raise AttemptFenced("Other attempts of this run keep starting at the same time.")
 
     @classmethod
@@ -183,23 +188,22 @@ class RunClaim:
         if broken is not None and not lists:
             raise broken
         try:
-            on_disk = local if local is not None else rebuild(root, ())
-            lists += filter(None, [rebuild(None, without) if without else None])
-            on_mirrors = merge_attempts(*lists) if lists else None
-            if on_disk is not None and on_mirrors is not None:
-                known = _join(on_disk, on_mirrors, root)
-            else:
-                known = on_disk or on_mirrors or AttemptList(new_id())
+            known, apart = _join(local, merge_attempts(*lists) if lists else None, root)
+            rebuilt = [rebuild(root if local is None else None, without)] if without or local is None else []
+            found = [one for one in (known, *rebuilt) if one is not None]
+            known = merge_attempts(*found) if found else None
         except LineageError as error:
             raise ConfigError(
                 f"{root} and its mirrors do not tell of one run: {error}",
                 hint="Give each run a root and a mirror prefix of its own.",
             ) from error
-        if on_disk is None and on_mirrors is None:
+        if known is None:
             for mirror in mirrors:
                 if mirror.required and mirror.url in silent:
                     raise silent[mirror.url]
+            known = AttemptList(new_id())
         claim = cls(root, known, Attempt(new_id(), next_number(known), None, decided=False))
+        claim.apart = apart
         claim.unclaimed = {url: str(error) for url, error in silent.items()}
         return claim
 
@@ -270,7 +274,7 @@ class RunClaim:
 
     def _announce(self, mirror: Mirror, *, mend: bool = False) -> None:
         """Make the mirror's list hold everything known and this attempt as it stands."""
-        known_ids = {attempt.id for attempt in self.attempts.attempts}
+        known_ids = {attempt.id for attempt in (*self.known.attempts, self.attempt)}
         for _ in range(_RACES_LIMIT):
             there, generation = read_mirror_attempts(mirror, mend=mend)
             if there is not None:
@@ -306,18 +310,23 @@ def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | 
         )
 
 
-def _join(on_disk: AttemptList, on_mirrors: AttemptList, root: Path) -> AttemptList:
+def _join(
+    on_disk: AttemptList | None, on_mirrors: AttemptList | None, root: Path
+) -> tuple[AttemptList | None, frozenset[str]]:
+    if on_disk is None or on_mirrors is None:
+        return on_disk or on_mirrors, frozenset()
     known, apart = join_lists(on_disk, on_mirrors)
-    for attempt in apart:
-        _log.error(
-            "attempt %d (%s) ran from %s while the mirrors were out of reach, and the run went on without it: its "
-            "saves are superseded. `ckptmirror ls %s` lists them; each can be resumed by its save id.",
-            attempt.number,
-            attempt.id[:8],
-            root,
-            root,
-        )
-    return known
+    for attempt in known.attempts:
+        if attempt.id in apart:
+            _log.error(
+                "attempt %d (%s) ran from %s while the mirrors were out of reach, and the run went on without it: its "
+                "saves are superseded. `ckptmirror ls %s` lists them; each can be resumed by its save id.",
+                attempt.number,
+                attempt.id[:8],
+                root,
+                root,
+            )
+    return known, apart
 
 
 def _check_run(mirror: Mirror, there: AttemptList, others: Sequence[AttemptList], root: Path) -> None:
@@ -342,10 +351,17 @@ def publish_attempts(root: Path, mirror: Mirror) -> None:
         return
     for _ in range(_RACES_LIMIT):
         there, generation = read_mirror_attempts(mirror)
-        wanted = local
+        wanted = AttemptList(local.run_id, tuple(attempt for attempt in local.attempts if attempt.decided))
         if there is not None:
             _check_run(mirror, there, [local], root)
-            wanted = _join(local, there, root)
+            _join(local, there, root)
+            known_here = {attempt.id for attempt in local.attempts}
+            if all(attempt.id in known_here for attempt in there.attempts):
+                wanted = merge_attempts(there, wanted)
+            else:  # another start was there meanwhile, and may be running: a drain tells it of nothing new
+                on_mirror = {attempt.id for attempt in there.attempts}
+                told = tuple(attempt for attempt in wanted.attempts if attempt.id in on_mirror)
+                wanted = merge_attempts(there, AttemptList(local.run_id, told))
             if attempts_to_bytes(there) == attempts_to_bytes(wanted):
                 return
         try:

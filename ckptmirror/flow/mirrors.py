@@ -8,13 +8,18 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from ckptmirror.core.errors import ConfigError
+from ckptmirror.core import names
+from ckptmirror.core.errors import ConfigError, IntegrityError, NameTaken
+from ckptmirror.core.model import new_id
+from ckptmirror.local import files
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.base import Store
@@ -29,6 +34,8 @@ __all__ = [
     "mirror_specs",
     "open_mirrors",
 ]
+
+_NOTE_LIMIT_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -87,11 +94,40 @@ def open_mirrors(specs: Iterable[MirrorSpec], root: Path, table: UploadsTable | 
                 hint="Configure it with required=False, beside a mirror that can.",
             )
         if table is not None:
-            recall = partial(table.mirror_identity, spec.url)
-            store = RememberingStore(store, recall, partial(table.remember_mirror_identity, spec.url))
+            memory = _Memory(root, table, spec.url)
+            store = RememberingStore(store, memory.recall, memory.remember)
         mirrors.append(Mirror(spec.url, spec.required, store))
     check_places(root, mirrors)
     return mirrors
+
+
+class _Memory:
+    """Remembers which place a mirror is, in the table and in a note beside it: a table may be made anew."""
+
+    def __init__(self, root: Path, table: UploadsTable, url: str) -> None:
+        self._table = table
+        self._url = url
+        self._note = root / names.CONTROL_DIR / f"mirror-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
+
+    def recall(self) -> str | None:
+        """Return the identity that is remembered; None if none is."""
+        return self._noted() or self._table.mirror_identity(self._url)
+
+    def remember(self, identity: str) -> str:
+        """Keep an identity, unless one is kept already, and return the one that is kept."""
+        kept = self._table.remember_mirror_identity(self._url, identity)
+        data = json.dumps({"url": self._url, "identity": kept}).encode()
+        with contextlib.suppress(NameTaken):  # what was noted first stands
+            files.write_bytes(self._note, data, save_id=new_id())
+        return self._noted() or kept
+
+    def _noted(self) -> str | None:
+        try:
+            note = json.loads(files.read_limited(self._note, _NOTE_LIMIT_BYTES))
+        except (FileNotFoundError, ValueError, IntegrityError):
+            return None
+        identity = note.get("identity") if isinstance(note, dict) else None
+        return identity if isinstance(identity, str) else None
 
 
 def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:

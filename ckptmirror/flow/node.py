@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import BrokenTable, CkptMirrorError, DeadlinePassed, LocalStorageFull, NoTable
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, DeadlinePassed, LocalStorageFull, NoTable, Temporary
 from ckptmirror.core.model import Meta, SaveRef
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.catalog import local_catalog, rebuild_attempts
@@ -43,6 +43,7 @@ _STOP_WORKERS_S = 10.0
 _STOP_ROTATOR_S = 60.0
 _SHORT_VERBS = ("drain", "stage")
 _SHORT_VERB_S = 60.0  # a start waits so long for such a verb to let go of the root
+_STOP_BRINGING_S = 2.0
 _STOPPED_LIMIT_S = 2.0  # after a stop request the grace period runs
 
 
@@ -99,6 +100,7 @@ class Node:
         self._bus = bus
         bus.subscribe(self._on_event)
         self._workers_per_mirror = workers_per_mirror
+        self.bringing: threading.Thread | None = None  # looks for a copy to resume from, and may be staging one
         self._workers: UploadWorkers | None = None
         self._rotator: _Rotator | None = None
         files.make_dirs(root / names.CONTROL_DIR)
@@ -129,7 +131,9 @@ class Node:
 
     def start_claim(self) -> RunClaim:
         """Claim the run on every mirror that answers; see RunClaim.make."""
-        self._stop_services()
+        rotator_ended, _ = self._stop_services()
+        if not rotator_ended or self._is_bringing():
+            raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
         self.claim = RunClaim.make(self.root, self.mirrors, rebuild_attempts)
         self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))
         for url, reason in self.claim.unclaimed.items():
@@ -229,9 +233,15 @@ class Node:
 
     def rotate(self, *, dry_run: bool = False) -> RotationReport:
         """Rotate now, without waiting."""
-        attempts = self.claim.attempts if self.claim is not None else None
         return rotate(
-            self.root, self.table, self.mirrors, self.retention, attempts=attempts, bus=self._bus, dry_run=dry_run
+            self.root,
+            self.table,
+            self.mirrors,
+            self.retention,
+            attempts=self.claim.attempts if self.claim is not None else None,
+            bus=self._bus,
+            dry_run=dry_run,
+            snapshots=self.claim is not None and self.claim.attempt.decided,
         )
 
     def write_status(self, status: str, **more: object) -> None:
@@ -285,10 +295,11 @@ class Node:
         """Stop the threads, free the table, the stores and the lock.
 
         A thread that does not end within its limit (a mirror keeps it waiting) keeps what it uses until this process
-        ends: an uploader the table and the stores; the rotator, and a save still in flight (``saving``), the lock as
-        well, since they change the root.
+        ends: an uploader the table and the stores; the rotator, a save still in flight (``saving``) and a copy that is
+        being brought, the lock as well, since they change the root.
         """
         rotator_ended, workers_ended = self._stop_services(limit_s)
+        saving = saving or self._is_bringing()
         try:
             if rotator_ended and workers_ended and not saving:
                 self.table.close()
@@ -296,6 +307,11 @@ class Node:
         finally:
             if rotator_ended and not saving:
                 self.lock.release()
+
+    def _is_bringing(self) -> bool:
+        if self.bringing is not None:
+            self.bringing.join(_STOP_BRINGING_S)
+        return self.bringing is not None and self.bringing.is_alive()
 
     def _stop_services(self, limit_s: float | None = None) -> tuple[bool, bool]:
         """Say whether the rotator and the workers ended."""

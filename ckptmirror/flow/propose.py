@@ -24,6 +24,7 @@ from ckptmirror.core.errors import (
     CheckpointNotFound,
     CkptMirrorError,
     IntegrityError,
+    LocalStorageFull,
     NotAuthorised,
     StoreTemporary,
     Temporary,
@@ -118,6 +119,7 @@ class Proposer:
         self._passed_over: list[str] = []
         self._not_seen: list[str] = []  # no copy at all, so not among what forbids a start from scratch
         self._unseen: tuple[int, CkptMirrorError] | None = None  # a step that may be whole where nobody answers
+        self._made_room = False
         self._only: str | None = None  # the one save that may still be loaded, once the state was touched
         self._claim = node.start_claim()
         self._places = self._look()
@@ -177,6 +179,14 @@ class Proposer:
                     meta = self._bring(place, meta, candidate.kind)
             except IntegrityError as error:
                 self._pass_over(meta, candidate.kind, place, str(error))
+                continue
+            except LocalStorageFull as error:
+                if self._made_room or not self._node.rotate().deleted:
+                    self._unseen = self._unseen or (meta.step, error)
+                    self._note(meta, place, f"cannot be brought now: {error}")
+                else:
+                    self._queue.insert(0, (candidate, place))
+                self._made_room = True
                 continue
             except CkptMirrorError as error:  # the copy may well be good: never a reason to go back to an older save
                 self._unseen = self._unseen or (meta.step, error)

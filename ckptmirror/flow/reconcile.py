@@ -171,9 +171,12 @@ def _add(table: UploadsTable, urls: Sequence[str], meta: Meta) -> int:
 
 
 def carry_on(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> None:
-    """What a start does once mirrors can be asked: finish cut-short rotations, and try failed uploads once more."""
-    finish_interrupted(root, table, mirrors)
+    """What a start does once mirrors can be asked: try failed uploads once more, and finish cut-short rotations."""
     table.retry_failed()
+    try:
+        finish_interrupted(root, table, mirrors)
+    except CkptMirrorError as error:
+        _log.error("a rotation that was cut short is not finished: %s", error)
 
 
 def _sealed_only(root: Path, temporaries: Iterable[Path]) -> list[Meta]:

@@ -94,7 +94,7 @@ def resume_run(
             failure = error
     ranks.exchange(None, what="claim the run", error=failure)
     while True:
-        proposal = _propose(ranks, proposer)
+        proposal = _propose(ranks, proposer, node)
         if proposal.meta is None:
             attempt = _decide(ranks, node, None)
             return None, proposal.run_id, attempt
@@ -119,10 +119,11 @@ class _CannotUse(Exception):
 class _AtWork:
     """The leader's search for the next copy, in a thread: a download may outlast every limit on waiting for a rank."""
 
-    def __init__(self, proposer: Proposer) -> None:
+    def __init__(self, proposer: Proposer, node: Node) -> None:
         self._done = threading.Event()
         self._found: tuple[Proposal | None, BaseException | None] = (None, None)
-        threading.Thread(target=self._work, args=(proposer,), name="ckptmirror-propose", daemon=True).start()
+        node.bringing = threading.Thread(target=self._work, args=(proposer,), name="ckptmirror-propose", daemon=True)
+        node.bringing.start()
 
     def _work(self, proposer: Proposer) -> None:
         try:
@@ -136,9 +137,9 @@ class _AtWork:
         return self._found if self._done.wait(_SIGN_OF_LIFE_S) else (None, None)
 
 
-def _propose(ranks: Ranks, proposer: Proposer | None) -> Proposal:
+def _propose(ranks: Ranks, proposer: Proposer | None, node: Node | None) -> Proposal:
     """Wait for the leader's proposal; all ranks meet every few seconds, so that nobody takes the leader for dead."""
-    work = _AtWork(proposer) if proposer is not None else None
+    work = _AtWork(proposer, node) if proposer is not None and node is not None else None
     while True:
         proposal, failure = work.wait() if work is not None else (None, None)
         for given in ranks.exchange(proposal, what="propose a save", error=failure):

@@ -98,8 +98,19 @@ def rotate(
     attempts: AttemptList | None = None,
     bus: events.EventBus | None = None,
     dry_run: bool = False,
+    snapshots: bool = False,
 ) -> RotationReport:
     """Delete what the plan says and the mirrors confirm, now, without waiting for uploads.
+
+    Args:
+        root: The local root.
+        table: Its table.
+        mirrors: Its mirrors.
+        retention: The policy.
+        attempts: The attempts that count; None: those that the root lists.
+        bus: Told what was deleted and what was refused.
+        dry_run: Delete nothing.
+        snapshots: Delete emergency snapshots too: only for the attempt that runs, once it is decided.
 
     Raises:
         WaitTimeout: Another rotation of this root does not end.
@@ -119,22 +130,34 @@ def rotate(
             reason = _why_not_ours(root, meta) or _why_not_elsewhere(table, mirrors, successor)
             if reason is None and successor is not meta:
                 reason = _why_gone(table, mirrors, successor)
+            if reason is None and is_emergency(meta) and not snapshots:
+                reason = "only the running trainer deletes an emergency snapshot: a start may be reading it"
+            if reason is None:
+                reason = _delete_pointed_at(root, table, meta, _newest(statuses, metas))
             if reason is not None:
                 refused[save_id] = reason
                 continue
-            newest = _newest(statuses, metas)
-            pointed = _point_latest_elsewhere(root, meta, newest)
-            if is_emergency(meta):
-                delete_emergency(root, meta)
-            else:
-                _delete(root, table, meta)
-            if not pointed:
-                _point_latest_elsewhere(root, meta, newest)
             deleted.append((meta.step, save_id))
             bus.emit(events.SaveRotated(step=meta.step, save_id=save_id, reason=plan.delete[save_id]))
         for save_id, reason in refused.items():
             bus.emit(events.RotationRefused(step=metas[save_id].step, save_id=save_id, reason=reason))
         return RotationReport(plan, tuple(deleted), refused, {save_id: meta.step for save_id, meta in metas.items()})
+
+
+def _delete_pointed_at(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) -> str | None:
+    """Delete a save, and see that ``latest`` does not dangle; say why if it cannot be deleted."""
+    try:
+        pointed = _point_latest_elsewhere(root, meta, newest)
+        if is_emergency(meta):
+            delete_emergency(root, meta)
+        else:
+            _delete(root, table, meta)
+        if not pointed:
+            _point_latest_elsewhere(root, meta, newest)
+    except (CkptMirrorError, OSError) as error:
+        _log.error("step %d cannot be deleted: %s", meta.step, error)
+        return f"it cannot be deleted: {error}"
+    return None
 
 
 def _why_not_elsewhere(table: UploadsTable, mirrors: Sequence[Mirror], meta: Meta) -> str | None:
@@ -248,6 +271,9 @@ def _finish(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[
                 gone = _take_away(root, table, save)
         except WaitTimeout:
             continue  # the step is being staged, or a save shows its names: the next rotation looks again
+        except (CkptMirrorError, OSError) as error:  # one save that cannot be deleted keeps no other
+            _log.error("step %d is not all deleted yet: %s", save.step, error)
+            continue
         if gone:
             empty_trash(root)
             table.forget_save(save.save_id)

@@ -8,6 +8,7 @@ Rules:
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from ckptmirror.core import names
@@ -19,6 +20,8 @@ from ckptmirror.local.inventory import Inventory, read_inventory
 
 __all__ = ["empty_trash", "parsed_in_trash"]
 
+_log = logging.getLogger("ckptmirror.trash")
+
 
 def parsed_in_trash(entry: Path) -> names.ParsedName | None:
     """Say what a thing in the trash was called before."""
@@ -28,8 +31,7 @@ def parsed_in_trash(entry: Path) -> names.ParsedName | None:
 def empty_trash(root: Path) -> None:
     """Delete what is in the root's trash, but for metas that condemn files which are still there.
 
-    Raises:
-        LocalStorageUnwritable: Something cannot be deleted.
+    What cannot be deleted stays, and is logged: it is out of the way, and must not hold up a start or a rotation.
     """
     trash = root / names.TRASH_DIR
     if not trash.is_dir():
@@ -41,7 +43,10 @@ def empty_trash(root: Path) -> None:
             inventory = inventory or read_inventory(root)
             if _condemns(inventory, entry):
                 continue
-        files.remove_tree_in_trash(root, entry)
+        try:
+            files.remove_tree_in_trash(root, entry)
+        except CkptMirrorError as error:
+            _log.error("the trash keeps %s: %s", entry.name, error)
 
 
 def _condemns(inventory: Inventory, entry: Path) -> bool:

@@ -106,6 +106,7 @@ def test_a_broken_local_list_gives_way_to_the_mirrors(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     second = claim_run(tmp_path / "root", mirror)
     assert second.attempt.number == 1
+    second.decide(None, [mirror])
     assert attempts_from_bytes(path.read_bytes()).run_id == first.run_id
 
 
@@ -134,8 +135,8 @@ def test_a_broken_list_on_a_mirror_is_rebuilt_from_its_metas(tmp_path: Path) -> 
 
 def test_another_runs_mirror_is_refused(tmp_path: Path) -> None:
     mirror, other = opened(memory_url()), opened(memory_url())
-    claim_run(tmp_path / "one", mirror)
-    claim_run(tmp_path / "two", other)
+    claim_run(tmp_path / "one", mirror).decide(None, [mirror])
+    claim_run(tmp_path / "two", other).decide(None, [other])
     with pytest.raises(ConfigError, match="holds run"):
         claim_run(tmp_path / "one", other)
     with pytest.raises(ConfigError, match="holds run"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager, stage_checkpoint_step
+from ckptmirror import CheckpointManager, Retention, stage_checkpoint_step
 from ckptmirror.core import names
 from ckptmirror.core.errors import IntegrityError, RefusedOnlyCopy, StoreTemporary
 from ckptmirror.core.model import Meta
@@ -133,16 +134,26 @@ def test_other_ranks_hear_of_a_leader_that_brings_a_copy_for_longer_than_any_lim
     saved_run(tmp_path / "first", (2,), url)
     monkeypatch.setattr(resume, "_SIGN_OF_LIFE_S", 0.01)
     signs: list[str] = []
+    heard_twice = threading.Event()
+    stage_save = propose.stage_save
+
+    def slow(*arguments: object, **more: object) -> Meta:
+        assert heard_twice.wait(30)
+        return stage_save(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(propose, "stage_save", slow)
     with running(tmp_path / "second", url) as manager:
         exchange = manager.ranks.exchange
 
         def count(value: object, *, what: str, error: BaseException | None = None) -> list[object]:
             signs.append(what)
+            if signs.count("propose a save") == 2:
+                heard_twice.set()
             return exchange(value, what=what, error=error)
 
         monkeypatch.setattr(manager.ranks, "exchange", count)
         assert manager.resume(new_state()) is not None
-    assert signs.count("propose a save") > 1
+    assert signs.count("propose a save") > 2
 
 
 def test_a_start_that_was_killed_while_it_brought_a_copy_is_continued_by_the_next(tmp_path: Path, url: str) -> None:
@@ -173,3 +184,95 @@ def test_a_broken_list_on_an_optional_mirror_does_not_stop_a_start(tmp_path: Pat
         start = manager.resume(new_state())
     assert start is not None
     assert start.step == 2
+
+
+def test_a_save_of_a_branch_apart_is_resumed_by_its_id_and_then_by_every_start(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "one", (2,), url)
+    shutil.copytree(tmp_path / "one", tmp_path / "kept")
+    saved_run(tmp_path / "two", (6,), url)
+    with running(tmp_path / "one", url) as manager:
+        faulty(manager, StoreFault(when="before", times=0))
+        state = new_state()
+        manager.resume(state)
+        train(state, 1)
+        manager.save(3, state).wait()
+    apart = whole(tmp_path / "one")[3].save_id
+    with running(tmp_path / "one", url) as manager:
+        start = manager.resume(new_state(), apart[:12])  # and dies before its first save
+        assert start is not None
+        assert start.step == 3
+    with running(tmp_path / "one", url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 3
+
+
+def test_a_drain_of_a_root_that_a_start_failed_on_fences_nobody(tmp_path: Path, url: str) -> None:
+    from ckptmirror.flow.drain import drain
+
+    saved_run(tmp_path / "one", (2,), url)
+    with running(tmp_path / "one", url) as manager:
+        faulty(manager, StoreFault("list", when="before", times=0))
+        with pytest.raises(StoreTemporary):
+            manager.resume(new_state())
+    with running(tmp_path / "two", url) as live:
+        state = new_state()
+        live.resume(state)
+        train(state, 1)
+        live.save(3, state).wait("mirrored", timeout_s=30)
+        drain(tmp_path / "one", timeout_s=30)
+        train(state, 1)
+        live.save(4, state).wait("mirrored", timeout_s=30)
+
+
+def test_a_lost_list_is_rebuilt_from_this_disk_without_setting_its_newest_save_aside(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "one", (2,), url)
+    with running(tmp_path / "one", url) as manager:
+        faulty(manager, StoreFault(when="before", times=0))
+        state = new_state()
+        manager.resume(state)
+        train(state, 3)
+        manager.save(5, state).wait()
+    (tmp_path / "one" / names.ATTEMPTS_NAME).unlink()
+    with running(tmp_path / "one", url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 5
+
+
+def test_i1_which_place_a_mirror_is_outlives_the_table(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "root", (2,), url)
+    for path in (tmp_path / "root" / names.CONTROL_DIR).glob("uploads.db*"):
+        path.unlink()
+    (tmp_path / "nfs").rename(tmp_path / "mounted elsewhere")
+    (tmp_path / "nfs").mkdir()
+    with running(tmp_path / "root", url) as manager:
+        assert manager.resume(new_state()) is not None, "the disk serves"
+        assert not manager.status().saves[0].safe
+    assert not (tmp_path / "nfs" / "run").exists(), "no fresh mirror is begun in the place of the one that is gone"
+
+
+def test_a_disk_that_is_full_of_safe_saves_makes_room_for_the_one_that_is_brought(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptmirror.core.errors import LocalStorageFull
+
+    saved_run(tmp_path / "one", (2, 4), url)
+    shutil.copytree(tmp_path / "one", tmp_path / "kept")
+    saved_run(tmp_path / "one", (6,), url)
+    shutil.rmtree(tmp_path / "one")
+    (tmp_path / "kept").rename(tmp_path / "one")
+    stage_save, calls = propose.stage_save, []
+
+    def full_at_first(*arguments: object, **more: object) -> Meta:
+        calls.append(1)
+        if len(calls) == 1:
+            raise LocalStorageFull
+        return stage_save(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(propose, "stage_save", full_at_first)
+    with running(tmp_path / "one", url, retention=Retention(keep_last=1)) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 6
+    assert 2 not in whole(tmp_path / "one")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptmirror.core.errors import LineageError, RefusedOnlyCopy
-from ckptmirror.core.lineage import SaveFacts, join_lists, lineage
+from ckptmirror.core.lineage import SaveFacts, join_lists, lineage, next_number
 from ckptmirror.core.model import Attempt, AttemptList, SaveRef
 from ckptmirror.core.resumption import check_fresh_start
 
@@ -21,36 +21,55 @@ def listed(*attempts: Attempt) -> AttemptList:
     return AttemptList(RUN, attempts)
 
 
-def test_an_attempt_that_the_mirrors_were_not_told_of_yet_joins_the_list() -> None:
+SAVES = [
+    SaveFacts("1" * 32, A.id, 1, 100, ("dcp",)),
+    SaveFacts("2" * 32, OFFLINE.id, 1, 110, ("dcp",)),
+    SaveFacts("3" * 32, ONLINE.id, 1, 5000, ("dcp",)),
+]
+
+
+def test_an_attempt_that_the_mirrors_were_not_told_of_yet_counts() -> None:
     joined, apart = join_lists(listed(A, OFFLINE), listed(A))
     assert {attempt.id for attempt in joined.attempts} == {A.id, OFFLINE.id}
-    assert apart == ()
+    assert apart == frozenset()
 
 
 @pytest.mark.parametrize("offline", [(OFFLINE,), (OFFLINE, OFFLINE_AGAIN)])
-def test_attempts_that_ran_apart_while_the_run_went_on_stay_off_the_list(offline: tuple[Attempt, ...]) -> None:
+def test_attempts_that_ran_apart_while_the_run_went_on_are_set_aside_but_stay_listed(
+    offline: tuple[Attempt, ...],
+) -> None:
     joined, apart = join_lists(listed(A, *offline), listed(A, ONLINE))
-    assert {attempt.id for attempt in joined.attempts} == {A.id, ONLINE.id}
-    assert apart == offline
+    assert {attempt.id for attempt in joined.attempts} == {A.id, ONLINE.id, *(one.id for one in offline)}
+    assert apart == {one.id for one in offline}
 
 
-def test_the_saves_of_an_attempt_that_ran_apart_are_superseded_and_the_online_ones_current() -> None:
-    joined, _ = join_lists(listed(A, OFFLINE, OFFLINE_AGAIN), listed(A, ONLINE))
-    saves = [
-        SaveFacts("1" * 32, A.id, 1, 100, ("dcp",)),
-        SaveFacts("2" * 32, OFFLINE.id, 1, 110, ("dcp",)),
-        SaveFacts("3" * 32, ONLINE.id, 1, 5000, ("dcp",)),
-    ]
-    order = lineage(joined.attempts, saves)
+def test_with_what_ran_apart_set_aside_the_mirrors_branch_is_current() -> None:
+    joined, apart = join_lists(listed(A, OFFLINE, OFFLINE_AGAIN), listed(A, ONLINE))
+    order = lineage([attempt for attempt in joined.attempts if attempt.id not in apart], SAVES)
     assert [step for step, _ in order.current] == [100, 5000]
     assert [save.step for save in order.superseded] == [110]
 
 
-def test_an_undecided_attempt_on_the_mirror_does_not_push_the_roots_own_off_the_list() -> None:
+def test_once_the_next_attempt_is_decided_what_ran_apart_loses_by_number() -> None:
+    joined, _ = join_lists(listed(A, OFFLINE, OFFLINE_AGAIN), listed(A, ONLINE))
+    following = Attempt("7" * 32, next_number(joined), SaveRef(ONLINE.id, 1, 5000, "3" * 32))
+    order = lineage([*joined.attempts, following], SAVES)
+    assert [step for step, _ in order.current] == [100, 5000]
+
+
+def test_a_save_of_a_branch_apart_that_is_resumed_by_its_id_is_then_the_lineage() -> None:
+    joined, _ = join_lists(listed(A, OFFLINE), listed(A, ONLINE))
+    following = Attempt("7" * 32, next_number(joined), SaveRef(OFFLINE.id, 1, 110, "2" * 32))
+    order = lineage([*joined.attempts, following], SAVES)
+    assert [step for step, _ in order.current] == [100, 110]
+    assert order.unknown == ()
+
+
+def test_an_undecided_attempt_on_the_mirror_sets_nothing_aside() -> None:
     undecided = Attempt("c" * 32, 1, None, decided=False)
     joined, apart = join_lists(listed(A, OFFLINE), listed(A, undecided))
     assert OFFLINE in joined.attempts
-    assert apart == ()
+    assert apart == frozenset()
 
 
 def test_lists_of_two_runs_are_not_joined() -> None:
