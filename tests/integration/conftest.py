@@ -1,4 +1,4 @@
-"""A root with its table and any number of mirrors, closed at the end of the test."""
+"""A root with its table and any number of mirrors, and a strict server for a test module that names its BUCKET."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmirror.testing import GcsServerProcess
 from tests.mirror_place import MirroredRoot, memory_url
 
 
@@ -28,3 +29,20 @@ def open_root(tmp_path: Path) -> Iterator[Callable[..., MirroredRoot]]:
 def place(open_root: Callable[..., MirroredRoot]) -> MirroredRoot:
     """A root with one mirror in memory."""
     return open_root(memory_url())
+
+
+@pytest.fixture(scope="module")
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServerProcess]:
+    """The server of a module, with the bucket that the module names."""
+    with GcsServerProcess(tmp_path_factory.mktemp("gcs"), buckets=[request.module.BUCKET]) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: GcsServerProcess, monkeypatch: pytest.MonkeyPatch) -> GcsServerProcess:
+    """The server, well and with an empty log; clients of this process find it."""
+    for name, value in running.environment.items():
+        monkeypatch.setenv(name, value)
+    running.clear_faults()
+    running.clear_log()
+    return running

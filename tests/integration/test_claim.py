@@ -33,21 +33,6 @@ BUCKET = "claims"
 _numbers = itertools.count(1)
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServerProcess]:
-    with GcsServerProcess(tmp_path_factory.mktemp("gcs"), buckets=[BUCKET]) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: GcsServerProcess, monkeypatch: pytest.MonkeyPatch) -> GcsServerProcess:
-    for name, value in running.environment.items():
-        monkeypatch.setenv(name, value)
-    running.clear_faults()
-    running.clear_log()
-    return running
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     """Start an attempt on a root: claim, then decide for the newest save of the lineage there is, if any."""

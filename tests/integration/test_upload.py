@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,21 +23,6 @@ from tests.mirror_place import MirroredRoot, memory_url, no_confirm, object_name
 MIB = 1024 * 1024
 BUCKET = "uploads"
 _numbers = itertools.count(1)
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServerProcess]:
-    with GcsServerProcess(tmp_path_factory.mktemp("gcs"), buckets=[BUCKET]) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: GcsServerProcess, monkeypatch: pytest.MonkeyPatch) -> GcsServerProcess:
-    for name, value in running.environment.items():
-        monkeypatch.setenv(name, value)
-    running.clear_faults()
-    running.clear_log()
-    return running
 
 
 @pytest.fixture

@@ -25,21 +25,6 @@ BUCKET = "uploads"
 _numbers = itertools.count(1)
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServerProcess]:
-    with GcsServerProcess(tmp_path_factory.mktemp("gcs"), buckets=[BUCKET]) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: GcsServerProcess, monkeypatch: pytest.MonkeyPatch) -> GcsServerProcess:
-    for name, value in running.environment.items():
-        monkeypatch.setenv(name, value)
-    running.clear_faults()
-    running.clear_log()
-    return running
-
-
 @pytest.fixture
 def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServerProcess]:
     """One that a test may kill."""

@@ -6,7 +6,7 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,21 +29,6 @@ from tests.mirror_place import MirroredRoot, memory_url, no_confirm, object_name
 MIB = 1024 * 1024
 BUCKET = "uploads"
 _numbers = itertools.count(1)
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServerProcess]:
-    with GcsServerProcess(tmp_path_factory.mktemp("gcs"), buckets=[BUCKET]) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: GcsServerProcess, monkeypatch: pytest.MonkeyPatch) -> GcsServerProcess:
-    for name, value in running.environment.items():
-        monkeypatch.setenv(name, value)
-    running.clear_faults()
-    running.clear_log()
-    return running
 
 
 @pytest.fixture
