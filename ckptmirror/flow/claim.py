@@ -204,6 +204,8 @@ class RunClaim:
             known = AttemptList(new_id())
         claim = cls(root, known, Attempt(new_id(), next_number(known), None, decided=False))
         claim.apart = apart
+        if broken is not None:
+            claim._write_local()  # nothing that could be read stands there
         claim.unclaimed = {url: str(error) for url, error in silent.items()}
         return claim
 

@@ -57,10 +57,11 @@ def free_dead_workers(table: UploadsTable) -> int:
 
 def _is_dead(worker: str) -> bool:
     """Whether the process is surely gone; a wrong answer costs nothing, since a lost claim's token is refused."""
-    host, _, rest = worker.partition(":")
-    pid = rest.partition(":")[0]
+    host, pid, _, started = [*worker.split(":"), "", "", ""][:4]
     if host != socket.gethostname() or not pid.isdigit():
         return False
+    if started and started != _started(int(pid)):
+        return True  # gone, or another process has its number by now
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:
@@ -68,6 +69,15 @@ def _is_dead(worker: str) -> bool:
     except OSError:
         return False
     return False
+
+
+def _started(pid: int) -> str:
+    """When a process started, in clock ticks since boot (proc(5), stat, field 22); "" if that cannot be read."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]
 
 
 class UploadWorkers:
@@ -98,7 +108,7 @@ class UploadWorkers:
         """Start the threads."""
         for context in self._contexts:
             for number in range(self._workers_per_mirror):
-                name = f"{socket.gethostname()}:{os.getpid()}:{number}"
+                name = f"{socket.gethostname()}:{os.getpid()}:{number}:{_started(os.getpid())}"
                 thread = threading.Thread(
                     target=self._work, args=(context, name), name=f"ckptmirror-upload-{number}", daemon=True
                 )
