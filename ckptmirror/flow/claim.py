@@ -342,7 +342,9 @@ def _check_run(mirror: Mirror, there: AttemptList, others: Sequence[AttemptList]
 
 
 def publish_attempts(root: Path, mirror: Mirror) -> None:
-    """Let the mirror's list hold every attempt that the root's list holds. For a drain, which is no attempt itself.
+    """Tell the mirror of the decided attempts that the root lists, unless a start unknown to the root was there.
+
+    For a drain, which is no attempt itself.
 
     Raises:
         StoreTemporary: The mirror does not answer.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import ConfigError, IntegrityError, NameTaken
+from ckptmirror.core.errors import ConfigError, IntegrityError, NameTaken, StoreTemporary
 from ckptmirror.core.model import new_id
 from ckptmirror.local import files
 from ckptmirror.local.uploads import UploadsTable
@@ -124,10 +124,14 @@ class _Memory:
     def _noted(self) -> str | None:
         try:
             note = json.loads(files.read_limited(self._note, _NOTE_LIMIT_BYTES))
-        except (FileNotFoundError, ValueError, IntegrityError):
+            return str(note["identity"])
+        except FileNotFoundError:
             return None
-        identity = note.get("identity") if isinstance(note, dict) else None
-        return identity if isinstance(identity, str) else None
+        except (ValueError, KeyError, TypeError, IntegrityError) as error:  # broken is not the same as never met
+            raise StoreTemporary(
+                f"{self._note} is broken, so it is unknown which place {self._url} was.",
+                hint="See that the mirror is mounted, then remove that file.",
+            ) from error
 
 
 def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:

@@ -276,3 +276,13 @@ def test_a_disk_that_is_full_of_safe_saves_makes_room_for_the_one_that_is_brough
         assert start is not None
         assert start.step == 6
     assert 2 not in whole(tmp_path / "one")
+
+
+def test_i12_a_broken_note_of_which_place_a_mirror_is_is_not_taken_for_nothing(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "root", (2,), url)
+    (note,) = (tmp_path / "root" / names.CONTROL_DIR).glob("mirror-*.json")
+    note.write_bytes(b"{}")
+    with running(tmp_path / "root", url) as manager:
+        start = manager.resume(new_state())
+    assert start is not None, "the disk serves"
+    assert any("did not answer" in line for line in start.passed_over)
