@@ -6,6 +6,7 @@ Every rank makes one, with the same arguments. It wires the pieces together and 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from ckptmirror.flow.mirrors import MirrorSpec, mirror_specs
 from ckptmirror.flow.node import Node
 from ckptmirror.flow.resume import Policy, ResumeInfo, resume_run
 from ckptmirror.flow.save import LeaderSide, Saver, SaveRequest
+from ckptmirror.flow.settled import open_files
 from ckptmirror.flow.status import Status, is_mirrored, read_status
 from ckptmirror.local import files
 from ckptmirror.local.lock import RankLock
@@ -118,6 +120,7 @@ class CheckpointManager:
             self._save_ranks.close()
             self.ranks.close()
             raise
+        atexit.register(self._warn_that_it_was_not_closed)
 
     # -- start ----------------------------------------------------------------------------------------------
 
@@ -252,6 +255,7 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._warn_that_it_was_not_closed)
         stopped = stop is not None and stop.requested
         deadline = time.monotonic() + timeout_s
         saving = False
@@ -293,6 +297,24 @@ class CheckpointManager:
             _log.error("while leaving after %s: %s", type(error).__name__, second)
 
     # -- inside ---------------------------------------------------------------------------------------------
+
+    def _warn_that_it_was_not_closed(self) -> None:
+        """At the end of a process that never called ``close``: what is not safe does not go unseen (I8)."""
+        if self._node is None:
+            return
+        try:
+            pending = open_files(self._node.unsafe_saves())
+        except CkptMirrorError as error:
+            _log.error("close() was not called, and what is not safe yet is unknown: %s", error)
+            return
+        _log.log(
+            logging.ERROR if pending else logging.WARNING,
+            "close() was not called: %d files of %s are not verified on their mirrors. `ckptmirror drain --root %s`, "
+            "or the next start, finishes them.",
+            pending,
+            self.root,
+            self.root,
+        )
 
     def _wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
         if self._node is not None:

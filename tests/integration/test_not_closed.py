@@ -1,0 +1,35 @@
+"""A program that ends without close()."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NEVER_CLOSED = """
+import shutil, sys
+from ckptmirror import CheckpointManager
+from tests.small_training import new_state
+root, mirror, fault = sys.argv[1:]
+manager = CheckpointManager(root, mirrors=["file://" + mirror], kinds=("model",))
+state = new_state()
+manager.resume(state)
+if fault:
+    shutil.rmtree(mirror)  # what a lost mount looks like
+manager.save(1, state).wait("committed" if fault else "mirrored")
+"""
+
+
+@pytest.mark.parametrize(("fault", "level"), [("", "WARNING"), ("unmounted", "ERROR")])
+def test_i8_a_run_that_never_closes_its_manager_says_at_its_end_what_is_not_safe(
+    tmp_path: Path, fault: str, level: str
+) -> None:
+    script = 'import logging; logging.basicConfig(format="%(levelname)s %(message)s")' + NEVER_CLOSED
+    where = [str(tmp_path / "root"), str(tmp_path / "mirror"), fault]
+    ended = subprocess.run([sys.executable, "-c", script, *where], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    said = next(line for line in ended.stderr.splitlines() if "close() was not called" in line)
+    assert said.startswith(level)
+    assert ("0 files" in said) == (not fault)
