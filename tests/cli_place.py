@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.mirrors import mirror_specs
 from ckptmirror.flow.reconcile import add_missing_records
@@ -91,3 +92,19 @@ def assert_tells(ended: subprocess.CompletedProcess[str], exit_code: int, *words
         lines = ended.stderr.splitlines()
         at = max(number for number, line in enumerate(lines) if line.startswith("ckptmirror: "))
         assert lines[at + 1].startswith("  "), f"no hint: {ended.stderr}"
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder but for what is under ``.ckptmirror``."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and ".ckptmirror" not in path.parts
+    }
+
+
+def assert_explains(error: CkptMirrorError, exit_code: int, *words: str) -> None:
+    assert error.exit_code == exit_code
+    assert error.hint
+    for word in words:
+        assert word in str(error)

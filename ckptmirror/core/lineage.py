@@ -32,6 +32,7 @@ __all__ = [
     "lineage",
     "merge_attempts",
     "next_number",
+    "told_by_drain",
 ]
 
 Standing = Literal["current", "replaced", "superseded", "unknown"]
@@ -220,6 +221,23 @@ def join_lists(local: AttemptList, mirrors: AttemptList) -> tuple[AttemptList, f
     went_on = any(attempt.decided and attempt.id not in on_root for attempt in mirrors.attempts)
     apart = {attempt.id for attempt in local.attempts if attempt.decided and attempt.id not in on_mirrors}
     return merge_attempts(local, mirrors), frozenset(apart if went_on else ())
+
+
+def told_by_drain(local: AttemptList, there: AttemptList) -> AttemptList:
+    """Return what a mirror's list is to be after a drain, which is no attempt itself.
+
+    The drain tells of the root's decided attempts, unless a start unknown to the root was there meanwhile: it may be
+    running, chose what it continues from without them, and would be fenced by them. Then it tells of nothing new.
+
+    Raises:
+        LineageError: The lists are of different runs, or contradict one another.
+    """
+    on_root = {attempt.id for attempt in local.attempts}
+    on_mirror = {attempt.id for attempt in there.attempts}
+    decided = [attempt for attempt in local.attempts if attempt.decided]
+    if not on_mirror <= on_root:
+        decided = [attempt for attempt in decided if attempt.id in on_mirror]
+    return merge_attempts(there, AttemptList(local.run_id, tuple(decided)))
 
 
 def _agreed(one: Attempt, other: Attempt) -> Attempt:

@@ -35,7 +35,7 @@ from ckptmirror.core.errors import (
     StorePermanent,
     Temporary,
 )
-from ckptmirror.core.lineage import join_lists, merge_attempts, next_number
+from ckptmirror.core.lineage import join_lists, merge_attempts, next_number, told_by_drain
 from ckptmirror.core.model import Attempt, AttemptList, SaveRef, new_id
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local import files
@@ -355,19 +355,12 @@ def publish_attempts(root: Path, mirror: Mirror) -> None:
         return
     for _ in range(_RACES_LIMIT):
         there, generation = read_mirror_attempts(mirror)
-        wanted = AttemptList(local.run_id, tuple(attempt for attempt in local.attempts if attempt.decided))
         if there is not None:
             _check_run(mirror, there, [local], root)
-            _join(local, there, root)
-            known_here = {attempt.id for attempt in local.attempts}
-            if all(attempt.id in known_here for attempt in there.attempts):
-                wanted = merge_attempts(there, wanted)
-            else:  # another start was there meanwhile, and may be running: a drain tells it of nothing new
-                on_mirror = {attempt.id for attempt in there.attempts}
-                told = tuple(attempt for attempt in wanted.attempts if attempt.id in on_mirror)
-                wanted = merge_attempts(there, AttemptList(local.run_id, told))
-            if attempts_to_bytes(there) == attempts_to_bytes(wanted):
-                return
+            _join(local, there, root)  # says which attempts ran apart
+        wanted = told_by_drain(local, there or AttemptList(local.run_id))
+        if there is not None and attempts_to_bytes(there) == attempts_to_bytes(wanted):
+            return
         try:
             mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
         except PreconditionFailed:

@@ -3,7 +3,7 @@
 Rules:
 * A fault names an operation and which of its calls suffers; the first armed fault that meets a call is the only one.
 * ``before``: the store behind never sees the call. ``after``: it took effect, and the answer is lost.
-* Without faults it is the store behind, and the contract suite holds it to that.
+* ``identity`` suffers no faults. Without any it is the store behind, and the contract suite holds it to that.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, TypeVar
 
 from ckptmirror.core.errors import CkptMirrorError, StoreTemporary
-from ckptmirror.stores.base import Capabilities, ObjectInfo, Source, Store, Upload
+from ckptmirror.stores.base import ObjectInfo, Source, Store, Upload
+from ckptmirror.stores.decorator import StoreDecorator
 
 __all__ = ["OPERATIONS", "FaultyStore", "StoreFault"]
 
@@ -65,7 +65,7 @@ class StoreFault:
 _NO_FAULT = StoreFault()
 
 
-class FaultyStore:
+class FaultyStore(StoreDecorator):
     """``store``, with faults.
 
     Attributes:
@@ -73,7 +73,7 @@ class FaultyStore:
     """
 
     def __init__(self, store: Store, faults: Sequence[StoreFault] = ()) -> None:
-        self._store = store
+        super().__init__(store)
         self._lock = threading.Lock()
         self._faults: list[StoreFault] = []
         self._seen: list[int] = []
@@ -89,25 +89,6 @@ class FaultyStore:
     def go_down(self) -> None:
         """From now on nothing is answered."""
         self.script(StoreFault(times=0, when="before"))
-
-    @property
-    def url(self) -> str:
-        """The mirror's URL."""
-        return self._store.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Those of the store behind."""
-        return self._store.capabilities
-
-    @property
-    def local_directory(self) -> Path | None:
-        """That of the store behind."""
-        return self._store.local_directory
-
-    def identity(self, expected: str | None = None) -> str | None:
-        """See :meth:`Store.identity`. It suffers no faults."""
-        return self._store.identity(expected)
 
     def stat(self, name: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""
@@ -157,10 +138,6 @@ class FaultyStore:
     def delete(self, name: str, *, generation: int) -> None:
         """See :meth:`Store.delete`."""
         self._suffer(self._choose("delete", name), lambda: self._store.delete(name, generation=generation))
-
-    def close(self) -> None:
-        """Close the store behind."""
-        self._store.close()
 
     def _choose(self, operation: str, name: str) -> StoreFault:
         with self._lock:

@@ -3,7 +3,7 @@
 Rules:
 * Only ``StoreTemporary`` is tried again, and every method that reads or changes objects may be: each is idempotent or
   guarded by its precondition. After a lost answer the precondition may meet our own object; that is passed on, the
-  caller compares.
+  caller compares. ``identity`` is not: a file system that is not mounted is not so in a second.
 * Delays are drawn between zero and a limit that doubles ("full jitter"), never shorter than the store's Retry-After.
 * It ends with the last error after ``tries`` tries, or when the next would begin later than ``total_s`` after the
   first; ``close`` ends it at once.
@@ -17,11 +17,11 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptmirror.core.errors import StoreTemporary
-from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
+from ckptmirror.stores.base import ObjectInfo, Store, Upload
+from ckptmirror.stores.decorator import StoreDecorator
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -31,7 +31,7 @@ __all__ = ["RetryingStore"]
 _Result = TypeVar("_Result")
 
 
-class RetryingStore:
+class RetryingStore(StoreDecorator):
     """``store``, with temporary faults tried again.
 
     Args:
@@ -53,32 +53,13 @@ class RetryingStore:
         longest_delay_s: float = 20.0,
         wait: Callable[[float], object] | None = None,
     ) -> None:
-        self._store = store
+        super().__init__(store)
         self._tries = tries
         self._total_s = total_s
         self._first_delay_s = first_delay_s
         self._longest_delay_s = longest_delay_s
         self._closed = threading.Event()
         self._wait = wait if wait is not None else self._closed.wait
-
-    @property
-    def url(self) -> str:
-        """The mirror's URL."""
-        return self._store.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Those of the store behind."""
-        return self._store.capabilities
-
-    @property
-    def local_directory(self) -> Path | None:
-        """That of the store behind."""
-        return self._store.local_directory
-
-    def identity(self, expected: str | None = None) -> str | None:
-        """See :meth:`Store.identity`. Not tried again: a file system that is not mounted is not so in a second."""
-        return self._store.identity(expected)
 
     def stat(self, name: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""

@@ -11,7 +11,8 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import MirrorSafety
-from ckptmirror.flow import commit, reconcile, rotate, save, upload
+from ckptmirror.flow import commit, reconcile, rotate, save
+from ckptmirror.flow.upload_artifact import ArtifactUpload
 from ckptmirror.local import crashpoints, files
 from ckptmirror.local.uploads import UploadsTable, worker_verbs
 from ckptmirror.stores import file as file_store
@@ -71,13 +72,13 @@ def whatever_has_the_name_is_removed() -> None:
 
 
 def records_are_verified_before_the_upload() -> None:
-    def send_artifact(self: Any) -> None:
+    def send(self: Any) -> None:
         meta = self._local_meta()
         digest = next(a.digest for a in meta.artifacts if a.path == self._record.path)
         info = file_store.ObjectInfo(self._record.path, digest.size_bytes, 1, digest.crc32c)
         self._verify(info, digest)
 
-    plant(upload.Uploading, "send_artifact", send_artifact)
+    plant(ArtifactUpload, "send", send)
 
 
 def the_mirrors_meta_goes_first() -> None:

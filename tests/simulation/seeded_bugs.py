@@ -16,7 +16,8 @@ from ckptmirror.core import lineage
 from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.core.model import AttemptList, Digest, Meta
 from ckptmirror.core.retention import MirrorSafety
-from ckptmirror.flow import claim, commit, reconcile, rotate, upload
+from ckptmirror.flow import claim, commit, reconcile, rotate
+from ckptmirror.flow.upload_artifact import ArtifactUpload
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores.base import ObjectInfo
 
@@ -66,9 +67,9 @@ def _ignores_unknown(right: Any) -> Any:
 
 
 def _fault_is_success(right: Any) -> Any:
-    def create(sending: upload.Uploading, name: str, digest: Digest, meta: Meta) -> ObjectInfo | None:
+    def create(upload: ArtifactUpload, name: str, digest: Digest, meta: Meta) -> ObjectInfo | None:
         try:
-            found: ObjectInfo | None = right(sending, name, digest, meta)
+            found: ObjectInfo | None = right(upload, name, digest, meta)
         except StoreTemporary:
             return ObjectInfo(name, digest.size_bytes, 1, digest.crc32c, {"ckptmirror-save": meta.save_id})
         return found
@@ -83,14 +84,14 @@ SEEDED_BUGS: dict[str, list[Bug]] = {
     ],
     "rotation trusts the table and does not ask the mirror again": [(rotate, "why_not_safe", _no_reason)],
     "the lineage ignores where an attempt was left": [(lineage, "_on_lineage", _fork_ignored)],
-    "the meta goes to the mirror before its artifacts": [(upload.Uploading, "_create", _fault_is_success)],
+    "the meta goes to the mirror before its artifacts": [(ArtifactUpload, "_create", _fault_is_success)],
     "what a crash left is discarded by name": [(commit, "_holds", _deletes_by_name)],
     "a reconcile releases records without a meta": [
         (UploadsTable, "discard_unreleased", _releases_without_meta),
         (reconcile, "remove_uncommitted", _no_reason),
     ],
     "a claim ignores attempts that it does not know": [(claim.RunClaim, "_announce", _ignores_unknown)],
-    "another save's object counts as ours": [(upload.Uploading, "_is_ours", lambda _: lambda *_args: True)],
+    "another save's object counts as ours": [(ArtifactUpload, "_is_ours", lambda _: lambda *_args: True)],
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptmirror.core.errors import LineageError, RefusedOnlyCopy
-from ckptmirror.core.lineage import SaveFacts, join_lists, lineage, next_number
+from ckptmirror.core.lineage import SaveFacts, join_lists, lineage, next_number, told_by_drain
 from ckptmirror.core.model import Attempt, AttemptList, SaveRef
 from ckptmirror.core.resumption import check_fresh_start
 
@@ -81,3 +81,26 @@ def test_step_0_is_refused_when_the_newest_attempt_continued_from_a_save_that_is
     order = lineage([A, ONLINE], [])
     with pytest.raises(RefusedOnlyCopy, match="continued from step 100"):
         check_fresh_start(order, decided_scratch=True, continued_from=100, silent_required=(), problems={})
+
+
+UNDECIDED = Attempt("9" * 32, 3, None, decided=False)
+
+
+def test_a_drain_tells_of_the_roots_decided_attempts() -> None:
+    assert told_by_drain(listed(A, OFFLINE, UNDECIDED), listed()) == listed(A, OFFLINE)
+    assert told_by_drain(listed(A, OFFLINE, UNDECIDED), listed(A)) == listed(A, OFFLINE)
+
+
+def test_a_drain_tells_a_mirror_where_another_start_was_of_nothing_new() -> None:
+    assert told_by_drain(listed(A, OFFLINE), listed(A, ONLINE)) == listed(A, ONLINE)
+
+
+def test_a_drain_decides_an_attempt_that_the_mirror_lists_as_undecided() -> None:
+    claimed = Attempt(OFFLINE.id, OFFLINE.number, None, decided=False)
+    assert told_by_drain(listed(A, OFFLINE), listed(A, claimed, ONLINE)) == listed(A, ONLINE, OFFLINE)
+    assert told_by_drain(listed(A, claimed), listed(A, OFFLINE)) == listed(A, OFFLINE)
+
+
+def test_a_drain_of_another_run_tells_nothing() -> None:
+    with pytest.raises(LineageError, match="different runs"):
+        told_by_drain(listed(A), AttemptList("6" * 32, (A,)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from google.auth.credentials import Credentials
 
 from ckptmirror.core.errors import (
     IntegrityError,
@@ -32,13 +29,10 @@ from tests.contract.stores_under_test import (
     BytesSource,
     digest_of,
     gs_store,
-    pattern_bytes,
     server_with_bucket,
     upload_of,
 )
-
-MIB = 1024 * 1024
-DATA = pattern_bytes(20 * MIB)
+from tests.unit.stores.gs_operations import DATA, EVERY, MIB, ask
 
 
 @pytest.fixture(scope="module")
@@ -225,27 +219,9 @@ def test_a_truncated_answer_is_temporary(server: GcsServerProcess, store: Store,
         server.clear_faults()
         server.faults([Fault(operation=operation, nth=2 if operation == "upload.put" else 1, truncate_after_bytes=10)])
         with pytest.raises(StoreTemporary):
-            _ask(store, operation)
+            ask(store, operation)
 
 
-def _ask(store: Store, operation: str) -> None:
-    if operation == "object.get":
-        store.stat("x")
-    elif operation == "object.list":
-        list(store.list())
-    elif operation == "object.delete":
-        store.delete("x", generation=1)
-    elif operation == "object.media":
-        info = store.stat("x")
-        assert info is not None
-        store.download("x", generation=info.generation, offset=0, buffer=memoryview(bytearray(1)))
-    elif operation == "upload.multipart":
-        store.write("new", b"1", if_generation=0)
-    else:
-        store.upload(upload_of("large", DATA))
-
-
-EVERY = ("object.get", "object.list", "object.delete", "object.media", "upload.multipart", "upload.start", "upload.put")
 MEANING = {
     400: StorePermanent,
     403: NotAuthorised,
@@ -264,7 +240,7 @@ def test_every_status_means_the_same_whoever_asks(server: GcsServerProcess, stor
         server.clear_faults()
         server.faults([Fault(operation=operation, status=status, times=0, retry_after_s=7)])
         with pytest.raises(error) as caught:
-            _ask(store, operation)
+            ask(store, operation)
         if error is StoreTemporary:
             assert caught.value.retry_after_s == 7
 
@@ -276,7 +252,7 @@ def test_stalled_socket_times_out(server: GcsServerProcess, operation: str) -> N
     server.faults([Fault(operation=operation, stall_s=8.0)])
     began = time.monotonic()
     with pytest.raises(StoreTemporary):
-        _ask(store, operation)
+        ask(store, operation)
     assert time.monotonic() - began < 6.0
 
 
@@ -299,7 +275,7 @@ def test_a_paused_server_times_out_and_a_resumed_one_answers(tmp_path: Path) -> 
         try:
             for operation in ("object.get", "object.list", "upload.multipart", "upload.start"):
                 with pytest.raises(StoreTemporary):
-                    _ask(store, operation)
+                    ask(store, operation)
         finally:
             server.resume()
         assert store.stat("x") is not None
@@ -311,7 +287,7 @@ def test_nobody_listening_is_temporary(tmp_path: Path) -> None:
         store.write("x", b"1", if_generation=0)
     for operation in EVERY:
         with pytest.raises(StoreTemporary):
-            _ask(store, operation)
+            ask(store, operation)
 
 
 def test_a_kept_connection_that_the_server_closed_is_opened_again(tmp_path: Path) -> None:
@@ -330,7 +306,7 @@ def test_a_missing_bucket_is_said_to_be_missing(server: GcsServerProcess, operat
 
     store = GsStore(BucketLocation("gs", "not-there", ""), endpoint=Endpoint.parse(server.url))
     with pytest.raises(StorePermanent, match="bucket") as caught:
-        _ask(store, operation)
+        ask(store, operation)
     assert "bucket" in caught.value.hint
 
 
@@ -368,98 +344,3 @@ def test_a_write_larger_than_one_request_is_whole(store: Store) -> None:
     assert (data, read) == (DATA[: 9 * MIB], info)
     with pytest.raises(PreconditionFailed):
         store.write("x", DATA[: 9 * MIB], if_generation=0)
-
-
-class _Issued(Credentials):
-    """Credentials whose tokens the test server issues."""
-
-    def __init__(self, server: GcsServerProcess) -> None:
-        super().__init__()
-        self.server = server
-        self.refreshed = 0
-
-    def refresh(self, request: object) -> None:
-        self.refreshed += 1
-        body = b"grant_type=client_credentials"
-        answer = request(f"{self.server.url}/token", method="POST", body=body)  # type: ignore[operator]
-        assert answer.status == 200
-        self.token = json.loads(answer.data)["access_token"]
-        self.expiry = datetime.datetime(2999, 1, 1)
-
-
-def test_token_expiry_refreshes_mid_queue(tmp_path: Path) -> None:
-    with GcsServerProcess(tmp_path, options=["--require-auth"]) as server:
-        credentials = _Issued(server)
-        credentials.refresh(_token_request())
-        server.create_bucket("contract", token=credentials.token)
-        store = gs_store(server, "run", credentials=credentials)
-        for operation in EVERY:
-            if operation == "object.delete":
-                store.write("x", b"1", if_generation=0)
-            server.clear_faults()
-            server.faults([Fault(operation=operation, unauthorised_after_s=0.0, status=401, times=0)])
-            before = credentials.refreshed
-            if operation == "object.delete":
-                info = store.stat("x")
-                assert info is not None
-                store.delete("x", generation=info.generation)
-                store.write("x", b"1", if_generation=0)
-            else:
-                _ask(store, operation) if operation != "upload.put" else store.upload(upload_of("l2", DATA))
-            assert credentials.refreshed == before + 1, operation
-        server.clear_faults()
-        server.faults([Fault(status=401, times=0, operation="object.*")])
-        with pytest.raises(NotAuthorised):
-            store.stat("x")
-
-
-def _token_request() -> object:
-    from ckptmirror.stores import gs_auth
-
-    return gs_auth._request_token
-
-
-def test_many_threads_refresh_a_refused_token_once(tmp_path: Path) -> None:
-    with GcsServerProcess(tmp_path, options=["--require-auth"]) as server:
-        credentials = _Issued(server)
-        credentials.refresh(_token_request())
-        server.create_bucket("contract", token=credentials.token)
-        store = gs_store(server, "run", credentials=credentials)
-        store.write("x", b"1", if_generation=0)
-        server.faults([Fault(operation="object.get", unauthorised_after_s=0.0, status=401, times=0)])
-        before = credentials.refreshed
-        barrier = threading.Barrier(6)
-        failures: list[Exception] = []
-
-        def ask() -> None:
-            barrier.wait(30)
-            try:
-                assert store.stat("x") is not None
-            except Exception as error:  # noqa: BLE001 - told to the test's own thread
-                failures.append(error)
-
-        threads = [threading.Thread(target=ask) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert failures == []
-        assert credentials.refreshed == before + 1
-
-
-def test_a_token_service_that_is_down_is_temporary(tmp_path: Path) -> None:
-    with GcsServerProcess(tmp_path, options=["--require-auth"]) as server:
-        credentials = _Issued(server)
-        store = gs_store(server, "run", credentials=credentials)
-    for operation in ("object.get", "upload.start"):
-        with pytest.raises(StoreTemporary):
-            _ask(store, operation)
-
-
-@pytest.mark.parametrize("operation", EVERY)
-def test_a_server_that_wants_credentials_says_how_to_log_in(tmp_path: Path, operation: str) -> None:
-    with GcsServerProcess(tmp_path, options=["--require-auth"]) as server:
-        store = gs_store(server, "run")
-        with pytest.raises(NotAuthorised) as caught:
-            _ask(store, "object.get" if operation == "object.media" else operation)
-        assert "gcloud auth application-default login" in caught.value.hint
