@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ckptmirror.core import events
 from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError, WaitTimeout
 from ckptmirror.core.model import Kind
+from ckptmirror.core.names import MAX_STEP
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.emergency import save_emergency
 from ckptmirror.flow.handle import DEFAULT_WAIT_S, SaveHandle
@@ -24,6 +25,7 @@ from ckptmirror.flow.mirrors import MirrorSpec, mirror_specs
 from ckptmirror.flow.node import Node
 from ckptmirror.flow.resume import Policy, ResumeInfo, resume_run
 from ckptmirror.flow.save import LeaderSide, Saver, SaveRequest
+from ckptmirror.flow.save_parts import import_formats
 from ckptmirror.flow.settled import open_files
 from ckptmirror.flow.status import Status, is_mirrored, read_status
 from ckptmirror.local import files
@@ -88,6 +90,7 @@ class CheckpointManager:
         self._node: Node | None = None
         self._rank_lock: RankLock | None = None
         self._saver: Saver | None = None
+        self._last_before: SaveHandle | None = None  # the last save of the attempt before this process's latest
         self._closed = False
         node_key, failure = _node_key(self.root)
         self.ranks: Ranks = open_ranks(process_group, node_key=node_key, timeout_s=timeout_s)
@@ -141,8 +144,14 @@ class CheckpointManager:
         """
         self._check_open()
         if self._saver is not None:
-            self._saver.settle(DEFAULT_WAIT_S)
+            self._last_before = self._saver.settle(DEFAULT_WAIT_S)
             self._saver = None  # its attempt is over, also if this resume fails
+            if self._last_before is not None and (failure := self._last_before.unobserved) is not None:
+                _log.error(
+                    "step %d was not saved, which the next save, or close(), will raise: %s",
+                    self._last_before.step,
+                    failure,
+                )
         info, run_id, attempt = resume_run(
             self.root, self.ranks, self._node, state, policy=policy, force=force, bus=self.events
         )
@@ -151,7 +160,9 @@ class CheckpointManager:
             leader = LeaderSide(
                 self._node.table, self._specs, self._node.fenced, self._node.on_commit, self._node.renew_table
             )
+        import_formats(self.kinds)
         self._saver = Saver(self.root, run_id, attempt, self._save_ranks, self.events, leader)
+        self._saver.follow(self._last_before)
         if info is None:
             _log.info("run %s attempt %d starts at step 0", run_id[:8], attempt.number)
         else:
@@ -263,6 +274,8 @@ class CheckpointManager:
             if self._saver is not None:
                 self._saver.wait_over(timeout_s)
                 self._saver.release()
+            elif self._last_before is not None:
+                self._last_before.raise_unobserved()
         except WaitTimeout:
             saving = True
             raise
@@ -357,6 +370,6 @@ def _checked_kinds(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
 
 
 def _checked_step(step: int) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise UsageError(f"{step!r} is not a step: give an int from 0.")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
+        raise UsageError(f"{step!r} is not a step: give an int from 0 to {MAX_STEP}.")
     return step

@@ -67,6 +67,13 @@ def make_mirrored(folder: Path, *steps: int, **more: Any) -> tuple[Path, str, li
     return root, url, metas
 
 
+def require(root: Path, url: str) -> None:
+    """Have the root's table say what a trainer's does: that this mirror is required."""
+    table = UploadsTable.open(table_path(root), create=True)
+    table.set_mirrors([(url, True)])
+    table.close()
+
+
 def make_pending(folder: Path, url: str, *steps: int, **more: Any) -> tuple[Path, list[Meta]]:
     """A root with saves that its table has pending for a mirror."""
     root = folder / "root"

@@ -124,6 +124,7 @@ def put_attempts(place: Path | Store, attempts: Iterable[Attempt], *, run_id: st
         (place / names.CONTROL_DIR).mkdir(parents=True, exist_ok=True)
         (place / names.ATTEMPTS_NAME).write_bytes(data)
         return
+    place.identity()  # a trainer's first contact: a directory is made
     there = place.stat(names.WRITER_NAME)
     place.write(names.WRITER_NAME, data, if_generation=there.generation if there else 0)
 
@@ -156,6 +157,7 @@ def put_object(store: Store, name: str, data: bytes, meta: Meta) -> ObjectInfo:
 
 def put_on_mirror(store: Store, root: Path, meta: Meta, *, commit: bool = True) -> Meta:
     """Copy a local save to a mirror, its meta last; under tagged names where plain ones are taken there."""
+    store.identity()
     artifacts = []
     for artifact in meta.artifacts:
         name = artifact.path

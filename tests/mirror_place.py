@@ -57,6 +57,8 @@ class MirroredRoot:
         put_attempts(root, [FIRST_ATTEMPT])
         self.stores = {url: FaultyStore(open_store(url, retry=False)) for url in (*urls, *optional)}
         self.mirrors = [Mirror(url, url not in optional, store) for url, store in self.stores.items()]
+        for store in self.stores.values():
+            store.identity()  # the first contact, at which a directory is made
         self.table = self.open_table()
 
     @property

@@ -83,6 +83,8 @@ def meta_to_bytes(meta: Meta) -> bytes:
     document["artifacts"] = [_artifact_document(artifact) for artifact in meta.artifacts]
     for name in ("training_config", "metrics", "fields"):
         document[name] = dict(document[name])
+    if not meta.partial:
+        del document["partial"]
     data = seal(_META, document)
     _meta_from_fields(Fields(document))
     return data
@@ -131,6 +133,7 @@ def _meta_from_fields(fields: Fields) -> Meta:
         fields=fields.mapping("fields"),
         created_at_utc=fields.text("created_at_utc", 64),
         staged_from=fields.text_or_none("staged_from"),
+        partial=fields.flag("partial"),
     )
     fields.end()
     check_meta(meta)

@@ -31,6 +31,7 @@ __all__ = [
     "LocalStorageFull",
     "LocalStorageUnwritable",
     "NameTaken",
+    "NewerFormat",
     "NewerTable",
     "NoTable",
     "NotAuthorised",
@@ -141,6 +142,12 @@ class IntegrityError(CkptMirrorError):
 
 class BrokenMeta(IntegrityError):
     """A meta file is not valid."""
+
+
+class NewerFormat(BrokenMeta):
+    """A file is of a later version than this ckptmirror reads: it is not broken, and is never replaced."""
+
+    hint = "A newer ckptmirror wrote it: use that one."
 
 
 class BrokenTable(IntegrityError):

@@ -88,6 +88,10 @@ class Fields:
             raise self.refuse(key, f"is {_type_of(value)}, not true or false")
         return value
 
+    def flag(self, key: str) -> bool:
+        """Take True or False; a flag that is not there is False."""
+        return key in self._left and self.boolean(key)
+
     def array(self, key: str, max_items: int) -> list[Any]:
         """Take a list of at most ``max_items``."""
         value = self.value(key)

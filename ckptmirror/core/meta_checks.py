@@ -32,6 +32,8 @@ def check_meta(meta: Meta) -> None:
         raise BrokenMeta("attempt.decided is false, but an undecided attempt saves nothing.")
     if meta.nodes > meta.world_size:
         raise BrokenMeta(f"nodes is {meta.nodes}, more than world_size, {meta.world_size}.")
+    if meta.partial and meta.staged_from is None:
+        raise BrokenMeta("partial is true, but only a staged copy lacks files.")
     if "emergency" in meta.kinds and len(meta.kinds) > 1:
         raise BrokenMeta("kinds mixes emergency with others.")
     for index, artifact in enumerate(meta.artifacts):

@@ -134,6 +134,7 @@ class Meta:
         fields: User fields, plain JSON (a tracker's run id, ...).
         created_at_utc: ISO 8601 text, for people only; nothing is ordered by it.
         staged_from: The mirror URL, if this meta was written by ``stage``.
+        partial: Whether files of the save are missing here. Only a staged copy lacks some.
     """
 
     run_id: str
@@ -153,6 +154,7 @@ class Meta:
     fields: Mapping[str, Any] = field(default_factory=dict)
     created_at_utc: str = ""
     staged_from: str | None = None
+    partial: bool = False
 
     @property
     def is_whole(self) -> bool:

@@ -28,6 +28,7 @@ __all__ = [
     "PINS_DIR",
     "STATUS_NAME",
     "TABLE_NAME",
+    "TABLE_NOTE_NAME",
     "TRASH_DIR",
     "WRITER_NAME",
     "ArtifactPath",
@@ -53,6 +54,7 @@ CONTROL_DIR = ".ckptmirror"
 ATTEMPTS_NAME = f"{CONTROL_DIR}/attempts.json"
 STATUS_NAME = f"{CONTROL_DIR}/status.json"
 TABLE_NAME = f"{CONTROL_DIR}/uploads.db"
+TABLE_NOTE_NAME = f"{CONTROL_DIR}/table.json"  # where the table lies instead
 LOCK_NAME = f"{CONTROL_DIR}/lock"
 TRASH_DIR = f"{CONTROL_DIR}/trash"
 LATEST_NAME = "latest"

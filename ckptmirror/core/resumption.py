@@ -1,35 +1,115 @@
-"""Where a start begins: which saves to try, in which order, and whether starting at step 0 is allowed.
+"""Where a start begins: which saves to try, in which order, and whether going back or starting at step 0 is allowed.
 
 Rules:
-* The newest save of the lineage first; of one step, DCP before the model file before an emergency snapshot.
+* The newest save of the lineage first; of one step, DCP before the model file before an emergency snapshot, then the
+  saves that those replaced, newest first.
 * At an equal save the disk is preferred; then the mirrors in configured order.
 * Superseded and unknown saves are never chosen by ``auto``; a person may ask for a superseded one by its id.
+* What looks like a save that would have been tried first, and is not whole, is never passed by in silence; and not at
+  all while it cannot be read, or while a required mirror that may hold it does not answer.
+* While a required mirror does not answer, what others hold is only continued from if the disk has it too.
 * Starting at 0 needs the answer of every required mirror, and either no committed save anywhere or a recorded decision
   to start from scratch. Anything that looks like a save but is broken forbids it: a person decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from ckptmirror.core.errors import CheckpointNotFound, RefusedOnlyCopy, StoreTemporary, UsageError
-from ckptmirror.core.lineage import Lineage, SaveFacts
-from ckptmirror.core.model import Kind
+from ckptmirror.core import names
+from ckptmirror.core.errors import (
+    CheckpointNotFound,
+    NotAuthorised,
+    RefusedOnlyCopy,
+    StoreTemporary,
+    Temporary,
+    UsageError,
+)
+from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
+from ckptmirror.core.model import Attempt, Kind, Meta, Tombstone
 
-__all__ = ["DISK", "Candidate", "candidates", "check_fresh_start", "check_scratch"]
+__all__ = [
+    "DISK",
+    "Candidate",
+    "Hindrance",
+    "Problem",
+    "candidates",
+    "check_fresh_start",
+    "check_passed_by",
+    "check_scratch",
+    "facts_of",
+    "first_in_line",
+    "need_every_mirror",
+    "not_readable",
+    "passed_by",
+    "strangers",
+    "unexplained",
+]
 
 DISK = "disk"
 KIND_ORDER: tuple[Kind, ...] = ("dcp", "model", "emergency")
+_PARTS_OF_SAVES: frozenset[names.Role] = frozenset({"model", "optim", "extra", "tensors", "dcp", "emergency", "part"})
+_OF_OLDER_LAYOUTS: frozenset[names.Role] = frozenset(
+    {"legacy_dcp", "legacy_extra", "legacy_meta", "legacy_extra_state"}
+)
+
+Hindrance = Literal["", "unreadable", "refused"]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One save in one kind, and the places that hold it whole, best first (``DISK`` or a mirror's URL)."""
+    """One save in one kind, and the places that hold it whole, best first (``DISK`` or a mirror's URL).
+
+    Attributes:
+        replaced_by: The id of the save that stands for its step and kind; "" if that is this one.
+    """
 
     save: SaveFacts
     kind: Kind
     places: tuple[str, ...]
+    replaced_by: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that looks like a save, and is not whole in its place. As text: why.
+
+    Attributes:
+        step: None where nothing tells it.
+        save_id: "" where nothing tells it.
+        kinds: In which kinds it might be resumed from, if it were whole.
+        meta: If it could be read.
+        hindrance: Set if it only cannot be read now (an I/O error, a permission, a later format; ``refused``: the
+            mirror does not accept these credentials for it), so that it may be whole.
+    """
+
+    why: str
+    step: int | None = None
+    save_id: str = ""
+    kinds: tuple[Kind, ...] = ("dcp", "model")
+    meta: Meta | None = None
+    hindrance: Hindrance = ""
+
+    def __str__(self) -> str:
+        return self.why
+
+    @classmethod
+    def of(cls, meta: Meta, why: str, hindrance: Hindrance = "") -> Problem:
+        """Return the problem of a save whose meta could be read."""
+        return cls(why, meta.step, meta.save_id, meta.kinds, meta, hindrance)
+
+
+def facts_of(meta: Meta) -> SaveFacts:
+    """Return what the lineage needs to know of a save."""
+    return SaveFacts(
+        save_id=meta.save_id,
+        attempt=meta.attempt.id,
+        number=meta.save_number,
+        step=meta.step,
+        kinds=meta.kinds,
+    )
 
 
 def candidates(
@@ -46,19 +126,170 @@ def candidates(
         CheckpointNotFound: The reference names nothing that is whole.
         UsageError: The reference is ambiguous.
     """
-    current = sorted(order.current.items(), key=lambda item: (-item[0][0], KIND_ORDER.index(item[0][1])))
-    wanted = [(kind, save) for (_, kind), save in current]
-    if isinstance(reference, int):
-        wanted = [(kind, save) for kind, save in wanted if save.step == reference]
+    if reference is None or reference == "latest":
+        wanted = _on_the_lineage(order)
+    elif isinstance(reference, int):
+        wanted = [one for one in _on_the_lineage(order) if one[1].step == reference]
         if not wanted:
             raise _missing_step(reference, order)
-    elif reference is not None and reference != "latest":
-        wanted = _by_id(reference, order)
+    else:
+        wanted = [(kind, save, "") for kind, save in _by_id(reference, order)]
     return [
-        Candidate(save, kind, tuple(places[(save.save_id, kind)]))
-        for kind, save in wanted
+        Candidate(save, kind, tuple(places[(save.save_id, kind)]), replaced_by)
+        for kind, save, replaced_by in wanted
         if places.get((save.save_id, kind))
     ]
+
+
+def _on_the_lineage(order: Lineage) -> list[tuple[Kind, SaveFacts, str]]:
+    """Every save of the lineage in each of its kinds, best first, with the id of the one that replaced it."""
+    attempts = {attempt.id: attempt.number for attempt in order.way}
+    saves = {save.save_id: save for save in (*order.current.values(), *order.replaced)}
+    found = []
+    for save in saves.values():
+        for kind in save.kinds:
+            stands = order.current[(save.step, kind)].save_id
+            age = (-attempts[save.attempt], -save.number, save.save_id)
+            rank = (-save.step, stands != save.save_id, KIND_ORDER.index(kind), age)
+            found.append((rank, (kind, save, "" if stands == save.save_id else stands)))
+    return [one for _, one in sorted(found, key=lambda item: item[0])]
+
+
+def need_every_mirror(found: Sequence[Candidate]) -> frozenset[str]:
+    """Return the save ids that may be continued from only if every required mirror answers.
+
+    The newest save that others hold need not be the newest there is. If the disk has it, this machine went on from
+    there before; a mirror that does not answer is then passed by. An emergency snapshot is on no mirror anyway.
+    """
+    here = {one.save.save_id for one in found if DISK in one.places}
+    first = [*found[:1], *[one for one in found if one.kind != "emergency"][:1]]
+    return frozenset(one.save.save_id for one in first) - here
+
+
+# -- what is not whole ---------------------------------------------------------------------------------------
+
+
+def first_in_line(
+    problems: Mapping[str, Problem], attempts: Sequence[Attempt], saves: Collection[SaveFacts]
+) -> dict[str, Problem]:
+    """Return the problems that could be a save of the lineage, with only the kinds in which they would count.
+
+    Left out is what would be superseded, or replaced by a whole save, even if it were whole.
+
+    Args:
+        problems: By name.
+        attempts: Those that count.
+        saves: The whole saves of all places together.
+    """
+    kept: dict[str, Problem] = {}
+    for name, problem in problems.items():
+        kinds = problem.kinds
+        if problem.meta is not None:
+            facts = facts_of(problem.meta)
+            others = [save for save in saves if save.save_id != facts.save_id]
+            current = lineage(attempts, [*others, facts]).current
+            kinds = tuple(kind for kind in kinds if current.get((facts.step, kind)) == facts)
+        if kinds:
+            kept[name] = Problem(
+                problem.why, problem.step, problem.save_id, kinds, problem.meta, hindrance=problem.hindrance
+            )
+    return kept
+
+
+def passed_by(candidate: Candidate | None, problems: Mapping[str, Problem]) -> dict[str, Problem]:
+    """Return those of the problems that would have been tried before ``candidate`` (None: step 0), were they whole."""
+    if candidate is None:
+        return dict(problems)
+    rank = KIND_ORDER.index(candidate.kind)
+    return {
+        name: problem
+        for name, problem in problems.items()
+        if problem.step is None
+        or problem.step > candidate.save.step
+        or (
+            problem.step == candidate.save.step
+            and (candidate.replaced_by or min(KIND_ORDER.index(kind) for kind in problem.kinds) <= rank)
+        )
+    }
+
+
+def check_passed_by(passed: Mapping[str, Problem], silent_required: Mapping[str, str]) -> None:
+    """Check that going back past these problems cannot lose training.
+
+    Args:
+        passed: What :func:`passed_by` returned.
+        silent_required: Required mirrors that did not answer, with the reason.
+
+    Raises:
+        Temporary: One of them cannot be read now, so it may be whole.
+        NotAuthorised: The same, and a mirror does not accept the credentials.
+        StoreTemporary: A mirror that does not answer may hold one of them.
+    """
+    for name, problem in passed.items():
+        if problem.hindrance:
+            raise not_readable(name, problem.why, problem.hindrance)
+    for name, problem in passed.items():
+        if silent_required and problem.kinds != ("emergency",):  # those are on no mirror
+            silent = "; ".join(f"{url} does not answer ({reason})" for url, reason in silent_required.items())
+            raise StoreTemporary(
+                f"{name} is not whole ({problem.why}), and may be there: {silent}.",
+                hint="Start again when it answers, or name an older save with policy=<step>.",
+            )
+
+
+def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Temporary | NotAuthorised:
+    """Return the error for something that may be whole when it can be read."""
+    kind = NotAuthorised if hindrance == "refused" else Temporary
+    return kind(
+        f"{what} cannot be read now: {why}. It may be whole, and training would be set back from it.",
+        hint="Mend what keeps it from being read, or go back on purpose with policy=<step>.",
+    )
+
+
+def strangers(order: Lineage, known: Iterable[Attempt]) -> list[SaveFacts]:
+    """Return the whole saves of attempts that no list tells of: a list was lost, or an older one was restored."""
+    told = {attempt.id for attempt in known if attempt.decided}
+    return [save for save in (*order.superseded, *order.unknown) if save.attempt not in told]
+
+
+def unexplained(
+    listed: Iterable[str], metas: Iterable[Meta], tombstones: Iterable[Tombstone] = ()
+) -> dict[str, Problem]:
+    """Find the files of saves that no meta tells of, one problem for each save that they seem to be of.
+
+    Args:
+        listed: Names in a root or on a mirror.
+        metas: All that could be read, of whole saves or not, in any place.
+        tombstones: What retention removed; its files go later.
+    """
+    explained: dict[str, set[str]] = {}
+    for meta in metas:
+        for top in {artifact.path.partition("/")[0] for artifact in meta.artifacts}:
+            explained.setdefault(names.untagged(top), set()).add(meta.save_id[:8])
+    of_metas = set().union(*explained.values())
+    removed = {(stone.step, tag) for stone in tombstones for tag in ("", stone.save_id[:8])}
+    groups: dict[tuple[int | None, str], list[str]] = {}
+    for name in sorted({name if name.startswith("parts/") else name.partition("/")[0] for name in listed}):
+        parsed = names.parse_name(name)
+        if parsed is None or (parsed.step, parsed.tag) in removed:
+            continue
+        if parsed.role in _OF_OLDER_LAYOUTS:
+            groups[(None, name)] = [name]
+        elif parsed.role in _PARTS_OF_SAVES:
+            owners = of_metas if parsed.role == "part" else explained.get(names.untagged(name), set())
+            if not owners or (parsed.tag and parsed.tag not in owners):
+                groups.setdefault((parsed.step, parsed.tag), []).append(name)
+    return {found[0]: _loose(step, found) for (step, _), found in groups.items()}
+
+
+def _loose(step: int | None, found: Sequence[str]) -> Problem:
+    if step is None:
+        return Problem("of an older layout, which is never resumed from")
+    more = f" (nor {len(found) - 1} more of step {step})" if len(found) > 1 else ""
+    return Problem(f"no valid meta names it{more}", step)
+
+
+# -- what a person asks for ----------------------------------------------------------------------------------
 
 
 def _by_id(reference: str, order: Lineage) -> list[tuple[Kind, SaveFacts]]:
@@ -89,7 +320,10 @@ def _missing_step(step: int, order: Lineage) -> CheckpointNotFound:
     return CheckpointNotFound(f"There is no save of step {step}. {there_is}")
 
 
-def check_scratch(order: Lineage, problems: Mapping[str, str]) -> None:
+# -- step 0 --------------------------------------------------------------------------------------------------
+
+
+def check_scratch(order: Lineage, problems: Mapping[str, object]) -> None:
     """Check that a start over, which a person asked for without force, leaves no training behind.
 
     Raises:
@@ -112,7 +346,7 @@ def check_fresh_start(
     decided_scratch: bool,
     continued_from: int | None,
     silent_required: Collection[str],
-    problems: Mapping[str, str],
+    problems: Mapping[str, object],
 ) -> None:
     """Check that nothing can be resumed because there is nothing, not because it cannot be seen.
 
@@ -122,7 +356,7 @@ def check_fresh_start(
         continued_from: The step that the newest decided attempt continued from: then there was a save. None if it
             started from scratch, or if there is no attempt.
         silent_required: Required mirrors that did not answer.
-        problems: Everything that looks like a save and is not whole, with the reason.
+        problems: Everything that looks like a save and cannot be resumed from, with the reason.
 
     Raises:
         StoreTemporary: A required mirror did not answer.

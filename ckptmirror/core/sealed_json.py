@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-from ckptmirror.core.errors import BrokenMeta
+from ckptmirror.core.errors import BrokenMeta, NewerFormat
 
 __all__ = ["LIMIT_BYTES", "MAX_DEPTH", "VERSION", "check_plain", "open_sealed", "printable", "seal"]
 
@@ -57,9 +57,9 @@ def open_sealed(data: bytes, format_names: Collection[str]) -> dict[str, Any]:
         raise BrokenMeta(f"format is {_short(found)}, not {' or '.join(sorted(format_names))}.")
     version = document.pop("version", None)
     if type(version) is not int or version != VERSION:
-        raise BrokenMeta(
-            f"version is {_short(version)}; this ckptmirror reads version {VERSION}.",
-            hint="If a newer ckptmirror wrote it, use that one.",
+        newer = type(version) is int and version > VERSION
+        raise (NewerFormat if newer else BrokenMeta)(
+            f"version is {_short(version)}; this ckptmirror reads version {VERSION}."
         )
     checksum = document.pop("checksum", None)
     for key, value in document.items():

@@ -15,12 +15,20 @@ from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_or_tombstone_from_bytes
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError, NotAuthorised, ObjectNotFound, StorePermanent
-from ckptmirror.core.lineage import Lineage, SaveFacts, attempts_of_metas, lineage
+from ckptmirror.core.errors import (
+    CkptMirrorError,
+    IntegrityError,
+    NewerFormat,
+    NotAuthorised,
+    ObjectNotFound,
+    StorePermanent,
+)
+from ckptmirror.core.lineage import Lineage, attempts_of_metas, lineage
 from ckptmirror.core.model import AttemptList, Kind, Meta, Tombstone
-from ckptmirror.flow.claim import read_local_attempts, read_mirror_attempts
+from ckptmirror.core.resumption import Hindrance, Problem, facts_of
+from ckptmirror.flow.attempts import read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.inventory import Item, read_inventory
 from ckptmirror.stores.base import ObjectInfo, Store
 
 __all__ = [
@@ -54,15 +62,17 @@ class Catalog:
         place: A root's path or a mirror's URL, for messages.
         attempts: The place's own list; empty if it has none.
         saves: Whole saves by save id.
-        problems: ``name -> reason`` for metas that are broken and saves that are incomplete.
+        problems: Metas that are broken and saves that are incomplete, by name (on a disk: by path).
         tombstones: Saves that retention removed, by save id.
+        others: Names that no meta of the place explains; of a disk those that look like a save's, of a mirror all.
     """
 
     place: str
     attempts: AttemptList | None
     saves: Mapping[str, Meta]
-    problems: Mapping[str, str] = field(default_factory=dict)
+    problems: Mapping[str, Problem] = field(default_factory=dict)
     tombstones: Mapping[str, Tombstone] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
 
     def lineage(self, attempts: AttemptList | None = None) -> Lineage:
         """Order the saves, by the place's own attempts unless others are given."""
@@ -71,24 +81,26 @@ class Catalog:
         return lineage(decided, [facts_of(meta) for meta in self.saves.values()])
 
 
-def facts_of(meta: Meta) -> SaveFacts:
-    """Return what the lineage needs to know of a save."""
-    return SaveFacts(
-        save_id=meta.save_id,
-        attempt=meta.attempt.id,
-        number=meta.save_number,
-        step=meta.step,
-        kinds=meta.kinds,
-    )
-
-
 def local_catalog(root: Path) -> Catalog:
     """List the root's saves; reads names, metas and sizes only."""
     inventory = read_inventory(root)
-    problems = {str(item.path): item.why for item in inventory.broken}
-    problems |= {str(save.meta_path): save.why for save in inventory.incomplete}
+    problems = {str(item.path): _problem_of_item(root, item) for item in inventory.broken}
+    problems |= {
+        str(save.meta_path): Problem.of(save.meta, save.why, "unreadable" if save.unreadable else "")
+        for save in inventory.incomplete
+    }
     saves = {save.meta.save_id: save.meta for save in inventory.saves}
-    return Catalog(str(root), read_local_attempts(root), saves, problems)
+    others = [item.path.name for item in inventory.foreign if item.loose] + [path.name for path in inventory.legacy]
+    return Catalog(str(root), read_local_attempts(root), saves, problems, others=tuple(others))
+
+
+def _problem_of_item(root: Path, item: Item) -> Problem:
+    parsed = names.parse_name(item.path.relative_to(root).parts[0])
+    step = parsed.step if parsed is not None else None
+    hindrance: Hindrance = "unreadable" if item.unreadable else ""
+    if parsed is not None and parsed.role == "emergency":
+        return Problem(item.why, step, kinds=("emergency",), hindrance=hindrance)
+    return Problem(item.why, step, hindrance=hindrance)
 
 
 def mirror_catalog(mirror: Mirror, *, step: int | None = None, with_attempts: bool = True) -> Catalog:
@@ -110,7 +122,7 @@ def mirror_catalog(mirror: Mirror, *, step: int | None = None, with_attempts: bo
     if step is not None:
         metas = [name for name in metas if _step_of(name) == step]
     saves: dict[str, Meta] = {}
-    problems: dict[str, str] = {}
+    problems: dict[str, Problem] = {}
     tombstones: dict[str, Tombstone] = {}
     answers = _read_metas(mirror.store, metas)
     found = [(name, meta) for name, meta in zip(metas, answers, strict=True) if isinstance(meta, Meta)]
@@ -118,18 +130,27 @@ def mirror_catalog(mirror: Mirror, *, step: int | None = None, with_attempts: bo
         if isinstance(answer, Tombstone):
             tombstones[answer.save_id] = answer
         elif isinstance(answer, CkptMirrorError):
-            problems[name] = str(answer)
+            problems[name] = Problem(str(answer), _step_of(name), hindrance=_hindrance(answer))
+    others = tuple(listed)
     if step is not None:
         listed = _objects_of(mirror.store, [meta for _, meta in found])
     for name, meta in found:
         missing = first_missing(meta, listed) if meta.is_whole else "it names one node's part of the save only"
         if missing is not None:
-            problems[name] = missing
+            problems[name] = Problem.of(meta, missing)
         elif meta.save_id in saves:
-            problems[name] = f"a second meta of save {meta.save_id[:8]}"
+            problems[name] = Problem.of(meta, f"a second meta of save {meta.save_id[:8]}")
         else:
             saves[meta.save_id] = meta
-    return Catalog(mirror.url, attempts, saves, problems, tombstones)
+    return Catalog(mirror.url, attempts, saves, problems, tombstones, others)
+
+
+def _hindrance(error: CkptMirrorError) -> Hindrance:
+    """Whether a meta that could not be read may be sound, and why it was not."""
+    if isinstance(error, NotAuthorised):
+        return "refused"
+    unreadable = isinstance(error, NewerFormat | StorePermanent) and not isinstance(error, ObjectNotFound)
+    return "unreadable" if unreadable else ""
 
 
 def read_mirror_meta(store: Store, name: str) -> tuple[Meta | Tombstone, ObjectInfo]:
@@ -208,20 +229,11 @@ def _meta_or_reason(store: Store, name: str) -> Meta | Tombstone | CkptMirrorErr
         return error
 
 
-def rebuild_attempts(root: Path | None, mirrors: Sequence[Mirror]) -> AttemptList | None:
-    """Rebuild a lost list of attempts from the metas, which carry their attempt; None if there are no metas.
-
-    Args:
-        root: A root whose list is lost, if it is.
-        mirrors: Those without a list.
+def rebuild_attempts(mirrors: Sequence[Mirror]) -> AttemptList | None:
+    """Rebuild the list of mirrors that lost it from their metas, which carry their attempt; None if there are none.
 
     Raises:
         LineageError: The metas belong to several runs.
     """
-    metas: list[Meta] = []
-    if root is not None:
-        inventory = read_inventory(root)
-        metas += [save.meta for save in (*inventory.saves, *inventory.incomplete)]
-    for mirror in mirrors:
-        metas += mirror_catalog(mirror, with_attempts=False).saves.values()
-    return attempts_of_metas(metas)
+    catalogs = [mirror_catalog(mirror, with_attempts=False) for mirror in mirrors]
+    return attempts_of_metas(meta for catalog in catalogs for meta in catalog.saves.values())

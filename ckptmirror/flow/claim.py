@@ -5,90 +5,49 @@ The list lies in ``.ckptmirror/attempts.json`` of the root and in ``writer.json`
 Rules:
 * Lists only grow. Every write carries the generation that was read; a lost race is read again, a bounded number of
   times.
-* An attempt is added *undecided* to each mirror that answers before anything is listed, voted or loaded; its parent is
-  written when that is known. Undecided attempts do not count in the lineage.
+* An attempt is added *undecided* to the root's own list, then to each mirror that answers, before anything is listed,
+  voted or loaded; its parent is written when that is known, here first. Undecided attempts do not count in the lineage.
+* Until it is decided the root's list gains nothing but this attempt: what it did not know is how a branch that ran
+  apart is told from the mirrors' (``core.lineage.join_lists``).
 * Whoever meets an attempt that it did not know when it claimed is fenced, for good.
 * A mirror that was down is claimed later, before anything is uploaded there.
-* A list that is lost is rebuilt from the metas of its place. Where nothing at all is known, a new run begins only if
-  every required mirror answered: otherwise an outage would start a second run beside the first.
+* A list that is lost is rebuilt from the metas of its place, before anything is written there; an old one of the root
+  is completed from the metas of what was saved there. One of a later version is never taken for lost.
+* Where nothing at all is known, a new run begins only if every required mirror answered: otherwise an outage would
+  start a second run beside the first.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
+from ckptmirror.core.codec import attempts_to_bytes
 from ckptmirror.core.errors import (
     AttemptFenced,
-    BrokenMeta,
     CkptMirrorError,
     ConfigError,
     LineageError,
     NotAuthorised,
-    ObjectNotFound,
     PreconditionFailed,
     StorePermanent,
     Temporary,
 )
-from ckptmirror.core.lineage import join_lists, merge_attempts, next_number, told_by_drain
+from ckptmirror.core.lineage import merge_attempts, next_number, told_by_drain
 from ckptmirror.core.model import Attempt, AttemptList, SaveRef, new_id
+from ckptmirror.flow.attempts import attempts_here, check_run, join, not_one_run, read_mirror_attempts
+from ckptmirror.flow.catalog import rebuild_attempts
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local import files
-from ckptmirror.local.checksums import crc32c
 
-__all__ = ["RunClaim", "publish_attempts", "read_local_attempts", "read_mirror_attempts"]
+__all__ = ["RunClaim", "publish_attempts"]
 
-_LIST_LIMIT_BYTES = 16 * 1024 * 1024
 _RACES_LIMIT = 20
 _log = logging.getLogger("ckptmirror.claim")
-
-
-def read_local_attempts(root: Path) -> AttemptList | None:
-    """Read the root's list of attempts; None if there is none.
-
-    Raises:
-        BrokenMeta: The list cannot be trusted.
-    """
-    try:
-        data = files.read_limited(root / names.ATTEMPTS_NAME, _LIST_LIMIT_BYTES)
-    except FileNotFoundError:
-        return None
-    return attempts_from_bytes(data)
-
-
-def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[AttemptList | None, int]:
-    """Read a mirror's list of attempts and its generation; ``(None, 0)`` if there is none.
-
-    Args:
-        mirror: Whose list.
-        mend: A list that cannot be trusted counts as lost, to be rebuilt and replaced at its generation. Only a new
-            start may do that: a running attempt would drop a newer one from the list, and so escape being fenced.
-
-    Raises:
-        BrokenMeta: The list cannot be trusted.
-        StoreTemporary: The mirror does not answer.
-    """
-    try:
-        data, info = mirror.store.read(names.WRITER_NAME, limit_bytes=_LIST_LIMIT_BYTES)
-    except ObjectNotFound:
-        return None, 0
-    if info.crc32c is not None and crc32c(data) != info.crc32c:  # broken on its way here: nothing to mend there
-        raise Temporary(f"{mirror.url}/{names.WRITER_NAME} arrived broken.")
-    try:
-        return attempts_from_bytes(data), info.generation
-    except BrokenMeta as error:
-        if not mend:
-            raise BrokenMeta(
-                f"{mirror.url}/{names.WRITER_NAME} is broken: {error}",
-                hint="The next start of the trainer rebuilds it.",
-            ) from error
-        _log.error("%s/%s is broken and is rebuilt: %s", mirror.url, names.WRITER_NAME, error)
-        return None, info.generation
 
 
 class _MetUnknownAttempt(Exception):
@@ -114,6 +73,7 @@ class RunClaim:
         self.apart: frozenset[str] = frozenset()
         self.unclaimed: dict[str, str] = {}
         self.fenced: str | None = None
+        self._listed_here = AttemptList(known.run_id)  # what the root listed before this attempt
         self._lock = threading.Lock()
         self._mirror_locks: dict[str, threading.Lock] = {}
 
@@ -132,16 +92,10 @@ class RunClaim:
         return AttemptList(self.run_id, (*kept, self.attempt))
 
     @classmethod
-    def make(
-        cls,
-        root: Path,
-        mirrors: Sequence[Mirror],
-        rebuild: Callable[[Path | None, Sequence[Mirror]], AttemptList | None],
-    ) -> RunClaim:
+    def make(cls, root: Path, mirrors: Sequence[Mirror]) -> RunClaim:
         """Claim the run: read all lists, then add an undecided attempt to each mirror that answers, in order.
 
-        The caller holds the root lock. If no mirror answers, the local list alone serves. ``rebuild`` is given the
-        places whose lists are lost.
+        The caller holds the root lock. If no mirror answers, the local list alone serves.
 
         Raises:
             ConfigError: A mirror belongs to another run.
@@ -150,25 +104,30 @@ class RunClaim:
             AttemptFenced: Another attempt claims the same run at the same time, and is newer.
         """
         for _ in range(_RACES_LIMIT):
-            claim = cls._read(root, mirrors, rebuild)
+            claim = cls._read(root, mirrors)
+            begins_run = not claim.known.attempts  # then another may win the race to begin it, and to name it
+            if not begins_run:
+                claim._write_undecided()
             try:
                 claim._announce_first(mirrors)
-            except _MetUnknownAttempt:
-                continue  # lost the race for the first mirror: nothing of ours stands anywhere yet
-            return claim  # the root's own list is written when it is decided
+            except _MetUnknownAttempt:  # lost the race for the first mirror: nothing of ours stands on any yet
+                if not begins_run:
+                    claim._write(claim._listed_here)
+                continue
+            if begins_run:
+                claim._write_undecided()
+            return claim
         raise AttemptFenced("Other attempts of this run keep starting at the same time.")
 
     @classmethod
-    def _read(
-        cls,
-        root: Path,
-        mirrors: Sequence[Mirror],
-        rebuild: Callable[[Path | None, Sequence[Mirror]], AttemptList | None],
-    ) -> RunClaim:
+    def _read(cls, root: Path, mirrors: Sequence[Mirror]) -> RunClaim:
         lists: list[AttemptList] = []
         silent: dict[str, CkptMirrorError] = {}
         without: list[Mirror] = []
-        local, broken = _read_local_or_reason(root)
+        try:
+            local, broken = attempts_here(root)
+        except LineageError as error:
+            raise not_one_run(root, error) from error
         for mirror in mirrors:
             try:
                 there, _ = read_mirror_attempts(mirror, mend=True)
@@ -183,20 +142,16 @@ class RunClaim:
             if there is None:
                 without.append(mirror)
             else:
-                _check_run(mirror, there, [*filter(None, [local]), *lists], root)
+                check_run(mirror, there, [*filter(None, [local]), *lists], root)
                 lists.append(there)
         if broken is not None and not lists:
             raise broken
         try:
-            known, apart = _join(local, merge_attempts(*lists) if lists else None, root)
-            rebuilt = [rebuild(root if local is None else None, without)] if without or local is None else []
-            found = [one for one in (known, *rebuilt) if one is not None]
-            known = merge_attempts(*found) if found else None
+            rebuilt = rebuild_attempts(without) if without else None
+            lists += [rebuilt] if rebuilt is not None else []
+            known, apart = join(local, merge_attempts(*lists) if lists else None, root)
         except LineageError as error:
-            raise ConfigError(
-                f"{root} and its mirrors do not tell of one run: {error}",
-                hint="Give each run a root and a mirror prefix of its own.",
-            ) from error
+            raise not_one_run(root, error) from error
         if known is None:
             for mirror in mirrors:
                 if mirror.required and mirror.url in silent:
@@ -204,8 +159,7 @@ class RunClaim:
             known = AttemptList(new_id())
         claim = cls(root, known, Attempt(new_id(), next_number(known), None, decided=False))
         claim.apart = apart
-        if broken is not None:
-            claim._write_local()  # nothing that could be read stands there
+        claim._listed_here = local or AttemptList(known.run_id)
         claim.unclaimed = {url: str(error) for url, error in silent.items()}
         return claim
 
@@ -217,8 +171,8 @@ class RunClaim:
             try:
                 self._announce(mirror, mend=True)
                 announced = True
-            except (Temporary, NotAuthorised) as error:
-                self.unclaimed[mirror.url] = str(error)
+            except (Temporary, NotAuthorised, StorePermanent) as error:
+                self._pass_by(mirror, error)
             except _MetUnknownAttempt as met:
                 if announced:
                     raise self._fence(met) from None
@@ -229,22 +183,33 @@ class RunClaim:
                 raise _MetUnknownAttempt(mirror, ()) from None  # lost the race to begin the run: read its lists
 
     def decide(self, parent: SaveRef | None, mirrors: Sequence[Mirror]) -> None:
-        """Record where this attempt starts from, on each mirror that answers and locally.
+        """Record where this attempt starts from, in the root and then on each mirror that answers.
 
         A mirror that does not answer, now or when the run was claimed, is told before the next upload there.
 
         Raises:
-            AttemptFenced: A newer attempt was met.
+            AttemptFenced: A newer attempt was met. This one is as undecided as before then.
         """
+        undecided = self.attempt
         self.attempt = replace(self.attempt, parent=parent, decided=True)
+        self._write(self.attempts)
         for mirror in mirrors:
             if mirror.url in self.unclaimed:
                 continue
             try:
                 self.confirm(mirror)
-            except (Temporary, NotAuthorised) as error:
-                self.unclaimed[mirror.url] = str(error)
-        self._write_local()
+            except AttemptFenced:
+                self.attempt = undecided
+                self._write_undecided()
+                raise
+            except (Temporary, NotAuthorised, StorePermanent) as error:
+                self._pass_by(mirror, error)
+
+    def _pass_by(self, mirror: Mirror, error: CkptMirrorError) -> None:
+        """Leave a mirror to be claimed later: one that is required may only be silent."""
+        if mirror.required and isinstance(error, StorePermanent):
+            raise error
+        self.unclaimed[mirror.url] = str(error)
 
     def confirm(self, mirror: Mirror) -> None:
         """Ask the mirror whether this attempt is still the newest, and claim it there if that was not done yet.
@@ -278,14 +243,15 @@ class RunClaim:
         """Make the mirror's list hold everything known and this attempt as it stands."""
         known_ids = {attempt.id for attempt in (*self.known.attempts, self.attempt)}
         for _ in range(_RACES_LIMIT):
-            there, generation = read_mirror_attempts(mirror, mend=mend)
+            listed, generation = read_mirror_attempts(mirror, mend=mend)
+            there = listed if listed is not None else rebuild_attempts([mirror])
             if there is not None:
-                _check_run(mirror, there, [self.known], self.root)
+                check_run(mirror, there, [self.known], self.root)
             unknown = [a for a in there.attempts if a.id not in known_ids] if there else []
             if unknown:
                 raise _MetUnknownAttempt(mirror, unknown)
             wanted = merge_attempts(there, self.attempts) if there else self.attempts
-            if there is not None and attempts_to_bytes(there) == attempts_to_bytes(wanted):
+            if listed is not None and attempts_to_bytes(listed) == attempts_to_bytes(wanted):
                 return
             try:
                 mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
@@ -294,72 +260,41 @@ class RunClaim:
             return
         raise Temporary(f"{mirror.url}/{names.WRITER_NAME} keeps changing.")
 
-    def _write_local(self) -> None:
+    def _write_undecided(self) -> None:
+        self._write(merge_attempts(self._listed_here, AttemptList(self.run_id, (self.attempt,))))
+
+    def _write(self, attempts: AttemptList) -> None:
         path = self.root / names.ATTEMPTS_NAME
-        data = attempts_to_bytes(self.attempts)
-        files.write_bytes(path, data, save_id=self.attempt.id, replace=True)
-
-
-def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | None]:
-    try:
-        return read_local_attempts(root), None
-    except BrokenMeta as error:
-        path = root / names.ATTEMPTS_NAME
-        _log.error("%s is broken (%s): what the mirrors list is used instead", path, error)
-        return None, BrokenMeta(
-            f"{path} is broken, and no mirror has a list: {error}",
-            hint="Move it away, and the list is rebuilt from the saves; a rewind that nothing was saved after is lost.",
-        )
-
-
-def _join(
-    on_disk: AttemptList | None, on_mirrors: AttemptList | None, root: Path
-) -> tuple[AttemptList | None, frozenset[str]]:
-    if on_disk is None or on_mirrors is None:
-        return on_disk or on_mirrors, frozenset()
-    known, apart = join_lists(on_disk, on_mirrors)
-    for attempt in known.attempts:
-        if attempt.id in apart:
-            _log.error(
-                "attempt %d (%s) ran from %s while the mirrors were out of reach, and the run went on without it: its "
-                "saves are superseded. `ckptmirror ls %s` lists them; each can be resumed by its save id.",
-                attempt.number,
-                attempt.id[:8],
-                root,
-                root,
-            )
-    return known, apart
-
-
-def _check_run(mirror: Mirror, there: AttemptList, others: Sequence[AttemptList], root: Path) -> None:
-    for other in others:
-        if other.run_id != there.run_id:
-            raise ConfigError(
-                f"{mirror.url} holds run {there.run_id[:8]}, but {root} or an earlier mirror holds run "
-                f"{other.run_id[:8]}.",
-                hint="Give each run a root and a mirror prefix of its own.",
-            )
+        files.write_bytes(path, attempts_to_bytes(attempts), save_id=new_id(), replace=True)
 
 
 def publish_attempts(root: Path, mirror: Mirror) -> None:
-    """Tell the mirror of the decided attempts that the root lists, unless a start unknown to the root was there.
+    """Tell the mirror of the root's decided attempts, unless it went on without them (``told_by_drain``).
 
     For a drain, which is no attempt itself.
 
     Raises:
         StoreTemporary: The mirror does not answer.
-        ConfigError: The mirror belongs to another run.
+        ConfigError: The mirror belongs to another run, or saves of several runs lie in the root.
     """
-    local = read_local_attempts(root)
-    if local is None:
-        return
+    try:
+        local, _ = attempts_here(root)
+        if local is None:
+            return
+        _publish(root, local, mirror)
+    except LineageError as error:
+        raise not_one_run(root, error) from error
+
+
+def _publish(root: Path, local: AttemptList, mirror: Mirror) -> None:
     for _ in range(_RACES_LIMIT):
-        there, generation = read_mirror_attempts(mirror)
+        listed, generation = read_mirror_attempts(mirror)
+        there = listed if listed is not None else rebuild_attempts([mirror])
         if there is not None:
-            _check_run(mirror, there, [local], root)
-            _join(local, there, root)  # says which attempts ran apart
+            check_run(mirror, there, [local], root)
+            join(local, there, root)  # says which attempts ran apart
         wanted = told_by_drain(local, there or AttemptList(local.run_id))
-        if there is not None and attempts_to_bytes(there) == attempts_to_bytes(wanted):
+        if listed is not None and attempts_to_bytes(listed) == attempts_to_bytes(wanted):
             return
         try:
             mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)

@@ -5,7 +5,7 @@ Rules:
   that comes in, stays where it is, and the other names are used.
 * What a crash left between publishing and the meta is recognised by its checksums and taken over, not fetched again.
 * A meta in the trash condemns the files that it names, unless a meta that stands names them too: so a replacement that
-  was cut short is finished by the next call.
+  was cut short is finished by the next call. A file of another size is not what it named, and stays.
 * In a training root only metas of the very save that is staged condemn anything: another save is rotation's to delete.
 * All names of one save have the same tag.
 """
@@ -94,7 +94,7 @@ class Destination:
         valid = [*inventory.saves, *inventory.incomplete]
         self.saves: list[LocalSave] = [save for save in valid if save.meta.step == step]
         standing = {name for save in valid for name in self.names_of(save)}
-        self.condemned = {name: below for name, below in self._named_by_trash().items() if name not in standing}
+        self.condemned = {name: below for name, below in self._named_by_trash() if name not in standing}
 
     def names_of(self, save: LocalSave) -> list[str]:
         """Return the names directly below the root that a save occupies."""
@@ -123,18 +123,22 @@ class Destination:
                 yield meta
 
     def interrupted(self, save_id: str) -> Meta | None:
-        """Return the meta of a staged save that was to be written anew when a call was cut short."""
-        mine = [meta for meta in self.trashed_metas() if meta.save_id == save_id and meta.staged_from is not None]
+        """Return the meta of this very save that lies in the trash: what it names, the save holds here.
+
+        It was to be written anew under another name when a call was cut short, or a rotation was.
+        """
+        mine = [meta for meta in self.trashed_metas() if meta.save_id == save_id]
         return max(mine, key=lambda meta: len(meta.artifacts)) if mine else None
 
-    def _named_by_trash(self) -> dict[str, set[str]]:
-        named: dict[str, set[str]] = {}
+    def _named_by_trash(self) -> Iterator[tuple[str, set[str]]]:
+        named: dict[str, list[Artifact]] = {}
         for meta in self.trashed_metas():
-            if self._replaces not in (None, meta.save_id):
-                continue
-            for top, artifacts in by_top(meta.artifacts).items():
-                named.setdefault(top, set()).update(_below(artifacts))
-        return named
+            if self._replaces in (None, meta.save_id):
+                for artifact in meta.artifacts:
+                    named.setdefault(artifact.path.partition("/")[0], []).append(artifact)
+        for name, artifacts in named.items():
+            if (self.root / name).is_dir() or any(self.has_sizes(name, [artifact]) for artifact in artifacts):
+                yield name, _below(artifacts)
 
     # -- names ----------------------------------------------------------------------------------------------
 

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import CheckpointNotFound, ConfigError, NoTable, RootLocked
+from ckptmirror.core.errors import CheckpointNotFound, ConfigError, NoTable, RootLocked, Temporary
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.claim import publish_attempts
+from ckptmirror.flow.destination import is_training_root
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.settled import open_files, open_saves
-from ckptmirror.flow.status import table_path
+from ckptmirror.flow.table_place import note_place, table_path
 from ckptmirror.flow.workers import UploadWorkers, free_dead_workers, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
@@ -35,6 +36,8 @@ __all__ = ["DrainReport", "Drained", "drain", "push"]
 _STOP_S = 30.0
 _STOP_AT_ONCE_S = 1.0
 _REFUSALS_LIMIT = 2
+_PART = "only a part of the save is here, and a mirror gets all of it or nothing"
+_WHOLE_HINT = "Stage every kind of the step with --full first, or push from where it was saved."
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class DrainReport:
 
     Attributes:
         pending: Files that could still become verified, and files that have no sound record.
-        failed: ``mirror: path: reason`` of each file that failed for good.
+        failed: ``mirror: path: reason`` of each file that failed for good, and what can be uploaded no more.
         refused: Mirrors that do not accept the credentials, with what they said.
     """
 
@@ -86,6 +89,11 @@ def drain(
     """
     table = _open(root, state_dir)
     try:
+        if not table.knows_mirrors():
+            raise Temporary(
+                f"The table of {root} was just made and does not know the mirrors yet.",
+                hint="Start the trainer, which tells it, or name the mirror with `ckptmirror push`.",
+            )
         specs = [MirrorSpec(row.url, row.required) for row in table.mirrors()]
         wanted = {spec.url for spec in mirror_specs(only)}
         if unknown := wanted - {spec.url for spec in specs}:
@@ -94,10 +102,11 @@ def drain(
             )
         mirrors = open_mirrors((spec for spec in specs if not wanted or spec.url in wanted), root, table)
         try:
-            _reconcile_if_free(root, table, specs, mirrors)
+            gone = _reconcile_if_free(root, table, specs, mirrors)
             if retry:
                 table.retry_failed()
-            return _run(root, table, mirrors, timeout_s, bus or events.EventBus(), on_progress)
+            report = _run(root, table, mirrors, timeout_s, bus or events.EventBus(), on_progress)
+            return replace(report, failed=(*report.failed, *gone))
         finally:
             close_mirrors(mirrors)
     finally:
@@ -127,24 +136,31 @@ def push(
         ConfigError: It holds another run.
     """
     (spec,) = mirror_specs([mirror])
-    metas = [meta for meta in local_catalog(root).saves.values() if step is None or meta.step == step]
+    found = [meta for meta in local_catalog(root).saves.values() if step is None or meta.step == step]
+    metas = [meta for meta in found if not meta.partial or meta.staged_from == spec.url]
     if not metas:
-        raise CheckpointNotFound(f"{root} holds no whole save" + (f" of step {step}." if step is not None else "."))
+        of_step = f" of step {step}" if step is not None else ""
+        some = "only a part of a save" if found else "no whole save"
+        raise CheckpointNotFound(f"{root} holds {some}{of_step}.", hint=_WHOLE_HINT)
     _ask(root, spec, table_path(root, state_dir))
     files.make_dirs(table_path(root, state_dir).parent)
     table = UploadsTable.open(table_path(root, state_dir), create=True)
     try:
         table.check_root(root)
+        note_place(root, table_path(root, state_dir))
         known = [(row.url, row.required) for row in table.mirrors()]
         if spec.url not in [url for url, _ in known]:
-            table.set_mirrors([*known, (spec.url, False if known else spec.required)])
+            is_only_word = not known and not is_training_root(root)  # else what is required is the trainer's to say
+            table.set_mirrors([*known, (spec.url, is_only_word)])
         add_missing_records(table, [spec], metas)
         table.retry_failed(mirror=spec.url)
         mirrors = open_mirrors([spec], root, table)
         try:
             # No reconcile: it would give every other save a record too, and only these were asked for.
             ids = [meta.save_id for meta in metas]
-            return _run(root, table, mirrors, timeout_s, bus or events.EventBus(), on_progress, ids)
+            report = _run(root, table, mirrors, timeout_s, bus or events.EventBus(), on_progress, ids)
+            parts = [f"{spec.url}: step {meta.step}: {_PART}" for meta in found if meta not in metas]
+            return replace(report, failed=(*report.failed, *parts))
         finally:
             close_mirrors(mirrors)
     finally:
@@ -157,6 +173,7 @@ def _ask(root: Path, spec: MirrorSpec, path: Path) -> None:
         table = opened.enter_context(UploadsTable.open(path)) if path.exists() else None
         mirrors = open_mirrors([spec], root, table)
         opened.callback(close_mirrors, mirrors)
+        mirrors[0].store.identity()  # the first contact, at which a directory is made
         publish_attempts(root, mirrors[0])
 
 
@@ -173,17 +190,21 @@ def _open(root: Path, state_dir: Path | None) -> UploadsTable:
     return table
 
 
-def _reconcile_if_free(root: Path, table: UploadsTable, specs: Sequence[MirrorSpec], mirrors: Sequence[Mirror]) -> None:
+def _reconcile_if_free(
+    root: Path, table: UploadsTable, specs: Sequence[MirrorSpec], mirrors: Sequence[Mirror]
+) -> list[str]:
+    """Say which saves were removed before they were uploaded: nobody can upload them any more."""
     lock = RootLock(root)
     try:
         lock.acquire({"verb": "drain"})
     except RootLocked:
-        return  # a live trainer looks after its root itself
+        return []  # a live trainer looks after its root itself
     try:
-        reconcile(root, table, specs)
+        done = reconcile(root, table, specs)
     finally:
         lock.release()  # before mirrors are asked, which may take its time: a trainer that starts need not wait for it
     carry_on(root, table, mirrors)
+    return [f"step {step} (save {save_id[:8]}): {reason}" for step, save_id, reason in done.gone]
 
 
 def _run(

@@ -42,6 +42,7 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._observed = False
         self._mirrored: Callable[[str, float], bool] | None = None
+        self._untaken = threading.Lock()
 
     def done(self, phase: Phase = "committed") -> bool:
         """Say whether the phase is reached; False while it is not, and for ever if the save failed before it."""
@@ -92,6 +93,14 @@ class SaveHandle:
         """Set the function that waits up to so many seconds for a save id to be verified on every required mirror."""
         self._mirrored = ask
 
+    def take(self) -> bool:
+        """Take it on oneself to end this save; True for the first caller alone."""
+        return self._untaken.acquire(blocking=False)
+
+    def copied(self) -> None:
+        """Note that the host copy is made. Takes no lock: nobody has this handle yet, and an interrupt may come."""
+        self._reached = max(self._reached, _PHASES.index("copied"))
+
     def reach(self, phase: Phase) -> None:
         """Note that the phase is reached."""
         with self._state:
@@ -120,6 +129,11 @@ class SaveHandle:
             )
         if not over:
             raise WaitTimeout(f"The save of step {self.step} is still in flight after {timeout_s:g} s.")
+
+    @property
+    def unobserved(self) -> BaseException | None:
+        """The failure that nobody has seen, if there is one."""
+        return None if self._observed else self._error
 
     def raise_unobserved(self) -> None:
         """Raise the failure once, if nobody has seen it.

@@ -2,7 +2,8 @@
 
 Rules:
 * Opened in an order in which a failure leaves nothing held: lock, table, reconcile, mirrors, claim. A table that is
-  another root's is left as it is.
+  another root's is left as it is, and so is a directory in which the root is not mounted now.
+* A node whose lock file somebody took away commits nothing more: another may lead this root by now.
 * Whether something is safe is answered by ``settled``, never by a count of what is pending.
 * Closing needs no other rank and no mirror. What is not uploaded stays in the table, and the next start carries on.
 """
@@ -21,20 +22,20 @@ from pathlib import Path
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError, DeadlinePassed, LocalStorageFull, NoTable, Temporary
-from ckptmirror.core.model import Meta, SaveRef
+from ckptmirror.core.model import Meta, SaveRef, new_id
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.catalog import local_catalog, rebuild_attempts
+from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.claim import RunClaim
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.rotate import RotationReport, rotate
 from ckptmirror.flow.settled import OpenSave, open_files, open_saves
-from ckptmirror.flow.status import table_path
+from ckptmirror.flow.table_place import check_place, open_table
 from ckptmirror.flow.trash import empty_trash
 from ckptmirror.flow.workers import UploadWorkers, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
-from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
+from ckptmirror.local.uploads import LeaseClock, RootIdentity
 
 __all__ = ["Node", "open_table"]
 
@@ -45,38 +46,6 @@ _SHORT_VERBS = ("drain", "stage")
 _SHORT_VERB_S = 60.0  # a start waits so long for such a verb to let go of the root
 _STOP_BRINGING_S = 2.0
 _STOPPED_LIMIT_S = 2.0  # after a stop request the grace period runs
-
-
-def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | None = None) -> UploadsTable:
-    """Open the root's pending-uploads table, or make it; in ``state_dir`` where the root is a network file system.
-
-    A broken table is moved aside, never deleted, and made anew: it is a cache of facts, and what it does not know
-    counts as not durable until the mirrors were asked again.
-
-    Raises:
-        ForeignTable: It is another root's. Nothing was changed.
-    """
-    path = table_path(root, state_dir)
-    files.make_dirs(path.parent)
-    try:
-        return _open_own(root, path, clock)
-    except BrokenTable as error:
-        aside = UploadsTable.set_aside(path)
-        _log.error("%s It lies now at %s; its facts are gathered anew from disk and mirrors.", error, aside)
-        return _open_own(root, path, clock)
-
-
-def _open_own(root: Path, path: Path, clock: LeaseClock | None) -> UploadsTable:
-    table = UploadsTable.open(path, create=True, clock=clock)
-    try:
-        table.check_root(root)
-        table.check_pages()
-        for ask in (table.saves, table.records, table.summary):
-            ask()  # damage in the schema shows only when something is asked
-        return table
-    except BaseException:
-        table.close()
-        raise
 
 
 class Node:
@@ -103,6 +72,7 @@ class Node:
         self.bringing: threading.Thread | None = None  # looks for a copy to resume from, and may be staging one
         self._workers: UploadWorkers | None = None
         self._rotator: _Rotator | None = None
+        check_place(root, state_dir)
         files.make_dirs(root / names.CONTROL_DIR)
         self.lock = RootLock(root)
         self.lock.acquire(
@@ -134,7 +104,7 @@ class Node:
         rotator_ended, _ = self._stop_services()
         if not rotator_ended or self._is_bringing():
             raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
-        self.claim = RunClaim.make(self.root, self.mirrors, rebuild_attempts)
+        self.claim = RunClaim.make(self.root, self.mirrors)
         self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))
         for url, reason in self.claim.unclaimed.items():
             _log.warning("%s does not answer and is claimed later: %s", url, reason)
@@ -163,7 +133,12 @@ class Node:
         self._workers.start()
 
     def fenced(self) -> str | None:
-        """The reason why this attempt may commit nothing more, if there is one."""
+        """The reason why this attempt may commit nothing more, if there is one. Asked before each commit."""
+        if self.lock.lost:
+            return (
+                f"{self.root / names.LOCK_NAME} was deleted or replaced while this process held it, so another process "
+                "may write to this root by now: this one commits nothing more."
+            )
         return self.claim.fenced if self.claim is not None else None
 
     def on_commit(self, meta: Meta) -> None:
@@ -241,7 +216,7 @@ class Node:
             attempts=self.claim.attempts if self.claim is not None else None,
             bus=self._bus,
             dry_run=dry_run,
-            snapshots=self.claim is not None and self.claim.attempt.decided,
+            snapshots=self.claim is not None and self.claim.attempt.decided and not self.lock.lost,
         )
 
     def write_status(self, status: str, **more: object) -> None:
@@ -257,8 +232,7 @@ class Node:
         }
         try:
             data = json.dumps(facts, indent=1, sort_keys=True).encode() + b"\n"
-            token = self.claim.attempt.id if self.claim is not None else "0" * 32
-            files.write_bytes(self.root / names.STATUS_NAME, data, save_id=token, replace=True)
+            files.write_bytes(self.root / names.STATUS_NAME, data, save_id=new_id(), replace=True)
         except CkptMirrorError as error:
             _log.warning("status.json was not written: %s", error)
 

@@ -1,24 +1,24 @@
 """What a start may continue from: the leader looks at every place, and proposes one copy after the other.
 
-The order is decided by ``core.resumption``; here are the places, and how a copy comes to this disk.
+The order is decided by ``core.resumption``, what there is by ``flow.places``; here is how a copy comes to this disk.
 
 Rules:
 * Nothing is listed before this attempt is announced on the mirrors.
-* A copy on the disk counts only if it holds all that the save has of its kind: what ``stage`` brought for evaluation
-  has no random numbers and no data position, and training does not continue from that.
-* A place that does not answer is not broken. Going back to an older save while a place is silent could lose training,
-  so that is an error which may pass; a mirror that does not answer at all is passed by only if the disk has the save.
-* Saves of another run are never candidates.
+* A place that does not answer is not broken, nor is what cannot be read now. Going back to an older save then could
+  lose training, so that is an error which may pass; a mirror that does not answer at all is passed by only if the disk
+  has the save.
+* What is newer than the save that is proposed, and cannot be used, is in the log and in ``passed_over``, always.
+* Saves of another run are never candidates, and never nothing: they forbid a start at step 0.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
-from ckptmirror.core import events, names
+from ckptmirror.core import events
 from ckptmirror.core.errors import (
     BrokenMeta,
     CheckpointNotFound,
@@ -26,16 +26,30 @@ from ckptmirror.core.errors import (
     IntegrityError,
     LocalStorageFull,
     NotAuthorised,
+    StorePermanent,
     StoreTemporary,
     Temporary,
 )
-from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
-from ckptmirror.core.model import Attempt, Kind, Meta
-from ckptmirror.core.resumption import DISK, Candidate, candidates, check_fresh_start, check_scratch
-from ckptmirror.flow.catalog import Catalog, local_catalog, mirror_catalog
+from ckptmirror.core.model import Attempt, Kind, Meta, new_id
+from ckptmirror.core.resumption import (
+    DISK,
+    Candidate,
+    Problem,
+    candidates,
+    check_fresh_start,
+    check_passed_by,
+    check_scratch,
+    first_in_line,
+    need_every_mirror,
+    not_readable,
+    passed_by,
+    strangers,
+)
+from ckptmirror.flow.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.flow.node import Node
-from ckptmirror.flow.reconcile import BRINGING_NAME, add_missing_records
+from ckptmirror.flow.places import Places
+from ckptmirror.flow.reconcile import BRINGING_NAME, add_missing_records, being_brought
 from ckptmirror.flow.stage import stage_save
 from ckptmirror.local import files
 
@@ -58,56 +72,6 @@ class Proposal:
     passed_over: tuple[str, ...] = ()
 
 
-@dataclass
-class Places:
-    """Everything the leader sees: the catalogs of the disk and of the mirrors that answered."""
-
-    run_id: str
-    disk: Catalog
-    mirrors: dict[str, Catalog] = field(default_factory=dict)
-    silent: dict[str, str] = field(default_factory=dict)
-
-    def metas(self) -> dict[tuple[str, Kind], dict[str, Meta]]:
-        """For each save id and kind: the meta by place, best place first."""
-        found: dict[tuple[str, Kind], dict[str, Meta]] = {}
-        for place, catalog in ((DISK, self.disk), *self.mirrors.items()):
-            for meta in catalog.saves.values():
-                for kind in meta.kinds if meta.run_id == self.run_id else ():
-                    if place != DISK or self._holds_all(meta, kind):
-                        found.setdefault((meta.save_id, kind), {})[place] = meta
-        return found
-
-    def _holds_all(self, meta: Meta, kind: Kind) -> bool:
-        """Whether a local copy has every file that a resume from this kind needs."""
-        if meta.staged_from is None:
-            return True
-        mine = {names.untagged(artifact.path) for artifact in meta.artifacts_of(kind)}
-        elsewhere = [there.saves[meta.save_id] for there in self.mirrors.values() if meta.save_id in there.saves]
-        if elsewhere:
-            return all({names.untagged(a.path) for a in other.artifacts_of(kind)} <= mine for other in elsewhere)
-        name = names.SaveName(meta.step)
-        needed = {name.extra(rank) for rank in range(meta.world_size)}
-        return needed <= mine and (kind != "model" or name.optim(0) in mine)
-
-    def order(self, attempts: Sequence[Attempt]) -> Lineage:
-        """The lineage of all places together."""
-        facts: dict[str, SaveFacts] = {}
-        for (save_id, kind), metas in self.metas().items():
-            meta = next(iter(metas.values()))
-            kinds = facts[save_id].kinds if save_id in facts else ()
-            facts[save_id] = SaveFacts(
-                save_id=save_id, attempt=meta.attempt.id, number=meta.save_number, step=meta.step, kinds=(*kinds, kind)
-            )
-        return lineage([attempt for attempt in attempts if attempt.decided], list(facts.values()))
-
-    def problems(self) -> dict[str, str]:
-        """Everything that looks like a save and is not, by place and name."""
-        problems = {f"{self.disk.place}/{name}": why for name, why in self.disk.problems.items()}
-        for url, catalog in self.mirrors.items():
-            problems |= {f"{url}/{name}": why for name, why in catalog.problems.items()}
-        return problems
-
-
 class Proposer:
     """Proposes one copy after the other, on the leader."""
 
@@ -116,8 +80,8 @@ class Proposer:
         self._bus = bus
         self._policy = policy
         self._force = force
-        self._passed_over: list[str] = []
-        self._not_seen: list[str] = []  # no copy at all, so not among what forbids a start from scratch
+        self._passed_over: list[str] = []  # copies that were tried
+        self._not_seen: list[str] = []  # no copies, so not among what forbids a start from scratch
         self._unseen: tuple[int, CkptMirrorError] | None = None  # a step that may be whole where nobody answers
         self._made_room = False
         self._only: str | None = None  # the one save that may still be loaded, once the state was touched
@@ -125,28 +89,72 @@ class Proposer:
         self._places = self._look()
         self._metas = self._places.metas()
         self._order = self._places.order(self._claim.attempts.attempts)
+        self._strangers = strangers(self._order, self._claim.known.attempts)
+        self._silent_required = {
+            mirror.url: self._places.silent[mirror.url]
+            for mirror in node.mirrors
+            if mirror.required and mirror.url in self._places.silent
+        }
+        self._first_in_line = self._problems_in_line()
+        self._need_every_mirror: frozenset[str] = frozenset()
         self._queue = self._plan()
         for url, reason in self._places.silent.items():
             self._not_seen.append(f"{url} did not answer ({reason}): what it alone holds was not seen")
 
     def _look(self) -> Places:
-        places = Places(self._claim.run_id, local_catalog(self._node.root))
+        root = self._node.root
+        places = Places(self._claim.run_id, local_catalog(root), unfinished=being_brought(root))
         for mirror in self._node.mirrors:
             if mirror.url in self._claim.unclaimed:
                 places.silent[mirror.url] = self._claim.unclaimed[mirror.url]
                 continue
             try:
                 places.mirrors[mirror.url] = mirror_catalog(mirror)
-            except (Temporary, NotAuthorised, BrokenMeta) as error:
+            except (Temporary, NotAuthorised, BrokenMeta, StorePermanent) as error:
                 if mirror.required:  # it answered a moment ago: what it holds is asked for, not guessed
                     raise
                 places.silent[mirror.url] = str(error)
+        places.learn_save_ids(self._node.table)
         return places
+
+    def _asked(self) -> Collection[str]:
+        """The mirrors whose word is needed: the required ones; all, if none is required."""
+        mirrors = self._node.mirrors
+        return [mirror.url for mirror in mirrors if mirror.required] or [mirror.url for mirror in mirrors]
+
+    def _problems_in_line(self) -> dict[str, Problem]:
+        found = self._places.problems() | self._places.gone(self._node.table)
+        optional = [url for url in self._places.mirrors if url not in self._asked()]
+        for name in [name for name in found if any(name.startswith(f"{url}/") for url in optional)]:
+            found[name] = replace(found[name], hindrance="")  # nothing waits for an optional mirror
+        saves = {save.save_id: save for save in self._order.current.values()}
+        saves |= {save.save_id: save for save in (*self._order.replaced, *self._order.superseded, *self._order.unknown)}
+        decided = [attempt for attempt in self._claim.attempts.attempts if attempt.decided]
+        return first_in_line(found, decided, saves.values())
+
+    def _forbidding_step_0(self, *, decided_scratch: bool = False) -> dict[str, str]:
+        """Everything that shows that there was training, and cannot be resumed from.
+
+        Args:
+            decided_scratch: Leave out, as with whole saves, what a recorded decision to start from scratch left behind.
+        """
+        places = self._places
+        told = {attempt.id for attempt in self._claim.known.attempts if decided_scratch and attempt.decided}
+        found = {
+            name: problem
+            for name, problem in places.problems().items()
+            if name in self._first_in_line or problem.meta is None or problem.meta.attempt.id not in told
+        }
+        found |= places.remains() | places.gone(self._node.table, ever=True)
+        return {name: str(problem) for name, problem in found.items()} | {
+            f"step {save.step} (save {save.save_id[:8]})": f"no list tells of its attempt {save.attempt[:8]}"
+            for save in self._strangers
+        }
 
     def _plan(self) -> list[tuple[Candidate, str]]:
         if self._policy == "scratch":
             if not self._force:
-                check_scratch(self._order, self._places.problems())
+                check_scratch(self._order, self._forbidding_step_0())
             return []
         reference = None if self._policy == "auto" else self._policy
         where = {key: list(metas) for key, metas in self._metas.items()}
@@ -155,10 +163,18 @@ class Proposer:
             if reference is not None and not found:
                 raise CheckpointNotFound(f"There is no whole save {reference!r}.")
         except CheckpointNotFound as error:
+            hindered = {name: one for name, one in self._first_in_line.items() if one.step == self._policy}
+            check_passed_by(self._first_in_line if self._is_auto() else hindered, {})
             if self._places.silent:
                 raise self._not_answering(f"{error.message} It may be there: ") from error
             raise
+        if self._is_auto() and self._silent_required:
+            self._need_every_mirror = need_every_mirror(found)
         return [(candidate, place) for candidate in found for place in candidate.places]
+
+    def _is_auto(self) -> bool:
+        """Whether no person named the save, so that going back is nobody's decision."""
+        return self._policy in ("auto", "latest")
 
     def next(self) -> Proposal:
         """Bring the next copy to this disk and propose it, or propose a start from scratch.
@@ -171,8 +187,9 @@ class Proposer:
             candidate, place = self._queue.pop(0)
             if self._only not in (None, candidate.save.save_id):
                 continue
-            if self._unseen is not None and candidate.save.step != self._unseen[0]:
+            if self._unseen is not None and (candidate.replaced_by or candidate.save.step != self._unseen[0]):
                 raise self._unseen[1]
+            self._check_going_back(candidate)
             meta = self._metas[(candidate.save.save_id, candidate.kind)][place]
             try:
                 if place != DISK:
@@ -192,9 +209,56 @@ class Proposer:
                 self._unseen = self._unseen or (meta.step, error)
                 self._note(meta, place, f"cannot be brought now: {error}")
                 continue
-            passed_over = (*self._not_seen, *self._passed_over)
+            passed_over = (*self._not_seen, *self._passed_over, *self._unknown_from(meta))
             return Proposal(self._claim.run_id, self._claim.attempt, meta, candidate.kind, place, passed_over)
         return self._from_scratch()
+
+    def _check_going_back(self, candidate: Candidate) -> None:
+        """Check that nothing newer may be whole where it cannot be seen; say what newer things are not whole.
+
+        Raises:
+            Temporary: Something may be.
+        """
+        save = candidate.save
+        if self._is_auto():
+            self._look_past(candidate)
+        if save.save_id in self._need_every_mirror:
+            raise self._not_answering(f"Step {save.step}, the newest that can be seen, is not on this disk. ")
+        if candidate.replaced_by:
+            self._say(
+                f"step {save.step} (save {candidate.replaced_by[:8]}): no copy in kind {candidate.kind} can be used; "
+                f"save {save.save_id[:8]}, which it replaced, is tried"
+            )
+
+    def _look_past(self, candidate: Candidate | None) -> None:
+        passed = passed_by(candidate, self._first_in_line)
+        for name, problem in passed.items():
+            if self._say(f"step {problem.step} ({name}): {problem.why}"):
+                step = -1 if problem.step is None else problem.step
+                self._bus.emit(
+                    events.CopyBroken(step=step, save_id=problem.save_id, place=name, reason=str(problem.why))
+                )
+        check_passed_by(passed, self._silent_required)
+
+    def _say(self, line: str) -> bool:
+        """Log what is passed over and is no copy that was tried, once; whether it is new."""
+        if line in self._not_seen:
+            return False
+        _log.error("passed over %s", line)
+        self._not_seen.append(line)
+        return True
+
+    def _unknown_from(self, chosen: Meta) -> list[str]:
+        """Report the saves, as new as the chosen one, of which no list of attempts tells."""
+        lines = []
+        for save in self._strangers:
+            if save.step >= chosen.step and save.save_id != chosen.save_id:
+                lines.append(
+                    f"step {save.step} (save {save.save_id[:8]}): no list tells of its attempt {save.attempt[:8]} (an "
+                    "older list was restored, or the attempt was never told); resume it by its save id, if it is right"
+                )
+                _log.error("passed over %s", lines[-1])
+        return lines
 
     def _from_scratch(self) -> Proposal:
         if self._unseen is not None:
@@ -203,36 +267,43 @@ class Proposer:
             asked = f"save {self._only[:8]}" if self._only is not None else repr(self._policy)
             raise IntegrityError(f"No copy of {asked} could be loaded: " + "; ".join(self._passed_over))
         if self._policy == "auto":
-            asked_mirrors = [m for m in self._node.mirrors if m.required] or self._node.mirrors
             newest = self._order.way[0] if self._order.way else None
+            silent = [url for url in self._asked() if url in self._places.silent]
+            if not silent:
+                self._look_past(None)
+            decided_scratch = bool(self._order.way) and self._order.complete
+            tried = {f"copy {n}": why for n, why in enumerate(self._passed_over)}
             check_fresh_start(
                 self._order,
-                decided_scratch=bool(self._order.way) and self._order.complete,
+                decided_scratch=decided_scratch,
                 continued_from=newest.parent.step if newest is not None and newest.parent is not None else None,
-                silent_required=[m.url for m in asked_mirrors if m.url in self._places.silent],
-                problems=self._places.problems() | {f"copy {n}": why for n, why in enumerate(self._passed_over)},
+                silent_required=silent,
+                problems=self._forbidding_step_0(decided_scratch=decided_scratch) | tried,
             )
         return Proposal(self._claim.run_id, self._claim.attempt)
 
-    def reject(self, proposal: Proposal, reason: str, *, touched: bool) -> None:
+    def reject(self, proposal: Proposal, reason: str, *, touched: bool, unreadable: bool = False) -> None:
         """Note that a copy could not be used.
 
         Args:
             proposal: What was put to the vote.
             reason: Why it cannot be used.
+            unreadable: An I/O error or a permission kept a rank from reading it: it may be whole, and only another copy
+                of it may stand in, unless a person named the save.
             touched: Whether a rank had begun to load it: then only another copy of the same save makes the state whole
                 again, and an older save would leave parts of this one in it.
         """
         if proposal.meta is None:
             return
         self._pass_over(proposal.meta, proposal.kind, proposal.place, reason)
+        if unreadable and self._unseen is None and self._is_auto():
+            self._unseen = (proposal.meta.step, not_readable(f"The copy of step {proposal.meta.step}", reason))
         if touched:
             self._only = proposal.meta.save_id
 
     def _pass_over(self, meta: Meta, kind: Kind, place: str, reason: str) -> None:
         self._note(meta, place, reason)
-        required = {mirror.url for mirror in self._node.mirrors if mirror.required}
-        if kind != "emergency" and required & self._places.silent.keys() and self._unseen is None:
+        if kind != "emergency" and self._silent_required and self._unseen is None:
             # Going back further could lose training that a mirror holds safe.
             self._unseen = (meta.step, self._not_answering(f"The copy of step {meta.step} is broken ({reason}). "))
 
@@ -258,7 +329,7 @@ class Proposer:
         """
         mirror: Mirror = next(mirror for mirror in self._node.mirrors if mirror.url == url)
         note = json.dumps({"save_id": meta.save_id}).encode()
-        files.write_bytes(self._node.root / BRINGING_NAME, note, save_id=meta.save_id, replace=True)
+        files.write_bytes(self._node.root / BRINGING_NAME, note, save_id=new_id(), replace=True)
         try:
             kinds = (kind,) if self._is_on_all_mirrors(meta) else meta.kinds
             staged = stage_save(mirror, meta, self._node.root, kinds=kinds, full=True, repair=True, bus=self._bus)

@@ -20,14 +20,15 @@ from ckptmirror.core.errors import IntegrityError
 from ckptmirror.core.model import Digest
 from ckptmirror.local import files
 from ckptmirror.local.checksums import crc32c
-from ckptmirror.stores.base import Store
+from ckptmirror.stores.base import ObjectInfo, Store
 
-__all__ = ["CHUNK_SIZE_BYTES", "WORKERS", "Incoming", "receive"]
+__all__ = ["CHUNK_SIZE_BYTES", "WORKERS", "Incoming", "read_back_crc32c", "receive"]
 
 WORKERS = 4
 CHUNK_SIZE_BYTES = 8 * 1024 * 1024
 _TRIES_PER_BLOCK = 3
 _STOP_WAIT_S = 5.0
+_READ_BACK_BYTES = 4 * 1024 * 1024
 
 Fill: TypeAlias = Callable[[int, memoryview], None]
 
@@ -233,3 +234,14 @@ class _Pool:
 
 class _StoppedError(Exception):
     """Another worker failed, or the caller was interrupted; never the first error."""
+
+
+def read_back_crc32c(store: Store, info: ObjectInfo) -> int:
+    """Read a whole object and return its crc32c, in bounded memory."""
+    buffer = memoryview(bytearray(min(_READ_BACK_BYTES, max(1, info.size_bytes))))
+    crc = 0
+    for offset in range(0, info.size_bytes, len(buffer)):
+        piece = buffer[: min(len(buffer), info.size_bytes - offset)]
+        store.download(info.name, generation=info.generation, offset=offset, buffer=piece)
+        crc = crc32c(piece, crc)
+    return crc

@@ -40,9 +40,19 @@ from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.uploads import SaveRow, UploadsTable
 
-__all__ = ["BRINGING_NAME", "Reconciled", "add_missing_records", "carry_on", "forget_brought", "reconcile"]
+__all__ = [
+    "BRINGING_NAME",
+    "REMOVED_REASON",
+    "Reconciled",
+    "add_missing_records",
+    "being_brought",
+    "carry_on",
+    "forget_brought",
+    "reconcile",
+]
 
 BRINGING_NAME = f"{names.CONTROL_DIR}/bringing.json"
+REMOVED_REASON = "its files were removed before they were uploaded"
 _log = logging.getLogger("ckptmirror.reconcile")
 
 
@@ -85,7 +95,7 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
     for meta in _sealed_only(root, inventory.temporaries):  # there may have been no mirror, so no records
         if meta.save_id not in on_disk:
             remove_uncommitted(root, meta.save_id, made_by(meta))
-    bringing = _being_brought(root)
+    bringing = being_brought(root)
     removed = [path for path in inventory.temporaries if not _is_of(path, bringing) and _remove_temporary(root, path)]
     added = add_missing_records(table, mirrors, whole.values())
     if any(parsed_in_trash(path) is not None for path in inventory.trash):
@@ -112,7 +122,7 @@ def _forget_gone(root: Path, table: UploadsTable, on_disk: Collection[str]) -> t
             continue
         reason = f"nothing of it is left in {root}; {missing[0].mirror}: {missing[0].reason}"
         _log.error("the save of step %d was removed before it was mirrored: %s", save.step, reason)
-        table.forget_save(save.save_id, "its files were removed before they were uploaded")
+        table.forget_save(save.save_id, REMOVED_REASON)
         gone.append((save.step, save.save_id, reason))
     return tuple(gone)
 
@@ -137,18 +147,18 @@ def add_missing_records(
 ) -> list[str]:
     """Give each save a pending, claimable record for every file and mirror that has none; return the save ids.
 
-    A staged copy may hold a part of its save only, and must not pass for the whole on a mirror that lacks the save: it
-    gets records for the mirror it came from, unless the caller knows better (``staged_everywhere``).
+    A staged copy that holds a part of its save must not pass for the whole on a mirror that lacks the save: it gets
+    records for the mirror it came from, unless the caller knows better (``staged_everywhere``).
 
     A save that the table knows with other contents keeps its records and so is never deleted, unless it is a staged
-    copy, which may have come back under other names: its records are made anew.
+    copy, which may have come back under other names: its records are made anew, for every mirror that had some.
     """
     added = []
     urls = [mirror.url for mirror in mirrors]
     for meta in sorted(metas, key=lambda meta: (meta.attempt.number, meta.save_number)):
         if meta.kinds == ("emergency",):
             continue  # stays on the local disk unless mirrored on purpose
-        known_there = staged_everywhere or meta.staged_from is None
+        known_there = staged_everywhere or not meta.partial
         wanted = urls if known_there else [url for url in urls if url == meta.staged_from]
         try:
             count = _add(table, wanted, meta)
@@ -156,8 +166,9 @@ def add_missing_records(
             if meta.staged_from is None:
                 _log.error("step %d: %s", meta.step, error)
                 continue
+            had = {record.mirror for record in table.records(save_id=meta.save_id)}
             table.forget_save(meta.save_id, "staged again under other names")
-            count = _add(table, wanted, meta)
+            count = _add(table, [url for url in urls if url in had or url in wanted], meta)
         if count:
             added.append(meta.save_id)
     return added
@@ -198,14 +209,14 @@ def _sealed_only(root: Path, temporaries: Iterable[Path]) -> list[Meta]:
 
 def _finish_replacement(root: Path, staged: Meta) -> None:
     """A broken copy of this very save was replaced by ``staged``; what is left of it goes now, if a crash kept it."""
-    place = Destination(root, staged.step)
+    place = Destination(root, staged.step, replaces=staged.save_id)
     if any(meta.save_id == staged.save_id for meta in place.trashed_metas()):
         place.finish_replacing()
 
 
 def forget_brought(root: Path) -> None:
     """After a start has decided: what an earlier start began to bring and nobody continues is removed."""
-    save_id = _being_brought(root)
+    save_id = being_brought(root)
     if save_id is not None:
         for path in read_inventory(root).temporaries:
             if _is_of(path, save_id):
@@ -215,7 +226,7 @@ def forget_brought(root: Path) -> None:
         empty_trash(root)
 
 
-def _being_brought(root: Path) -> str | None:
+def being_brought(root: Path) -> str | None:
     """The save that a start was bringing from a mirror when it was killed; its temporaries are continued."""
     try:
         note = json.loads(files.read_limited(root / BRINGING_NAME, 4096))

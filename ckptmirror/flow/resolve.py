@@ -291,9 +291,9 @@ def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
         step = parsed.step if parsed is not None and parsed.step is not None else -1
         meta_or_none = _meta_at(Path(name)) if root is not None else None
         if meta_or_none is not None:
-            lines.append(_line(meta_or_none, "incomplete", why=why, place=name))
+            lines.append(_line(meta_or_none, "incomplete", why=str(why), place=name))
         else:
-            lines.append(ListedCheckpoint(step, (), "incomplete", why=why, place=name))
+            lines.append(ListedCheckpoint(step, (), "incomplete", why=str(why), place=name))
     return sorted(lines, key=lambda line: (line.step, line.attempt, line.number, line.save_id))
 
 

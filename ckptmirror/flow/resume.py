@@ -26,6 +26,7 @@ from ckptmirror.flow.node import Node
 from ckptmirror.flow.propose import Policy, Proposal, Proposer
 from ckptmirror.flow.reconcile import forget_brought
 from ckptmirror.local.checksums import verify_file
+from ckptmirror.local.listing import Fault, is_not_readable_now
 from ckptmirror.ranks.base import Ranks
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class ResumeInfo:
         place: ``"disk"`` or the URL of the mirror it was brought from.
         loaded: Parts of the state that were loaded.
         missing: Parts of the state that the save does not hold.
-        passed_over: Newer saves and copies that could not be used, and mirrors that did not answer, with the reason.
+        passed_over: Newer saves and copies that could not be used or of which no list tells, and mirrors that did not
+            answer, with the reason.
     """
 
     step: int
@@ -83,7 +85,7 @@ def resume_run(
     Raises:
         CheckpointNotFound: The requested save is not there.
         RefusedOnlyCopy: There are saves and none can be resumed.
-        StoreTemporary: A required mirror does not answer and there is nothing on the disk.
+        Temporary: A required mirror that may hold more does not answer, or a newer save cannot be read now.
     """
     proposer: Proposer | None = None
     failure: BaseException | None = None
@@ -103,7 +105,7 @@ def resume_run(
             report = _load_together(root, ranks, proposal, state, exclude)
         except _CannotUse as found:
             if proposer is not None:
-                proposer.reject(proposal, found.reason, touched=found.touched)
+                proposer.reject(proposal, found.reason, touched=found.touched, unreadable=found.unreadable)
             continue
         attempt = _decide(ranks, node, proposal.meta.ref)
         return _info(proposal, report), proposal.run_id, attempt
@@ -112,8 +114,8 @@ def resume_run(
 class _CannotUse(Exception):
     """The ranks agree that a copy cannot be used: by the same votes on every rank."""
 
-    def __init__(self, reason: str, *, touched: bool) -> None:
-        self.reason, self.touched = reason, touched
+    def __init__(self, reason: str, *, touched: bool, unreadable: bool = False) -> None:
+        self.reason, self.touched, self.unreadable = reason, touched, unreadable
 
 
 class _AtWork:
@@ -147,13 +149,17 @@ def _propose(ranks: Ranks, proposer: Proposer | None, node: Node | None) -> Prop
                 return given
 
 
-def check_share(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> str | None:
-    """Verify every n-th artifact of the kind; together the ranks of a node verify them all. Text says what is wrong."""
+def check_share(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> Fault | None:
+    """Verify every n-th artifact of the kind; together the ranks of a node verify them all. Says what is wrong."""
     try:
         for artifact in meta.artifacts_of(kind)[ranks.local_rank :: ranks.local_world_size]:
             verify_file(root / artifact.path, artifact.digest)
     except (IntegrityError, FileNotFoundError, NotADirectoryError) as error:
-        return f"rank {ranks.rank}: {error}"
+        return Fault(f"rank {ranks.rank}: {error}", is_not_readable_now(error.__cause__))
+    except OSError as error:
+        if not is_not_readable_now(error):
+            raise
+        return Fault(f"rank {ranks.rank}: {error}", unreadable=True)
     return None
 
 
@@ -163,15 +169,16 @@ def _vote_on_bytes(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> None:
     Raises:
         _CannotUse: A rank found a file that is not what was saved.
     """
-    reason: str | None = None
+    reason: Fault | None = None
     failure: BaseException | None = None
     try:
         reason = check_share(root, ranks, meta, kind)
     except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
         failure = error
-    for vote in ranks.exchange(reason, what="vote on a save", error=failure):
-        if vote is not None:
-            raise _CannotUse(vote, touched=False)
+    found = [vote for vote in ranks.exchange(reason, what="vote on a save", error=failure) if vote is not None]
+    if found:
+        worst = min(found, key=lambda fault: fault.unreadable)  # what is known to be broken counts
+        raise _CannotUse(worst.why, touched=False, unreadable=worst.unreadable)
 
 
 def _load_together(
@@ -239,7 +246,7 @@ def _decide(ranks: Ranks, node: Node | None, parent: SaveRef | None) -> Attempt:
 def _info(proposal: Proposal, report: LoadReport) -> ResumeInfo:
     assert proposal.meta is not None
     for part in report.missing:
-        _log.warning("step %d holds no %s", report.step, part)
+        _log.warning("step %d: not loaded, since the save lacks it: %s", report.step, part)
     return ResumeInfo(
         step=proposal.meta.step,
         save_id=proposal.meta.save_id,

@@ -7,6 +7,8 @@ Rules:
   Anything but a full yes is a refusal with a reason.
 * What someone else put under a save's names is never deleted: a file changed since the commit is compared with its
   checksum, and a directory that holds more than the save's files stays.
+* What goes is a save, not its names: under the lock of names that a commit holds, the meta is read once more. A person
+  may have removed the save meanwhile, and training saved another under its names.
 * The meta goes first, then the files are renamed to trash, then the trash is emptied, then the record is forgotten. A
   crash in between leaves files that the table proves to be verified and without a meta; :func:`finish_interrupted`
   carries on, but for what a later save of the same bytes names by then.
@@ -24,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmirror.core import events, names
+from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, NoTable, WaitTimeout
 from ckptmirror.core.model import Artifact, AttemptList, Meta
 from ckptmirror.core.retention import Retention, RotationPlan, SaveStatus, plan_rotation
-from ckptmirror.flow.catalog import local_catalog
+from ckptmirror.flow.catalog import META_LIMIT_BYTES, local_catalog
 from ckptmirror.flow.commit import NAMES_LOCK_NAME, claimed_by_others, latest_target, stray_below, top_names
 from ckptmirror.flow.emergency_files import delete_emergency, is_emergency, meta_paths
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
@@ -147,11 +150,10 @@ def rotate(
 def _delete_pointed_at(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) -> str | None:
     """Delete a save, and see that ``latest`` does not dangle; say why if it cannot be deleted."""
     try:
+        if not is_emergency(meta):
+            return _delete(root, table, meta, newest)
         pointed = _point_latest_elsewhere(root, meta, newest)
-        if is_emergency(meta):
-            delete_emergency(root, meta)
-        else:
-            _delete(root, table, meta)
+        delete_emergency(root, meta)  # nothing else ever gets its name, which holds the second when it was taken
         if not pointed:
             _point_latest_elsewhere(root, meta, newest)
     except (CkptMirrorError, OSError) as error:
@@ -228,15 +230,40 @@ def _point_latest_elsewhere(root: Path, doomed: Meta, newest: Meta | None) -> bo
     return True
 
 
-def _delete(root: Path, table: UploadsTable, meta: Meta) -> None:
-    """Meta first, durable; then the files; then the trash, since what is to be recorded may need its room."""
-    _discard(root, root / names.SaveName(meta.step, meta.tag).meta)
-    files.fsync_dir(root)
-    for name in top_names(meta.artifacts):
-        _discard(root, root / name)
-    files.fsync_dir(root)
+def _delete(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) -> str | None:
+    """Meta first, durable; then the files; then the trash, since what is to be recorded may need its room.
+
+    No save shows its names meanwhile, and what the names say is asked again: the save may be gone, and another here.
+    """
+    meta_path = root / names.SaveName(meta.step, meta.tag).meta
+    with exclusive(root / NAMES_LOCK_NAME, timeout_s=_NAMES_WAIT_S):
+        try:
+            found = meta_from_bytes(files.read_limited(meta_path, META_LIMIT_BYTES)).save_id
+        except FileNotFoundError:
+            return f"{meta_path.name} went away meanwhile: the next rotation looks what is left"
+        if found == meta.save_id:
+            pointed = _point_latest_elsewhere(root, meta, newest)
+            _discard(root, meta_path)
+            files.fsync_dir(root)
+            taken = _in_flight(table, meta.save_id) | claimed_by_others(root, meta.save_id)
+            for name in top_names(meta.artifacts):
+                if name not in taken:
+                    _discard(root, root / name)
+            files.fsync_dir(root)
+    if found != meta.save_id:
+        table.forget_save(meta.save_id)  # all of it went before the other got its names, and the mirrors have it
+        return f"somebody removed it meanwhile, and another save ({found[:8]}) has its names"
     empty_trash(root)
     table.forget_save(meta.save_id)
+    if not pointed:
+        _point_latest_elsewhere(root, meta, newest)
+    return None
+
+
+def _in_flight(table: UploadsTable, save_id: str) -> set[str]:
+    """Return the names of other saves whose meta the table has not met: each shows them before its meta."""
+    records = [record for record in table.records() if record.save_id != save_id and not record.released]
+    return {record.path.partition("/")[0] for record in records}
 
 
 def _discard(root: Path, path: Path) -> None:

@@ -20,7 +20,7 @@ from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.core.retention import MirrorSafety
 from ckptmirror.flow.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.upload_artifact import read_back_crc32c
+from ckptmirror.flow.receive import read_back_crc32c
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
 __all__ = ["is_skipped", "save_safety", "why_not_safe", "why_not_same"]

@@ -7,35 +7,48 @@ Rules:
   together.
 * That holds for a rank on which ``save`` itself raises too: every call takes a number and an exchange, so the ranks
   stay in step and the next save works. Where the capture has collectives (the whole model of a sharded one), they agree
-  before those as well.
+  before those as well, and a rank on which something failed before that comes there too.
 * A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones.
+* A save in flight is finished whatever becomes of the training thread: its thread keeps the process alive, and nothing
+  on its way needs a new thread or a new import.
+* An interrupt anywhere in ``save`` leaves the save to the background, or ended: never in between.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptmirror.core import events, names
-from ckptmirror.core.codec import finite_metrics, plain_values
-from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageUnwritable, RankFailed, StepBehind
+from ckptmirror.core import events
+from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageUnwritable, StepBehind
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
-from ckptmirror.flow.commit import commit_save, free_tag
+from ckptmirror.flow.commit import commit_save, free_tag, may_be_meta_of
 from ckptmirror.flow.handle import SaveHandle
-from ckptmirror.flow.save_parts import TABLE_BROKE, Copied, LeaderSide, Plan, SaveRequest
+from ckptmirror.flow.save_parts import (
+    TABLE_BROKE,
+    Copied,
+    LeaderSide,
+    Plan,
+    Said,
+    SaveRequest,
+    Twins,
+    agreed_context,
+    import_formats,
+)
 from ckptmirror.local import files
 from ckptmirror.ranks.base import Ranks
 
 if TYPE_CHECKING:
     from ckptmirror.formats.base import Snapshot, WriteContext
     from ckptmirror.formats.train_state import TrainState
-    from ckptmirror.ranks.host_copy import HostCopier, Lease
+    from ckptmirror.ranks.host_copy import HostCopier
 
 __all__ = ["LeaderSide", "SaveRequest", "Saver"]
 
@@ -53,7 +66,8 @@ class Saver:
         leader: Set on the node's leader.
 
     Attributes:
-        last_step: The newest step of this attempt, the one it resumed from included; -1 at a start from scratch.
+        last_step: The newest committed step of this attempt, the one it resumed from included; -1 at a start from
+            scratch.
     """
 
     def __init__(
@@ -69,7 +83,7 @@ class Saver:
         self._leader = leader
         self._copier: HostCopier | None = None
         self._in_flight: SaveHandle | None = None
-        self._previous: tuple[int, tuple[int, ...]] = (-1, ())  # step and sums of the last save's tensors
+        self._twins = Twins()
 
     # -- on the training thread -----------------------------------------------------------------------------
 
@@ -82,21 +96,44 @@ class Saver:
             AttemptFenced: A newer attempt of this run has started.
         """
         self._wait_for_earlier()
-        earlier = self._in_flight
-        request = replace(request, number=self.next_number())
-        handle = self._in_flight = SaveHandle(request.step, request.kinds)
+        handle = SaveHandle(request.step, request.kinds)
+        request = replace(request, number=self._number + 1)
+        # An interrupt comes at a call: from taking the number to the try there is none.
+        self._number, earlier, self._in_flight = request.number, self._in_flight, handle
         try:
             copied = self._prepare(request, state, earlier)
+            handle.copied()
+            self._start(functools.partial(self._go_on, handle, request, copied), request, daemon=False)
         except BaseException as error:
-            handle.observed()
-            self._start(handle, request, error)
+            if handle.take():  # else the background has it, and finishes it
+                self._give_up(handle, request, error)
             raise
-        handle.reach("copied")
-        self.last_step = request.step
-        self._start(handle, request, copied)
         return handle
 
     def _prepare(self, request: SaveRequest, state: TrainState, earlier: SaveHandle | None) -> Copied:
+        started = time.perf_counter()
+        said: Said | None = None
+        failure: BaseException | None = None
+        try:
+            self._refuse(request, earlier)
+            import_formats(request.kinds)
+            if self._leader is not None:
+                said = Said.of(request, state)
+        except BaseException as error:  # noqa: BLE001 - raised again by _capture(), when the other ranks know of it
+            failure = error
+        live = self._capture(request, state, failure)
+        from ckptmirror.formats.capture import snapshot_from_tree, snapshot_tree
+
+        lease = self._kept_copier().copy(snapshot_tree(live))
+        snapshot = snapshot_from_tree(lease.tree)
+        self._bus.emit(
+            events.HostCopied(
+                step=request.step, kinds=request.kinds, rank=self._ranks.rank, duration_s=time.perf_counter() - started
+            )
+        )
+        return Copied(snapshot, lease, said)
+
+    def _refuse(self, request: SaveRequest, earlier: SaveHandle | None) -> None:
         if earlier is not None:
             earlier.raise_unobserved()
         if request.step < self.last_step:
@@ -106,29 +143,46 @@ class Saver:
             )
         if self._leader is not None and (fenced := self._leader.fenced()) is not None:
             raise AttemptFenced(fenced)
-        started = time.perf_counter()
-        snapshot, lease = self._copy(request, state)
-        self._bus.emit(
-            events.HostCopied(
-                step=request.step, kinds=request.kinds, rank=self._ranks.rank, duration_s=time.perf_counter() - started
-            )
-        )
-        return Copied(snapshot, lease, dict(state.training_config or {}))
 
-    def _start(self, handle: SaveHandle, request: SaveRequest, copied: Copied | BaseException) -> None:
-        thread = threading.Thread(
-            target=self._in_background,
-            args=(handle, request, copied),
-            name=f"ckptmirror-save-{request.step}",
-            daemon=isinstance(copied, BaseException),  # what only says that it failed need not keep the process alive
-        )
+    def _capture(self, request: SaveRequest, state: TrainState, failure: BaseException | None) -> Snapshot:
+        """Capture, or raise ``failure`` where the other ranks, which may be about to begin collectives, hear of it."""
+        from ckptmirror.formats.capture import capture
+
+        def agree(found: BaseException | None) -> None:
+            self._ranks.exchange(None, what=f"capture for save {request.number}", error=failure or found)
+
         try:
-            thread.start()
+            return capture(
+                state,
+                step=request.step,
+                kinds=request.kinds,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                before_collectives=agree,
+            )
+        finally:
+            if failure is not None:
+                raise failure
+
+    def _start(self, work: Callable[[], object], request: SaveRequest, *, daemon: bool) -> None:
+        try:
+            threading.Thread(target=work, name=f"ckptmirror-save-{request.step}", daemon=daemon).start()
         except RuntimeError as error:
-            if isinstance(copied, Copied):
-                copied.lease.release()
-            handle.observed()
-            handle.fail(error)
+            _log.warning("step %d is saved while its caller waits: %s", request.step, error)
+        else:
+            return
+        work()
+
+    def _give_up(self, handle: SaveHandle, request: SaveRequest, error: BaseException) -> None:
+        """What raises in ``save`` is told to the other ranks by the background, and leaves nothing lent or open."""
+        handle.observed()
+        try:
+            if self._copier is not None:
+                self._copier.reclaim()
+            # What only says that it failed need not keep the process alive.
+            self._start(functools.partial(self._in_background, handle, request, error), request, daemon=True)
+        except BaseException as second:
+            handle.fail(second)
             raise
 
     def reserve(self, kinds: Sequence[Kind], state: TrainState) -> None:
@@ -162,14 +216,20 @@ class Saver:
             self._in_flight.wait_over(timeout_s)
             self._in_flight.raise_unobserved()
 
-    def settle(self, timeout_s: float) -> None:
-        """Wait until no save is in flight and free the kept buffers; a failure is in the log.
+    def settle(self, timeout_s: float) -> SaveHandle | None:
+        """Wait until no save is in flight and free the kept buffers; return the last save, if there was one.
 
-        It is not raised: it may be news to some of the ranks only, and all of them are about to act together.
+        A failure is not raised: it may be news to some of the ranks only, and all of them are about to act together.
+        Given to :meth:`follow`, it is raised by the next save, on which they agree.
         """
         if self._in_flight is not None:
             self._in_flight.wait_over(timeout_s)
         self.release()
+        return self._in_flight
+
+    def follow(self, earlier: SaveHandle | None) -> None:
+        """Go on after the last save of the attempt before, which is over: what nobody saw of it is raised later."""
+        self._in_flight = earlier
 
     def release(self) -> None:
         """Free the kept buffers."""
@@ -187,27 +247,6 @@ class Saver:
             )
         earlier.wait_over()
 
-    def _copy(self, request: SaveRequest, state: TrainState) -> tuple[Snapshot, Lease]:
-        from ckptmirror.formats.capture import capture, snapshot_from_tree, snapshot_tree
-
-        def agree(failure: BaseException | None) -> None:
-            self._ranks.exchange(None, what=f"capture step {request.step}", error=failure)
-
-        live = capture(
-            state,
-            step=request.step,
-            kinds=request.kinds,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            before_collectives=agree,
-        )
-        lease = self._kept_copier().copy(snapshot_tree(live))
-        try:
-            return snapshot_from_tree(lease.tree), lease
-        except BaseException:
-            lease.release()
-            raise
-
     def _kept_copier(self) -> HostCopier:
         if self._copier is None:
             from ckptmirror.ranks.host_copy import HostCopier
@@ -216,6 +255,10 @@ class Saver:
         return self._copier
 
     # -- on the background thread ---------------------------------------------------------------------------
+
+    def _go_on(self, handle: SaveHandle, request: SaveRequest, copied: Copied) -> None:
+        if handle.take():  # else the training thread was interrupted, and has given it up
+            self._in_background(handle, request, copied)
 
     def _in_background(self, handle: SaveHandle, request: SaveRequest, copied: Copied | BaseException) -> None:
         started = time.perf_counter()
@@ -239,6 +282,7 @@ class Saver:
             handle.fail(error)
             return
         try:
+            self.last_step = request.step
             if meta is not None and self._leader is not None:
                 self._leader.on_commit(meta)  # before close() can go on: it changes the root
         finally:
@@ -256,8 +300,6 @@ class Saver:
 
     def _agree(self, request: SaveRequest, copied: Copied | BaseException) -> tuple[WriteContext, Copied]:
         """First exchange: every rank has its copy, the same request on each, the save id of rank 0, the node's tag."""
-        from ckptmirror.formats.base import WriteContext
-
         save_id = new_id()
         free = True
         failure = copied if isinstance(copied, BaseException) else None
@@ -267,31 +309,12 @@ class Saver:
         except OSError as error:
             failure = LocalStorageUnwritable(f"{self.root} cannot be listed: {error.strerror}.")
         plans = self._ranks.exchange(
-            Plan(request, save_id, free), what=f"agree on a save (number {request.number})", error=failure
+            Plan(request.step, request.kinds, request.number, save_id, free),
+            what=f"agree on a save (number {request.number})",
+            error=failure,
         )
         assert isinstance(copied, Copied)
-        for rank, plan in enumerate(plans):
-            theirs, ours = plan.request, request
-            if (theirs.step, theirs.kinds, theirs.number) != (ours.step, ours.kinds, ours.number):
-                raise RankFailed(
-                    f"Rank {rank} saves step {theirs.step} {theirs.kinds} as its save {theirs.number}, while rank "
-                    f"{self._ranks.rank} saves step {ours.step} {ours.kinds} as its save {ours.number}.",
-                    hint="Call save() with the same step and kinds on every rank.",
-                )
-        chosen = plans[0]
-        leader_of_node = self._ranks.rank - self._ranks.local_rank
-        tag = "" if plans[leader_of_node].free else chosen.save_id[:8]
-        context = WriteContext(
-            root=self.root,
-            name=names.SaveName(request.step, tag),
-            save_id=chosen.save_id,
-            kinds=request.kinds,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            is_leader=self._ranks.is_leader,
-            torch_group=self._ranks.torch_group,
-        )
-        return context, copied
+        return agreed_context(plans, self.root, self._ranks), copied
 
     def _write_all(self, snapshot: Snapshot, context: WriteContext) -> list[Artifact]:
         """Write and seal this rank's files; second exchange: every rank's report."""
@@ -310,11 +333,7 @@ class Saver:
         return [artifact for report in reports for artifact in report]
 
     def _commit(
-        self,
-        request: SaveRequest,
-        copied: Copied,
-        context: WriteContext,
-        artifacts: list[Artifact],
+        self, request: SaveRequest, copied: Copied, context: WriteContext, artifacts: list[Artifact]
     ) -> Meta | None:
         """The leader commits; third exchange: all ranks learn whether it did."""
         meta: Meta | None = None
@@ -324,6 +343,8 @@ class Saver:
                 meta = self._lead(self._leader, request, copied, context, artifacts)
             except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
                 failure = error
+            if meta is not None or may_be_meta_of(self.root / context.name.meta, context.save_id):
+                self.last_step = request.step  # whatever the other ranks hear of it
         self._ranks.exchange(None, what=f"commit step {request.step}", error=failure)
         return meta
 
@@ -340,9 +361,7 @@ class Saver:
 
         for kind in context.kinds:
             get_format(kind).check(context, artifacts)
-        metrics, dropped = finite_metrics(request.metrics)
-        if dropped:
-            _log.warning("step %d: the metrics %s are not finite and are left out", request.step, ", ".join(dropped))
+        assert copied.said is not None
         meta = Meta(
             run_id=self.run_id,
             attempt=self.attempt,
@@ -355,10 +374,10 @@ class Saver:
             node=self._ranks.node,
             artifacts=tuple(sorted(artifacts, key=lambda artifact: artifact.path)),
             tag=context.name.tag,
-            training_config=plain_values(copied.config),
+            training_config=copied.said.config,
             architecture_hash=architecture_hash(copied.snapshot),
-            metrics=metrics,
-            fields=plain_values(request.fields),
+            metrics=copied.said.metrics,
+            fields=copied.said.fields,
             created_at_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         if (fenced := leader.fenced()) is not None:
@@ -368,21 +387,8 @@ class Saver:
         except TABLE_BROKE as error:  # before anything got its name: the table is made anew, once
             leader.renew_table(error)
             commit_save(self.root, leader.table, leader.mirrors, meta)
-        self._warn_if_identical(meta)
+        self._twins.look_at(meta)
         return meta
-
-    def _warn_if_identical(self, meta: Meta) -> None:
-        """Two saves with the same tensors at different steps mean that training stands still."""
-        fingerprint = tuple(
-            artifact.digest.crc32c
-            for artifact in meta.artifacts
-            if (parsed := names.parse_name(artifact.path)) is not None and parsed.role == "tensors"
-        )
-        earlier, self._previous = self._previous, (meta.step, fingerprint)
-        if fingerprint and earlier[1] == fingerprint and earlier[0] != meta.step:
-            _log.warning(
-                "step %d holds exactly the tensors of the save before it: is the optimizer stepping?", meta.step
-            )
 
     def _remove_own_temporaries(self, context: WriteContext) -> None:
         """Remove this rank's temporaries (the leader's shared ones too); the first error stays the one reported."""

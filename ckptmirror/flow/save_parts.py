@@ -1,27 +1,45 @@
 """What the parts of a save hand to one another: the request, the host copy, the plan, the leader's side.
 
 Rules:
-* Values only; what is done with them is in ``save.py``.
+* Values, and what they say by themselves; what is done with them is in ``save.py``.
+* What the caller said beside the state is made plain while the training waits: later changes do not reach the meta.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable
+from ckptmirror.core.codec import finite_metrics, plain_values
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable, RankFailed
 from ckptmirror.core.model import Kind, Meta
+from ckptmirror.core.names import SaveName, parse_name
 from ckptmirror.flow.mirrors import MirrorSpec
 from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.ranks.base import Ranks
 
 if TYPE_CHECKING:
-    from ckptmirror.formats.base import Snapshot
+    from ckptmirror.formats.base import Snapshot, WriteContext
+    from ckptmirror.formats.train_state import TrainState
     from ckptmirror.ranks.host_copy import Lease
 
-__all__ = ["TABLE_BROKE", "Copied", "LeaderSide", "Plan", "SaveRequest"]
+__all__ = [
+    "TABLE_BROKE",
+    "Copied",
+    "LeaderSide",
+    "Plan",
+    "Said",
+    "SaveRequest",
+    "Twins",
+    "agreed_context",
+    "import_formats",
+]
 
 TABLE_BROKE = (BrokenTable, NoTable)
+_log = logging.getLogger("ckptmirror.save")
 
 
 @dataclass(frozen=True)
@@ -54,15 +72,93 @@ class LeaderSide:
 class Plan:
     """What the ranks agree on before anything is written."""
 
-    request: SaveRequest
+    step: int
+    kinds: tuple[Kind, ...]
+    number: int
     save_id: str
     free: bool
 
 
+def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteContext:
+    """Return what all ranks write with: the save id of rank 0, the tag of the node's leader.
+
+    Raises:
+        RankFailed: They do not plan the same save.
+    """
+    from ckptmirror.formats.base import WriteContext
+
+    rank, ours = ranks.rank, plans[ranks.rank]
+    for other, theirs in enumerate(plans):
+        if (theirs.step, theirs.kinds, theirs.number) != (ours.step, ours.kinds, ours.number):
+            raise RankFailed(
+                f"Rank {other} saves step {theirs.step} {theirs.kinds} as its save {theirs.number}, while rank "
+                f"{rank} saves step {ours.step} {ours.kinds} as its save {ours.number}.",
+                hint="Call save() with the same step and kinds on every rank.",
+            )
+    save_id = plans[0].save_id
+    leader_of_node = plans[rank - ranks.local_rank]
+    return WriteContext(
+        root=root,
+        name=SaveName(ours.step, "" if leader_of_node.free else save_id[:8]),
+        save_id=save_id,
+        kinds=ours.kinds,
+        rank=rank,
+        world_size=ranks.world_size,
+        is_leader=ranks.is_leader,
+        torch_group=ranks.torch_group,
+    )
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the caller said beside the state, as it was at the save: plain values, which nobody else holds."""
+
+    metrics: Mapping[str, float]
+    fields: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, request: SaveRequest, state: TrainState) -> Said:
+        """Make it plain, now. Metrics that are not finite are left out, with a warning."""
+        metrics, dropped = finite_metrics(request.metrics)
+        if dropped:
+            _log.warning("step %d: the metrics %s are not finite and are left out", request.step, ", ".join(dropped))
+        return cls(metrics, plain_values(request.fields), plain_values(dict(state.training_config or {})))
+
+
 @dataclass(frozen=True)
 class Copied:
-    """What the training thread hands to the background: the host copy, and the training config as it was."""
+    """What the training thread hands to the background. Only the leader, who writes the meta, needs what was said."""
 
     snapshot: Snapshot
     lease: Lease
-    config: Mapping[str, Any]
+    said: Said | None
+
+
+class Twins:
+    """Notices that training stands still: two saves with the same tensors at different steps."""
+
+    def __init__(self) -> None:
+        self._previous: tuple[int, tuple[int, ...]] = (-1, ())  # step and sums of the last save's tensors
+
+    def look_at(self, meta: Meta) -> None:
+        """Warn if this save's tensors are those of the save before it."""
+        sums = tuple(
+            artifact.digest.crc32c
+            for artifact in meta.artifacts
+            if (parsed := parse_name(artifact.path)) is not None and parsed.role == "tensors"
+        )
+        earlier, self._previous = self._previous, (meta.step, sums)
+        if sums and earlier[1] == sums and earlier[0] != meta.step:
+            _log.warning(
+                "step %d holds exactly the tensors of the save before it: is the optimizer stepping?", meta.step
+            )
+
+
+def import_formats(kinds: Sequence[Kind]) -> None:
+    """Import what writes these kinds: some modules can no longer be imported once the interpreter has begun to end."""
+    from ckptmirror.formats import get_format, sidecars  # noqa: F401
+    from ckptmirror.ranks import host_copy  # noqa: F401
+
+    for kind in kinds:
+        get_format(kind)

@@ -64,9 +64,9 @@ def open_saves(
     metas = list(metas)
     local = [meta.save_id for meta in metas if not is_emergency(meta)]
     wanted = [save_id for save_id in dict.fromkeys([*released, *local]) if save_ids is None or save_id in save_ids]
-    staged = {meta.save_id for meta in metas if meta.staged_from is not None}  # where it came from, it is
+    partial = {meta.save_id for meta in metas if meta.partial}  # it cannot be sent, and where it came from, it is
     found = [
-        _open_on(table, save_id, url, url in required and save_id not in staged)
+        _open_on(table, save_id, url, url in required and save_id not in partial)
         for save_id in wanted
         for url in mirrors
     ]

@@ -21,9 +21,9 @@ from typing import Literal
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import CheckpointNotFound, ConfigError, KindMismatch
 from ckptmirror.core.model import Kind, Meta
+from ckptmirror.flow.attempts import read_local_attempts
 from ckptmirror.flow.catalog import mirror_catalog
 from ckptmirror.flow.choose import choose
-from ckptmirror.flow.claim import read_local_attempts
 from ckptmirror.flow.destination import is_training_root, make_control_dir
 from ckptmirror.flow.mirrors import Mirror, check_destination
 from ckptmirror.flow.resolve import main_path

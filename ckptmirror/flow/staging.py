@@ -5,17 +5,20 @@ Order (DESIGN.md §3, "Stage"):
 1. what the directory holds of this save already, and still verifies, is kept;
 2. the rest is received into temporaries, every block verified, and fsynced;
 3. the files get their final names, never replacing anything;
-4. metas of what is replaced go to trash: a stale save on ``refresh``, or this very save's earlier meta when files are
-   added to it; only then may a broken file of this very save make room for its whole one under the same name;
-5. the new meta is written, last, with the same save id and ``staged_from``: from here the save is staged;
-6. the files of replaced metas go to trash, and the trash is emptied.
+4. metas of other saves that are replaced go to trash (``refresh``); then a broken file of this very save makes room for
+   its whole one under the same name;
+5. the meta is written, last, with the same save id and ``staged_from``: from here the save is staged. This very save's
+   earlier meta is replaced in that one step, by one that names more; one that names as much stays, a trainer's always;
+6. the files of metas in the trash go there too, and the trash is emptied.
 
 Rules:
-* There are never two metas of one save id, and never a meta that names what is not whole. A crash after 3 leaves files
-  that the next call recognises by their checksums; a crash after 4 is finished by the next call, from the trash.
+* There are never two metas of one save id. A crash after 3 leaves files that the next call recognises by their
+  checksums; a crash after 4 is finished by the next call, from the trash; while a broken file makes room, its save is
+  incomplete and not listed, and still named, so that nothing takes it for one that was deleted.
 * A copy is verified when it is staged; a later call compares sizes, and ``refresh`` verifies the checksums again.
-* Replacing loses nothing: another save goes only if the mirror holds it whole, or if it was a mere staged copy. In a
-  training root no other save goes at all, and of the very save only what its verified copy replaces.
+* Replacing loses nothing: another save goes only if this mirror holds it, checksum by checksum, or if it was a mere
+  copy of this mirror's. In a training root no other save goes at all, and of the very save only what its verified copy
+  replaces.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ from ckptmirror.flow.destination import (
     with_tag,
 )
 from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.receive import Incoming, receive
+from ckptmirror.flow.receive import Incoming, read_back_crc32c, receive
 from ckptmirror.local import files
 from ckptmirror.local.inventory import LocalSave
 
@@ -128,14 +131,17 @@ class Staging:
         """Say which other saves of the step are to go, and which are the mirror's own and to be verified.
 
         Raises:
-            RefusedOnlyCopy: A stale save is not whole on this mirror, and not a mere staged copy.
+            RefusedOnlyCopy: A stale save is not whole on this mirror, and not a mere copy of this mirror's.
         """
         catalog = mirror_catalog(self._mirror, step=meta.step)
         current = {save.save_id for save in lineage_of(catalog).current.values()} | {meta.save_id}
         stale = [save for save in place.saves if save.meta.save_id not in current]
         for save in stale:
-            only_here = save.meta.save_id not in catalog.saves
-            if only_here and (self._in_training or save.meta.staged_from is None):
+            there = catalog.saves.get(save.meta.save_id)
+            came_from_here = (save.meta.staged_from, save.meta.run_id) == (self._mirror.url, meta.run_id)
+            if came_from_here and not self._in_training:
+                continue
+            if there is None or not self._holds(there, save.meta):
                 raise RefusedOnlyCopy(
                     f"{save.meta_path} is save {save.meta.save_id[:8]}, which {self._mirror.url} does not hold whole: "
                     "it stays."
@@ -146,6 +152,21 @@ class Staging:
             _log.info("%s: stale, but a trainer saves here: it stays until rotation may delete it", listed)
             stale = []
         return stale, [catalog.saves[save_id] for save_id in sorted(others)]
+
+    def _holds(self, there: Meta, here: Meta) -> bool:
+        """Whether the mirror, asked now, has every file that a local save names, with its checksum."""
+        store = self._mirror.store
+        named = {names.untagged(artifact.path): artifact for artifact in there.artifacts}
+        objects = objects_of(store, there)
+        for artifact in here.artifacts:
+            copy = named.get(names.untagged(artifact.path))
+            info = objects.get(copy.object_name) if copy is not None else None
+            if copy is None or info is None or copy.digest != artifact.digest:
+                return False
+            crc32c = info.crc32c if info.crc32c is not None else read_back_crc32c(store, info)
+            if (info.size_bytes, crc32c) != (artifact.digest.size_bytes, artifact.digest.crc32c):
+                return False
+        return True
 
     def bring(
         self, place: Destination, meta: Meta, wanted: Sequence[Artifact], kinds: Sequence[Kind], stale: list[LocalSave]
@@ -167,7 +188,7 @@ class Staging:
             self._check_no_stranger(place, with_tag(top, meta.save_id, tag), artifacts)
         new = self._new_meta(meta, [a for some in arriving.values() for a in some], kinds, held, tag)
         if same is not None and _says_the_same(same.meta, new):
-            new = same.meta  # a trainer's own meta stays its own
+            new = same.meta  # a trainer's own always does
             if not missing:
                 self._put_aside(stale)
                 return new
@@ -177,7 +198,7 @@ class Staging:
             events.StageStarted(mirror=self._mirror.url, step=meta.step, kinds=new.kinds, size_bytes=size_bytes)
         )
         self._receive(meta, [a for some in missing.values() for a in some])
-        self._publish(place, meta, list(missing), [same, *stale] if same is not None else stale, new)
+        self._publish(place, meta, list(missing), same, stale, new)
         self._bus.emit(
             events.StageFinished(
                 mirror=self._mirror.url,
@@ -250,6 +271,7 @@ class Staging:
             artifacts=tuple(sorted(named, key=lambda artifact: artifact.path)),
             tag=tag,
             staged_from=self._mirror.url,
+            partial=len(named) < len(meta.artifacts),
         )
 
     # -- the bytes ------------------------------------------------------------------------------------------
@@ -318,10 +340,18 @@ class Staging:
     # -- the names ------------------------------------------------------------------------------------------
 
     def _publish(
-        self, place: Destination, meta: Meta, tops: Sequence[str], replaced: Sequence[LocalSave], new: Meta
+        self,
+        place: Destination,
+        meta: Meta,
+        tops: Sequence[str],
+        same: LocalSave | None,
+        stale: Sequence[LocalSave],
+        new: Meta,
     ) -> None:
         """Steps 3 to 5 of the module's order."""
-        ours = {*place.condemned} | {name for save in replaced for name in place.names_of(save)}
+        earlier = [same] if same is not None else []
+        keeps_its_name = same is not None and same.meta.tag == new.tag
+        ours = {*place.condemned} | {name for save in (*earlier, *stale) for name in place.names_of(save)}
         waiting = []
         for top in tops:
             final = self._dest / with_tag(top, meta.save_id, new.tag)
@@ -329,13 +359,14 @@ class Staging:
                 waiting.append((top, final))
             else:
                 self._publish_one(top, final, meta.save_id, new)
-        self._put_aside(replaced)
+        self._put_aside(stale if keeps_its_name else [*earlier, *stale])
         for top, final in waiting:
             files.move_to_trash(self._dest, final)
             self._publish_one(top, final, meta.save_id, new)
         files.fsync_dir(self._dest)
-        meta_path = self._dest / names.SaveName(new.step, new.tag).meta
-        files.write_bytes(meta_path, meta_to_bytes(new), save_id=new.save_id)
+        if same is None or new is not same.meta:
+            meta_path = self._dest / names.SaveName(new.step, new.tag).meta
+            files.write_bytes(meta_path, meta_to_bytes(new), save_id=new.save_id, replace=keeps_its_name)
 
     def _put_aside(self, replaced: Sequence[LocalSave]) -> None:
         """From here these saves are no more; their files go to trash when the new meta stands."""

@@ -20,6 +20,7 @@ from ckptmirror.core.model import Kind
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.choose import lineage_of
 from ckptmirror.flow.settled import open_saves
+from ckptmirror.flow.table_place import table_path
 from ckptmirror.local import files
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
@@ -89,14 +90,11 @@ def is_mirrored(root: Path, save_id: str | None, state_dir: Path | None = None) 
         NoTable: ckptmirror has not saved here.
     """
     with _opened(root, state_dir) as table:
+        if not table.knows_mirrors():
+            return False  # it is being made anew just now
         required = [row.url for row in table.mirrors() if row.required]
         metas = local_catalog(root).saves.values()
         return not open_saves(table, metas, required, None if save_id is None else [save_id])
-
-
-def table_path(root: Path, state_dir: Path | None = None) -> Path:
-    """Where the uploads table of a root lies."""
-    return state_dir / Path(names.TABLE_NAME).name if state_dir is not None else root / names.TABLE_NAME
 
 
 def read_status(root: Path, state_dir: Path | None = None) -> Status:
@@ -144,7 +142,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         failed_files=sum(record.state is RecordState.FAILED for record in unsafe),
         saves=tuple(saves),
         trainer=_trainer(root),
-        problems=catalog.problems,
+        problems={name: str(why) for name, why in catalog.problems.items()},
         unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in missing},
     )
 
@@ -153,7 +151,13 @@ def _opened(root: Path, state_dir: Path | None) -> UploadsTable:
     path = table_path(root, state_dir)
     if not path.exists():
         raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
-    return UploadsTable.open(path, read_only=True)
+    table = UploadsTable.open(path, read_only=True)
+    try:
+        table.check_root(root)  # what another root's table says would pass for this one's
+    except BaseException:
+        table.close()
+        raise
+    return table
 
 
 def _waiting(records: list[UploadRecord], required: list[str], gaps: Mapping[str, str]) -> dict[str, str]:

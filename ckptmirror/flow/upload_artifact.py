@@ -15,16 +15,16 @@ from dataclasses import replace
 from ckptmirror.core import events
 from ckptmirror.core.errors import IntegrityError, PreconditionFailed, StorePermanent, Temporary
 from ckptmirror.core.model import Digest, Meta
+from ckptmirror.flow.receive import read_back_crc32c
 from ckptmirror.flow.sending import LEASE_S, Sending, UploadContext
 from ckptmirror.local import files
-from ckptmirror.local.checksums import crc32c, verify_file
+from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.uploads import Claim
-from ckptmirror.stores.base import ObjectInfo, Store, Upload
+from ckptmirror.stores.base import ObjectInfo, Upload
 
-__all__ = ["ArtifactUpload", "read_back_crc32c"]
+__all__ = ["ArtifactUpload"]
 
 _SLOWEST_BYTES_PER_S = 20e6  # a lease outlasts a silent pass (fsync, reading back) over the whole file at this rate
-_READ_BACK_BYTES = 4 * 1024 * 1024
 
 
 class ArtifactUpload(Sending):
@@ -135,14 +135,3 @@ class ArtifactUpload(Sending):
         if now - self._renewed > LEASE_S / 5:
             self._context.table.renew(self._claim, self._lease_s)
             self._renewed = now
-
-
-def read_back_crc32c(store: Store, info: ObjectInfo) -> int:
-    """Read a whole object and return its crc32c, in bounded memory."""
-    buffer = memoryview(bytearray(min(_READ_BACK_BYTES, max(1, info.size_bytes))))
-    crc = 0
-    for offset in range(0, info.size_bytes, len(buffer)):
-        piece = buffer[: min(len(buffer), info.size_bytes - offset)]
-        store.download(info.name, generation=info.generation, offset=offset, buffer=piece)
-        crc = crc32c(piece, crc)
-    return crc

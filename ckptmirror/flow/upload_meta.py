@@ -23,9 +23,10 @@ from ckptmirror.core.errors import (
     StorePermanent,
     Temporary,
 )
+from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.merging import merge_parts
 from ckptmirror.core.model import Meta, Tombstone
-from ckptmirror.flow.catalog import META_LIMIT_BYTES
+from ckptmirror.flow.catalog import META_LIMIT_BYTES, objects_of
 from ckptmirror.flow.sending import Sending
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores.base import ObjectInfo
@@ -42,13 +43,15 @@ class MetaUpload(Sending):
         meta = self._local_meta()
         context.confirm(context.mirror)
         context.confirmed.set()
-        data = meta_to_bytes(self._of_all_nodes(self._mirror_meta(meta)))
+        mine = self._mirror_meta(meta)
+        self._check_artifacts(mine)
+        data = meta_to_bytes(self._of_all_nodes(mine))
         own_names = self._own_names(meta)
         if not meta.is_whole:  # nodes tag their own names as they must: the merged meta's are the same for all
             plain = names.untagged(self._record.path)
             own_names = [plain, names.tagged(plain, meta.save_id)]
         for name in self._candidate_names(meta) if meta.is_whole else own_names:
-            if name in own_names:
+            if name in own_names and not meta.partial:  # what is here does not say all that the save has
                 with contextlib.suppress(PreconditionFailed):  # ours from before, or another save's: read next
                     self._store.write(name, data, if_generation=0, metadata=self._metadata(meta))
             elif self._store.stat(name) is None:
@@ -69,7 +72,29 @@ class MetaUpload(Sending):
                 raise IntegrityError(f"{name} on {context.mirror.url} names this save with other contents.")
             self._verify_meta(info, there)
             return
+        if meta.partial:
+            raise StorePermanent(
+                f"{context.mirror.url} has no meta of step {meta.step}, and what lies here is a part of the save.",
+                hint="Mirror it from where all of it lies.",
+            )
         raise StorePermanent(f"Both names for the meta of step {meta.step} are taken on {context.mirror.url}.")
+
+    def _check_artifacts(self, meta: Meta) -> None:
+        """Ask for every artifact once more: some were verified long ago, and the bucket may be another since.
+
+        Raises:
+            Temporary: One is not the object that was verified; it is pending again.
+        """
+        table, mirror = self._context.table, self._context.mirror
+        objects = objects_of(self._store, meta)
+        for record in table.records(save_id=meta.save_id, mirror=mirror.url):
+            name = record.object or record.path
+            info = objects.get(name)
+            if record.role == "artifact" and (info is None or info.generation != record.generation):
+                reason = f"{name} is not the object that was verified"
+                if record.state is RecordState.VERIFIED:
+                    table.unverify(record.save_id, record.path, record.mirror, reason)
+                raise Temporary(f"{mirror.url}: {reason}: it is sent again before the meta.")
 
     def _mirror_meta(self, meta: Meta) -> Meta:
         """The node's meta, with the object name of each artifact where it differs from its path."""
@@ -81,7 +106,7 @@ class MetaUpload(Sending):
         artifacts = tuple(
             replace(a, object=objects[a.path] if objects[a.path] != a.path else None) for a in meta.artifacts
         )
-        return replace(meta, artifacts=artifacts, staged_from=None)
+        return replace(meta, artifacts=artifacts, staged_from=None, partial=False)
 
     def _of_all_nodes(self, mine: Meta) -> Meta:
         """Publish this node's part, and merge the parts once every node's is there; no node leads.

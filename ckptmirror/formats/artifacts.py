@@ -4,6 +4,8 @@ Rules:
 * The bytes go straight from the tensors' memory to the writer.
 * The first error of the disk is the one that is raised, not what torch makes of it.
 * A file that failed leaves nothing behind.
+* A file of tensors is read back by the loader that a resume uses before it is reported: all of it but the tensors'
+  bytes. So a value that nothing could load never becomes part of a save.
 * Sealed: complete and fsynced under its temporary name, for the node's leader to publish. Published: under its final
   name.
 """
@@ -19,9 +21,11 @@ from typing import IO, Any, cast
 
 import torch
 
-from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Digest
+from ckptmirror.formats.shards import read_pieces
 from ckptmirror.formats.tensor_bytes import compact
+from ckptmirror.formats.unpickle import load_pt, refused_as_usage
 from ckptmirror.local.files import ArtifactWriter
 
 __all__ = ["ArtifactStream", "write_json", "write_pt"]
@@ -63,6 +67,7 @@ def write_pt(tree: Any, path: Path, *, save_id: str, publish: bool = False) -> D
     Raises:
         NameTaken: ``publish``, and the path exists.
         LocalStorageFull: The disk is full.
+        UsageError: The tree holds something that a load refuses.
     """
     with _new_file(path, save_id) as writer:
         stream = ArtifactStream(writer)
@@ -74,7 +79,9 @@ def write_pt(tree: Any, path: Path, *, save_id: str, publish: bool = False) -> D
             if isinstance(error, (CkptMirrorError, OSError)):
                 raise
             raise CkptMirrorError(f"{path.name} could not be written: {error}") from error
-        return writer.publish() if publish else writer.seal()
+        digest = writer.seal()
+        _read_back(writer.temporary)
+        return writer.publish() if publish else digest
 
 
 def write_json(value: Any, path: Path, *, save_id: str, publish: bool = False) -> Digest:
@@ -82,6 +89,14 @@ def write_json(value: Any, path: Path, *, save_id: str, publish: bool = False) -
     with _new_file(path, save_id) as writer:
         writer.write(json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n")
         return writer.publish() if publish else writer.seal()
+
+
+def _read_back(path: Path) -> None:
+    with refused_as_usage():
+        try:
+            read_pieces(load_pt(path, map_location="meta"))
+        except IntegrityError:
+            read_pieces(load_pt(path, mmap=True))  # some kinds of tensor have no form without bytes
 
 
 @contextmanager

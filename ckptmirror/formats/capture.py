@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats.base import Snapshot
+from ckptmirror.formats.giving import knows_its_position, state_of
 from ckptmirror.formats.names import live_parameters, live_values
 from ckptmirror.formats.optimizer_state import capture_optimizer
 from ckptmirror.formats.plain import encode
 from ckptmirror.formats.rng import capture_rng
-from ckptmirror.formats.shards import has_shards, piece_of
+from ckptmirror.formats.shards import has_shards, piece_of, region_of
 from ckptmirror.formats.tensor_bytes import digest32
 from ckptmirror.formats.train_state import TrainState
 
@@ -101,6 +102,12 @@ def capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
             hint="Shard it with torch.distributed.fsdp.fully_shard.",
         )
     model = {name: encode(value, f"model.{name}") for name, value in live_values(state.model).items()}
+    for name, value in model.items():
+        if not isinstance(value, torch.Tensor) and has_shards(value):
+            raise UsageError(
+                f"model.{name} holds a DTensor, which a load could not shard again there.",
+                hint="Return plain values from get_extra_state(), or make it a buffer.",
+            )
     optimizer = capture_optimizer(state.model, state.optimizer) if state.optimizer is not None else None
     sharded = has_shards(model) or has_shards(optimizer)
     extra = _capture_extra(state, step=step, with_ema=sharded or rank == 0)
@@ -197,20 +204,20 @@ def _capture_extra(state: TrainState, *, step: int, with_ema: bool) -> dict[str,
     extra: dict[str, Any] = {"step": step, "rng": capture_rng()}
     for name in ("scheduler", "scaler", "dataloader"):
         part = getattr(state, name)
-        if part is not None and (name != "dataloader" or hasattr(part, "state_dict")):
-            extra[name] = encode(_state_of(part), name)
+        if part is not None and (name != "dataloader" or knows_its_position(part)):
+            extra[name] = encode(state_of(part, name, objects_only=True), name)
     if state.ema is not None and with_ema:
-        extra["ema"] = encode(_state_of(state.ema), "ema")
+        extra["ema"] = encode(state_of(state.ema, "ema", objects_only=True), "ema")
     if state.extra is not None:
-        extra["extra"] = {key: encode(_state_of(value), f"extra.{key}") for key, value in state.extra.items()}
-        encode({key: None for key in state.extra}, "extra")  # the keys must be loadable too
+        extra["extra"] = encode({key: state_of(value, f"extra.{key}") for key, value in state.extra.items()}, "extra")
+    for name, tensor in walk_tensors({key: value for key, value in extra.items() if key != "rng"}):
+        if isinstance(tensor, DTensor):
+            _check_one_piece(name, tensor)
     return extra
 
 
-def _state_of(part: Any) -> Any:
-    """Return what to save of an object: its state, or each one's in a list, or itself where it is a value."""
-    if isinstance(part, torch.nn.Module):
-        return live_values(part)
-    if isinstance(part, (list, tuple)) and part and all(hasattr(one, "state_dict") for one in part):
-        return [_state_of(one) for one in part]
-    return part.state_dict() if hasattr(part, "state_dict") else part
+def _check_one_piece(name: str, tensor: DTensor) -> None:
+    try:
+        region_of(tensor)
+    except UsageError as error:
+        raise UsageError(f"{name} is a DTensor in several pieces per rank, which cannot be saved there.") from error

@@ -6,7 +6,7 @@ plain ``dcp.load({"model": ..., "optimizer": ...}, checkpoint_id=...)`` and ``dc
 Rules:
 * Ranks write into one temporary directory per node; the leader publishes it only after ``check``.
 * Each rank checks that every item that ``.metadata`` places in its files is really there; the leader then checks the
-  bytes on disk. torch reports neither.
+  bytes on disk, and loads every plain value. torch does neither.
 * The coordinator's ``.metadata`` is written, byte for byte, on every node.
 * ``CheckpointException``, which no ``except Exception`` sees, never leaves this package.
 """
@@ -16,11 +16,12 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -33,7 +34,7 @@ from ckptmirror.core.names import SaveName, tmp_name
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges
 from ckptmirror.formats.dcp_files import DirectoryWriter
-from ckptmirror.formats.dcp_read import load_directory, read_directory_metadata
+from ckptmirror.formats.dcp_read import check_plain_values, load_directory, read_directory_metadata
 from ckptmirror.formats.plain import MARK
 from ckptmirror.formats.tensor_bytes import compact
 from ckptmirror.formats.unpickle import check_regular
@@ -97,6 +98,7 @@ class DcpFormat:
             directory.name,
             expected=lambda name: context.world_size == 1 or _writer_of(name) is None or _writer_of(name) in here,
         )
+        check_plain_values(directory, metadata, found)
 
     def load(
         self,
@@ -181,14 +183,25 @@ def _layout(snapshot: Snapshot) -> dict[str, Any]:
 
 def _flattenable(tree: Any) -> Any:
     """Return ``tree`` so that DCP's flattening keeps it whole: it drops empty dicts and turns every key into text."""
-    if isinstance(tree, dict):
-        if any(not isinstance(key, str) for key in tree):
+    if type(tree) is dict:
+        if any(type(key) is not str for key in tree):
             items = [[key, _flattenable(value)] for key, value in tree.items()]
             return {MARK: "dict", "items": items}
         return {key: _flattenable(value) for key, value in tree.items()} or {MARK: "dict", "items": []}
-    if isinstance(tree, list):
+    if type(tree) is list:
         return [_flattenable(item) for item in tree]
+    if type(tree) is tuple and any(isinstance(leaf, torch.Tensor) for leaf in _leaves(tree)):
+        return {MARK: "tuple", "items": [_flattenable(item) for item in tree]}  # else it is pickled with its tensors
     return tree
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    items = tree.values() if type(tree) is dict else tree if type(tree) in (list, tuple) else None
+    if items is None:
+        yield tree
+        return
+    for item in items:
+        yield from _leaves(item)
 
 
 def _share_metadata(directory: Path, group: Any) -> bytes | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Container, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
@@ -33,16 +33,17 @@ from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges, file_names
 from ckptmirror.formats.live import check_fits, finish_model, pair_names, warn_missing
-from ckptmirror.formats.names import live_parameters, live_values
-from ckptmirror.formats.optimizer_state import load_optimizer, plan_optimizer
+from ckptmirror.formats.names import live_values
+from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
 from ckptmirror.formats.plain import decode
-from ckptmirror.formats.unpickle import broken, check_regular, load_stream, loads_metadata
+from ckptmirror.formats.unpickle import broken, check_regular, load_stream, loads_metadata, refused_as_usage
 from ckptmirror.local.files import read_limited
 
 __all__ = [
     "METADATA_LIMIT_BYTES",
     "SafeLoadPlanner",
     "SafeReader",
+    "check_plain_values",
     "load_directory",
     "read_directory_metadata",
     "read_whole_directory",
@@ -154,6 +155,29 @@ def read_whole_directory(directory: Path) -> dict[str, Any]:
     return tree
 
 
+def check_plain_values(directory: Path, metadata: Metadata, present: Container[str]) -> None:
+    """Read every plain value that lies in the files ``present`` as a load does, and put the whole together.
+
+    Raises:
+        UsageError: A load would refuse a value.
+        IntegrityError: A value cannot be read.
+    """
+    entries = _entries(metadata)
+    plain = [entry for entry in entries if not isinstance(entry.described, TensorStorageMetadata)]
+    here = [e for e in plain if metadata.storage_data[MetadataIndex(e.key)].relative_path in present]
+    flat: dict[str, Any] = {entry.key: None for entry in here}
+    with refused_as_usage():
+        _read(flat, SafeReader(directory, metadata))
+        if len(here) < len(plain):
+            return  # the rest lies on the disks of other nodes
+        for entry in entries:
+            if isinstance(entry.described, TensorStorageMetadata):
+                flat[entry.key] = torch.empty(
+                    entry.described.size, dtype=entry.described.properties.dtype, device="meta"
+                )
+        decode(_assemble([(entry.path, flat[entry.key]) for entry in entries]))
+
+
 def _open(directory: Path, *, all_here: bool) -> tuple[list[_Entry], SafeReader]:
     metadata = read_directory_metadata(directory)
     present = {
@@ -212,10 +236,10 @@ def _read_optimizer(module: torch.nn.Module, entries: list[_Entry], reader: Safe
     wanted = [e for e in entries if e.path[0] in _OPTIMIZER_KEYS and len(e.path) > 1]
     if not wanted:
         return None
-    parameters = dict(live_parameters(module))
+    owners = owners_of({str(e.path[2]) for e in wanted if e.path[1] == "state" and len(e.path) > 2}, module)
     flat = {}
     for entry in wanted:
-        owner = parameters.get(str(entry.path[2])) if entry.path[1] == "state" and len(entry.path) > 2 else None
+        owner = owners.get(str(entry.path[2])) if entry.path[1] == "state" and len(entry.path) > 2 else None
         flat[entry.key] = _allocate(entry.described, owner)
     _read(flat, reader)
     tree = decode(_assemble([(e.path[1:], flat[e.key]) for e in wanted]))

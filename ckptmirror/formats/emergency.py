@@ -114,7 +114,9 @@ def load_emergency(
     if optimizer is not None and plans is not None:
         load_optimizer(state.optimizer, plans, optimizer, dtypes)
         loaded.append("optimizer")
-    rest = load_extra(source, ("extra",), state, step=meta.step, own=rank in ranks, exclude=exclude)
+    rest = load_extra(
+        source, ("extra",), state, step=meta.step, own=rank in ranks, world_size=world_size, exclude=exclude
+    )
     return LoadReport(meta.step, (*loaded, *rest.loaded), (*missing, *rest.missing))
 
 

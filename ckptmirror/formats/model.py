@@ -24,8 +24,7 @@ from ckptmirror.core.names import SaveName, parse_name, tmp_name
 from ckptmirror.formats.artifacts import write_pt
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.live import load_model, warn_missing
-from ckptmirror.formats.names import live_parameters
-from ckptmirror.formats.optimizer_state import load_optimizer, plan_optimizer
+from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
 from ckptmirror.formats.plain import decode
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.shards import cut
@@ -123,13 +122,13 @@ def read_optimizer(
 
 def whole_optimizer(source: RankFiles, at: tuple[str, ...], module: torch.nn.Module) -> dict[str, Any]:
     """Return the optimizer that lies at ``at`` in the files of ``source``."""
-    parameters = dict(live_parameters(module))
     tree = source.tree()
     for key in at:
         tree = tree[key]
     if not isinstance(tree, dict) or "state" not in tree or "param_groups" not in tree:
         raise IntegrityError("The optimizer's file has no state and param_groups.")
-    state = {name: source.whole((*at, "state", name), parameters.get(name)) for name in tree["state"]}
+    owners = owners_of(tree["state"], module)
+    state = {name: source.whole((*at, "state", name), owners.get(name)) for name in tree["state"]}
     return {"state": state, "param_groups": source.whole((*at, "param_groups"))}
 
 

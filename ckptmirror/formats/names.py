@@ -9,6 +9,7 @@ Rules:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["bare", "live_parameters", "live_values", "match_names"]
 
 _PREFIX = "module"
-_ANYWHERE = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+_ANYWHERE = ("_orig_mod", _CHECKPOINTED, "_fsdp_wrapped_module")
 
 
 def live_values(model: torch.nn.Module) -> dict[str, Any]:
@@ -31,23 +33,32 @@ def live_values(model: torch.nn.Module) -> dict[str, Any]:
 
 def live_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield every parameter under each of its clean names (a tied one more than once)."""
-    wrappers = {name for name, module in model.named_modules(remove_duplicate=False) if _wraps(module)}
+    outermost: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):  # from the outside to the inside
+        outermost.setdefault(_without_checkpointing(name), module)
+    wrappers = {name for name, module in outermost.items() if _wraps(module)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield _without_wrappers(name, wrappers), parameter
+        yield _without_wrappers(_without_checkpointing(name), wrappers), parameter
 
 
 def _wraps(module: torch.nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel) or "_orig_mod" in module._modules
+    compiled = sys.modules.get("torch._dynamo.eval_frame")  # imported, if anything was compiled
+    kinds = (DistributedDataParallel,) if compiled is None else (DistributedDataParallel, compiled.OptimizedModule)
+    return isinstance(module, kinds)
+
+
+def _without_checkpointing(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _CHECKPOINTED)
 
 
 def _without_wrappers(name: str, wrappers: set[str]) -> str:
+    """Take off what lies right in a wrapper; one inside a checkpointing wrapper stays, as torch leaves it there."""
     parts = name.split(".")
-    kept = []
-    for index, part in enumerate(parts):
-        parent = ".".join(parts[:index])
-        if part == "_checkpoint_wrapped_module" or (part in (_PREFIX, "_orig_mod") and parent in wrappers):
-            continue
-        kept.append(part)
+    kept = [
+        part
+        for index, part in enumerate(parts)
+        if part not in (_PREFIX, "_orig_mod") or ".".join(parts[:index]) not in wrappers
+    ]
     return ".".join(kept)
 
 

@@ -7,21 +7,28 @@ Rules:
 * The layout is theirs: ``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``, so either side
   reads the other's.
 * A mapping that is not certain is an error that lists what differs; it is never guessed.
-* State keeps the dtype that it was saved in, if its parameter does.
+* What was saved comes back exactly, in every container, and keeps its dtype; only where a parameter's dtype differs
+  from the saved one's is floating-point state cast along with it. Tensors move to the parameter's device, ``step``
+  where torch wants it.
+* A DTensor in the state has the shape of its parameter, whose sharding a load follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.formats.names import live_parameters, match_names
 from ckptmirror.formats.plain import encode
+from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
 
-__all__ = ["capture_optimizer", "load_optimizer", "optimizers_of", "plan_optimizer"]
+__all__ = ["capture_optimizer", "load_optimizer", "optimizers_of", "owners_of", "plan_optimizer"]
+
+_SCALARS = (type(None), bool, int, float, complex)
 
 
 def optimizers_of(optimizer: Any) -> list[Any]:
@@ -40,25 +47,36 @@ def capture_optimizer(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
         UsageError: An optimizer holds a parameter that is not the model's, or a value that a safe load could not read
         back.
     """
-    names = {id(parameter): name for name, parameter in reversed(list(live_parameters(model)))}
+    live = list(live_parameters(model))
+    names = {id(parameter): name for name, parameter in reversed(live)}
+    shapes = {name: parameter.shape for name, parameter in live}
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for one in optimizers_of(optimizer):
         raw = _state_dict(one)
         by_id: dict[Any, str] = {}
-        for index, (live, saved) in enumerate(zip(one.param_groups, raw["param_groups"], strict=True)):
-            for parameter, key in zip(live["params"], saved["params"], strict=True):
+        for index, (group, saved) in enumerate(zip(one.param_groups, raw["param_groups"], strict=True)):
+            for parameter, key in zip(group["params"], saved["params"], strict=True):
                 if id(parameter) not in names:
                     raise UsageError(f"Parameter group {index} holds a parameter that is not in the model.")
                 by_id[key] = names[id(parameter)]
-            group = {k: encode(v, f"optimizer.param_groups[{index}].{k}") for k, v in saved.items() if k != "params"}
-            groups.append({**group, "params": [by_id[key] for key in saved["params"]]})
+            values = {k: encode(v, f"optimizer.param_groups[{index}].{k}") for k, v in saved.items() if k != "params"}
+            _check_shards(values, None, f"optimizer.param_groups[{index}]")
+            groups.append({**values, "params": [by_id[key] for key in saved["params"]]})
         for key, value in raw["state"].items():
             name = by_id.get(key, key)
             if name in state:
                 raise UsageError(f"Two optimizers have state named {name!r}.")
             state[name] = encode(dict(value) if isinstance(value, Mapping) else value, f"optimizer.state.{name}")
+            _check_shards(state[name], shapes.get(name), f"optimizer.state.{name}")
     return {"state": state, "param_groups": groups}
+
+
+def owners_of(saved: Iterable[Any], model: torch.nn.Module) -> dict[Any, torch.nn.Parameter]:
+    """Return the live parameter of each saved name that has one."""
+    live = dict(live_parameters(model))
+    matched = match_names([name for name in saved if isinstance(name, str)], live)
+    return {name: live[there] for name, there in matched.items() if there in live}
 
 
 Plan = list[tuple[int, list[str]]]
@@ -100,13 +118,16 @@ def load_optimizer(
         optimizer: One or several.
         saved: The state and the parameter groups.
         plans: What :func:`plan_optimizer` returned.
-        saved_dtypes: The dtype in which each parameter was saved.
+        saved_dtypes: The dtype in which each parameter was saved, where it is known.
 
     Raises:
         UsageError: An optimizer does not take the state.
     """
+    state = saved.get("state") or {}
+    names = match_names([name for name in state if isinstance(name, str)], saved_dtypes)
+    dtypes = {name: saved_dtypes[there] for name, there in names.items() if there in saved_dtypes}
     for one, plan in zip(optimizers_of(optimizer), plans, strict=True):
-        _apply(one, plan, saved["param_groups"], saved.get("state") or {}, saved_dtypes)
+        _apply(one, plan, saved["param_groups"], state, dtypes)
 
 
 def _plan(
@@ -148,15 +169,16 @@ def _apply(
         result["param_groups"].append({**values, "params": list(live["params"])})
         for key, name in zip(live["params"], found, strict=True):
             if name in state:
-                result["state"][key] = dict(state[name])
+                result["state"][key] = _hold(state[name])
     result["state"].update({key: value for key, value in state.items() if key not in owner})
     try:
         one.load_state_dict(result)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UsageError(f"The optimizer does not take the saved state: {error}") from error
     for parameter, name in _live_names(one, plan):
-        if saved_dtypes.get(name) == parameter.dtype:
-            _restore_dtypes(one.state.get(parameter), state.get(name))
+        if parameter in one.state:
+            cast = saved_dtypes.get(name, parameter.dtype) != parameter.dtype
+            one.state[parameter] = _restore(one.state[parameter], state.get(name), parameter, cast=cast)
 
 
 def _live_names(one: Any, plan: Plan) -> Iterator[tuple[torch.Tensor, str]]:
@@ -164,14 +186,66 @@ def _live_names(one: Any, plan: Plan) -> Iterator[tuple[torch.Tensor, str]]:
         yield from zip(live["params"], found, strict=True)
 
 
-def _restore_dtypes(live: Any, saved: Any) -> None:
-    """Undo the cast of ``Optimizer.load_state_dict`` to the parameter's dtype: it rounds the moments."""
-    if not isinstance(live, dict) or not isinstance(saved, Mapping):
-        return
-    for key, value in saved.items():
-        now = live.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and value.dtype != now.dtype:
-            live[key] = value.to(now.device)
+class _Held:
+    """A value that ``Optimizer.load_state_dict`` passes on as it is: it spoils text, arrays and what is in lists."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _hold(state: Any) -> Any:
+    if not isinstance(state, Mapping):
+        return _Held(state)
+    return {
+        key: value if isinstance(value, (torch.Tensor, *_SCALARS)) else _Held(value) for key, value in state.items()
+    }
+
+
+def _restore(now: Any, saved: Any, parameter: torch.Tensor, *, cast: bool) -> Any:
+    """Return the live state of a parameter with the held values in their places and the casts to its dtype undone."""
+    if isinstance(now, _Held):
+        return _moved(now.value, parameter, cast=cast)
+    if not isinstance(now, dict) or not isinstance(saved, Mapping):
+        return now
+    for key, value in now.items():
+        before = saved.get(key)
+        if isinstance(value, _Held):
+            now[key] = _moved(value.value, parameter, cast=cast)
+        elif (
+            isinstance(value, torch.Tensor)
+            and isinstance(before, torch.Tensor)
+            and value.dtype != before.dtype
+            and not (cast and before.is_floating_point())
+        ):
+            now[key] = before.to(value.device)
+    return now
+
+
+def _moved(value: Any, parameter: torch.Tensor, *, cast: bool, key: Any = None) -> Any:
+    """Return a saved value with the tensors in it on the parameter's device, in new containers."""
+    if isinstance(value, torch.Tensor):
+        to = value if key == "step" else value.to(parameter.device)
+        return to.to(parameter.dtype) if cast and value.is_floating_point() and key != "step" else to
+    if is_mapping(value):
+        return rebuilt(value, {k: _moved(item, parameter, cast=cast, key=k) for k, item in value.items()})
+    if is_sequence(value):
+        return rebuilt(value, [_moved(item, parameter, cast=cast) for item in value])
+    return value
+
+
+def _check_shards(tree: Any, shape: torch.Size | None, where: str) -> None:
+    """Refuse what a load could not shard again: a DTensor that is not of its parameter's shape."""
+    if type(tree) is dict:
+        for key, item in tree.items():
+            _check_shards(item, shape, f"{where}.{key}")
+    elif type(tree) in (list, tuple):
+        for index, item in enumerate(tree):
+            _check_shards(item, shape, f"{where}[{index}]")
+    elif isinstance(tree, DTensor) and tree.shape != shape:
+        raise UsageError(
+            f"{where} is a DTensor of shape {tuple(tree.shape)}, not of its parameter's: no load could shard it again.",
+            hint="Keep it as a plain tensor (full_tensor()), or in the shape of the parameter.",
+        )
 
 
 def _state_dict(one: Any) -> Any:

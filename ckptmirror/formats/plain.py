@@ -4,7 +4,9 @@ Rules:
 * An encoded tree holds dict, list, tuple, tensors and plain values only, in containers of its own: what training
   changes later does not reach it. Tensors stay the very same memory.
 * What the safe loader would not load back exactly is either written in a marked plain form (``MARK``) or refused while
-  saving, with its place in the state; never found out at load time.
+  saving, with its place in the state; never found out at load time. Only keys change their type: a NumPy number that is
+  a key becomes the Python number that equals it.
+* A DTensor must lie where a load finds its pieces in the other ranks' files: under keys and positions.
 * Decoding builds only types on the list below.
 """
 
@@ -22,11 +24,12 @@ from torch.serialization import get_safe_globals
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 
-__all__ = ["MARK", "decode", "encode"]
+__all__ = ["MARK", "decode", "encode", "has_shards"]
 
 MARK = "__ckptmirror__"
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
+_INT_BITS = 1024  # of longer ones pickle makes an opcode (from 2,040 bits on) that the safe loader does not know
 _TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 _FACTORIES: dict[str, Any] = {
     "none": None,
@@ -50,6 +53,8 @@ def encode(value: Any, where: str) -> Any:
         UsageError: The safe loader could not load this value back; names the place and the type.
     """
     kind = type(value)
+    if kind is int and value.bit_length() > _INT_BITS:
+        return {MARK: "int", "hex": hex(value)}
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
@@ -66,6 +71,8 @@ def encode(value: Any, where: str) -> Any:
             f"{where} is a {kind.__module__}.{kind.__qualname__}, which a safe load could not read back.",
             hint="Save numbers, text, lists, dicts and tensors, or an object with state_dict() and load_state_dict().",
         )
+    if isinstance(value, (Mapping, list)):
+        return {MARK: "object", "items": (value,)}  # its own kind of container: nothing may walk into it on the way
     return value
 
 
@@ -79,7 +86,7 @@ def decode(value: Any, leaf: Callable[[dict[str, Any]], Any] | None = None) -> A
     Raises:
         IntegrityError: A marked value of an unknown name or a wrong form.
     """
-    if isinstance(value, dict):
+    if type(value) in (dict, OrderedDict):
         name = value.get(MARK)
         if name is None:
             return {key: decode(item, leaf) for key, item in value.items()}
@@ -92,9 +99,18 @@ def decode(value: Any, leaf: Callable[[dict[str, Any]], Any] | None = None) -> A
             return build({key: decode(item, leaf) for key, item in value.items()})
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise IntegrityError(f"The save holds a broken {name!r} value: {error}") from error
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return type(value)(decode(item, leaf) for item in value)
     return value
+
+
+def has_shards(tree: Any) -> bool:
+    """Whether any tensor in an encoded tree is a DTensor."""
+    if type(tree) is dict:
+        return any(has_shards(item) for item in tree.values())
+    if type(tree) in (list, tuple):
+        return any(has_shards(item) for item in tree)
+    return isinstance(tree, DTensor)
 
 
 def _encode_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
@@ -104,6 +120,15 @@ def _encode_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
         raise UsageError(
             f"{where} is a tensor of type {kind.__module__}.{kind.__qualname__}: a safe load could not read it back.",
             hint="Allow it by torch.serialization.add_safe_globals, here and in the program that loads, or convert it.",
+        )
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        raise UsageError(
+            f"{where} is a DTensor whose ranks hold parts of a sum: its pieces could not be put together.",
+            hint="Redistribute it first: tensor.redistribute(placements=[Replicate()]).",
+        )
+    if tensor.layout not in (torch.strided, torch.sparse_coo):
+        raise UsageError(
+            f"{where} is a tensor of layout {tensor.layout}, which cannot be saved.", hint="Save it dense."
         )
     return tensor
 
@@ -116,6 +141,8 @@ def _encode_dict(value: Mapping[Any, Any], where: str) -> dict[Any, Any]:
 
 def _key(key: Any, where: str) -> Any:
     kind = type(key)
+    if kind is int and key.bit_length() > _INT_BITS:
+        raise UsageError(f"{where} has a key of {key.bit_length()} bits, which a safe load could not read back.")
     if kind in _PLAIN and kind is not bytearray:
         return key
     if kind is tuple:
@@ -147,32 +174,68 @@ def _encode_marked(value: Any, where: str) -> Any | None:
     if kind is deque:
         return {MARK: "deque", "items": _members(value, where), "maxlen": value.maxlen}
     if kind is set or kind is frozenset:
-        return {MARK: kind.__name__, "items": _members(value, where)}
+        return {MARK: kind.__name__, "items": _unsharded(_members(value, where), where, f"a {kind.__name__}")}
     if kind is torch.Size:
         return {MARK: "size", "items": list(value)}
     if _is_numpy(value, "generic"):
-        return _encode_scalar(value, where)
+        return _encode_scalar(value)
     if _is_numpy(value, "ndarray"):
         return _encode_array(value, where)
     return None
 
 
-def _encode_scalar(value: Any, where: str) -> Any:
-    item = value.item()
-    return None if _is_numpy(item, "generic") else encode(item, where)
+def _unsharded(tree: Any, where: str, container: str) -> Any:
+    if has_shards(tree):
+        raise UsageError(
+            f"{where} is {container} that holds a DTensor, whose pieces a load could not find there.",
+            hint="Keep it in a dict or a list, or give the object state_dict() and load_state_dict().",
+        )
+    return tree
+
+
+def _encode_scalar(value: Any) -> dict[str, Any] | None:
+    if value.dtype.kind in "US":
+        return {MARK: "text", "value": value.item()}
+    if value.dtype.kind not in "biufcmM":
+        return None
+    return {MARK: "scalar", "dtype": value.dtype.str, "data": value.tobytes()}
+
+
+def _decode_scalar(value: dict[str, Any]) -> Any:
+    import numpy
+
+    dtype = numpy.dtype(value["dtype"])
+    if dtype.kind not in "biufcmM":
+        raise ValueError(f"a number of type {dtype}")
+    (number,) = numpy.frombuffer(value["data"], dtype)
+    return number
+
+
+def _decode_text(value: dict[str, Any]) -> Any:
+    import numpy
+
+    text = value["value"]
+    if not isinstance(text, (str, bytes)):
+        raise TypeError(f"a text of type {type(text).__name__}")
+    return numpy.str_(text) if isinstance(text, str) else numpy.bytes_(text)
 
 
 def _encode_array(value: Any, where: str) -> dict[str, Any] | None:
     import numpy
 
+    if type(value) is not numpy.ndarray:
+        raise UsageError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}: it would come back as a plain array.",
+            hint="Save numpy.asarray(...) of it, and what else it holds (a mask) as an array beside it.",
+        )
     if value.dtype.kind not in "biufc":
         return None
-    native = numpy.ascontiguousarray(value.astype(value.dtype.newbyteorder("="), copy=True))
+    own = numpy.array(value, order="C", copy=True)
     try:
-        data = torch.from_numpy(native.reshape(-1).view(numpy.uint8))
+        data = torch.from_numpy(own.reshape(-1).view(numpy.uint8))
     except TypeError as error:
         raise UsageError(f"{where} is a NumPy array of type {value.dtype}, which cannot be saved.") from error
-    return {MARK: "array", "dtype": native.dtype.str, "shape": list(value.shape), "data": data}
+    return {MARK: "array", "dtype": own.dtype.str, "shape": list(value.shape), "data": data}
 
 
 def _decode_array(value: dict[str, Any]) -> Any:
@@ -181,7 +244,10 @@ def _decode_array(value: dict[str, Any]) -> Any:
     dtype = numpy.dtype(value["dtype"])
     if dtype.kind not in "biufc":
         raise ValueError(f"an array of type {dtype}")
-    return value["data"].numpy().view(dtype).reshape(value["shape"]).copy()
+    data: torch.Tensor = value["data"]
+    if data.is_meta:  # read without its bytes, to see whether it can be read
+        return numpy.empty(tuple(data.shape), numpy.uint8).view(dtype).reshape(value["shape"])
+    return data.numpy().view(dtype).reshape(value["shape"]).copy()
 
 
 def _is_numpy(value: Any, name: str) -> bool:
@@ -194,6 +260,8 @@ def _loads_back(value: Any) -> bool:
     try:
         stream = io.BytesIO()
         torch.save(value, stream)
+        if f"c{DTensor.__module__}\n{DTensor.__qualname__}\n".encode() in stream.getbuffer().tobytes():
+            return False  # how the pickle names it; the ranks' pieces in an object of the user's cannot be found
         stream.seek(0)
         return type(torch.load(stream, weights_only=True)) is type(value)
     except Exception:  # noqa: BLE001 - any failure, of any pickling hook, means the same: it does not load back
@@ -208,6 +276,11 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "deque": lambda v: deque(v["items"], v["maxlen"]),
     "set": lambda v: set(v["items"]),
     "frozenset": lambda v: frozenset(v["items"]),
+    "object": lambda v: v["items"][0],
+    "tuple": lambda v: tuple(v["items"]),
     "size": lambda v: torch.Size(v["items"]),
+    "int": lambda v: int(v["hex"], 16),
+    "scalar": _decode_scalar,
+    "text": _decode_text,
     "array": _decode_array,
 }

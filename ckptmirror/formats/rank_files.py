@@ -7,7 +7,7 @@ Rules:
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ckptmirror.core.errors import IntegrityError
 from ckptmirror.formats.shards import read_pieces, spread
 from ckptmirror.formats.unpickle import load_pt
 
-__all__ = ["RankFiles"]
+__all__ = ["RankFiles", "is_mapping", "is_sequence", "rebuilt"]
 
 Key = Hashable
 
@@ -49,9 +49,27 @@ class RankFiles:
             self._trees[rank] = read_pieces(load_pt(self._paths[rank], mmap=True))
         return self._trees[rank]
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that wrote the files."""
+        return sorted(self._paths)
+
     def of(self, rank: int) -> RankFiles:
         """Return the same files, read first from ``rank``'s."""
         return RankFiles(self._paths, rank)
+
+    def value(self, path: tuple[Key, ...]) -> Any:
+        """Return what is at ``path`` in the first file, pieces as they are.
+
+        Raises:
+            IntegrityError: Nothing is there.
+        """
+        value = self.tree()
+        for key in path:
+            if not _has(value, key):
+                raise IntegrityError(f"{self._paths[self._own].name} has no {'.'.join(map(str, path))}.")
+            value = value[key]
+        return value
 
     def others(self, path: tuple[Key, ...]) -> Iterator[Any]:
         """Yield the value at ``path`` in the other ranks' files, reading each only when it is asked for."""
@@ -69,21 +87,13 @@ class RankFiles:
             path: Keys and indices from the top.
             like: A live tensor, or a tree of them like the value: saved tensors of the same shape are sharded like it.
         """
-        value = self.tree()
-        for key in path:
-            if not _has(value, key):
-                raise IntegrityError(f"{self._paths[self._own].name} has no {'.'.join(map(str, path))}.")
-            value = value[key]
-        return self._whole(value, path, like)
+        return self._whole(self.value(path), path, like)
 
     def _whole(self, value: Any, path: tuple[Key, ...], like: Any) -> Any:
-        if isinstance(value, (dict, OrderedDict)) and type(value) in (dict, OrderedDict):
-            pairs = [(key, self._whole(item, (*path, key), _below(like, key))) for key, item in value.items()]
-            return type(value)(pairs)
-        if isinstance(value, (list, tuple)):
-            return type(value)(
-                self._whole(item, (*path, index), _below(like, index)) for index, item in enumerate(value)
-            )
+        if is_mapping(value):
+            return rebuilt(value, {k: self._whole(item, (*path, k), _below(like, k)) for k, item in value.items()})
+        if is_sequence(value):
+            return rebuilt(value, [self._whole(item, (*path, i), _below(like, i)) for i, item in enumerate(value)])
         live = like if isinstance(like, torch.Tensor) else None
         result = spread(value, lambda: self.others(path), live, ".".join(map(str, path)))
         return copy.deepcopy(result) if result is value else result
@@ -94,6 +104,23 @@ def _below(like: Any, key: Any) -> Any:
 
 
 def _has(value: Any, key: Any) -> bool:
-    if isinstance(value, (list, tuple)):
+    if is_sequence(value):
         return isinstance(key, int) and key < len(value)
     return isinstance(value, Mapping) and key in value
+
+
+def is_mapping(value: Any) -> bool:
+    """Whether ``value`` is a container with keys, of a kind that a save marks."""
+    return type(value) in (dict, OrderedDict, defaultdict, Counter)
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether ``value`` is a container with positions, of a kind that a save marks."""
+    return type(value) in (list, tuple, deque)
+
+
+def rebuilt(like: Any, items: Any) -> Any:
+    """Return ``items`` (a dict or a list) in a new container of the kind of ``like``."""
+    if type(like) is defaultdict:
+        return defaultdict(like.default_factory, items)
+    return deque(items, like.maxlen) if type(like) is deque else type(like)(items)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import IntegrityError, UsageError
-from ckptmirror.formats.plain import MARK, decode
+from ckptmirror.formats.plain import MARK, decode, has_shards
 
 __all__ = ["Piece", "Region", "cut", "fill", "has_shards", "piece_of", "read_pieces", "region_of", "spread"]
 
@@ -58,20 +58,11 @@ def piece_of(tensor: torch.Tensor) -> Piece:
     return Piece(region, local.detach().reshape(region.sizes) if local.numel() == 0 else local.detach())
 
 
-def has_shards(tree: Any) -> bool:
-    """Whether any tensor in ``tree`` is a DTensor."""
-    if isinstance(tree, dict):
-        return any(has_shards(item) for item in tree.values())
-    if isinstance(tree, (list, tuple)):
-        return any(has_shards(item) for item in tree)
-    return isinstance(tree, DTensor)
-
-
 def cut(tree: Any) -> Any:
     """Return ``tree`` with a marked, plain piece in the place of each DTensor."""
-    if isinstance(tree, dict):
+    if type(tree) is dict:
         return {key: cut(item) for key, item in tree.items()}
-    if isinstance(tree, (list, tuple)):
+    if type(tree) in (list, tuple):
         return type(tree)(cut(item) for item in tree)
     if not isinstance(tree, DTensor):
         return tree

@@ -64,10 +64,10 @@ def compact(tree: Any) -> Any:
 
 
 def _count(tree: Any, shown: dict[int, int], seen: set[tuple[Any, ...]]) -> None:
-    if isinstance(tree, dict):
+    if type(tree) is dict:
         for item in tree.values():
             _count(item, shown, seen)
-    elif isinstance(tree, (list, tuple)):
+    elif type(tree) in (list, tuple):
         for item in tree:
             _count(item, shown, seen)
     elif isinstance(tree, DTensor):
@@ -79,9 +79,9 @@ def _count(tree: Any, shown: dict[int, int], seen: set[tuple[Any, ...]]) -> None
 
 
 def _rebuild(tree: Any, shown: dict[int, int], made: dict[tuple[Any, ...], Any], dtypes: dict[int, torch.dtype]) -> Any:
-    if isinstance(tree, dict):
+    if type(tree) is dict:
         return {key: _rebuild(item, shown, made, dtypes) for key, item in tree.items()}
-    if isinstance(tree, (list, tuple)):
+    if type(tree) in (list, tuple):
         return type(tree)(_rebuild(item, shown, made, dtypes) for item in tree)
     if isinstance(tree, DTensor):
         local = tree.to_local()

@@ -22,11 +22,10 @@ class TrainState:
         optimizer: A ``torch.optim.Optimizer``, or a list of them, over parameters of ``model``.
         scheduler: Anything with ``state_dict`` and ``load_state_dict``, or a list of such.
         scaler: A ``GradScaler``.
-        ema: Shadow weights: a module, or anything with ``state_dict`` and ``load_state_dict``.
+        ema: Shadow weights: a module, or anything with ``state_dict`` and ``load_state_dict``, or a list of such.
         dataloader: A data loader that knows its position (``state_dict``, ``load_state_dict``); others are left alone.
-        extra: Values of your own: plain values, tensors, arrays, or objects with ``state_dict``. A load writes back
-        into
-            this dict.
+        extra: Values of your own: plain values, tensors (sharded ones too), arrays, objects with ``state_dict`` and
+            ``load_state_dict``, and lists and dicts of these. A load writes back into this dict, tensors in place.
         training_config: Plain values that describe the run; they go into the meta.
     """
 

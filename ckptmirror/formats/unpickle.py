@@ -14,16 +14,25 @@ import os
 import pickle
 import stat
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from ckptmirror.core.errors import IntegrityError, UnsafePickle
+from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 
-__all__ = ["AllowListUnpickler", "broken", "check_regular", "load_pt", "load_stream", "loads_metadata"]
+__all__ = [
+    "AllowListUnpickler",
+    "broken",
+    "check_regular",
+    "load_pt",
+    "load_stream",
+    "loads_metadata",
+    "refused_as_usage",
+]
 
 _NOT_ALLOWED = (
     "Unsupported global",
@@ -80,6 +89,22 @@ def broken(error: BaseException, name: str) -> IntegrityError:
     if isinstance(error, pickle.UnpicklingError) and any(mark in text for mark in _NOT_ALLOWED):
         return UnsafePickle(f"{name} asks to load what is not on the allow-list: {_short(text)}")
     return IntegrityError(f"{name} is broken: {_short(text)}")
+
+
+@contextmanager
+def refused_as_usage() -> Generator[None, None, None]:
+    """While one's own files are read back before they count: what the loader refuses is a value that cannot be saved.
+
+    Raises:
+        UsageError: In place of :class:`UnsafePickle`.
+    """
+    try:
+        yield
+    except UnsafePickle as error:
+        raise UsageError(
+            f"What was written could not be loaded back, so it is not saved: {error.message}",
+            hint="Save numbers, text, lists, dicts and tensors, or an object with state_dict() and load_state_dict().",
+        ) from error
 
 
 def _guarded(name: str, load: Callable[[], Any]) -> Any:

@@ -17,7 +17,7 @@ from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.dcp_read import read_whole_directory
 from ckptmirror.formats.plain import decode
-from ckptmirror.formats.rank_files import RankFiles
+from ckptmirror.formats.rank_files import RankFiles, is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.unpickle import load_pt
 
 __all__ = ["read_extra", "read_whole"]
@@ -64,8 +64,8 @@ def _rank_files(root: Path, meta: Meta, names: dict[int, str]) -> RankFiles | No
 def _moved(tree: Any, device: str) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree.to(device)
-    if isinstance(tree, dict):
-        return {key: _moved(value, device) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_moved(value, device) for value in tree]
+    if is_mapping(tree):
+        return rebuilt(tree, {key: _moved(value, device) for key, value in tree.items()})
+    if is_sequence(tree):
+        return rebuilt(tree, [_moved(value, device) for value in tree])
     return tree

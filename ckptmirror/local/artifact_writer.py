@@ -18,7 +18,6 @@ import fcntl
 import io
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -30,6 +29,7 @@ from ckptmirror.local import crashpoints, direct_io
 from ckptmirror.local.checksums import BlockDigest
 from ckptmirror.local.directories import fsync_dir, rename_noreplace
 from ckptmirror.local.storage_errors import disk_error, explained
+from ckptmirror.local.write_queue import WriteQueue
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -66,8 +66,7 @@ class ArtifactWriter(io.RawIOBase):
         self._filled = 0  # of the buffer
         self._summed = 0  # of these, in the digest already
         self._offset = 0  # of the buffer in the file
-        self._pool: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
+        self._queue: WriteQueue | None = None
         self._descriptor = -1
         self._descriptor = create_temporary(self.temporary)
         self._facts = os.fstat(self._descriptor)
@@ -202,7 +201,7 @@ class ArtifactWriter(io.RawIOBase):
 
     def abandon(self) -> None:
         """Let everything go and remove the temporary. Raises no error of the disk: an earlier one matters more."""
-        self._stop_pool()
+        self._stop_writing()
         self._give_buffer()
         with contextlib.suppress(OSError):
             if self._descriptor >= 0:
@@ -222,31 +221,22 @@ class ArtifactWriter(io.RawIOBase):
         """Hand the full buffer to the writing thread; wait while too many are on their way."""
         self._sum()
         assert self._buffer is not None
-        if self._pool is None:
+        if self._queue is None:
             with self._explained("write"):
                 direct_io.allow_direct(self._descriptor)
-            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ckptmirror-write")
+            self._queue = WriteQueue(_BUFFERS - 1)
         buffer, self._buffer, self._filled, self._summed = self._buffer, None, 0, 0
-        self._pending.append(self._pool.submit(self._write_and_give, buffer, self._offset))
-        self._offset += buffer.nbytes
-        while len(self._pending) >= _BUFFERS:
-            self._await_oldest()
-
-    def _write_and_give(self, buffer: memoryview, offset: int) -> None:
-        try:
-            direct_io.write_full(self._descriptor, buffer, offset)
-        finally:
-            direct_io.give_buffer(buffer)
-
-    def _await_oldest(self) -> None:
-        future = self._pending.pop(0)
+        offset, self._offset = self._offset, self._offset + buffer.nbytes
         with self._explained("write"):
-            future.result()
+            self._queue.put(self._write_buffer, buffer, offset)
+
+    def _write_buffer(self, buffer: memoryview, offset: int) -> None:
+        direct_io.write_full(self._descriptor, buffer, offset)
 
     def _write_rest(self) -> None:
-        while self._pending:
-            self._await_oldest()
-        self._stop_pool()
+        if self._queue is not None:
+            with self._explained("write"):
+                self._queue.drain()
         self._sum()
         if self._buffer is not None and self._filled:
             aligned = self._filled // direct_io.ALIGNMENT_BYTES * direct_io.ALIGNMENT_BYTES
@@ -261,11 +251,10 @@ class ArtifactWriter(io.RawIOBase):
             self._offset += self._filled
         self._give_buffer()
 
-    def _stop_pool(self) -> None:
-        if self._pool is not None and self._owner_pid == os.getpid():
-            self._pool.shutdown(wait=True)
-        self._pool = None
-        self._pending.clear()
+    def _stop_writing(self) -> None:
+        if self._queue is not None and self._owner_pid == os.getpid():
+            self._queue.stop()
+        self._queue = None
 
     def _give_buffer(self) -> None:
         if self._buffer is not None:

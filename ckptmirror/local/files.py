@@ -2,7 +2,7 @@
 
 Rules:
 * The order, always: temporary beside the final name, write, check the length, fsync, publish, fsync the directory.
-* Nothing replaces anything, except control files (``replace=True``) and the link ``latest``.
+* Nothing replaces anything, except control files, a meta by a larger one of its save, and the link ``latest``.
 * Links are never followed to a file; nothing is written through one.
 * Each system call that changes the disk lies between two crash points; each error says what, why and what to do.
 """
@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 
 from ckptmirror.core.errors import IntegrityError
-from ckptmirror.core.model import new_id
 from ckptmirror.core.names import tmp_name
 from ckptmirror.local import crashpoints, direct_io
 from ckptmirror.local.artifact_writer import ArtifactWriter, create_temporary
@@ -63,16 +62,16 @@ def write_bytes(path: Path, data: bytes, *, save_id: str, replace: bool = False)
     Args:
         path: The final name.
         data: The content.
-        save_id: Carried by the temporary's name; with ``replace`` a random id is, so that two threads may write the
-            same control file.
-        replace: Whether an existing file is replaced; only for control files, never for what a save consists of.
+        save_id: Carried by the temporary's name. What several threads may write at once needs a new id each time.
+        replace: Whether an existing file is replaced: a control file, or a staged save's own meta by one that names
+            more; never what a save consists of.
 
     Raises:
         NameTaken: The name exists (without ``replace``); it was not touched.
         LocalStorageFull: No space or no inodes are left; nothing is left behind.
         LocalStorageUnwritable: Read-only, no permission, no directory.
     """
-    temporary = path.with_name(tmp_name(path.name, new_id() if replace else save_id))
+    temporary = path.with_name(tmp_name(path.name, save_id))
     descriptor = create_temporary(temporary)
     try:
         try:

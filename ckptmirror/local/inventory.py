@@ -8,6 +8,7 @@ Rules:
 * Two metas of one save, and two saves that claim one path with different bytes, cannot both be right: none is whole.
 * An emergency save has one meta per rank; it is whole when those of all ranks are there.
 * What a meta does not name is not part of the save: extra files in its directory are foreign and do no harm.
+* What cannot be read at the moment, or by this version, is marked so: nobody knows whether it is whole.
 * What vanishes while it is listed (a rotation at work) was never there.
 """
 
@@ -19,10 +20,10 @@ from pathlib import Path
 
 from ckptmirror.core import merging, names
 from ckptmirror.core.codec import meta_from_bytes
-from ckptmirror.core.errors import BrokenMeta, CkptMirrorError
+from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat
 from ckptmirror.core.model import Digest, Meta
 from ckptmirror.local.files import read_limited
-from ckptmirror.local.listing import Listing
+from ckptmirror.local.listing import Listing, is_not_readable_now
 
 __all__ = ["Inventory", "Item", "LocalSave", "read_inventory"]
 
@@ -38,20 +39,29 @@ class LocalSave:
         meta: Of an emergency save: the metas of all ranks that are there, merged.
         meta_path: Of an emergency save: the lowest rank's.
         why: Why it is not whole; "" if it is.
+        unreadable: Whether an I/O error or a permission is all that speaks against it.
     """
 
     root: Path
     meta: Meta
     meta_path: Path
     why: str = ""
+    unreadable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something else that lies in the root, and why it is listed."""
+    """Something else that lies in the root, and why it is listed.
+
+    Attributes:
+        unreadable: Whether an I/O error, a permission or a later format is all that speaks against it.
+        loose: Whether it bears the name of what a save consists of, and holds something.
+    """
 
     path: Path
     why: str
+    unreadable: bool = False
+    loose: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +166,11 @@ def _meta_or_none(reading: _Reading, path: str) -> Meta | None:
     except FileNotFoundError:
         return None
     except CkptMirrorError as error:
-        reading.broken.append(Item(reading.root / path, str(error)))
+        unreadable = is_not_readable_now(error.__cause__) or isinstance(error, NewerFormat)
+        reading.broken.append(Item(reading.root / path, str(error), unreadable))
     except OSError as error:
-        reading.broken.append(Item(reading.root / path, f"cannot be read: {error.strerror}"))
+        unreadable = is_not_readable_now(error)
+        reading.broken.append(Item(reading.root / path, f"cannot be read: {error.strerror}", unreadable))
     return None
 
 
@@ -166,6 +178,9 @@ def _read_emergency(reading: _Reading, directory: str) -> None:
     """Gather the metas that ranks left in an emergency directory into one save for each save id."""
     parsed = reading.unclaimed[directory] = names.parse_name(directory) or names.ParsedName("emergency")
     by_save: dict[str, dict[int, Meta]] = {}
+    if reading.listing.is_unreadable(directory):
+        reading.broken.append(Item(reading.root / directory, "cannot be listed", unreadable=True))
+        del reading.unclaimed[directory]
     for name in reading.listing.names(directory):
         path = f"{directory}/{name}"
         rank = _emergency_rank(name)
@@ -207,15 +222,20 @@ def _emergency_rank(name: str) -> int | None:
 
 def _judged(reading: _Reading, save: LocalSave) -> LocalSave:
     """Compare a save's artifacts with what lies there."""
-    reasons = [
-        reason
+    faults = [
+        fault
         for artifact in save.meta.artifacts
-        if (reason := reading.listing.why_not_file(artifact.path, artifact.digest.size_bytes))
+        if (fault := reading.listing.fault_of(artifact.path, artifact.digest.size_bytes))
     ]
-    if not reasons:
+    if not faults:
         return save
-    more = f" (and {len(reasons) - 1} more of its files)" if len(reasons) > 1 else ""
-    return replace(save, why=save.why or reasons[0] + more)
+    faults.sort(key=lambda fault: fault.unreadable)  # what is known first
+    more = f" (and {len(faults) - 1} more of its files)" if len(faults) > 1 else ""
+    return replace(
+        save,
+        why=save.why or faults[0].why + more,
+        unreadable=not save.why and all(fault.unreadable for fault in faults),
+    )
 
 
 def _contradictions(saves: list[LocalSave]) -> list[str]:
@@ -248,7 +268,8 @@ def _find_unclaimed(reading: _Reading, saves: list[LocalSave]) -> None:
             claimed.setdefault(save.meta_path.parent.name, set())
     for name, parsed in reading.unclaimed.items():
         if name not in claimed:
-            reading.foreign.append(Item(reading.root / name, "no valid meta names it"))
+            loose = not reading.listing.is_dir(name) or _holds_something(reading, name)
+            reading.foreign.append(Item(reading.root / name, "no valid meta names it", loose=loose))
         elif parsed.role in ("dcp", "emergency") and reading.listing.is_dir(name):
             extra = set(reading.listing.files_below(name)) - claimed[name]
             reading.foreign += [
@@ -256,6 +277,11 @@ def _find_unclaimed(reading: _Reading, saves: list[LocalSave]) -> None:
                 for path in sorted(extra)
                 if parsed.role != "emergency" or not _belongs_to_emergency(path)
             ]
+
+
+def _holds_something(reading: _Reading, directory: str) -> bool:
+    found = reading.listing.files_below(directory)
+    return reading.listing.is_unreadable(directory) or not all(names.is_tmp_name(path) for path in found)
 
 
 def _belongs_to_emergency(path: str) -> bool:

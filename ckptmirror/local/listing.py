@@ -2,11 +2,13 @@
 
 Rules:
 * One scan a directory, and one stat an entry that somebody asks about.
+* What cannot be read now (an I/O error, no permission) is told apart from what is not there: it may be whole.
 * Only the root itself may be reached through links.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from dataclasses import dataclass
@@ -14,9 +16,18 @@ from pathlib import Path
 
 from ckptmirror.core.errors import IntegrityError
 
-__all__ = ["Listing"]
+__all__ = ["Fault", "Listing", "is_not_readable_now"]
 
 _MAX_DEPTH = 32
+_SOMETHING_ELSE = frozenset({errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG})
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why something is not what it should be; ``unreadable`` if that could not even be seen, so that it may be."""
+
+    why: str
+    unreadable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +35,12 @@ class _Directory:
     """Entries by name, or why they cannot be listed."""
 
     entries: dict[str, os.DirEntry[str]]
-    why: str = ""
+    fault: Fault | None = None
+
+
+def is_not_readable_now(error: BaseException | None) -> bool:
+    """Whether the device or a permission kept us from reading (or there is too little of something), nothing else."""
+    return isinstance(error, OSError) and error.errno not in _SOMETHING_ELSE
 
 
 class Listing:
@@ -48,26 +64,33 @@ class Listing:
         entry = self._entry(path)
         return entry is not None and entry.is_symlink()
 
-    def why_not_file(self, path: str, size_bytes: int) -> str:
-        """Return why ``path`` is not a regular file of exactly ``size_bytes``; "" if it is."""
+    def is_unreadable(self, directory: str) -> bool:
+        """Whether a directory is there and cannot be listed now."""
+        fault = self._directory(directory).fault
+        return fault is not None and fault.unreadable
+
+    def fault_of(self, path: str, size_bytes: int) -> Fault | None:
+        """Return why ``path`` is not a regular file of exactly ``size_bytes``; None if it is."""
         directory, _, name = path.rpartition("/")
         listed = self._directory(directory)
-        if listed.why:
-            return listed.why
+        if listed.fault is not None:
+            return listed.fault
         entry = listed.entries.get(name)
         if entry is None:
-            return f"{path} is missing"
+            return Fault(f"{path} is missing")
         if entry.is_symlink():
-            return f"{path} is a symbolic link, and links are not followed"
+            return Fault(f"{path} is a symbolic link, and links are not followed")
         try:
             facts = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
-            return f"{path} is missing"
+            return Fault(f"{path} is missing")
+        except OSError as error:
+            return Fault(f"{path} cannot be looked at: {error.strerror}", is_not_readable_now(error))
         if not stat.S_ISREG(facts.st_mode):
-            return f"{path} is not a regular file"
+            return Fault(f"{path} is not a regular file")
         if facts.st_size != size_bytes:
-            return f"{path} has {facts.st_size} bytes instead of {size_bytes}"
-        return ""
+            return Fault(f"{path} has {facts.st_size} bytes instead of {size_bytes}")
+        return None
 
     def files_below(self, directory: str, depth: int = 0) -> list[str]:
         """Return the paths of everything below a directory that is not itself a directory, sorted."""
@@ -92,19 +115,22 @@ class Listing:
 
     def _scanned(self, directory: str) -> _Directory:
         if directory:
-            entry = self._entry(directory)
+            above = self._directory(directory.rpartition("/")[0])
+            entry = above.entries.get(directory.rpartition("/")[2])
+            if above.fault is not None:
+                return _Directory({}, above.fault)
             if entry is None:
-                return _Directory({}, f"{directory} is missing")
+                return _Directory({}, Fault(f"{directory} is missing"))
             if entry.is_symlink():
-                return _Directory({}, f"{directory} is a symbolic link, and links are not followed")
+                return _Directory({}, Fault(f"{directory} is a symbolic link, and links are not followed"))
             if not entry.is_dir(follow_symlinks=False):
-                return _Directory({}, f"{directory} is not a directory")
+                return _Directory({}, Fault(f"{directory} is not a directory"))
         try:
             with os.scandir(self.root / directory) as entries:
                 return _Directory({entry.name: entry for entry in entries})
         except FileNotFoundError:
-            return _Directory({}, f"{directory or self.root} is missing")
+            return _Directory({}, Fault(f"{directory or self.root} is missing"))
         except OSError as error:
             if not directory:
                 raise IntegrityError(f"{self.root} cannot be listed: {error.strerror}.") from error
-            return _Directory({}, f"{directory} cannot be listed: {error.strerror}")
+            return _Directory({}, Fault(f"{directory} cannot be listed: {error.strerror}", is_not_readable_now(error)))

@@ -5,6 +5,7 @@ Rules:
   nothing here ever breaks it. What the file says is for people; who holds the lock is decided by the kernel alone.
 * Every rank that does not lead holds ``ranks.lock`` shared. A new leader obtains it exclusively for a moment before it
   goes on, so that no rank of an earlier attempt still writes. Ranks take theirs only after their leader has its own.
+* A lock file that somebody deletes keeps nobody out any more; its holder can see that (``RootLock.lost``).
 * A forked child closes every lock that it inherited: a DataLoader worker that outlives its trainer holds nothing.
 * Every wait has a limit.
 """
@@ -69,7 +70,11 @@ class _LockFile:
         """Whether the file is still what its path names (else someone deleted it, and this lock keeps nobody out)."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), os.lstat(self.path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # a network file system's word for a file that is gone
+                raise
             return False
 
     def write(self, facts: Mapping[str, object]) -> None:
@@ -136,11 +141,20 @@ class RootLock:
         self.root = root
         self._ranks_wait_s = ranks_wait_s
         self._lock: _LockFile | None = None
+        self._lost = False
 
     @property
     def held(self) -> bool:
         """Whether this process holds the lock (never so in a forked child)."""
         return self._lock is not None and self._lock.descriptor >= 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether somebody took away the lock file that is held: another may write here by now. True stays true."""
+        if self._lock is not None and self.held and not self._lost:
+            with contextlib.suppress(OSError):  # a disk that does not answer says nothing about the lock
+                self._lost = not self._lock.is_at_path()
+        return self._lost
 
     def acquire(
         self, owner: Mapping[str, object], *, wait_s: float = 0.0, wait_for_verbs: Collection[str] = ()
@@ -171,7 +185,7 @@ class RootLock:
         except BaseException:
             lock.close()
             raise
-        self._lock = lock
+        self._lock, self._lost = lock, False
 
     def release(self) -> None:
         """Let go. May be called again, and without having acquired."""

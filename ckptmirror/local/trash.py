@@ -43,6 +43,8 @@ def move_to_trash(root: Path, path: Path) -> Path:
     if not os.path.lexists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     trash = root / names.TRASH_DIR
+    if trash.is_symlink():
+        raise UsageError(f"{trash} is a symbolic link: nothing is moved through it.", hint="Remove the link.")
     make_dirs(trash)
     for _ in range(_TRIES):
         target = trash / f"{below.name[:200]}.{new_id()[:16]}"

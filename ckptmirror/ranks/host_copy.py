@@ -142,6 +142,11 @@ class HostCopier:
         with self._lock:
             self._copying = False
 
+    def reclaim(self) -> None:
+        """Take back what an interrupt kept from the caller of ``copy``. Only where nobody has a lease, nor copies."""
+        with self._lock:
+            self._copying, self._lease = False, None
+
     def _begin(self) -> None:
         with self._lock:
             if self._lease is not None or self._copying:
@@ -177,7 +182,7 @@ class HostCopier:
                 walk.hosts[view.key] = _view_of(storage, piece, view.tensor)
             if piece.whole:
                 targets.append(_bytes_of(storage, 0, piece.size_bytes))
-                sources.append(_bytes_of(piece.views[0].storage, piece.begin, piece.size_bytes))
+                sources.append(_bytes_of(piece.source, piece.begin, piece.size_bytes))
             else:
                 targets.append(walk.hosts[piece.views[0].key])
                 sources.append(first)

@@ -78,6 +78,13 @@ class Piece:
     block: int = 0
     offset: int = 0
 
+    @property
+    def source(self) -> torch.UntypedStorage:
+        """The storage to copy from. Several may begin at one address (over arrays of numpy): the longest has it all."""
+        if len(self.views) == 1:
+            return self.views[0].storage
+        return max((view.storage for view in self.views), key=lambda storage: storage.nbytes())
+
 
 def plan_pieces(views: Iterable[View]) -> list[Piece]:
     """Group ``views`` (no empty ones) into pieces, in a stable order."""

@@ -90,12 +90,25 @@ def _move(moves: Sequence[_Move]) -> None:
     try:
         for share in others:
             thread = threading.Thread(target=_move_share, args=(share,), name="ckptmirror-copy")
-            thread.start()
-            started.append(thread)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads: the machine's limit, or the end of the interpreter
+                _move_share(share)
+            else:
+                started.append(thread)
         _move_share(first)
     finally:
-        for thread in started:
+        _join(started)
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    """Wait for all, also when interrupted: one that went on would write into the next copy."""
+    for thread in threads:
+        try:
             thread.join()
+        except BaseException:
+            _join(threads)
+            raise
 
 
 def _shares(moves: Sequence[_Move], share_bytes: int) -> list[list[_Move]]:

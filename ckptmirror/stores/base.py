@@ -10,6 +10,8 @@ Rules (the contract suite in tests/contract/test_store_contract.py holds every s
 * All methods may be called from any thread at once.
 * A store whose URL may lead to another place tomorrow (a directory on a mount) has an ``identity``; the others have
   none, and answer None.
+* Reading makes nothing: where there is no such bucket or directory, it raises BucketNotFound.
+* What is created, and what is read to its end, is durable when the call returns: it survives a power loss there.
 """
 
 from __future__ import annotations
@@ -121,7 +123,9 @@ class Store(Protocol):
             expected: What an earlier process was told. Then nothing is made that is not there.
 
         Returns:
-            None where a store has none: where its URL names one place for ever, or where it may only read.
+            None where a store has none: where its URL names one place for ever. None also from a store with a
+            ``local_directory`` that may only be read and has none yet: that is not final, and nothing can be changed
+            there meanwhile.
 
         Raises:
             StoreTemporary: The place does not answer, or is not the expected one: its file system is not mounted.
@@ -150,9 +154,14 @@ class Store(Protocol):
     ) -> ObjectInfo:
         """Create (``if_generation=0``) or replace (at that generation) a small object, atomically.
 
+        Other bytes at the store are no IntegrityError here: ours lie in memory, so they changed on their way, and are
+        sent again.
+
         Raises:
             PreconditionFailed: The object is not at ``if_generation``. After a lost answer this may be our own write:
                 the caller reads the object and compares.
+            StoreTemporary: The store is busy or out of reach, it refused the bytes for their checksum, or its answer
+                describes other bytes: then the object may stand there.
         """
         ...
 

@@ -8,6 +8,9 @@ Rules:
 * The generation is made from inode, time of modification and size. That time is set by us, to the nanosecond and later
   than that of the file replaced, so an inode number used again gives another generation.
 * There is no checksum but ours: what an upload wrote is read back from the disk and compared before it gets its name.
+* What is created is durable before the call returns. What was found, since its maker may have been killed between
+  link(2) and fsync(2), is made durable when it was read to its end, and before a create says that the name is taken:
+  nobody verifies an object without the one or the other.
 * There is no custom metadata and no resumable session.
 """
 
@@ -17,8 +20,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import re
-import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +41,9 @@ from ckptmirror.local import crashpoints
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.local.direct_io import allow_direct, forbid_direct, kept_buffer, read_full, write_full
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
-from ckptmirror.stores.file_place import FSTAB, LOCK_FILE, Place, explained, fsync_names, link_new
+from ckptmirror.stores.file_mounts import FSTAB
+from ckptmirror.stores.file_place import LOCK_FILE, Place, explained, fsync_found, fsync_names, link_new
+from ckptmirror.stores.file_temporaries import remove_stale_temporaries, remove_temporary, temporary_name
 from ckptmirror.stores.locations import is_object_name
 
 __all__ = ["SCHEMES", "FileStore", "normalise", "open"]
@@ -48,7 +51,6 @@ __all__ = ["SCHEMES", "FileStore", "normalise", "open"]
 SCHEMES = ("file",)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_STALE_TEMPORARY_S = 24 * 3600.0
 _DIRECTORY_RACES_LIMIT = 5
 
 
@@ -63,7 +65,7 @@ def normalise(url: str) -> str:
 
 
 def open(url: str) -> FileStore:
-    """Open the mirror in a directory, which is made at first use if its parent exists."""
+    """Open the mirror in a directory, which is made by the first change if its parent exists."""
     return FileStore(_path(url))
 
 
@@ -109,7 +111,10 @@ class FileStore:
     def stat(self, name: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""
         with explained(f"{self.url}/{name}"), self._opened(name) as descriptor:
-            return None if descriptor is None else _info(name, os.fstat(descriptor))
+            info = None if descriptor is None else _info(name, os.fstat(descriptor))
+            if descriptor is not None and info is not None and info.size_bytes == 0:
+                self._place.settle(descriptor, _parts(name)[:-1])  # it is verified without being read
+            return info
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See :meth:`Store.list`."""
@@ -127,14 +132,17 @@ class FileStore:
                 raise StorePermanent(f"{self.url}/{name} has {info.size_bytes} bytes, more than {limit_bytes}.")
             data = bytearray(info.size_bytes)
             self._fill(descriptor, name, 0, memoryview(data))
+            self._place.settle(descriptor, _parts(name)[:-1])
             return bytes(data), info
 
     def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
         """See :meth:`Store.download`."""
-        with explained(f"{self.url}/{name}"), self._at(name, generation) as (descriptor, _):
+        with explained(f"{self.url}/{name}"), self._at(name, generation) as (descriptor, info):
             # the disk is to be asked, not the page cache
             os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_DONTNEED)
             self._fill(descriptor, name, offset, buffer)
+            if offset + len(buffer) == info.size_bytes:
+                self._place.settle(descriptor, _parts(name)[:-1])
 
     def _fill(self, descriptor: int, name: str, offset: int, buffer: memoryview) -> None:
         if read_full(descriptor, buffer, offset) < len(buffer):
@@ -212,13 +220,13 @@ class FileStore:
 
     def _create_in(self, parent: int, last: str, name: str, fill: Callable[[int], None]) -> ObjectInfo:
         if _exists(parent, last):
-            raise PreconditionFailed(f"{self.url}/{name} exists.")
-        _remove_stale_temporaries(parent, last)
+            raise self._taken(parent, last, name)
+        remove_stale_temporaries(parent, last)
         with self._temporary(parent, last, fill) as (temporary, found):
             try:
                 link_new(parent, temporary, last)
             except FileExistsError as error:
-                raise PreconditionFailed(f"{self.url}/{name} exists.") from error
+                raise self._taken(parent, last, name) from error
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                     raise
@@ -226,11 +234,25 @@ class FileStore:
             fsync_names(parent)
         return _info(name, found)
 
+    def _taken(self, parent: int, last: str, name: str) -> PreconditionFailed:
+        """Make what stands there durable, and its name; those of the directories above are."""
+        try:
+            descriptor = os.open(last, _READ, dir_fd=parent)
+        except OSError:
+            pass  # gone, a link, or not ours to read: then nobody can read it back either
+        else:
+            try:
+                fsync_found(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_names(parent)
+        return PreconditionFailed(f"{self.url}/{name} exists.")
+
     def _rename_new(self, parent: int, temporary: str, last: str, name: str) -> None:
         """A file system without hard links: the lock makes look-then-rename one step, for all who use this store."""
         with self._place.locked():
             if _exists(parent, last):
-                raise PreconditionFailed(f"{self.url}/{name} exists.")
+                raise self._taken(parent, last, name)
             with crashpoints.around("mirror.rename"):
                 os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
 
@@ -253,7 +275,7 @@ class FileStore:
         self, parent: int, last: str, fill: Callable[[int], None], *, later_than_ns: int = 0
     ) -> Iterator[tuple[str, os.stat_result]]:
         """Lend a durable file under a temporary name in ``parent``, which is gone afterwards."""
-        temporary = f"{_stem(last)}.{secrets.token_hex(8)}.tmp"
+        temporary = temporary_name(last)
         try:
             with crashpoints.around("mirror.create"):
                 descriptor = os.open(temporary, _NEW, 0o666, dir_fd=parent)
@@ -270,7 +292,7 @@ class FileStore:
                 os.fsync(descriptor)
             yield temporary, os.fstat(descriptor)
         finally:
-            _unlink(temporary, parent)
+            remove_temporary(temporary, parent)
             os.close(descriptor)
 
     def delete(self, name: str, *, generation: int) -> None:
@@ -336,37 +358,6 @@ def _exists(parent: int, last: str) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _unlink(name: str, parent: int) -> None:
-    try:
-        with crashpoints.around("mirror.unlink_temporary"):
-            os.unlink(name, dir_fd=parent)
-    except FileNotFoundError:
-        pass  # it was renamed to its final name
-
-
-def _stem(last: str) -> str:
-    """What a temporary's name begins with: the final name, unless that leaves no room for the rest."""
-    return last if len(last.encode()) <= 200 else hashlib.blake2b(last.encode(), digest_size=16).hexdigest()
-
-
-def _remove_stale_temporaries(parent: int, last: str) -> None:
-    """Remove what dead processes left of the same object: unlocked, and a day older than the file system's now."""
-    pattern = re.compile(re.escape(_stem(last)) + r"\.[0-9a-f]{16}\.tmp")
-    for entry in [entry for entry in os.scandir(parent) if pattern.fullmatch(entry.name)]:
-        try:
-            descriptor = os.open(entry.name, _READ, dir_fd=parent)
-        except OSError:
-            continue  # gone, or not ours to read
-        try:
-            if time.time() - os.fstat(descriptor).st_mtime > _STALE_TEMPORARY_S:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _unlink(entry.name, parent)
-        except OSError:
-            continue  # its writer lives, or may live
-        finally:
-            os.close(descriptor)
 
 
 def _copy(upload: Upload, descriptor: int) -> None:

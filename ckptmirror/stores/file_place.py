@@ -3,12 +3,17 @@
 Rules:
 * Every path is walked component by component with O_NOFOLLOW: no link inside the mirror is ever followed, so no name
   leaves it.
-* The directory is made only on first contact, and only below a parent that exists. Once met, by this process or by an
-  earlier one that remembered it, it is recognised by the random id in its lock file; if it is gone, or another stands
-  in its place, the mount vanished: that is a temporary fault, and nothing is made or written there.
-* On first contact nothing is made below a directory that /etc/fstab lists and that is not mounted. What remains
-  possible: where nobody remembers the mirror (a new machine, a lost table) and the mount is one that fstab does not
-  list, a fresh mirror is made in the empty directory.
+* Reading makes nothing. The directory and its lock file are made by who asks for its id and by who changes something,
+  and only below a parent that exists.
+* Nothing is changed in a directory without an id: where none is and none can be made, each change is refused.
+* Once its id is known, to this process or to an earlier one that remembered it, every call compares it with the lock
+  file's; if that is gone, or another's, the mount vanished: that is a temporary fault, and nothing is made or written
+  there. Device and inode numbers prove nothing: a mount that goes gives its own to the next.
+* On first contact nothing is made, and nothing is taken for empty, below a directory that /etc/fstab lists and that is
+  not mounted (``file_mounts``). What remains possible: where nobody remembers the mirror (a new machine, a lost table)
+  and the mount is one that fstab does not list, a fresh mirror is made in the empty directory.
+* What another process made may be seen before it is durable, since that process may have died in between: so a lock
+  file, a directory and an object that are found are fsynced, with the names above them, before they count.
 * Read-modify-write holds an exclusive flock(2) on the lock file. On NFS, Linux carries flock over to the server as a
   byte-range lock (since 2.6.12), so it excludes other hosts too; a mount with ``local_lock=flock`` or ``nolock`` breaks
   that.
@@ -25,21 +30,21 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckptmirror.core.errors import NotAuthorised, StorePermanent, StoreTemporary
+from ckptmirror.core.errors import BucketNotFound, NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.local import crashpoints
+from ckptmirror.stores.file_mounts import FSTAB, unmounted_point
 
-__all__ = ["FSTAB", "LOCK_FILE", "Place", "explained", "fsync_names", "link_new"]
+__all__ = ["LOCK_FILE", "Place", "explained", "fsync_found", "fsync_names", "link_new"]
 
 LOCK_FILE = ".ckptmirror.lock"
-FSTAB = Path("/etc/fstab")
-_MOUNTED = Path("/proc/self/mountinfo")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_POLL_S = 0.02
 _MOUNT_HINT = "Is its file system mounted? A mirror that was made anew on purpose needs a URL of its own."
+_TYPO_HINT = "Correct the mirror's URL, or mount its file system. The first to save there (a trainer, a push) makes it."
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _PERMANENT = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EXDEV, errno.EFBIG)
 
@@ -78,6 +83,16 @@ def fsync_names(directory: int) -> None:
         os.fsync(directory)
 
 
+def fsync_found(descriptor: int) -> None:
+    """Make durable what others made; a file system that has no fsync at all (read-only by nature) has nothing to do."""
+    try:
+        with crashpoints.around("mirror.fsync_found"):
+            os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+
+
 class Place:
     """One mirror directory."""
 
@@ -85,12 +100,11 @@ class Place:
         self._root = root
         self._fstab = fstab
         self._lock_timeout_s = lock_timeout_s
-        self._id: bytes | None = None  # the random id in the lock file, once met
-        self._seen: tuple[int, int] | None = None  # device and inode of the lock file when its id was last read
-        self._read_only = False
+        self._id: bytes | None = None  # the random id in the lock file, once known
+        self._is_durable = False  # whether this process has fsynced the names of the lock file and of the directory
 
     def identity(self, expected: str | None = None) -> str | None:
-        """Return the random id in the lock file, None where none may be made.
+        """Return the random id in the lock file, None as long as there is none and none can be made.
 
         Args:
             expected: What it was when an earlier process met the directory.
@@ -101,34 +115,41 @@ class Place:
         """
         if expected is not None and self._id is None:
             self._id = expected.encode()
-        with self.root():
-            pass
-        if self._id is None:
-            return None
-        identity = self._id.decode("ascii", "replace")
+        try:
+            with self.root(changing=True):
+                identity = (self._id or b"").decode()
+        except NotAuthorised as error:
+            try:
+                with self.root():
+                    return None  # an evaluation host that may only read; or one that may write tomorrow
+            except BucketNotFound:
+                raise error from None
         if expected not in (None, identity):
             raise self._vanished("another mirror stands in its place")
-        if not re.fullmatch("[0-9a-f]{32}", identity):
-            raise StorePermanent(f"{self._root}/{LOCK_FILE} holds no id.", hint="Give the mirror another directory.")
         return identity
 
     @contextmanager
-    def root(self) -> Iterator[int]:
+    def root(self, *, changing: bool = False) -> Iterator[int]:
         """Lend a descriptor of the directory, which is the one that was met before.
+
+        Args:
+            changing: It is made where it is missing, and it has an id, which is known.
 
         Raises:
             StoreTemporary: It is not there, or another is.
+            BucketNotFound: It does not exist, and nobody knows that it ever did.
+            NotAuthorised: It has no id, and none can be made.
         """
         with explained(f"{self._root}"):
-            descriptor = self._open_root()
+            descriptor = self._open_root(changing)
         try:
             with explained(f"{self._root}"):
-                self._recognise(descriptor)
+                self._recognise(descriptor, changing)
             yield descriptor
         finally:
             os.close(descriptor)
 
-    def _open_root(self) -> int:
+    def _open_root(self, make: bool) -> int:
         try:
             return os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -137,42 +158,42 @@ class Place:
             if not self._root.parent.is_dir():
                 raise self._vanished(f"neither is {self._root.parent}") from None
             self._refuse_empty_mount_point()
+            if not make:
+                raise BucketNotFound(f"The mirror directory {self._root} does not exist.", hint=_TYPO_HINT) from None
         with crashpoints.around("mirror.make_root"):
             self._root.mkdir(exist_ok=True)
         return os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def _refuse_empty_mount_point(self) -> None:
-        place = self._root.resolve()
-        for point in (place, *place.parents[:-1]):
-            if str(point) in _mount_points(self._fstab, 1) and str(point) not in _mount_points(_MOUNTED, 4):
-                raise self._vanished(f"{point} is listed in {self._fstab} and is not mounted")
+        point = unmounted_point(self._root.resolve(), self._fstab)
+        if point is not None:
+            raise self._vanished(f"{point} is listed in {self._fstab} and is not mounted")
 
     def _vanished(self, why: str) -> StoreTemporary:
         return StoreTemporary(
             f"The mirror directory {self._root} is not there ({why}): is it mounted?", hint=_MOUNT_HINT
         )
 
-    def _recognise(self, root: int) -> None:
-        if self._read_only:
-            return
-        try:
-            descriptor = os.open(LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
-        except FileNotFoundError:
+    def _recognise(self, root: int, make: bool) -> None:
+        identity = _read_id(root)
+        if identity is None:
             if self._id is not None:
-                raise self._vanished("a directory without its lock file stands in its place") from None
+                raise self._vanished("a directory without its lock file stands in its place")
             self._refuse_empty_mount_point()
-            self._make_lock_file(root)
-            return
-        try:
-            found = os.fstat(descriptor)
-            if self._seen == (found.st_dev, found.st_ino):
+            if not make:
                 return
-            identity = os.read(descriptor, 64)
-        finally:
-            os.close(descriptor)
+            self._make_lock_file(root)
+            identity = _read_id(root)
         if self._id not in (None, identity):
             raise self._vanished("another mirror stands in its place")
-        self._id, self._seen = identity, (found.st_dev, found.st_ino)
+        if identity is not None and re.fullmatch(b"[0-9a-f]{32}", identity):
+            self._id = identity
+        elif make:
+            raise StorePermanent(f"{self._root}/{LOCK_FILE} holds no id.", hint="Give the mirror another directory.")
+        if make and not self._is_durable:
+            fsync_found(root)
+            _fsync_above(root)
+            self._is_durable = True
 
     def _make_lock_file(self, root: int) -> None:
         temporary = f"{LOCK_FILE}.{secrets.token_hex(4)}.tmp"
@@ -182,47 +203,59 @@ class Place:
         except OSError as error:
             if error.errno not in _UNWRITABLE:
                 raise
-            self._read_only = True  # an evaluation host that may only read
-            return
+            raise NotAuthorised(
+                f"{self._root} has no {LOCK_FILE}, and none can be made ({error.strerror}): nothing is changed there.",
+                hint="Make the mirror's directory writable to this user.",
+            ) from error
         try:
             with crashpoints.around("mirror.write"):
                 os.write(descriptor, secrets.token_hex(16).encode())
             with crashpoints.around("mirror.fsync"):
                 os.fsync(descriptor)
-            with suppress(FileExistsError):  # another process made it first; the next lines read whose it is
+            with suppress(FileExistsError):  # another process made it first; read next is whose it is
                 link_new(root, temporary, LOCK_FILE)
         finally:
             os.close(descriptor)
             with crashpoints.around("mirror.unlink_temporary"):
                 os.unlink(temporary, dir_fd=root)
-        fsync_names(root)
-        self._recognise(root)
 
     @contextmanager
     def parent(self, parts: tuple[str, ...], *, create: bool = False) -> Iterator[int]:
         """Lend a descriptor of the directory ``parts`` below the root.
 
+        Args:
+            create: It is made where it is missing; its own name is durable, and so are those above it.
+
         Raises:
             FileNotFoundError: It is not there (without ``create``), or a deletion keeps taking it away.
         """
-        with self.root() as root:
-            descriptor = self._walk(root, parts, create)
+        with self.root(changing=create) as root:
+            descriptor = self._walk(root, parts, _make_directory if create else _leave_alone)
         try:
             yield descriptor
         finally:
             os.close(descriptor)
 
-    def _walk(self, root: int, parts: tuple[str, ...], create: bool) -> int:
+    def _walk(self, root: int, parts: tuple[str, ...], before: Callable[[int, str], None]) -> int:
         here = os.dup(root)
         for part in parts:
             try:
-                if create:
-                    _make_directory(here, part)
+                before(here, part)
                 below = os.open(part, _DIRECTORY, dir_fd=here)
             finally:
                 os.close(here)
             here = below
         return here
+
+    def settle(self, file: int, parts: tuple[str, ...]) -> None:
+        """Make what was found durable: a file, its name in the directory ``parts``, and the names above it."""
+        fsync_found(file)
+        with self.root() as root:
+            directory = self._walk(root, parts, lambda above, _: fsync_found(above))
+        try:
+            fsync_found(directory)
+        finally:
+            os.close(directory)
 
     def remove_empty(self, parts: tuple[str, ...]) -> None:
         """Remove the directory ``parts`` and those above it, below the root, as far as they are empty."""
@@ -241,7 +274,7 @@ class Place:
         Raises:
             StoreTemporary: Another holds it for longer than the time limit.
         """
-        with self.root() as root, explained(f"{self._root}/{LOCK_FILE}"):
+        with self.root(changing=True) as root, explained(f"{self._root}/{LOCK_FILE}"):
             descriptor = os.open(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
         try:
             self._wait_for_lock(descriptor)
@@ -284,24 +317,38 @@ class Place:
                 continue  # removed meanwhile, or never there
 
 
-def _mount_points(table: Path, column: int) -> set[str]:
-    """The mount points that a table of the system lists; spaces stand in it as octal escapes."""
+def _read_id(root: int) -> bytes | None:
+    """What the lock file says, asked now; None if there is none."""
     try:
-        lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return set()
-    rows = [line.split() for line in lines if not line.lstrip().startswith("#")]
-    found = {row[column] for row in rows if len(row) > column}
-    return {re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), point).rstrip("/") or "/" for point in found}
+        descriptor = os.open(LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=root)
+    except FileNotFoundError:
+        return None
+    try:
+        return os.read(descriptor, 64)
+    finally:
+        os.close(descriptor)
 
 
 def _make_directory(parent: int, name: str) -> None:
+    with suppress(FileExistsError), crashpoints.around("mirror.make_directory"):
+        os.mkdir(name, dir_fd=parent)
+    fsync_names(parent)  # also where it was there: who made it may have died before this
+
+
+def _leave_alone(_parent: int, _name: str) -> None:
+    """A directory that is only read."""
+
+
+def _fsync_above(root: int) -> None:
+    """Make the directory's own name durable, where this user may open what it lies in."""
     try:
-        with crashpoints.around("mirror.make_directory"):
-            os.mkdir(name, dir_fd=parent)
-        fsync_names(parent)
-    except FileExistsError:
-        pass
+        above = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
+    except PermissionError:
+        return
+    try:
+        fsync_found(above)
+    finally:
+        os.close(above)
 
 
 def _attributes(directory: int, name: str) -> os.stat_result | None:

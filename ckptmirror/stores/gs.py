@@ -4,7 +4,8 @@ Rules:
 * Reading is ours, over http.client: JSON for stat and list, ranges into the caller's buffer for bytes, with the
   generation pinned.
 * Changes go through google-cloud-storage (``gs_client``), the bytes of uploads through our own loop (``gs_upload``).
-* Size and crc32c of every answer are compared here; what differs is not ours.
+* Size and crc32c of every answer are compared here; what differs is not ours. Of a write that is temporary: its bytes
+  lie in memory, so they changed on their way. Of an upload it is not: its source may have rotted.
 * Nothing is answered from a cache, and nothing is tried again here.
 * STORAGE_EMULATOR_HOST names another endpoint, to which nobody's credentials are sent unless they are passed on
   purpose.
@@ -216,11 +217,12 @@ class GsStore:
         """See :meth:`Store.write`."""
         from ckptmirror.local.checksums import crc32c
 
-        crc = crc32c(data)
-        resource = self._changes.write(
-            self._location.object_name(name), bytes(data), crc, metadata or {}, if_generation
-        )
-        return self._compared(name, resource, len(data), crc)
+        object_name, crc = self._location.object_name(name), crc32c(data)
+        try:
+            resource = self._changes.write(object_name, bytes(data), crc, metadata or {}, if_generation)
+            return self._compared(name, resource, len(data), crc)
+        except IntegrityError as error:
+            raise StoreTemporary(f"{self.url}/{name}: the bytes or the answer changed on their way: {error}") from error
 
     def upload(self, upload: Upload) -> ObjectInfo:
         """See :meth:`Store.upload`."""

@@ -4,7 +4,8 @@ Rules:
 * Before the first call goes through, the store says which place it is (``Store.identity``). Where one is remembered,
   any other, or none, is a temporary fault; where none is, this one is remembered first, durably.
 * After that the store itself watches that it stays the same place.
-* A store that has no identity is passed on as it is.
+* A store that can have no identity is passed on as it is. One whose objects lie in a directory of this machine may get
+  one later (it was read-only): it is asked again at each call until it has.
 """
 
 from __future__ import annotations
@@ -49,5 +50,5 @@ class RememberingStore(StoreDecorator):
                     f"{self.url} is not the mirror that was used before: is it mounted?",
                     hint="Mount it. A mirror that was made anew on purpose needs a URL of its own.",
                 )
-            self._is_met = True
+            self._is_met = found is not None or self._store.local_directory is None
         return self._store

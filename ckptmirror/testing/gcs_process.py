@@ -172,7 +172,7 @@ class GcsServerProcess:
         self._call("POST", "/_faults", [fault.to_json() for fault in script])
 
     def faults_seen(self) -> list[dict[str, Any]]:
-        """The script, each fault with ``seen`` (requests that matched) and ``fired``."""
+        """The script, each fault with ``seen`` (requests that matched) and ``fired`` (to which all of it happened)."""
         faults: list[dict[str, Any]] = self._call("GET", "/_faults")
         return faults
 

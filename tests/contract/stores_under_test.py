@@ -81,6 +81,7 @@ def _memory(_directory: Path, _server: GcsServerProcess) -> Opener:
 
 def _file(directory: Path, _server: GcsServerProcess) -> Opener:
     url = f"file://{directory}/mirror"
+    (directory / "mirror").mkdir(exist_ok=True)  # as the bucket is there: reading makes nothing
     return Opener(
         "file", lambda: file_store.open(url), f"from ckptmirror.stores import open_store; store = open_store({url!r})"
     )

@@ -106,16 +106,15 @@ def wrong_after_kill(place: Place) -> list[str]:
     wrong += _broken_promises(place, whole, mirrored)
     wrong += _dangling_latest(place, local)
     if mirrored is not None and mirrored.attempts is not None and local.attempts is not None:
-        wrong += _local_only_attempts(local.attempts, mirrored.attempts)
+        wrong += _decided_elsewhere(local.attempts, mirrored.attempts)
     return wrong
 
 
-def _local_only_attempts(here: AttemptList, there: AttemptList) -> list[str]:
-    """What an attempt is and where it starts from stands on the mirror before it stands on the disk."""
+def _decided_elsewhere(here: AttemptList, there: AttemptList) -> list[str]:
+    """Where an attempt of this root starts from stands on the disk before it stands on the mirror."""
     known = {attempt.id: attempt for attempt in there.attempts}
-    wrong = [f"attempt {a.number} is on the disk alone" for a in here.attempts if a.id not in known]
     both = [(a, known[a.id]) for a in here.attempts if a.id in known]
-    wrong += [f"attempt {a.number} is decided on the disk alone" for a, b in both if a.decided and not b.decided]
+    wrong = [f"attempt {a.number} is decided on the mirror alone" for a, b in both if b.decided and not a.decided]
     contradictions = [a for a, b in both if a.decided and b.decided and a.parent != b.parent]
     return wrong + [f"attempt {a.number} has two parents" for a in contradictions]
 

@@ -11,7 +11,7 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import MirrorSafety
-from ckptmirror.flow import commit, reconcile, rotate, save
+from ckptmirror.flow import commit, propose, reconcile, rotate, save
 from ckptmirror.flow.upload_artifact import ArtifactUpload
 from ckptmirror.local import crashpoints, files
 from ckptmirror.local.uploads import UploadsTable, worker_verbs
@@ -116,8 +116,8 @@ def an_interrupted_rotation_is_forgotten() -> None:
     plant(rotate, "_finish", lambda *_: [])
 
 
-def the_trash_forgets_what_was_being_replaced() -> None:
-    plant(reconcile, "empty_trash", files.empty_trash)
+def a_repair_that_was_cut_short_is_forgotten() -> None:
+    plant(propose, "being_brought", lambda _root: None)
 
 
 BUGS: dict[str, Callable[[], None]] = {
@@ -134,6 +134,6 @@ BUGS: dict[str, Callable[[], None]] = {
         rotation_is_blind,
         rotation_deletes_in_place,
         an_interrupted_rotation_is_forgotten,
-        the_trash_forgets_what_was_being_replaced,
+        a_repair_that_was_cut_short_is_forgotten,
     )
 }

@@ -32,8 +32,8 @@ def after_kill_without_disk(place: Place) -> list[str]:
 
 
 def after_kill_of_rot(place: Place) -> list[str]:
-    """The rotten copy was advertised before, since sizes cannot tell; and ``latest`` names it while it is replaced."""
-    expected = ("its bytes differ", "latest names dcp_000100")
+    """The rotten copy was advertised before, since sizes cannot tell; while it makes room nothing lists it."""
+    expected = ("its bytes differ", "latest names dcp_000100", "a meta without its files: meta_000100.json")
     return [what for what in wrong_after_kill(place) if not any(part in what for part in expected)]
 
 

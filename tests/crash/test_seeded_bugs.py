@@ -93,13 +93,14 @@ CASES = {
     "an_interrupted_rotation_is_forgotten": Case(
         "prepare_three_mirrored", "rotate", ["trash.rename:after@2"], recover="look_only"
     ),
-    "the_trash_forgets_what_was_being_replaced": Case(
+    "a_repair_that_was_cut_short_is_forgotten": Case(
         "prepare_one_mirrored",
         "resume",
-        ["trash.rename:after@1"],
+        ["dir.publish:after@1"],
         disturb=rot_the_copy,
         after_kill=lambda _place: [],
         recover="go_on",
+        after=wrong_after_recovery,
     ),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptmirror.core.errors import CkptMirrorError, KindMismatch, LocalStorageFull
+from ckptmirror.core.errors import CkptMirrorError, KindMismatch, LocalStorageFull, UsageError
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
 from ckptmirror.core.names import SaveName, tmp_name
 from ckptmirror.formats import LoadReport, TrainState, WriteContext, get_format
@@ -210,6 +211,104 @@ def emergency(how: str, directory: Path) -> dict[str, Any]:
     return {"expected": expected, "found": whole(other), "missing": report.missing, "meta": meta, "refused": refused}
 
 
+class Shadow:
+    """An object that keeps weights of its own, as they are sharded."""
+
+    def __init__(self, weights: dict[str, Any]) -> None:
+        self.weights = weights
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "recent": deque([self.weights["inner.weight"]], maxlen=3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+        assert state["recent"][0].to_local().equal(self.weights["inner.weight"].to_local())
+
+
+def sharded_extra(how: str, value: float) -> dict[str, Any]:
+    """Return the user's own values, sharded as the model is, each tensor full of numbers from ``value`` on."""
+
+    def numbers() -> dict[str, Any]:
+        model = make_state(how).model
+        with torch.no_grad():
+            for _, tensor in sorted(model.named_parameters()):
+                whole = torch.arange(tensor.numel(), dtype=torch.float32).reshape(tensor.shape) + value
+                tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements))
+        return {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+    one, two, three = numbers(), numbers(), numbers()
+    return {
+        "dict": one,
+        "list": [two["inner.weight"], "text"],
+        "tuple": (two["inner.bias"],),
+        "deque": deque([two["outer.weight"]], maxlen=2),
+        "marked": defaultdict(list, {"a": [two["outer.bias"]]}),
+        "object": Shadow(three),
+        "objects": [Shadow(numbers())],
+    }
+
+
+def extra_tensors(extra: dict[str, Any]) -> list[Any]:
+    """Return every tensor of :func:`sharded_extra`."""
+    objects = [extra["object"], *extra["objects"]]
+    return [
+        *extra["dict"].values(),
+        *(extra["list"][0], extra["tuple"][0], extra["deque"][0], extra["marked"]["a"][0]),
+        *(tensor for one in objects for tensor in one.weights.values()),
+    ]
+
+
+def extra_round_trip(how: str, directory: Path, group: Any) -> dict[str, Any]:
+    """Save sharded values of the user's own, with every kind, and load them; leave what cannot be saved, by message."""
+    rank = dist.get_rank()
+    state = make_state(how)
+    state.extra = sharded_extra(how, 5.0)
+    expected = [tensor.full_tensor() for tensor in extra_tensors(state.extra)]
+    meta = save(directory, state, context(directory, group))
+    target = directory / "emergency_step_000200_20261121T131500Z"
+    reports: list[Any] = [None, None]
+    dist.all_gather_object(reports, write_emergency(state, target, save_id=SAVE_ID, rank=rank, world_size=2, step=STEP))
+    emergency_meta = meta_of(("emergency",), [artifact for report in reports for artifact in report], None)
+    found: dict[str, Any] = {}
+    for kind in (*KINDS, "emergency"):
+        other = make_state(how, seed=1)
+        other.extra = sharded_extra(how, 0.0)
+        before = extra_tensors(other.extra)[: -2 * len(other.extra["dict"])]
+        if kind == "emergency":
+            report = load_emergency(target, emergency_meta, other, rank=rank, world_size=2)
+        else:
+            report = load(directory, kind, meta, other, rank, 2)
+        after = extra_tensors(other.extra)
+        found[kind] = {
+            "tensors": [tensor.full_tensor() for tensor in after],
+            "in_place": all(now is then for now, then in zip(after, before, strict=False)),
+            "missing": report.missing,
+        }
+    return {"expected": expected, "found": found, "refused": refused_shards(how, rank), "meta": meta}
+
+
+def refused_shards(how: str, rank: int) -> dict[str, str]:
+    """Return the message of each save with a DTensor where no load could restore it."""
+    weight = make_state(how).model.inner.weight.detach()
+    partial = DTensor.from_local(torch.ones(2), weight.device_mesh, [Partial()])
+    row = DTensor.from_local(torch.ones(2), weight.device_mesh, [Replicate()])
+    messages = {}
+    for name, extra, moment in (
+        ("set", {"here": {weight}}, None),
+        ("partial", {"here": [partial]}, None),
+        ("moment", {}, {"factors": [row]}),
+    ):
+        state = make_state(how)
+        state.extra = extra
+        if moment is not None:
+            state.optimizer.state[next(state.model.parameters())] = moment
+        try:
+            capture(state, step=STEP, kinds=("dcp",), rank=rank, world_size=2)
+        except UsageError as error:
+            messages[name] = error.message
+    return messages
+
+
 class _FullDisk(ArtifactStream):
     def write(self, data: Any) -> int:
         if dist.get_rank() == 1 and self.tell() > 600:
@@ -259,6 +358,8 @@ def main() -> None:
         result = read_foreign(how, directory)
     elif name == "emergency":
         result = emergency(how, directory)
+    elif name == "extra":
+        result = extra_round_trip(how, directory, group)
     elif name == "fulldisk":
         result = full_disk(how, directory, group)
     else:

@@ -78,6 +78,7 @@ def everything_that_happens(rank: int, base: str) -> dict[str, Any]:
     failing_saves(rank, place / "root", found)
     resumes(rank, place, found)
     sharded(rank, place / "sharded", found)
+    unseen(rank, place / "unseen", found)
     return found
 
 
@@ -251,6 +252,7 @@ def sharded(rank: int, root: Path, found: dict[str, Any]) -> None:
     found["sharded capture"] = said(lambda: manager.save(2, state).wait())
     found["sharded capture seconds"] = time.monotonic() - started
     state.extra.clear()
+    sharded_failures(rank, manager, state, found)
     step()
     manager.save(2, state).wait()
     found["sharded saved"] = _full(model)
@@ -265,6 +267,53 @@ def sharded(rank: int, root: Path, found: dict[str, Any]) -> None:
     manager = CheckpointManager(root, timeout_s=WAIT_S)
     start = manager.resume(state)
     found["sharded resume"] = (start and (start.step, start.kind), _full(model))
+    manager.close()
+
+
+def sharded_failures(rank: int, manager: CheckpointManager, state: TrainState, found: dict[str, Any]) -> None:
+    """What fails on one rank before its part of the capture's collectives; each time the next save must work."""
+    with no_large_files(600 if rank == 1 else resource.RLIM_INFINITY):
+        handle = manager.save(2, state)
+        if rank == 0:
+            said(handle.wait)
+        else:
+            handle.wait_over()
+        dist.barrier()
+    found["sharded knowledge"] = said(lambda: manager.save(2, state).wait())
+    found["sharded after knowledge"] = said(lambda: manager.save(1, state).wait())
+
+    leader = manager._saver._leader  # type: ignore[union-attr]
+    honest = leader.fenced if leader is not None else None
+    if leader is not None:
+        leader.fenced = lambda: "a newer attempt (the test's)"
+    found["sharded fence"] = said(lambda: manager.save(1, state).wait())
+    if leader is not None and honest is not None:
+        leader.fenced = honest
+    found["sharded after fence"] = said(lambda: manager.save(1, state).wait())
+
+    found["sharded behind"] = said(lambda: manager.save(rank, state).wait())
+    found["sharded after behind"] = said(lambda: manager.save(1, state).wait())
+    found["sharded different steps"] = said(lambda: manager.save(2 + rank, state).wait())
+    found["sharded after different steps"] = said(lambda: manager.save(1, state).wait())
+
+
+def unseen(rank: int, root: Path, found: dict[str, Any]) -> None:
+    """A save fails, rank 0 alone is told, and both resume: what rank 1 did not see is everyone's, once."""
+    manager = CheckpointManager(root, kinds=("model",), timeout_s=WAIT_S)
+    state = new_state()
+    manager.resume(state)
+    manager.save(1, state).wait()
+    with no_large_files(600 if rank == 1 else resource.RLIM_INFINITY):
+        handle = manager.save(2, state)
+        if rank == 0:
+            said(handle.wait)
+        else:
+            handle.wait_over()
+        dist.barrier()
+    start = manager.resume(state)
+    found["unseen resume"] = start and start.step
+    found["unseen next"] = said(lambda: manager.save(3, state).wait())
+    found["unseen after"] = said(lambda: manager.save(3, state).wait())
     manager.close()
 
 

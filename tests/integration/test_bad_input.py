@@ -117,7 +117,9 @@ def test_a_read_only_root_is_refused_by_who_writes_and_served_by_who_reads(
     assert_explains(caught.value, 10, "read-only")
     assert_tells(run("drain", "--root", frozen), 10, "read-only")
     assert run("ls", frozen).stdout == run("ls", root).stdout
+    (tmp_path / "m").mkdir()
     assert_tells(run("stage", "--step", "1", "--mirror", f"file://{tmp_path}/m", "--dest", frozen), 3)
+    assert_tells(run("stage", "--step", "1", "--mirror", f"file://{tmp_path}/n", "--dest", frozen), 10, "not exist")
 
 
 def test_a_read_only_destination_is_refused(read_only: Callable[[Path], Path], tmp_path: Path):

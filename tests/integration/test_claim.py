@@ -14,8 +14,9 @@ from ckptmirror.core import events, names
 from ckptmirror.core.errors import AttemptFenced, NotAuthorised, Temporary
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.catalog import local_catalog, mirror_catalog, rebuild_attempts
-from ckptmirror.flow.claim import RunClaim, read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.attempts import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.catalog import local_catalog, mirror_catalog
+from ckptmirror.flow.claim import RunClaim
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.node import Node
 from ckptmirror.flow.save import LeaderSide, Saver, SaveRequest
@@ -87,7 +88,7 @@ def opened(url: str) -> Mirror:
 
 def claim_run(root: Path, *mirrors: Mirror) -> RunClaim:
     files.make_dirs(root / names.CONTROL_DIR)
-    return RunClaim.make(root, mirrors, rebuild_attempts)
+    return RunClaim.make(root, mirrors)
 
 
 # -- two attempts ----------------------------------------------------------------------------------------------

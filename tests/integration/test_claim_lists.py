@@ -10,15 +10,16 @@ import pytest
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
-from ckptmirror.core.errors import BrokenMeta, ConfigError
+from ckptmirror.core.errors import AttemptFenced, BrokenMeta, ConfigError, NewerFormat, StorePermanent
 from ckptmirror.core.model import Attempt, AttemptList, Meta, SaveRef, new_id
-from ckptmirror.flow.catalog import mirror_catalog, rebuild_attempts
-from ckptmirror.flow.claim import RunClaim, publish_attempts, read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.attempts import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.catalog import mirror_catalog
+from ckptmirror.flow.claim import RunClaim, publish_attempts
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local import files
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
-from ckptmirror.stores.faulty import FaultyStore
+from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from tests.factory import FIRST_ATTEMPT, make_attempt, make_save, put_attempts, put_on_mirror
 from tests.mirror_place import memory_url, object_names
 
@@ -32,7 +33,7 @@ def opened(url: str) -> Mirror:
 
 def claim_run(root: Path, *mirrors: Mirror) -> RunClaim:
     files.make_dirs(root / names.CONTROL_DIR)
-    return RunClaim.make(root, mirrors, rebuild_attempts)
+    return RunClaim.make(root, mirrors)
 
 
 def down(store: Store) -> FaultyStore:
@@ -189,3 +190,141 @@ def test_lists_only_grow(tmp_path: Path) -> None:
         assert replace(claim.attempt) in there.attempts
     assert attempts_from_bytes(attempts_to_bytes(AttemptList(claim.run_id, tuple(there.attempts)))) == there
     assert object_names(mirror.store) == []
+
+
+# -- a root's own list ------------------------------------------------------------------------------------------
+
+
+def test_i12_the_root_knows_of_an_attempt_before_any_mirror_does(tmp_path: Path) -> None:
+    """A start that dies undecided must not fence the next one, which cannot see the mirror, when that answers again."""
+    mirror = opened(memory_url())
+    claim_run(tmp_path / "root", mirror).decide(None, [mirror])
+    dead = claim_run(tmp_path / "root", mirror)
+    silent = Mirror(mirror.url, True, down(mirror.store))
+    alive = claim_run(tmp_path / "root", silent)
+    assert alive.attempt.number == dead.attempt.number + 1
+    alive.decide(None, [silent])
+    alive.confirm(mirror)
+    assert alive.fenced is None
+
+
+def test_i12_a_start_that_died_between_telling_the_mirror_and_anything_else_is_not_taken_for_another(
+    tmp_path: Path,
+) -> None:
+    """The root's own decided attempts never set the root's own branch aside."""
+    mirror = opened(memory_url())
+    first = claim_run(tmp_path / "root", mirror)
+    first.decide(None, [mirror])
+    killed = claim_run(tmp_path / "root", mirror)
+    killed.decide(SaveRef(first.attempt.id, 1, 100, new_id()), [mirror])
+    alone = claim_run(tmp_path / "root", Mirror(mirror.url, True, down(mirror.store)))
+    alone.decide(SaveRef(first.attempt.id, 1, 100, new_id()), [])
+    after = claim_run(tmp_path / "root", mirror)
+    assert after.apart == frozenset()
+    assert {alone.attempt.id, killed.attempt.id} <= {attempt.id for attempt in after.attempts.attempts}
+
+
+def test_a_decision_that_a_newer_attempt_fences_is_taken_back(tmp_path: Path) -> None:
+    mirror = opened(memory_url())
+    claim_run(tmp_path / "root", mirror).decide(None, [mirror])
+    slow = claim_run(tmp_path / "root", mirror)
+    claim_run(tmp_path / "elsewhere", mirror)
+    with pytest.raises(AttemptFenced):
+        slow.decide(None, [mirror])
+    listed = read_local_attempts(tmp_path / "root")
+    assert listed is not None
+    assert {attempt.id: attempt.decided for attempt in listed.attempts}[slow.attempt.id] is False
+
+
+def test_an_optional_mirror_that_refuses_for_good_keeps_no_start_from_deciding(tmp_path: Path) -> None:
+    mirror, other = opened(memory_url()), opened(memory_url())
+    fault = StoreFault("write", times=0, when="before", error=lambda: StorePermanent("No."))
+    claim = claim_run(tmp_path / "root", mirror, Mirror(other.url, False, FaultyStore(other.store, [fault])))
+    claim.decide(None, [mirror, other])
+    assert set(claim.unclaimed) == {other.url}
+    listed = read_local_attempts(tmp_path / "root")
+    assert listed is not None
+    assert listed.attempts == (claim.attempt,)
+
+
+def test_i11_an_old_list_of_the_root_is_completed_from_what_was_saved_there(tmp_path: Path) -> None:
+    attempts, _ = history(tmp_path, opened(memory_url()))
+    put_attempts(tmp_path / "past", attempts[:1])
+    assert list(claim_run(tmp_path / "past").known.attempts) == attempts
+
+
+def test_i11_a_branch_apart_whose_list_is_lost_is_set_aside_all_the_same(tmp_path: Path) -> None:
+    mirror, root = opened(memory_url()), tmp_path / "root"
+    first = make_save(root, 100, ("model",), FIRST_ATTEMPT, 1)
+    apart = make_attempt(1, first)
+    make_save(root, 110, ("model",), apart, 1)
+    put_attempts(mirror.store, [FIRST_ATTEMPT, make_attempt(1, first)])
+    claim = claim_run(root, mirror)
+    assert claim.apart == {apart.id}
+
+
+def test_i11_what_the_mirrors_were_not_told_of_counts_although_the_roots_list_is_lost(tmp_path: Path) -> None:
+    mirror, root = opened(memory_url()), tmp_path / "root"
+    middle = make_attempt(1, make_save(tmp_path / "gone", 100, ("model",), FIRST_ATTEMPT, 1))
+    last = make_attempt(2, make_save(root, 110, ("model",), middle, 1))
+    make_save(root, 120, ("model",), last, 1)
+    put_attempts(mirror.store, [FIRST_ATTEMPT, middle])
+    claim = claim_run(root, mirror)
+    assert claim.apart == frozenset()
+    assert last in claim.attempts.attempts
+
+
+@pytest.mark.parametrize("place", ["root", "mirror"])
+def test_a_list_of_a_later_version_is_neither_lost_nor_replaced(tmp_path: Path, place: str) -> None:
+    mirror, root = opened(memory_url()), tmp_path / "root"
+    put_attempts(root, [FIRST_ATTEMPT])
+    later = (root / names.ATTEMPTS_NAME).read_bytes().replace(b'"version":1', b'"version":2')
+    assert b'"version":2' in later
+    if place == "root":
+        (root / names.ATTEMPTS_NAME).write_bytes(later)
+    else:
+        mirror.store.write(names.WRITER_NAME, later, if_generation=0)
+    with pytest.raises(NewerFormat, match="version is 2") as refused:
+        claim_run(root, mirror)
+    assert "newer ckptmirror" in refused.value.hint
+    found = (root / names.ATTEMPTS_NAME).read_bytes() if place == "root" else mirror.store.read(
+        names.WRITER_NAME, limit_bytes=10_000
+    )[0]  # fmt: skip
+    assert found == later
+
+
+# -- what a drain tells ----------------------------------------------------------------------------------------
+
+
+def test_a_drain_rebuilds_a_mirrors_lost_list_before_it_writes_one(tmp_path: Path) -> None:
+    mirror = opened(memory_url())
+    attempts, _ = history(tmp_path, mirror)
+    put_attempts(tmp_path / "root", attempts[:2])
+    publish_attempts(tmp_path / "root", mirror)
+    there, _ = read_mirror_attempts(mirror)
+    assert there is not None
+    assert list(there.attempts) == attempts
+
+
+def test_a_drain_of_a_root_that_lost_its_list_tells_what_its_metas_say(tmp_path: Path) -> None:
+    mirror, root = opened(memory_url()), tmp_path / "root"
+    attempt = make_attempt(1, make_save(root, 100, ("model",), FIRST_ATTEMPT, 1))
+    make_save(root, 110, ("model",), attempt, 1)
+    publish_attempts(root, mirror)
+    there, _ = read_mirror_attempts(mirror)
+    assert there is not None
+    assert list(there.attempts) == [FIRST_ATTEMPT, attempt]
+
+
+def test_a_running_attempt_meets_what_a_mirrors_lost_list_knew(tmp_path: Path) -> None:
+    mirror, root = opened(memory_url()), tmp_path / "root"
+    running = claim_run(root, mirror)
+    running.decide(None, [mirror])
+    newer = make_attempt(running.attempt.number + 1)
+    meta = replace(make_save(tmp_path / "elsewhere", 100, ("model",), newer, 1), run_id=running.run_id)
+    put_on_mirror(mirror.store, tmp_path / "elsewhere", meta)
+    info = mirror.store.stat(names.WRITER_NAME)
+    assert info is not None
+    mirror.store.delete(names.WRITER_NAME, generation=info.generation)
+    with pytest.raises(AttemptFenced):
+        running.confirm(mirror)

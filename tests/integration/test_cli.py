@@ -21,7 +21,16 @@ from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.local.lock import RootLock
 from ckptmirror.testing import Fault, GcsServerProcess
 from ckptmirror.testing.fixtures import gcs_server  # noqa: F401 - a fixture
-from tests.cli_place import AS_MODULE, CONSOLE_SCRIPT, assert_tells, clean_environment, make_mirrored, make_pending, run
+from tests.cli_place import (
+    AS_MODULE,
+    CONSOLE_SCRIPT,
+    assert_tells,
+    clean_environment,
+    make_mirrored,
+    make_pending,
+    require,
+    run,
+)
 from tests.factory import make_save
 
 VERBS = ["demo", "drain", "ls", "push", "rotate", "stage", "status"]
@@ -200,6 +209,7 @@ def test_rotate_keeps_the_best(tmp_path: Path):
 
 def test_json_is_one_object_on_stdout_and_nothing_else(tmp_path: Path):
     root, url, metas = make_mirrored(tmp_path, 100, 200, kinds=("model",))
+    require(root, url)
 
     def said(*arguments: str | Path, exit_code: int = 0) -> dict[str, object]:
         ended = run(*arguments, "--json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -39,6 +40,17 @@ def test_a_unit_starts_again_after_what_a_wait_may_mend_and_after_nothing_else(u
     assert again == {5, 8, 11}
     assert again | never == {cls.exit_code for cls in classes}
     assert not again & never
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_a_unit_waits_for_what_is_mounted_from_elsewhere(unit: Path):
+    assert "remote-fs.target" in settings(unit)["After"].split()
+
+
+def test_what_the_readme_lets_a_unit_write_to_is_mounted_first():
+    drop_in = (HOME / "deploy" / "README.md").read_text().partition("```ini")[2].partition("```")[0]
+    written, waited_for = (re.findall(rf"{name}=(\S+)", drop_in) for name in ("ReadWritePaths", "RequiresMountsFor"))
+    assert written == waited_for == ["/nfs/run-17"]
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)

@@ -11,7 +11,7 @@ import pytest
 
 from ckptmirror.cli._program import program
 from ckptmirror.core import errors, names
-from tests.cli_place import make_mirrored, run
+from tests.cli_place import make_mirrored, require, run
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
@@ -85,6 +85,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object
     """What each verb prints with ``--json``."""
     folder = tmp_path_factory.mktemp("json")
     root, url, _ = make_mirrored(folder, 100, 200, kinds=("model",))
+    require(root, url)
     commands = {
         "push": ["push", "--root", root, "--mirror", url],
         "drain": ["drain", "--root", root],
@@ -131,6 +132,7 @@ def test_the_names_on_disk_are_those_that_the_code_makes():
         names.ATTEMPTS_NAME,
         names.STATUS_NAME,
         names.TABLE_NAME,
+        names.TABLE_NOTE_NAME,
         names.LOCK_NAME,
         names.TRASH_DIR,
         names.WRITER_NAME,

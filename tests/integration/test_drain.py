@@ -16,8 +16,8 @@ from ckptmirror.core.errors import CheckpointNotFound, ConfigError, DeadlinePass
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
+from ckptmirror.flow.attempts import read_mirror_attempts
 from ckptmirror.flow.catalog import mirror_catalog
-from ckptmirror.flow.claim import read_mirror_attempts
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.node import Node

@@ -137,3 +137,23 @@ def test_every_node_gets_the_same_metadata(tmp_path: Path) -> None:
     for rank in (0, 1):
         names = {path.name for path in files_below(tmp_path / f"node{rank}")}
         assert names == {".metadata", f"__{rank}_0.distcp"}
+
+
+def test_sharded_values_of_the_users_own_come_back_sharded_and_in_place(tmp_path: Path) -> None:
+    results = run_ranks("extra-fsdp", tmp_path)
+    for result in results:
+        for kind in (*KINDS, "emergency"):
+            found = result["found"][kind]
+            same_bits(result["expected"], found["tensors"], kind)
+            assert found["in_place"], kind
+            assert found["missing"] == (), kind
+        refused = result["refused"]
+        assert refused["set"].startswith("extra.here is a set that holds a DTensor")
+        assert refused["partial"].startswith("extra.here[0] is a DTensor whose ranks hold parts of a sum")
+        assert refused["moment"].startswith("optimizer.state.embed.weight.factors[0] is a DTensor of shape (2,)")
+    for kind in KINDS:
+        alone = worker.make_state("plain", seed=1)
+        alone.extra = {}
+        worker.load(tmp_path, kind, results[0]["meta"], alone, rank=0, world_size=1)
+        same_bits(results[0]["expected"][:5], list(alone.extra["dict"].values())[:5], f"{kind} in one process")
+        assert isinstance(alone.extra["deque"][0], torch.Tensor)

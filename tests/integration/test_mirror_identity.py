@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,8 +53,15 @@ def mirrored_root(tmp_path: Path) -> tuple[Path, str]:
     (tmp_path / "nfs").mkdir()
     root, url = tmp_path / "root", f"file://{tmp_path}/nfs/run"
     training_root(root)
+    with_required_mirror(root, url)
     assert push(root, url, timeout_s=30).pending == 0
     return root, url
+
+
+def with_required_mirror(root: Path, url: str) -> None:
+    """The root's table, as its trainer made it."""
+    with UploadsTable.open(root / names.TABLE_NAME, create=True) as table:
+        table.set_mirrors([(url, True)])
 
 
 def unmount(tmp_path: Path) -> None:
@@ -119,6 +128,7 @@ def test_mirrors_beside_one_another_and_beside_the_root_are_accepted(tmp_path: P
 def test_nothing_is_staged_from_a_mirror_into_itself(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/mirror"
     store = open_store(url)
+    store.identity()
     put_on_mirror(store, tmp_path / "src", make_save(tmp_path / "src", 100, ("model",)))
     (tmp_path / "alias").symlink_to("mirror")
     before = [info.name for info in store.list()]
@@ -208,11 +218,40 @@ def test_no_mirror_is_begun_below_a_mount_point_that_is_not_mounted(tmp_path: Pa
     listed = str(nfs).replace(" ", "\\040")
     fstab.write_text(f"# a comment {tmp_path}\nserver:/export {listed} nfs4 defaults,nofail 0 0\n")
     store = file_store.FileStore(nfs / below, fstab=fstab)
-    with pytest.raises(StoreTemporary, match="is not mounted"):
-        store.stat("x")
+    for ask in (lambda: store.stat("x"), store.identity, lambda: store.write("x", b"1", if_generation=0)):
+        with pytest.raises(StoreTemporary, match="is not mounted"):
+            ask()
     assert not [path for path in nfs.rglob("*") if path.is_file()]
     fstab.write_text(f"server:/export {tmp_path}/elsewhere nfs4 defaults 0 0\nnone / ext4\nproc /proc proc\n")
-    assert store.stat("x") is None
+    store.write("x", b"1", if_generation=0)
+
+
+_BOUND_ON_ITSELF = """
+import subprocess, sys
+from pathlib import Path
+from ckptmirror.core.errors import StoreTemporary
+from ckptmirror.stores.file import FileStore
+nfs, fstab = Path(sys.argv[1]), Path(sys.argv[2])
+subprocess.run(["mount", "--bind", str(nfs), str(nfs)], check=True)
+try:
+    FileStore(nfs, fstab=fstab).write("x", b"1", if_generation=0)
+except StoreTemporary as error:
+    print(error)
+"""
+
+
+def test_a_service_manager_that_binds_the_path_on_itself_does_not_mount_it(tmp_path: Path) -> None:
+    alone = ["unshare", "--mount"]
+    try:
+        subprocess.run([*alone, "mount", "--bind", str(tmp_path), str(tmp_path)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this user may not mount")
+    (tmp_path / "nfs").mkdir()
+    (tmp_path / "fstab").write_text(f"server:/export {tmp_path}/nfs nfs defaults,nofail 0 0\n")
+    command = [*alone, sys.executable, "-c", _BOUND_ON_ITSELF, str(tmp_path / "nfs"), str(tmp_path / "fstab")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "is not mounted" in done.stdout, done.stderr
+    assert list((tmp_path / "nfs").iterdir()) == []
 
 
 def test_a_mirror_that_was_begun_is_used_whatever_fstab_says_later(tmp_path: Path) -> None:
@@ -320,6 +359,7 @@ def test_a_mirror_that_refuses_every_meta_is_not_empty(tmp_path: Path) -> None:
 def test_status_of_a_root_that_lost_its_list_knows_the_order_from_the_metas(tmp_path: Path) -> None:
     root = tmp_path / "root"
     training_root(root)
+    with_required_mirror(root, f"memory://{tmp_path.name}")
     push(root, f"memory://{tmp_path.name}", timeout_s=30)
     (root / names.ATTEMPTS_NAME).unlink()
     status = read_status(root)

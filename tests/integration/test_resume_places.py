@@ -14,7 +14,7 @@ from ckptmirror.core import names
 from ckptmirror.core.errors import IntegrityError, RefusedOnlyCopy, StoreTemporary
 from ckptmirror.core.model import Meta
 from ckptmirror.flow import propose, resume
-from ckptmirror.flow.claim import read_local_attempts
+from ckptmirror.flow.attempts import read_local_attempts
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import StoreFault

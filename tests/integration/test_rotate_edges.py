@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +15,17 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import LocalStorageFull, NameTaken
 from ckptmirror.core.model import Attempt, Meta, new_id
-from ckptmirror.flow.commit import NAMES_LOCK_NAME, commit_save
+from ckptmirror.flow import rotate as rotate_module
+from ckptmirror.flow.commit import NAMES_LOCK_NAME, commit_save, top_names
 from ckptmirror.flow.emergency import save_emergency
 from ckptmirror.flow.emergency_files import read_note
-from ckptmirror.flow.mirrors import MirrorSpec
+from ckptmirror.flow.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.reconcile import reconcile
 from ckptmirror.flow.rotate import finish_interrupted
 from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import exclusive
+from ckptmirror.local.uploads import UploadsTable
 from tests.factory import FIRST_ATTEMPT, RUN_ID
 from tests.mirror_place import MirroredRoot, two_saves
 
@@ -104,6 +107,102 @@ def test_a_save_that_fails_takes_nothing_of_another_with_equal_bytes(place: Mirr
         commit_save(place.root, place.table, [MirrorSpec(place.mirrors[0].url)], again)
     assert place.has(first)
     assert [save.save_id for save in place.table.saves()] == [first.save_id]
+
+
+# -- what happens while the mirrors are asked ------------------------------------------------------------------
+
+
+def while_asked(monkeypatch: pytest.MonkeyPatch, doomed: Meta, meanwhile: Callable[[], None]) -> None:
+    """Let something happen after the mirrors said yes to a deletion, before it begins."""
+    honest = rotate_module.why_not_safe
+    done: list[bool] = []
+
+    def ask(table: UploadsTable, mirrors: Sequence[Mirror], save_id: str) -> str | None:
+        answer = honest(table, mirrors, save_id)
+        if save_id == doomed.save_id and answer is None and not done:
+            done.append(True)
+            meanwhile()
+        return answer
+
+    monkeypatch.setattr(rotate_module, "why_not_safe", ask)
+
+
+def removed_by_hand(place: MirroredRoot, meta: Meta) -> None:
+    (place.root / names.SaveName(meta.step, meta.tag).meta).unlink()
+    for name in top_names(meta.artifacts):
+        path = place.root / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_i1_a_rotation_deletes_the_save_that_it_asked_about_and_no_other_under_its_names(
+    place: MirroredRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, _ = two_saves(place)
+    place.upload()
+    made: list[Meta] = []
+
+    def meanwhile() -> None:
+        removed_by_hand(place, old)
+        made.append(place.commit(100, ("dcp", "model"), number=300))
+
+    while_asked(monkeypatch, old, meanwhile)
+    report = place.rotate()
+    (new,) = made
+    assert (new.tag, new.save_id == old.save_id) == ("", False)
+    assert report.deleted == ()
+    assert "another save" in report.refused[old.save_id]
+    assert place.has(new)
+    assert os.readlink(place.root / names.LATEST_NAME) == "dcp_000100"
+    assert old.save_id not in {save.save_id for save in place.table.saves()}
+    monkeypatch.undo()
+    place.upload()
+    assert place.rotate().deleted == ((100, new.save_id),)  # what was removed by hand is in nobody's way
+    assert not list(place.root.glob("*000100*"))
+
+
+def test_i1_a_rotation_takes_no_name_whose_meta_went_away(place: MirroredRoot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing says then whose the files are; the next rotation compares their bytes."""
+    old, _ = two_saves(place)
+    place.upload()
+    while_asked(monkeypatch, old, (place.root / "meta_000100.json").unlink)
+    report = place.rotate()
+    assert report.deleted == ()
+    assert "went away" in report.refused[old.save_id]
+    assert (place.root / "model_000100.pt").exists()
+    monkeypatch.undo()
+    place.rotate()
+    assert not list(place.root.glob("*000100*"))
+
+
+def test_a_file_of_a_save_that_is_gone_already_does_not_keep_the_rest(
+    place: MirroredRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, _ = two_saves(place)
+    place.upload()
+    while_asked(monkeypatch, old, (place.root / "model_000100.pt").unlink)
+    assert place.rotate().deleted == ((100, old.save_id),)
+    assert not list(place.root.glob("*000100*"))
+
+
+def test_a_name_that_a_save_in_flight_claims_stays(place: MirroredRoot, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, _ = two_saves(place)
+    place.upload()
+    again = replace(old, save_id=new_id(), tag="", artifacts=old.artifacts[:1])
+    while_asked(monkeypatch, old, lambda: place.add(again))
+    assert place.rotate().deleted == ((100, old.save_id),)
+    assert {path.name for path in place.root.glob("*000100*")} == set(top_names(again.artifacts))
+
+
+def test_a_deletion_waits_while_a_save_shows_its_names(place: MirroredRoot) -> None:
+    old, _ = two_saves(place)
+    place.upload()
+    with exclusive(place.root / NAMES_LOCK_NAME, timeout_s=5.0):
+        thread = threading.Thread(target=place.rotate)
+        thread.start()
+        thread.join(0.5)
+        assert place.has(old)
+    thread.join(60.0)
+    assert not place.has(old)
 
 
 # -- a full disk -----------------------------------------------------------------------------------------------

@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from ckptmirror import Retention
-from ckptmirror.core import events
-from ckptmirror.core.errors import (
-    StepBehind,
-    UsageError,
-)
+from ckptmirror.core import events, names
+from ckptmirror.core.errors import StepBehind, UsageError
 from ckptmirror.flow.resolve import find_local_checkpoint_steps
+from ckptmirror.flow.save import Saver
 from ckptmirror.local import crashpoints
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.uploads import UploadsTable
@@ -246,6 +244,18 @@ def test_a_lower_step_is_a_rewind_and_refused_and_the_next_save_works(tmp_path: 
     assert sorted(whole(tmp_path)) == [5, 6]
 
 
+def test_a_step_that_no_save_can_have_is_refused_and_the_next_save_works(tmp_path: Path) -> None:
+    with running(tmp_path, kinds=("model",)) as manager:
+        state = new_state()
+        manager.resume(state)
+        for step in (-1, names.MAX_STEP + 1, True, 1.0):
+            with pytest.raises(UsageError, match="not a step"):
+                manager.save(step, state)  # type: ignore[arg-type]
+        manager.save(5, state).wait()
+        manager.save(names.MAX_STEP, state).wait()
+    assert sorted(whole(tmp_path)) == [5, names.MAX_STEP]
+
+
 def test_completion_is_bound_to_save_id(tmp_path: Path) -> None:
     done: list[events.SaveCommitted] = []
     with running(tmp_path) as manager:
@@ -282,6 +292,35 @@ def test_metrics_that_are_not_finite_do_not_stop_a_save(tmp_path: Path, caplog: 
     meta = whole(tmp_path)[1]
     assert (dict(meta.metrics), meta.fields["tracker"]) == ({"lr": 0.5}, "abc")
     assert meta.training_config == {"width": 6}
+
+
+def test_what_was_said_beside_the_state_is_that_of_the_moment_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The background begins only after training went on and changed all of it in place."""
+    went_on = threading.Event()
+    honest = Saver._agree
+
+    def late(self: Saver, *arguments: Any) -> Any:
+        assert went_on.wait(30)
+        return honest(self, *arguments)
+
+    monkeypatch.setattr(Saver, "_agree", late)
+    loss, fields, config = torch.tensor(1.5), {"seen": [1, {"deep": 2}]}, {"data": {"epoch": 3, "files": ["a"]}}
+    with running(tmp_path, kinds=("model",)) as manager:
+        state = new_state()
+        state.training_config = config
+        manager.resume(state)
+        handle = manager.save(1, state, metrics={"loss": loss}, fields=fields)
+        loss.zero_()
+        fields["seen"][1]["deep"] = fields["more"] = 99  # type: ignore[index, assignment]
+        config["data"]["epoch"], config["data"]["files"][:] = 99, ["b"]  # type: ignore[index]
+        went_on.set()
+        handle.wait()
+    meta = whole(tmp_path)[1]
+    assert dict(meta.metrics) == {"loss": 1.5}
+    assert meta.fields == {"seen": [1, {"deep": 2}]}
+    assert meta.training_config == {"data": {"epoch": 3, "files": ["a"]}}
 
 
 def test_rss_flat_over_50_saves(tmp_path: Path) -> None:

@@ -16,24 +16,29 @@ import torch
 from ckptmirror import CheckpointManager, StopRequest
 from ckptmirror.core import events
 from ckptmirror.core.errors import (
+    AttemptFenced,
     BackgroundSaveFailed,
     CheckpointNotFound,
     DeadlinePassed,
     LocalStorageFull,
     RootLocked,
+    StepBehind,
     UsageError,
     WaitTimeout,
 )
+from ckptmirror.flow import commit, save
 from ckptmirror.flow.mirrors import MirrorSpec
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import memory
 from ckptmirror.stores.faulty import StoreFault
+from tests.integration.save_ranks_job import no_large_files
 from tests.small_training import (
     faulty,
     leftovers,
     new_state,
     refusing,
     running,
+    saved_run,
     whole,
 )
 
@@ -119,17 +124,20 @@ def test_a_failed_save_that_nobody_waited_for_is_raised_by_the_next_save_once(ti
 
 
 def test_a_root_that_vanishes_fails_the_save_and_is_heard_of(tmp_path: Path) -> None:
+    """Its lock goes with it, so another process may write there by now: only the next start goes on."""
     root = tmp_path / "root"
     with running(root, kinds=("model",)) as manager:
         state = new_state()
         manager.resume(state)
         manager.save(1, state).wait()
         root.rename(tmp_path / "moved")
-        handle = manager.save(2, state)
-        with pytest.raises(BackgroundSaveFailed):
-            handle.wait()
+        with pytest.raises((BackgroundSaveFailed, AttemptFenced)):
+            manager.save(2, state).wait()
         (tmp_path / "moved").rename(root)
-        manager.save(3, state).wait()
+        with pytest.raises((BackgroundSaveFailed, AttemptFenced)):
+            manager.save(3, state).wait()
+        manager.close()
+    assert saved_run(root, (3,), kinds=("model",))
     assert sorted(whole(root)) == [1, 3]
 
 
@@ -302,5 +310,61 @@ def test_a_resume_after_a_failed_save_goes_back_and_one_that_fails_ends_the_atte
         with pytest.raises(UsageError, match="resume"):
             manager.save(3, new_state())
         manager.resume(new_state())
+        with pytest.raises(BackgroundSaveFailed, match="step 2"):  # heard of after all, once
+            manager.save(3, new_state())
         manager.save(3, new_state()).wait()
     assert sorted(whole(tiny_disk / "root")) == [1, 3]
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_failed_save_that_nobody_saw_outlives_a_resume_and_is_raised_by_close(
+    tiny_disk: Path, caplog: pytest.LogCaptureFixture, resumed: bool
+) -> None:
+    manager = CheckpointManager(tiny_disk / "root", kinds=("model",))
+    state = new_state()
+    manager.resume(state)
+    manager.save(1, state).wait()
+    state.extra["large"] = torch.zeros(MIB)
+    manager.save(2, state)
+    manager.resume(new_state())
+    assert "step 2 was not saved" in caplog.text
+    if not resumed:
+        with pytest.raises(CheckpointNotFound):
+            manager.resume(new_state(), policy=9)
+    with pytest.raises(BackgroundSaveFailed, match="step 2"):
+        manager.close()
+
+
+def test_a_save_that_failed_does_not_make_lower_steps_a_rewind(tmp_path: Path) -> None:
+    with running(tmp_path, kinds=("model",)) as manager:
+        state = new_state()
+        manager.resume(state)
+        manager.save(5, state).wait()
+        state.extra["bad"] = torch.zeros(4)
+        with no_large_files(600), pytest.raises(BackgroundSaveFailed):
+            manager.save(100_000, state).wait()
+        with pytest.raises(StepBehind, match="behind step 5"):
+            manager.save(4, state)
+        manager.save(6, state).wait()
+    assert sorted(whole(tmp_path)) == [5, 6]
+
+
+def test_a_save_that_exists_although_its_commit_failed_keeps_lower_steps_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = commit.commit_save
+
+    def commit_and_fail(*arguments: Any) -> None:
+        honest(*arguments)
+        raise OSError(5, "after the meta has its name (the test's)")
+
+    with running(tmp_path, kinds=("model",)) as manager:
+        state = new_state()
+        manager.resume(state)
+        monkeypatch.setattr(save, "commit_save", commit_and_fail)
+        with pytest.raises(BackgroundSaveFailed):
+            manager.save(5, state).wait()
+        monkeypatch.undo()
+        with pytest.raises(StepBehind):
+            manager.save(4, state)
+    assert sorted(whole(tmp_path)) == [5]

@@ -161,6 +161,27 @@ def test_a_sharded_capture_that_fails_on_one_rank_hangs_nobody(job: Job) -> None
     assert max(found["sharded capture seconds"] for found in job.ranks) < 20
 
 
+@pytest.mark.parametrize("what", ["knowledge", "fence", "behind", "different steps"])
+def test_what_fails_on_one_rank_before_its_collectives_fails_one_sharded_save_on_all(job: Job, what: str) -> None:
+    for found in job.ranks:
+        assert found[f"sharded {what}"][0] != "value"
+        assert found[f"sharded after {what}"][0] == "value"
+
+
+def test_who_was_behind_or_fenced_says_so_and_the_other_rank_names_it(job: Job) -> None:
+    zero, one = job.ranks
+    assert (zero["sharded fence"][0], one["sharded fence"][0]) == ("AttemptFenced", "RankFailed")
+    assert (zero["sharded behind"][0], one["sharded behind"][0]) == ("StepBehind", "RankFailed")
+    assert "rank 0 failed: a newer attempt" in one["sharded fence"][1]
+
+
+def test_a_failure_that_one_rank_did_not_see_before_a_resume_is_raised_on_all_once(job: Job) -> None:
+    for found in job.ranks:
+        assert found["unseen resume"] == 1
+        assert found["unseen next"][0] == "BackgroundSaveFailed"
+        assert found["unseen after"][0] == "value"
+
+
 def test_a_sharded_emergency_is_resumed_by_as_many_ranks(job: Job) -> None:
     for found in job.ranks:
         assert found["sharded resume"][0] == (3, "emergency")

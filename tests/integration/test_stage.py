@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import (
     CheckpointNotFound,
@@ -25,6 +24,7 @@ from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.flow.resolve import find_local_checkpoint_steps
 from ckptmirror.flow.stage import stage_checkpoint_step
 from ckptmirror.flow.staging import StageProgress
+from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import RootLock
 from tests.factory import (
     FIRST_ATTEMPT,
@@ -198,7 +198,7 @@ def test_another_kind_of_a_staged_save_joins_its_meta(place: Place) -> None:
     assert {name for name, _, _ in place.spy.downloads} == {"model_000200.pt"}
     assert names_in(place.dest) == ["dcp_000200", "meta_000200.json", "model_000200.pt"]
     assert whole_saves(place.dest)[meta.save_id].kinds == meta.kinds
-    assert not list((place.dest / names.TRASH_DIR).iterdir())
+    assert read_inventory(place.dest).trash == ()
 
 
 def test_the_trainers_own_copy_is_used_as_it_is(place: Place) -> None:

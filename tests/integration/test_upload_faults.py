@@ -14,9 +14,11 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.flow import upload as upload_module
 from ckptmirror.flow.catalog import mirror_catalog
+from ckptmirror.flow.drain import drain
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.flow.stage import stage_save
 from ckptmirror.testing import Fault, GcsServerProcess
+from tests.cli_place import make_pending
 from tests.factory import bytes_of
 from tests.mirror_place import MirroredRoot, object_names
 
@@ -87,6 +89,36 @@ def test_i9_a_fault_delays_an_upload_and_changes_nothing(
     assert gs.states() == {"verified"}, [record.last_error for record in gs.records()]
     assert object_names(gs.store) == sorted([artifact.path for artifact in meta.artifacts] + ["meta_000100.json"])
     assert_arrived(gs, meta)
+
+
+def test_a_byte_of_an_artifact_that_changes_in_flight_is_refused_and_the_artifact_sent_again(
+    server: GcsServerProcess, gs: MirroredRoot
+) -> None:
+    meta = gs.commit(100, sidecars=False, sizes={"model_000100.pt": 2000})
+    server.faults([Fault(operation="upload.multipart", object="model_", corrupt_received_byte_at=900)])
+    gs.upload()
+    sent = [e["status"] for e in server.log("upload.multipart") if e["object"].endswith("model_000100.pt")]
+    assert sent == [400, 200]
+    assert gs.states() == {"verified"}
+    assert_arrived(gs, meta)
+
+
+@pytest.mark.parametrize("name", ["meta_000100.json", "writer.json"])
+@pytest.mark.parametrize("trouble", ["a byte in flight", "the service's word"])
+def test_one_refused_checksum_of_a_small_write_fails_nothing(
+    own_server: GcsServerProcess, tmp_path: Path, name: str, trouble: str
+) -> None:
+    """What is written from memory and refused for its checksum changed on its way: it is sent again."""
+    root, _ = make_pending(tmp_path, gs_url(), 100, kinds=("model",), sidecars=False)
+    words: dict[str, object] = {"corrupt_received_byte_at": 100}
+    if trouble == "the service's word":
+        words = {"status": 400, "body": 'Provided CRC32C "AAAAAA==" doesn\'t match calculated CRC32C "wWcwVg==".'}
+    own_server.faults([Fault(operation="upload.multipart", object=name, **words)])  # type: ignore[arg-type]
+    report = drain(root, timeout_s=60.0)
+    assert (report.pending, report.failed) == (0, ())
+    assert [seen["fired"] for seen in own_server.faults_seen()] == [1]
+    sent = [e["status"] for e in own_server.log("upload.multipart") if e["object"].endswith(name)]
+    assert sent[:2] == [400, 200]
 
 
 def test_stalled_socket_times_out(server: GcsServerProcess, tmp_path: Path) -> None:

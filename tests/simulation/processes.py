@@ -15,7 +15,8 @@ from ckptmirror.core import events, names
 from ckptmirror.core.errors import AttemptFenced, IntegrityError, NoTable
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, SaveRef, new_id
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.claim import RunClaim, publish_attempts, read_mirror_attempts
+from ckptmirror.flow.attempts import read_mirror_attempts
+from ckptmirror.flow.claim import RunClaim, publish_attempts
 from ckptmirror.flow.commit import commit_save, free_tag
 from ckptmirror.flow.drain import _reconcile_if_free
 from ckptmirror.flow.mirrors import Mirror

@@ -7,7 +7,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 KINDS_BEST_FIRST = ("dcp", "model")
@@ -46,15 +46,15 @@ def on_the_way(attempts: Iterable[KnownAttempt]) -> tuple[dict[str, tuple[str, i
     return way, True
 
 
-def current(attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave]) -> dict[tuple[int, str], SeenSave]:
-    """Rules 2 and 3: the save that stands for each step and kind."""
+def in_order(attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave]) -> list[SeenSave]:
+    """Rule 2: the saves of the lineage, oldest first."""
     attempts = list(attempts)
     numbers = {attempt.id: attempt.number for attempt in attempts}
     way, _ = on_the_way(attempts)
-    chosen: dict[tuple[int, str], SeenSave] = {}
     ordered = sorted((s for s in saves if s.attempt in way), key=lambda s: (numbers[s.attempt], s.number))
     ids = {save.save_id for save in ordered}
     had: dict[int, set[str]] = {}
+    kept = []
     for save in ordered:
         left = way[save.attempt]
         if left is not None and save.number > left[1]:
@@ -62,8 +62,26 @@ def current(attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave]) -> dict
             if not adds:
                 continue
         had.setdefault(save.step, set()).update(save.kinds)
-        chosen |= {(save.step, kind): save for kind in save.kinds}
-    return chosen
+        kept.append(save)
+    return kept
+
+
+def current(attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave]) -> dict[tuple[int, str], SeenSave]:
+    """Rule 3: the save that stands for each step and kind."""
+    return {(save.step, kind): save for save in in_order(attempts, saves) for kind in save.kinds}
+
+
+def to_try(attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave]) -> list[tuple[int, str, SeenSave, bool]]:
+    """What a start tries, best first, and whether it stands for its step and kind or was replaced."""
+    attempts, saves = list(attempts), list(saves)
+    table = current(attempts, saves)
+    found = []
+    for age, save in enumerate(reversed(in_order(attempts, saves))):
+        for kind in save.kinds:
+            replaced = table[(save.step, kind)] != save
+            rank = (-save.step, replaced, KINDS_BEST_FIRST.index(kind), age)
+            found.append((rank, (save.step, kind, save, replaced)))
+    return [one for _, one in sorted(found, key=lambda item: item[0])]
 
 
 @dataclass
@@ -75,7 +93,10 @@ class View:
         saves: Whole by their metas and sizes, all places together.
         copies: For each save and kind, best first: the place, and whether its bytes are right.
         silent_required: Whether a required mirror does not answer.
-        odd: Whether anything looks like a save and is none.
+        odd: Whether anything looks like a save and is none; but for ``damaged``.
+        maybe_odd: Whether anything else may pass for that: it depends on what the table remembers.
+        damaged: Saves whose meta can be read and that are whole nowhere.
+        unreadable_steps: Of metas that are broken.
         lists: Whether any list, or anything that it can be rebuilt from, can be read.
         list_is_unreadable: The local list is broken and no mirror has one.
     """
@@ -88,11 +109,17 @@ class View:
     odd: bool
     lists: bool
     list_is_unreadable: bool = False
+    maybe_odd: bool = False
+    damaged: Sequence[SeenSave] = ()
+    unreadable_steps: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class Expected:
-    """``save`` in ``kind``; or nothing, and then ``scratch`` says whether step 0 is allowed. ``wait``: not now."""
+    """``save`` in ``kind``; or nothing, and then ``scratch`` says whether step 0 is allowed. ``wait``: not now.
+
+    Several of them: each is right, and it depends on what cannot be seen here.
+    """
 
     save: SeenSave | None = None
     kind: str = ""
@@ -110,20 +137,28 @@ def expected_start(view: View, policy: str | int, force: bool) -> Expected:
         return Expected(wait=True)
     table = current(view.attempts, view.saves)
     if policy == "scratch":
-        return Expected(scratch=force or not (view.saves or view.odd), missing=not force)
-    wanted = sorted(table.items(), key=lambda item: (-item[0][0], KINDS_BEST_FIRST.index(item[0][1])))
+        nothing = not (view.saves or view.odd or view.damaged)
+        return Expected(scratch=force or nothing, missing=not force and (not nothing or view.maybe_odd))
+    wanted = to_try(view.attempts, view.saves)
     if isinstance(policy, int):
-        wanted = [item for item in wanted if item[0][0] == policy]
+        wanted = [one for one in wanted if one[0] == policy]
         if not wanted:
             return Expected(missing=True, wait=view.silent)
+    here = {save_id for (save_id, _), places in view.copies.items() if places[0][0] == "disk"}
+    if policy == "auto" and view.silent_required and wanted and wanted[0][2].save_id not in here:
+        return Expected(wait=True)
     blocked: int | None = None
-    tried = False
-    for (step, kind), save in wanted:
-        if blocked is not None and blocked != step:
+    tried = unsure = False
+    for step, kind, save, replaced in wanted:
+        if blocked is not None and (blocked != step or replaced):
             return Expected(wait=True)
+        if policy == "auto" and view.silent_required:
+            if _damaged_before(view, step, kind, replaced):
+                return Expected(wait=True)
+            unsure = unsure or view.maybe_odd or any(there >= step for there in view.unreadable_steps)
         for _, right in view.copies[(save.save_id, kind)]:
             if right:
-                return Expected(save=save, kind=kind)
+                return Expected(save=save, kind=kind, wait=unsure)
             tried = True
             if view.silent_required:
                 blocked = step
@@ -135,5 +170,20 @@ def expected_start(view: View, policy: str | int, force: bool) -> Expected:
     decided = bool(view.attempts) and complete
     newest = max(view.attempts, key=lambda attempt: (attempt.number, attempt.id), default=None)
     gone = newest is not None and newest.parent is not None and not table  # it continued from a save, so there was one
-    allowed = not gone and not view.silent_required and not view.odd and not tried and (not view.saves or decided)
-    return Expected(scratch=allowed, wait=view.silent_required, error=not allowed)
+    left_behind = [
+        save for save in view.damaged if decided and save not in in_order(view.attempts, [*view.saves, save])
+    ]
+    odd = view.odd or len(left_behind) < len(view.damaged)
+    allowed = not gone and not view.silent_required and not odd and not tried and (not view.saves or decided)
+    return Expected(scratch=allowed, wait=view.silent_required, error=not allowed or view.maybe_odd)
+
+
+def _damaged_before(view: View, step: int, kind: str, replaced: bool) -> bool:
+    """Whether a save that is whole nowhere would have been tried before this one, if it were whole."""
+    for save in view.damaged:
+        counted = current(view.attempts, [*view.saves, save])
+        for counts in save.kinds:
+            before = replaced or KINDS_BEST_FIRST.index(counts) <= KINDS_BEST_FIRST.index(kind)
+            if counted.get((save.step, counts)) == save and (save.step > step or (save.step == step and before)):
+                return True
+    return False

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_from_bytes, meta_from_bytes
-from ckptmirror.core.errors import BrokenMeta
+from ckptmirror.core.errors import BrokenMeta, CkptMirrorError
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
+from ckptmirror.local.uploads import UploadsTable
 from tests.simulation.reference import KnownAttempt, SeenSave, View
 from tests.simulation.world import Host, MirrorPlace, World
 
@@ -160,21 +161,87 @@ def view_from(world: World, host: Host) -> View:
                     continue  # somebody staged some files of it here, which is not enough to resume from
                 copies.setdefault((save_id, kind), []).append((place, paths <= seen.right))
     attempts = attempts_seen(*places.values())
+    attempts = {one: attempt for one, attempt in attempts.items() if one not in _apart(disk, list(answering.values()))}
     usable = {
         SeenSave(s.save_id, s.attempt, s.number, s.step, frozenset(k for k in s.kinds if (s.save_id, k) in copies))
         for s in seen_saves(*places.values())
     }
+    whole = {save.save_id for save in usable if save.kinds}
+    damaged = {m.save_id: m for seen in places.values() for m in (*seen.partial, *seen.metas.values())}
+    damaged = {save_id: meta for save_id, meta in damaged.items() if save_id not in whole}
     lists = any(seen.attempts is not None for seen in places.values()) or bool(attempts)
+    steps = [parsed.step for seen in places.values() for name in seen.odd if (parsed := names.parse_name(name))]
+    told = set(attempts_seen(*places.values()))
+    untold = any(meta.attempt.id not in told for meta in damaged.values())
+    in_flight, knows_more = _remembered(host, places)
+    loose = _loose(world, host, places)
     return View(
         attempts=list(attempts.values()),
         saves=sorted((save for save in usable if save.kinds), key=lambda save: save.save_id),
         copies=copies,
         silent=any(place.down for place in world.mirrors),
         silent_required=any(place.down and place.required for place in world.mirrors),
-        odd=any(seen.odd or seen.partial for seen in places.values()),
+        odd=any(seen.odd for seen in answering.values()) or (bool(loose) and not in_flight),
+        maybe_odd=bool(disk.odd or loose) or knows_more or any(one.attempt not in told for one in usable) or untold,
+        damaged=[
+            SeenSave(m.save_id, m.attempt.id, m.save_number, m.step, frozenset(m.kinds)) for m in damaged.values()
+        ],
+        unreadable_steps=[step for step in steps if step is not None],
         lists=lists,
         list_is_unreadable=disk.list_is_broken and all(seen.attempts is None for seen in answering.values()),
     )
+
+
+def _apart(disk: Seen, mirrors: list[Seen]) -> set[str]:
+    """The attempts of this disk that ran while no mirror answered, and that the run went on without (ADR 4)."""
+
+    def listed(seen: Seen) -> set[str]:
+        by_metas = {m.attempt.id for m in (*seen.metas.values(), *seen.partial)}
+        if seen.attempts is None:
+            return by_metas
+        own = {m.attempt.id for m in (*seen.metas.values(), *seen.partial) if m.staged_from is None}
+        return {attempt.id for attempt in seen.attempts.attempts} | (own if seen is disk else set())
+
+    here, there = listed(disk), set().union(*map(listed, mirrors))
+    if not here or not set(attempts_seen(*mirrors)) - here:
+        return set()
+    return set(attempts_seen(disk)) - there
+
+
+_CONTENT = frozenset({"model", "optim", "extra", "tensors", "dcp"})
+
+
+def _loose(world: World, host: Host, places: dict[str, Seen]) -> list[str]:
+    """Names of what a save consists of, in places that answer, of which no meta anywhere there tells."""
+    metas = [m for seen in places.values() for m in (*seen.metas.values(), *seen.partial)]
+    told = {(names.untagged(a.path).partition("/")[0], m.save_id[:8]) for m in metas for a in m.artifacts}
+    listed = [name for place in world.mirrors if not place.down for name in objects_of(place)]
+    if host.root.exists():
+        for path in host.root.iterdir():
+            files = [path.name for one in path.rglob("*") if not names.is_tmp_name(one.name)] if path.is_dir() else [""]
+            listed += [path.name] * bool(files)
+    loose = []
+    for name in sorted({name.partition("/")[0] for name in listed}):
+        parsed = names.parse_name(name)
+        if parsed is not None and parsed.role in _CONTENT:
+            owners = {save for top, save in told if top == names.untagged(name)}
+            if not owners or (parsed.tag and parsed.tag not in owners):
+                loose.append(name)
+    return loose
+
+
+def _remembered(host: Host, places: dict[str, Seen]) -> tuple[bool, bool]:
+    """Whether something that a crash cut short may lie here; whether the table knows of saves that nobody has."""
+    in_flight = bool(list(host.root.glob("*.tmp")))
+    here = {m.save_id for seen in places.values() for m in (*seen.metas.values(), *seen.partial)}
+    try:
+        with UploadsTable.open(host.root / names.TABLE_NAME, read_only=True) as table:
+            saves = table.saves()
+            forgotten = any(moved.new is None and "were removed before" in moved.reason for moved in table.history())
+    except CkptMirrorError:
+        return True, True
+    in_flight = in_flight or any(not save.released for save in saves)
+    return in_flight, forgotten or any(save.save_id not in here for save in saves)
 
 
 def _paths(meta: Meta, kind: Kind) -> set[tuple[str, str]]:

@@ -59,6 +59,14 @@ class RootIdentity:
         status = root.stat()
         return cls(run_id, str(root.resolve()), status.st_dev, status.st_ino)
 
+    def is_directory(self, path: Path) -> bool:
+        """Whether ``path`` names the very directory now, not only the same path."""
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return (self.device, self.inode) == (status.st_dev, status.st_ino)
+
     def same_root(self, other: RootIdentity) -> bool:
         """Whether both are one root of one run: moved to another path it is still the same directory."""
         return self.run_id == other.run_id and self.same_directory(other)
@@ -272,15 +280,18 @@ class Database:
         value = self.read_fact("identity")
         return None if value is None else RootIdentity(**value)
 
-    def check_root(self, root: Path) -> None:
-        """See that this is the root's table, or nobody's yet.
+    def check_root(self, root: Path) -> bool:
+        """See that this is the root's table, or nobody's yet; say whether the root is the directory that it was.
 
         Raises:
             ForeignTable: It is another root's.
         """
         known = self.identity()
-        if known is not None and not known.same_directory(RootIdentity.of(root, known.run_id)):
+        if known is None or known.is_directory(root):
+            return True
+        if known.root != str(root.resolve()):
             raise ForeignTable(f"{self.path} is the table of {known.root} (run {known.run_id}), not of {root}")
+        return False
 
     def claim_identity(self, identity: RootIdentity) -> None:
         """Write the identity if there is none, else see that it is the same root's.

@@ -8,12 +8,14 @@ Rules:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ckptmirror.core.errors import BrokenTable, UsageError
+from ckptmirror.core.errors import BrokenTable, Temporary, UsageError
 from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.names import ATTEMPTS_NAME
 from ckptmirror.local.uploads import place, reports, rows
 from ckptmirror.local.uploads.database import Database, RootIdentity
 from ckptmirror.local.uploads.lease_clock import BootClock, LeaseClock
@@ -117,10 +119,21 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
     def check_root(self, root: Path) -> None:
         """See that this is the root's table, or nobody's yet. Asked before anything is changed.
 
+        Another directory at the root's path is the root if it has the list of attempts (it was restored), or if there
+        is nothing to miss in it. Else it is what lies there while the root's file system is not mounted.
+
         Raises:
             ForeignTable: It is another root's.
+            Temporary: The saves of this table are not to be looked for here.
         """
-        self._database.check_root(root)
+        if self._database.check_root(root) or os.path.lexists(root / ATTEMPTS_NAME):
+            return
+        if any(save.released for save in self.saves()):
+            raise Temporary(
+                f"{root} is not the directory that {self.path} tells of, and no run is in it: is it mounted?",
+                hint=f"Mount it and start again. If it was emptied on purpose, move {self.path.name} and its logs away "
+                "or set another state_dir: the mirrors are asked anew.",
+            )
 
     def start_anew(self) -> Path | None:
         """Put an empty table in the place of one that broke or went away; return where the broken one lies now.
@@ -143,8 +156,16 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
         self._database.write_fact("mirrors", wanted)
         self._tell()
 
+    def knows_mirrors(self) -> bool:
+        """Whether the list of mirrors was ever written: a table that was just made does not know which there are.
+
+        Raises:
+            BrokenTable: The list does not read back as it was written.
+        """
+        return self._database.read_fact("mirrors") is not None
+
     def mirrors(self) -> list[MirrorRow]:
-        """Return the mirrors in configured order.
+        """Return the mirrors in configured order; none either where nobody has told (:meth:`knows_mirrors`).
 
         Raises:
             BrokenTable: The list does not read back as it was written.

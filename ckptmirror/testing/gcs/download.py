@@ -16,7 +16,7 @@ from aiohttp import web
 from ckptmirror.testing.fault import Fault
 from ckptmirror.testing.gcs.checks import ByteRange, parse_range
 from ckptmirror.testing.gcs.exchange import Exchange
-from ckptmirror.testing.gcs.faults import Dropped, throttle
+from ckptmirror.testing.gcs.faults import Dropped
 from ckptmirror.testing.gcs.resources import object_headers
 from ckptmirror.testing.gcs.state import State, StoredObject
 
@@ -43,6 +43,7 @@ async def send_media(exchange: Exchange, state: State, item: StoredObject) -> we
         if field in item.metadata:
             response.headers[header] = item.metadata[field]
     exchange.entry["status"] = response.status
+    await exchange.before_answer()
     with state.path(item.file).open("rb") as file:
         await response.prepare(exchange.request)
         fault = exchange.fault
@@ -80,21 +81,23 @@ async def _send_by_hand(
     while True:
         if fault.reset_after_bytes == position:
             await _let_go(response)
+            exchange.suffered("reset_after_bytes")
             raise Dropped
         if fault.after_bytes == position:
             await exchange.strike()
-        if position == part.size_bytes or fault.truncate_after_bytes == position:
+        if position == part.size_bytes:
+            break
+        if fault.truncate_after_bytes == position:
+            exchange.suffered("truncate_after_bytes")
             break
         limit = min([stop - position for stop in stops if stop > position], default=_PIECE_BYTES)
         size_bytes = min(limit, _PIECE_BYTES, part.size_bytes - position)
         chunk = os.pread(file.fileno(), size_bytes, part.offset + position)
         if not chunk:
             break
-        await throttle(len(chunk), fault.slow_bytes_per_s)
-        await response.write(_corrupted(chunk, part.offset + position, fault.corrupt_byte_at))
+        await exchange.take_time(len(chunk))
+        await response.write(exchange.inverted(chunk, part.offset + position, "corrupt_byte_at"))
         position += len(chunk)
-    if fault.lose_answer:
-        raise Dropped
     return position
 
 
@@ -105,10 +108,3 @@ async def _let_go(response: web.StreamResponse) -> None:
         if transport is None or transport.is_closing() or transport.get_write_buffer_size() == 0:
             return
         await asyncio.sleep(0.01)
-
-
-def _corrupted(chunk: bytes, offset: int, corrupt_at: int | None) -> bytes:
-    if corrupt_at is None or not offset <= corrupt_at < offset + len(chunk):
-        return chunk
-    index = corrupt_at - offset
-    return chunk[:index] + bytes([chunk[index] ^ 0xFF]) + chunk[index + 1 :]

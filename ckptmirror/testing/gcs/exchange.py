@@ -2,7 +2,8 @@
 
 Rules:
 * A handler calls ``identify`` once, when it knows the object's name and before it does any work.
-* Bodies are read through ``body`` alone, answers leave through ``send`` alone, so that faults strike everywhere alike.
+* Bodies are read through ``body`` alone, the object's bytes in them pass through ``object_bytes``, answers leave
+  through ``send`` alone, so that faults strike everywhere alike.
 * Every request leaves one line in the log; tokens never do.
 """
 
@@ -12,7 +13,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 from aiohttp import web
@@ -20,13 +21,15 @@ from aiohttp.http_exceptions import BadHttpMessage
 
 from ckptmirror.testing.fault import Fault
 from ckptmirror.testing.gcs.answers import ApiError, bad_request
-from ckptmirror.testing.gcs.faults import Dropped, Script, kill_self, reset_connection, throttle
+from ckptmirror.testing.gcs.faults import ArmedFault, Dropped, Script, kill_self, reset_connection, throttle
 
 __all__ = ["Broken", "Exchange"]
 
 _MAX_JSON_BYTES = 4 * 1024 * 1024
 _PIECE_BYTES = 64 * 1024
-_BODY_OPERATIONS = ("upload.media", "upload.multipart", "upload.put")
+_BYTES_OPERATIONS = ("upload.media", "upload.multipart", "upload.put", "object.media")
+_Inverts = Literal["corrupt_byte_at", "corrupt_received_byte_at"]
+_CANCELLED = 499  # what a cancel that did its work answers
 
 
 class Broken(Exception):
@@ -44,6 +47,8 @@ class Exchange:
         self.token_issued_s: float | None = None
         self.as_text = operation == "object.media"
         self._script = script
+        self._armed: ArmedFault | None = None
+        self._suffered: set[str] = set()
         self.entry: dict[str, Any] = {
             "time_s": time.time(),
             "method": request.method,
@@ -70,28 +75,55 @@ class Exchange:
         armed = self._script.choose(self.operation, self.request.method, name, self.token_issued_s)
         if armed is None:
             return
-        self.fault = armed.fault
+        self._armed, self.fault = armed, armed.fault
         self.entry["fault"] = armed.fault.to_json()
-        within_body = self.operation in _BODY_OPERATIONS or self.operation == "object.media"
-        if not within_body and self.fault.reset_after_bytes is not None:
-            raise Dropped
-        if self.fault.after_bytes is None or not within_body:
+        if self.fault.after_bytes is None:
             await self.strike()
+        if self.fault.reset_after_bytes is not None and self.operation not in _BYTES_OPERATIONS:
+            self.suffered("reset_after_bytes")
+            raise Dropped
+
+    def suffered(self, *effects: str) -> None:
+        """So much of the fault happens now; with the last of it, the fault has fired."""
+        assert self._armed is not None
+        wanted = self._armed.fault.effects
+        complete = self._suffered >= wanted
+        self._suffered.update(effects)
+        if not complete and self._suffered >= wanted:
+            self._armed.fired += 1
 
     async def strike(self) -> None:
         """What a fault does at its moment."""
         fault = self.fault
         assert fault is not None
         if fault.stall_s:
+            self.suffered("stall_s")
             await asyncio.sleep(fault.stall_s)
         if fault.kill == "before_work":
             kill_self()
         if fault.unauthorised_after_s is not None:
+            self.suffered("unauthorised_after_s", "status")
             raise ApiError(
                 401, "Invalid Credentials", headers={"WWW-Authenticate": 'Bearer realm="https://accounts.google.com/"'}
             )
         if fault.status is not None:
+            self.suffered("status")
             raise ScriptedError(fault)
+
+    async def take_time(self, size_bytes: int) -> None:
+        """Let so many bytes pass as slowly as the script wants."""
+        if self.fault is not None and self.fault.slow_bytes_per_s is not None:
+            self.suffered("slow_bytes_per_s")
+            await throttle(size_bytes, self.fault.slow_bytes_per_s)
+
+    def inverted(self, chunk: bytes, position: int, effect: _Inverts) -> bytes:
+        """``chunk``, which begins at ``position``, with the byte inverted that the script names, if it is in there."""
+        offset: int | None = getattr(self.fault, effect, None)
+        if offset is None or not position <= offset < position + len(chunk):
+            return chunk
+        self.suffered(effect)
+        index = offset - position
+        return chunk[:index] + bytes([chunk[index] ^ 0xFF]) + chunk[index + 1 :]
 
     async def body(self) -> AsyncIterator[bytes]:
         """The request's body in pieces.
@@ -100,32 +132,41 @@ class Exchange:
             Broken: It ended before its announced length.
         """
         try:
-            async for chunk in self._pieces():
+            while chunk := await self.request.content.readany():
                 self.entry["request_bytes"] += len(chunk)
                 yield chunk
         except (ConnectionError, aiohttp.ClientError, BadHttpMessage, EOFError) as error:
             raise Broken from error
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        content, fault = self.request.content, self.fault
-        if fault is None or self.operation not in _BODY_OPERATIONS:
-            while chunk := await content.readany():
+    async def object_bytes(self, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The object's bytes out of the body, with what the script does to them: it counts them from 0 here."""
+        fault = self.fault
+        if fault is None:
+            async for chunk in stream:
                 yield chunk
             return
         position = 0
         marks = [mark for mark in (fault.after_bytes, fault.reset_after_bytes) if mark is not None]
-        while True:
-            if fault.reset_after_bytes == position:
-                raise Dropped
-            if fault.after_bytes == position:
-                await self.strike()
-            limit = min([mark - position for mark in marks if mark > position], default=_PIECE_BYTES)
-            chunk = await content.read(min(limit, _PIECE_BYTES))
-            if not chunk:
-                return
-            await throttle(len(chunk), fault.slow_bytes_per_s)
-            yield _inverted(chunk, position, fault.corrupt_received_byte_at)
-            position += len(chunk)
+        await self._reach(position)
+        async for chunk in stream:
+            start = 0
+            while start < len(chunk):
+                limit = min([mark - position for mark in marks if mark > position], default=_PIECE_BYTES)
+                piece = chunk[start : start + min(limit, _PIECE_BYTES)]
+                await self.take_time(len(piece))
+                yield self.inverted(piece, position, "corrupt_received_byte_at")
+                start += len(piece)
+                position += len(piece)
+                await self._reach(position)
+
+    async def _reach(self, position: int) -> None:
+        fault = self.fault
+        assert fault is not None
+        if fault.reset_after_bytes == position:
+            self.suffered("reset_after_bytes")
+            raise Dropped
+        if fault.after_bytes == position:
+            await self.strike()
 
     async def json_body(self) -> dict[str, Any]:
         """The request's body as a JSON object; empty if there is none."""
@@ -143,21 +184,38 @@ class Exchange:
         self.entry["status"] = response.status
         size_bytes = response.content_length if isinstance(response, web.Response) else 0
         self.entry["response_bytes"] = size_bytes or 0
-        fault = self.fault
-        if fault is None or response.status >= 400:
+        if self.fault is None or (response.status >= 400 and response.status != _CANCELLED):
             return response
+        try:
+            await self.before_answer()
+        except Dropped:
+            return self.drop()
+        body = response.body if isinstance(response, web.Response) and isinstance(response.body, bytes) else b""
+        cut_at = self.fault.truncate_after_bytes
+        if cut_at is not None and cut_at < len(body):
+            return await self._truncated(response, body, cut_at)
+        return response
+
+    async def before_answer(self) -> None:
+        """What a fault does when the work is done and nothing of the answer has left.
+
+        Raises:
+            Dropped: The answer is lost.
+        """
+        fault = self.fault
+        if fault is None:
+            return
         if fault.stall_answer_s:
+            self.suffered("stall_answer_s")
             await asyncio.sleep(fault.stall_answer_s)
         if fault.kill == "after_work":
             kill_self()
         if fault.lose_answer:
-            return self.drop()
-        if fault.truncate_after_bytes is not None and isinstance(response, web.Response):
-            return await self._truncated(response, fault.truncate_after_bytes)
-        return response
+            self.suffered("lose_answer")
+            raise Dropped
 
-    async def _truncated(self, response: web.Response, size_bytes: int) -> web.StreamResponse:
-        body = response.body if isinstance(response.body, bytes) else b""
+    async def _truncated(self, response: web.StreamResponse, body: bytes, size_bytes: int) -> web.StreamResponse:
+        self.suffered("truncate_after_bytes")
         headers = {key: value for key, value in response.headers.items() if key != "Content-Length"}
         cut = web.StreamResponse(status=response.status, headers=headers)
         cut.content_length = len(body)
@@ -203,10 +261,3 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise bad_request("Parse Error", reason="parseError")
     return value
-
-
-def _inverted(chunk: bytes, position: int, offset: int | None) -> bytes:
-    if offset is None or not position <= offset < position + len(chunk):
-        return chunk
-    index = offset - position
-    return chunk[:index] + bytes([chunk[index] ^ 0xFF]) + chunk[index + 1 :]

@@ -3,6 +3,7 @@
 Rules:
 * A request meets at most one fault, chosen once, as soon as its object's name is known.
 * A fault that strikes in the middle of a body does so at an exact byte.
+* A fault has fired when all of it has happened to a request, not when the request was chosen.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ class Dropped(Exception):
 
 
 class ArmedFault:
-    """A fault with what it has seen so far."""
+    """A fault with what it has seen so far.
+
+    Attributes:
+        seen: Requests that the matchers met.
+        fired: Requests to which all of the fault happened.
+    """
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -44,13 +50,10 @@ class ArmedFault:
         fault = self.fault
         if not fault.meets(operation, method, name):
             return False
-        if fault.unauthorised_after_s is not None and (operation == "token" or not self.is_due()):
+        if fault.unauthorised_after_s is not None and not self.is_due():
             return False
         self.seen += 1
-        if self.seen < fault.nth or (fault.times and self.seen >= fault.nth + fault.times):
-            return False
-        self.fired += 1
-        return True
+        return self.seen >= fault.nth and not (fault.times and self.seen >= fault.nth + fault.times)
 
     def is_due(self) -> bool:
         """Whether the time before ``unauthorised_after_s`` is over."""

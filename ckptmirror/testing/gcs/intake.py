@@ -148,11 +148,12 @@ class Intake:
             self._file = -1
 
 
-def invert_byte(path: Path, offset: int) -> None:
-    """Let one stored byte rot."""
+def invert_byte(path: Path, offset: int) -> bool:
+    """Let one stored byte rot; False if there is none at that offset."""
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)
         if byte:
             file.seek(offset)
             file.write(bytes([byte[0] ^ 0xFF]))
+    return bool(byte)

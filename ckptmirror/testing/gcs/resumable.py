@@ -252,6 +252,8 @@ class ResumableUploads:
             session = self._with_total(session, end)
         short = exchange.fault is not None and exchange.fault.keep_bytes is not None
         if session.total != end or short:
+            if short and session.total == end:
+                exchange.suffered("keep_bytes")
             await self._only_if_owner(feed, exchange, feed.intake.keep_multiple)
             return _incomplete(feed.intake.kept_bytes)
         async with feed.lock:
@@ -267,8 +269,10 @@ class ResumableUploads:
     async def _pour(self, exchange: Exchange, feed: _Feed, skip_bytes: int) -> int:
         arrived_bytes = 0
         limit = exchange.fault.keep_bytes if exchange.fault is not None else None
-        async for chunk in exchange.body():
+        async for chunk in exchange.object_bytes(exchange.body()):
             taken = chunk if limit is None else chunk[: max(limit - arrived_bytes, 0)]
+            if len(taken) < len(chunk):
+                exchange.suffered("keep_bytes")
             arrived_bytes += len(chunk)
             fresh = taken[skip_bytes:] if skip_bytes else taken
             skip_bytes = max(skip_bytes - len(chunk), 0)

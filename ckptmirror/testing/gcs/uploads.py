@@ -77,8 +77,9 @@ async def commit(
     bucket, name, file = target
     new = StoredObject(bucket, name, 0, 1, intake.kept_bytes, intake.crc32c, intake.md5, 0, 0, file, metadata)
     done = state.put(new, preconditions, upload_id)
-    if exchange.fault is not None and exchange.fault.corrupt_byte_at is not None:
-        invert_byte(state.path(file), exchange.fault.corrupt_byte_at)
+    rotten_at = exchange.fault.corrupt_byte_at if exchange.fault is not None else None
+    if rotten_at is not None and invert_byte(state.path(file), rotten_at):
+        exchange.suffered("corrupt_byte_at")
     return done
 
 
@@ -127,7 +128,7 @@ async def _receive(
     intake = Intake(state.path(file), md5=md5)
     done: StoredObject | None = None
     try:
-        async for chunk in stream:
+        async for chunk in exchange.object_bytes(stream):
             await intake.add(chunk)
         done = await commit(exchange, state, (*target, file), metadata, intake, checksums, preconditions)
     except Broken as error:

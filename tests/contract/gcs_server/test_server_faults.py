@@ -218,5 +218,5 @@ def test_a_fault_that_makes_no_sense_is_refused(raw, bad):
 
 
 def test_a_fault_survives_its_journey_as_json():
-    fault = Fault(operation="upload.put", reset_after_bytes=5, times=0, kill="after_work")
+    fault = Fault(operation="upload.put", stall_s=0.5, after_bytes=5, times=0, kill="before_work")
     assert Fault.from_json(fault.to_json()) == fault

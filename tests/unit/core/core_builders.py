@@ -108,6 +108,7 @@ def metas(draw: st.DrawFn) -> Meta:
         paths[name.model] = ("model",)
     parent = draw(st.none() | st.builds(SaveRef, ids, st.integers(1, 10**6), steps, ids))
     nodes = draw(st.integers(1, world_size))
+    staged_from = draw(st.none() | st.just("gs://bucket/run"))
     return Meta(
         run_id=draw(ids),
         attempt=Attempt(draw(ids), draw(st.integers(0, 10**6)), parent),
@@ -125,7 +126,8 @@ def metas(draw: st.DrawFn) -> Meta:
         metrics=draw(st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False), max_size=3)),
         fields=draw(st.dictionaries(st.text(), plain, max_size=3)),
         created_at_utc=draw(st.sampled_from(["", "2026-11-21T13:15:00+00:00"])),
-        staged_from=draw(st.none() | st.just("gs://bucket/run")),
+        staged_from=staged_from,
+        partial=staged_from is not None and draw(st.booleans()),
     )
 
 

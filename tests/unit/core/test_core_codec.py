@@ -197,6 +197,8 @@ def test_a_newer_version_is_refused_with_a_hint() -> None:
         (put("created_at_utc", "x" * 65), "created_at_utc is longer"),
         (put("created_at_utc", "now\n"), "created_at_utc has characters"),
         (put("staged_from", 5), "staged_from is an integer"),
+        (put("partial", 1), "partial is an integer"),
+        (put("partial", True), "partial is true, but only a staged copy"),
         (put("artifacts", {}), "artifacts is an object, not a list"),
         (put("artifacts", [1]), r"artifacts\[0\] is an integer, not an object"),
         (put("artifacts", 0, "more", 1), r"artifacts\[0\] has the unknown field 'more'"),

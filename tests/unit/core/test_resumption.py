@@ -1,13 +1,33 @@
-"""Where a start begins: the order of candidates, and when step 0 is allowed."""
+"""Where a start begins: the order of candidates, what is never passed by, and when step 0 is allowed."""
 
 from __future__ import annotations
 
 import pytest
 
-from ckptmirror.core.errors import CheckpointNotFound, RefusedOnlyCopy, StoreTemporary, UsageError
+from ckptmirror.core.errors import (
+    CheckpointNotFound,
+    NotAuthorised,
+    RefusedOnlyCopy,
+    StoreTemporary,
+    Temporary,
+    UsageError,
+)
 from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
-from ckptmirror.core.model import Attempt, Kind, SaveRef
-from ckptmirror.core.resumption import DISK, candidates, check_fresh_start, check_scratch
+from ckptmirror.core.model import Artifact, Attempt, Digest, Kind, Meta, SaveRef, Tombstone
+from ckptmirror.core.resumption import (
+    DISK,
+    Candidate,
+    Problem,
+    candidates,
+    check_fresh_start,
+    check_passed_by,
+    check_scratch,
+    first_in_line,
+    need_every_mirror,
+    passed_by,
+    strangers,
+    unexplained,
+)
 
 A = Attempt("aa" * 16, 0, None)
 BOTH: tuple[Kind, ...] = ("dcp", "model")
@@ -44,10 +64,36 @@ def test_places_keep_their_order_and_what_is_nowhere_is_no_candidate() -> None:
     assert (candidate.save, candidate.places) == (one, (DISK, "gs://a", "gs://b"))
 
 
-def test_a_later_save_of_a_step_and_kind_stands_for_the_earlier() -> None:
-    first, again = save(1, 5, ("dcp",)), save(2, 5, ("dcp",))
-    (candidate,) = candidates(lineage([A], [first, again]), everywhere(first, again))
-    assert candidate.save == again
+def test_a_later_save_of_a_step_stands_for_the_earlier_which_is_tried_before_an_older_step() -> None:
+    older, first, second = save(1, 4, ("dcp",)), save(2, 5), save(3, 5)
+    third = save(4, 5, ("dcp",))
+    order = lineage([A], [older, first, second, third])
+    found = candidates(order, everywhere(older, first, second, third))
+    assert [(one.save, one.kind, one.replaced_by) for one in found] == [
+        (third, "dcp", ""),
+        (second, "model", ""),
+        (second, "dcp", third.save_id),
+        (first, "dcp", third.save_id),
+        (first, "model", second.save_id),
+        (older, "dcp", ""),
+    ]
+    assert [one.save.step for one in candidates(order, everywhere(older, first, second, third), 5)] == [5] * 5
+
+
+def test_a_replaced_save_of_a_later_attempt_is_newer_whatever_its_number() -> None:
+    first, second = save(7, 5, ("dcp",)), save(8, 5, ("dcp",))
+    later = Attempt("bb" * 16, 1, SaveRef(A.id, 8, 5, second.save_id))
+    again, once_more = save(1, 5, ("dcp",), later), save(2, 5, ("dcp",), later)
+    saves = [first, second, again, once_more]
+    found = candidates(lineage([A, later], saves), everywhere(*saves))
+    assert [one.save for one in found] == [once_more, again, second, first]
+
+
+def test_a_replaced_save_that_was_resumed_from_leaves_the_one_that_replaced_it_off_the_lineage() -> None:
+    first, broken = save(1, 5, ("dcp",)), save(2, 5, ("dcp",))
+    after = Attempt("bb" * 16, 1, SaveRef(A.id, 1, 5, first.save_id))
+    order = lineage([A, after], [first, broken])
+    assert order.standing_by_save() == {first.save_id: "current", broken.save_id: "superseded"}
 
 
 def test_superseded_saves_are_found_by_id_alone() -> None:
@@ -132,3 +178,113 @@ def test_a_start_over_without_force_leaves_nothing_behind() -> None:
     assert "force=True" in refused.value.hint
     with pytest.raises(RefusedOnlyCopy, match="torn"):
         check_scratch(lineage([], []), {"meta": "torn"})
+
+
+# -- what is not whole ------------------------------------------------------------------------------------------------
+
+
+def meta_of(facts: SaveFacts, *, attempt: Attempt = A, paths: tuple[str, ...] = ()) -> Meta:
+    digest = Digest(0, 0, 4 * 1024 * 1024, ())
+    artifacts = tuple(Artifact(path, facts.kinds, 0, digest) for path in paths)
+    tag = facts.save_id[:8] if any("-" in path for path in paths) else ""
+    return Meta("r" * 32, attempt, facts.step, facts.save_id, facts.number, facts.kinds, 1, 1, 0, artifacts, tag)
+
+
+def problem(facts: SaveFacts, attempt: Attempt = A) -> Problem:
+    return Problem.of(meta_of(facts, attempt=attempt), "torn")
+
+
+def test_a_problem_counts_if_it_would_have_been_tried_first_were_it_whole() -> None:
+    here = Candidate(save(5, 10, ("model",)), "model", (DISK,))
+    problems = {
+        "newer": Problem("torn", 11),
+        "older": Problem("torn", 9),
+        "unknown": Problem("torn"),
+        "same, before": Problem("torn", 10, kinds=("dcp",)),
+        "same, after": Problem("torn", 10, kinds=("emergency",)),
+    }
+    assert set(passed_by(here, problems)) == {"newer", "unknown", "same, before"}
+    assert set(passed_by(None, problems)) == set(problems)
+    replaced = Candidate(here.save, "model", (DISK,), replaced_by="b" * 32)
+    assert "same, after" in passed_by(replaced, problems)
+
+
+def test_what_would_be_superseded_or_replaced_even_if_it_were_whole_is_in_nobodys_way() -> None:
+    kept, aside, torn = save(1, 1), save(2, 2), save(3, 3)
+    rewind = Attempt("bb" * 16, 1, SaveRef(A.id, 1, 1, kept.save_id))
+    mine = save(1, 4, ("dcp",), rewind)
+    earlier = save(0, 1)  # by number, replaced by ``kept``
+    problems = {"aside": problem(torn), "earlier": problem(earlier), "mine": problem(mine, rewind)}
+    found = first_in_line(problems, [A, rewind], [kept, aside])
+    assert {name: one.kinds for name, one in found.items()} == {"mine": ("dcp",)}
+    assert set(first_in_line({"unread": Problem("not JSON", 9)}, [A, rewind], [kept])) == {"unread"}
+
+
+def test_a_problem_counts_only_in_the_kinds_that_no_later_save_stands_for() -> None:
+    torn, later = save(1, 5), save(2, 5, ("dcp",))
+    assert first_in_line({"torn": problem(torn)}, [A], [later])["torn"].kinds == ("model",)
+
+
+def test_what_cannot_be_read_now_is_an_error_that_may_pass_and_names_the_deliberate_way() -> None:
+    with pytest.raises(Temporary, match="EIO") as failed:
+        check_passed_by({"meta": Problem("EIO", 9, hindrance="unreadable")}, {})
+    assert "policy=<step>" in failed.value.hint
+    with pytest.raises(NotAuthorised, match="403") as refused:
+        check_passed_by({"meta": Problem("403", 9, hindrance="refused")}, {})
+    assert "policy=<step>" in refused.value.hint
+
+
+def test_what_is_not_whole_is_passed_over_unless_a_silent_mirror_may_hold_it() -> None:
+    torn = {"meta": Problem("torn", 9)}
+    check_passed_by(torn, {})
+    with pytest.raises(StoreTemporary, match=r"meta is not whole \(torn\).* gs://a does not answer \(503\)"):
+        check_passed_by(torn, {"gs://a": "503"})
+    check_passed_by({"snapshot": Problem("torn", 9, kinds=("emergency",))}, {"gs://a": "503"})
+
+
+def test_while_a_required_mirror_is_silent_the_first_choice_must_be_on_the_disk() -> None:
+    one, two, alarm = save(1, 1, ("dcp",)), save(2, 2), save(3, 3, ("emergency",))
+    here, there = (DISK, "gs://b"), ("gs://b",)
+    assert need_every_mirror([Candidate(two, "dcp", here), Candidate(one, "dcp", there)]) == frozenset()
+    assert need_every_mirror([Candidate(two, "dcp", there), Candidate(one, "dcp", here)]) == {two.save_id}
+    assert need_every_mirror([Candidate(two, "dcp", there), Candidate(two, "model", here)]) == frozenset()
+    snapshot_first = [
+        Candidate(alarm, "emergency", (DISK,)),
+        Candidate(two, "dcp", there),
+        Candidate(one, "dcp", there),
+    ]
+    assert need_every_mirror(snapshot_first) == {two.save_id}
+    assert need_every_mirror([]) == frozenset()
+
+
+def test_saves_of_an_attempt_that_no_list_tells_of_are_strangers() -> None:
+    never_told = Attempt("cc" * 16, 1, None)
+    undecided = Attempt("dd" * 16, 2, None, decided=False)
+    saves = [save(1, 1), save(1, 2, attempt=never_told), save(1, 3, attempt=undecided)]
+    assert strangers(lineage([A], saves), [A, undecided]) == saves[1:]
+
+
+def test_files_that_no_meta_tells_of_are_one_problem_for_each_save() -> None:
+    told = save(1, 1)
+    metas = [meta_of(told, paths=("dcp_000001/.metadata", "extra_000001_rank0.pt"))]
+    listed = [
+        *("dcp_000001/.metadata", "dcp_000001/notes.txt", f"dcp_000001-{told.save_id[:8]}/.metadata"),
+        f"parts/meta_000001-{told.save_id[:8]}.part00001-of-00002.json",
+        *("dcp_000002/.metadata", "model_000002.pt", "model_000003-0123abcd.pt", "extra_000001-0123abcd_rank0.pt"),
+        "parts/meta_000007-0123abcd.part00001-of-00002.json",
+        *("dist_ckpt_000004", "extra_000004.pt", "meta.json"),
+        *("notes.txt", "latest", ".ckptmirror", "writer.json", "model_000005.pt.0123abcd.tmp", "meta_000006.json"),
+        *("model_000009.pt", "model_000009-99999999.pt"),
+    ]
+    removed = Tombstone("9" * 32, 9, ("model",), "retention", "2026-11-21T00:00:00Z")
+    found = unexplained(listed, metas, [removed])
+    assert {name: (one.step, one.why) for name, one in found.items()} == {
+        "dcp_000002": (2, "no valid meta names it (nor 1 more of step 2)"),
+        "model_000003-0123abcd.pt": (3, "no valid meta names it"),
+        "extra_000001-0123abcd_rank0.pt": (1, "no valid meta names it"),
+        "parts/meta_000007-0123abcd.part00001-of-00002.json": (7, "no valid meta names it"),
+        **{
+            name: (None, "of an older layout, which is never resumed from")
+            for name in ("dist_ckpt_000004", "extra_000004.pt", "meta.json")
+        },
+    }

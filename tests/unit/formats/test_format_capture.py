@@ -11,6 +11,7 @@ import pytest
 import torch
 from format_cases import STEP, context, make_state, train
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
@@ -23,6 +24,7 @@ from ckptmirror.formats.capture import (
     snapshot_tree,
     walk_tensors,
 )
+from ckptmirror.formats.names import live_parameters, live_values
 
 
 def take(state: TrainState, *kinds: Kind, rank: int = 0, world_size: int = 1) -> Any:
@@ -128,3 +130,38 @@ def test_the_formats_package_does_not_import_torch_by_itself() -> None:
 def test_an_unknown_kind_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="no kind 'zip'"):
         get_format("zip")
+
+
+class _Holds(nn.Module):
+    """A module of the user's own whose attribute is named as in a wrapper."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        setattr(self, name, nn.Linear(2, 2))
+
+
+def _compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        _compiled(nn.Linear(2, 2)),
+        nn.Sequential(_compiled(nn.Linear(2, 2))),
+        _compiled(checkpoint_wrapper(nn.Linear(2, 2))),
+        checkpoint_wrapper(_compiled(nn.Linear(2, 2))),
+        checkpoint_wrapper(nn.Sequential(_compiled(nn.Linear(2, 2)))),
+        _compiled(nn.Sequential(checkpoint_wrapper(_compiled(nn.Linear(2, 2))))),
+        _Holds("_orig_mod"),
+        _Holds("module"),
+        _compiled(_Holds("module")),
+        nn.DataParallel(nn.Linear(2, 2)),
+    ],
+    ids=range(10),
+)
+def test_a_parameter_has_the_name_of_its_value_however_it_is_wrapped(model: nn.Module) -> None:
+    values = live_values(model)
+    parameters = dict(live_parameters(model))
+    assert parameters.keys() == values.keys()
+    assert all(parameter.data_ptr() == values[name].data_ptr() for name, parameter in parameters.items())

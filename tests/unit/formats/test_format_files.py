@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import OrderedDict, deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from format_cases import SAVE_ID, context, make_state, same_bits, save, train
+from format_cases import SAVE_ID, context, load, make_state, same_bits, save, train
 
 from ckptmirror.core.errors import IntegrityError, LocalStorageFull, UnsafePickle
+from ckptmirror.core.model import Kind
 from ckptmirror.formats.artifacts import ArtifactStream, write_pt
 from ckptmirror.formats.capture import capture
 from ckptmirror.formats.plain import MARK, decode, encode
@@ -20,6 +22,7 @@ from ckptmirror.formats.shards import Piece, Region, fill, read_pieces
 from ckptmirror.formats.sidecars import tensor_list, write_sidecars
 from ckptmirror.formats.tensor_bytes import byte_view, compact, digest32, sum32
 from ckptmirror.formats.unpickle import load_pt
+from ckptmirror.formats.whole import read_extra
 from ckptmirror.local.checksums import crc32c, verify_file
 
 
@@ -229,3 +232,34 @@ def test_a_pickle_in_the_place_of_tensors_is_unsafe(tmp_path: Path) -> None:
         with pytest.raises(UnsafePickle, match=r"x\.pt"):
             load_pt(tmp_path / "x.pt", mmap=mmap)
     assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("kind", ["dcp", "model"])
+def test_a_look_without_live_objects_gives_the_same_kinds(kind: Kind, tmp_path: Path) -> None:
+    state = make_state()
+    state.extra = {"ordered": OrderedDict(b=1, a=[torch.ones(2)]), "recent": (deque([torch.zeros(1)], maxlen=2),)}
+    extra = read_extra(tmp_path, save(kind, tmp_path, state))
+    assert extra is not None
+    found = extra["extra"]
+    assert (type(found["ordered"]), list(found["ordered"])) == (OrderedDict, ["b", "a"])
+    assert (type(found["recent"]), found["recent"][0].maxlen) == (tuple, 2)
+
+
+class Point(NamedTuple):
+    """A kind of the user's own, which a safe load may be told to take."""
+
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize("kind", ["dcp", "model"])
+def test_a_kind_that_the_user_allowed_comes_back_whole(kind: Kind, tmp_path: Path) -> None:
+    with torch.serialization.safe_globals([Point]):
+        state = make_state()
+        state.extra = {"point": Point(1, [2])}
+        meta = save(kind, tmp_path, state)
+        other = make_state(seed=1)
+        other.extra = {}
+        load(kind, tmp_path, meta, other)
+    assert type(other.extra["point"]) is Point
+    assert other.extra["point"] == Point(1, [2])

@@ -205,8 +205,8 @@ def test_bytes_lost_by_the_disk_are_noticed_before_the_name_is_given(tmp_path: P
     def write_and_lose() -> None:
         with ArtifactWriter(tmp_path / "f", SAVE_ID) as writer:
             writer.write(bytes(65536))
-            while writer._pending:
-                writer._await_oldest()
+            assert writer._queue is not None
+            writer._queue.drain()
             os.truncate(writer.temporary, 10)
             writer.publish()
 

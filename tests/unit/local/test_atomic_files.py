@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorageUnwritable, NameTaken, UsageError
+from ckptmirror.core.model import new_id
 from ckptmirror.core.names import tmp_name
 from ckptmirror.local import directories, files
 
@@ -45,7 +46,7 @@ def test_write_bytes_refuses_a_taken_name(tmp_path: Path, either_rename: None):
 
 def test_a_control_file_is_replaced_whole(tmp_path: Path):
     for content in (b"a" * 1000, b"b", b""):
-        files.write_bytes(tmp_path / "status.json", content, save_id=SAVE_ID, replace=True)
+        files.write_bytes(tmp_path / "status.json", content, save_id=new_id(), replace=True)
         assert (tmp_path / "status.json").read_bytes() == content
     assert names(tmp_path) == ["status.json"]
 
@@ -57,7 +58,7 @@ def test_threads_may_replace_the_same_control_file(tmp_path: Path):
     def work(content: bytes) -> None:
         try:
             for _ in range(5):
-                files.write_bytes(tmp_path / "status.json", content, save_id=SAVE_ID, replace=True)
+                files.write_bytes(tmp_path / "status.json", content, save_id=new_id(), replace=True)
         except CkptMirrorError as error:
             failures.append(error)
 

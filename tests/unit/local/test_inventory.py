@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import time
@@ -313,3 +314,68 @@ def test_a_path_claimed_with_different_bytes_by_two_saves_is_trusted_for_neither
         return  # the codec refuses a save that names files of another tag: even better
     (tmp_path / f"meta_000200-{other.tag}.json").write_bytes(data)
     assert steps(read_inventory(tmp_path)) == []
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
+    """Let the device or a permission keep everybody from ``path``."""
+    scandir, open_ = os.scandir, os.open
+
+    def fail(asked: object) -> None:
+        if str(asked) == str(path):
+            raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(os, "scandir", lambda asked=".": (fail(asked), scandir(asked))[1])
+    monkeypatch.setattr(os, "open", lambda asked, *more, **named: (fail(asked), open_(asked, *more, **named))[1])
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("where", ["dcp_000200", "dcp_000200/pp0"])
+def test_a_directory_that_cannot_be_listed_now_is_told_apart_from_one_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, where: str
+):
+    save(tmp_path, 200)
+    _failing(monkeypatch, tmp_path / where, code)
+    (found,) = read_inventory(tmp_path).incomplete
+    assert found.unreadable
+    assert os.strerror(code) in found.why
+    (tmp_path / "model_000200.pt").unlink()
+    (found,) = read_inventory(tmp_path).incomplete
+    assert not found.unreadable, "a file is missing, whatever the rest is"
+    assert found.why.startswith("model_000200.pt is missing")
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_meta_that_cannot_be_read_now_is_marked_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int):
+    save(tmp_path, 200)
+    save(tmp_path, 300)
+    (tmp_path / "meta_000300.json").write_bytes(b"{}")
+    _failing(monkeypatch, tmp_path / "meta_000200.json", code)
+    assert [(item.path.name, item.unreadable) for item in read_inventory(tmp_path).broken] == [
+        ("meta_000200.json", True),
+        ("meta_000300.json", False),
+    ]
+
+
+def test_an_emergency_directory_that_cannot_be_listed_now_is_listed_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    directory = emergency(tmp_path, 200, [0], 1)
+    _failing(monkeypatch, tmp_path / directory, errno.EIO)
+    found = read_inventory(tmp_path)
+    assert [(item.path.name, item.unreadable) for item in found.broken] == [(directory, True)]
+    assert found.foreign == ()
+
+
+def test_only_what_holds_something_of_a_save_is_loose(tmp_path: Path):
+    directory = emergency(tmp_path, 200, [0], 1)
+    os.unlink(tmp_path / directory / "meta_rank0.json")
+    (tmp_path / "dcp_000300").mkdir()
+    (tmp_path / "dcp_000400").mkdir()
+    (tmp_path / "dcp_000400" / "__0_0.distcp.1f0c9a2e.tmp").write_bytes(b"x")
+    for name in ("model_000500.pt", "notes.txt", "writer.json"):
+        (tmp_path / name).write_bytes(b"x")
+    save(tmp_path, 600)
+    (tmp_path / "dcp_000600" / "notes.txt").write_bytes(b"x")
+    found = read_inventory(tmp_path)
+    assert [item.path.name for item in found.foreign if item.loose] == [directory, "model_000500.pt"]
+    assert len(found.foreign) == 7

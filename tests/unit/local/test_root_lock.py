@@ -183,6 +183,31 @@ def test_a_deleted_lock_file_is_made_anew(tmp_path: Path):
     second.release()
 
 
+@pytest.mark.parametrize("how", ["deleted", "replaced", "directory gone", "not a directory"])
+def test_a_holder_sees_that_its_lock_file_was_taken_away(tmp_path: Path, how: str):
+    control = tmp_path / ".ckptmirror"
+    lock = RootLock(tmp_path)
+    assert not lock.lost
+    lock.acquire({})
+    assert not lock.lost
+    moved = (control / "lock").rename(tmp_path / "aside")
+    if how == "replaced":
+        (control / "lock").write_bytes(b"{}")
+    elif how != "deleted":
+        control.rename(tmp_path / "control aside")
+        if how == "not a directory":
+            control.write_bytes(b"")
+    assert lock.held
+    assert lock.lost
+    if how == "deleted":
+        moved.rename(control / "lock")
+        assert lock.lost  # another may have started meanwhile
+        lock.release()
+        lock.acquire({})
+        assert not lock.lost
+    lock.release()
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1]", b'{"pid": ', b"[" * 10_000])
 def test_an_unreadable_owner_still_locks(tmp_path: Path, content: bytes):
     with holder(tmp_path):

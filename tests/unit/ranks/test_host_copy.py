@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,6 +69,33 @@ def test_every_form_of_tensor_arrives_bit_for_bit(name: str) -> None:
     assert not host.requires_grad
     assert type(host) is torch.Tensor
     assert host.device.type == "cpu"
+
+
+@pytest.mark.parametrize("longest_first", [True, False])
+def test_tensors_over_one_array_of_numpy_are_copied_and_shared_whatever_their_lengths(longest_first: bool) -> None:
+    """Their storages begin at one address and have different sizes."""
+    array = np.arange(1000, dtype=np.float32)
+    lengths = {"all": 1000, "ten": 10, "half": 500}
+    order = sorted(lengths, key=lambda name: lengths[name], reverse=longest_first)
+    source = {name: torch.from_numpy(array[: lengths[name]]) for name in order}
+    host = HostCopier().copy(source).tree
+    for name, length in lengths.items():
+        assert torch.equal(host[name], torch.arange(length, dtype=torch.float32))
+    host["ten"][0] = 77.0
+    assert host["all"][0] == host["half"][0] == 77.0
+
+
+def test_a_lease_that_an_interrupt_kept_from_its_caller_can_be_reclaimed() -> None:
+    copier = HostCopier()
+    lost = copier.copy({"t": torch.zeros(3)})
+    with pytest.raises(UsageError, match="still in use"):
+        copier.copy({"t": torch.ones(3)})
+    copier.reclaim()
+    with copier.copy({"t": torch.ones(3)}) as lease:
+        lost.release()
+        assert torch.equal(lease.tree["t"], torch.ones(3))
+        with pytest.raises(UsageError, match="still in use"):
+            copier.copy({})
 
 
 def test_snapshot_is_isolated_from_inplace_update() -> None:

@@ -43,3 +43,14 @@ def test_nothing_to_copy_is_no_error_and_no_thread_is_left() -> None:
     source = torch.zeros(80 * KIB * KIB, dtype=torch.uint8)
     copy_all([torch.empty_like(source)], [source])
     assert threading.active_count() == before
+
+
+def test_where_no_thread_can_be_started_the_caller_moves_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    source = torch.randint(0, 256, (80 * KIB * KIB,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    copy_all([target], [source])
+    assert torch.equal(target, source)

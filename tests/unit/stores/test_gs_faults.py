@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -182,6 +183,55 @@ def test_bytes_changed_on_the_way_are_refused_by_the_service(server: GcsServerPr
     with pytest.raises(IntegrityError):
         store.upload(upload_of("x", DATA))
     assert list(store.list()) == []
+
+
+@pytest.mark.parametrize(("size_bytes", "operation"), [(1000, "upload.multipart"), (9 * MIB, "upload.put")])
+def test_a_byte_of_a_write_that_changed_on_its_way_is_sent_again(
+    server: GcsServerProcess, store: Store, size_bytes: int, operation: str
+) -> None:
+    """Its source is memory, and the crc32c was taken just before: nothing there has rotted."""
+    fault = Fault(operation=operation, corrupt_received_byte_at=900)
+    server.faults([fault])
+    with pytest.raises(StoreTemporary, match=r"(?i)crc32c"):
+        store.write("x", DATA[:size_bytes], if_generation=0)
+    assert list(store.list()) == []
+    server.faults([fault])
+    retrying = RetryingStore(store, wait=lambda _delay_s: None)
+    retrying.write("x", DATA[:size_bytes], if_generation=0)
+    assert [seen["fired"] for seen in server.faults_seen()] == [1, 1]
+    assert store.read("x", limit_bytes=size_bytes)[0] == DATA[:size_bytes]
+
+
+def test_a_byte_of_a_small_upload_that_changed_may_have_rotted_in_its_source(
+    server: GcsServerProcess, store: Store
+) -> None:
+    server.faults([Fault(operation="upload.multipart", corrupt_received_byte_at=900)])
+    with pytest.raises(IntegrityError):
+        store.upload(upload_of("x", DATA[:1000]))
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_write_whose_answer_describes_other_bytes_is_asked_again(
+    server: GcsServerProcess, store: Store, stored: bool
+) -> None:
+    prefix = store.url.split("/", 3)[3]
+    other = {"name": f"{prefix}/x", "size": "4", "generation": "5", "crc32c": "AAAAAA=="}
+    server.faults([Fault(operation="upload.multipart", status=200, body=json.dumps(other), times=2)])
+    with pytest.raises(StoreTemporary, match="other bytes"):
+        store.write("x", b"ours", if_generation=0)
+
+    def store_it(_delay_s: float) -> None:  # the answer was wrong, but the bytes had arrived
+        if stored:
+            store.write("x", b"ours", if_generation=0)
+
+    retrying = RetryingStore(store, wait=store_it)
+    if stored:
+        with pytest.raises(PreconditionFailed):
+            retrying.write("x", b"ours", if_generation=0)
+    else:
+        retrying.write("x", b"ours", if_generation=0)
+    assert store.read("x", limit_bytes=10)[0] == b"ours"
 
 
 def test_a_flipped_bit_in_a_small_read_is_read_again_and_rot_is_reported(

@@ -1,0 +1,153 @@
+"""What a start sees: the catalogs of the disk and of the mirrors that answered, taken together.
+
+Rules:
+* A copy on the disk counts only if it holds all that the save has of its kind: what ``stage`` brought for evaluation
+  has no random numbers and no data position, and training does not continue from that.
+* What is whole in one place is no problem in another.
+* Saves of another run are never candidates, and never nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptmirror.core import names
+from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
+from ckptmirror.core.model import Attempt, Kind, Meta
+from ckptmirror.core.resumption import DISK, Problem, unexplained
+from ckptmirror.flow.catalog import Catalog
+from ckptmirror.flow.reconcile import REMOVED_REASON
+from ckptmirror.local.uploads import UploadsTable
+
+__all__ = ["Places"]
+
+
+@dataclass
+class Places:
+    """Everything the leader sees: the catalogs of the disk and of the mirrors that answered.
+
+    Attributes:
+        silent: Mirrors that did not answer, with the reason.
+        unfinished: The save whose copy on the disk an earlier start was mending when it was killed: files of it may
+            be broken still, so a mirror's comes first.
+        save_ids: Whose meta lies under which name, with its place before it, as far as the table knows.
+    """
+
+    run_id: str
+    disk: Catalog
+    mirrors: dict[str, Catalog] = field(default_factory=dict)
+    silent: dict[str, str] = field(default_factory=dict)
+    save_ids: dict[str, str] = field(default_factory=dict)
+    unfinished: str | None = None
+
+    def metas(self) -> dict[tuple[str, Kind], dict[str, Meta]]:
+        """For each save id and kind: the meta by place, best place first."""
+        found: dict[tuple[str, Kind], dict[str, Meta]] = {}
+        for place, catalog in ((DISK, self.disk), *self.mirrors.items()):
+            for meta in catalog.saves.values():
+                for kind in meta.kinds if meta.run_id == self.run_id else ():
+                    if place != DISK or self._holds_all(meta, kind):
+                        found.setdefault((meta.save_id, kind), {})[place] = meta
+        for (save_id, _), places in found.items():
+            if save_id == self.unfinished and DISK in places:
+                places[DISK] = places.pop(DISK)
+        return found
+
+    def _holds_all(self, meta: Meta, kind: Kind) -> bool:
+        """Whether a local copy has every file that a resume from this kind needs."""
+        if not meta.partial:
+            return True
+        mine = {names.untagged(artifact.path) for artifact in meta.artifacts_of(kind)}
+        elsewhere = [there.saves[meta.save_id] for there in self.mirrors.values() if meta.save_id in there.saves]
+        if elsewhere:
+            return all({names.untagged(a.path) for a in other.artifacts_of(kind)} <= mine for other in elsewhere)
+        name = names.SaveName(meta.step)
+        needed = {name.extra(rank) for rank in range(meta.world_size)}
+        return needed <= mine and (kind != "model" or name.optim(0) in mine)
+
+    def order(self, attempts: Sequence[Attempt]) -> Lineage:
+        """The lineage of all places together."""
+        facts: dict[str, SaveFacts] = {}
+        for (save_id, kind), metas in self.metas().items():
+            meta = next(iter(metas.values()))
+            kinds = facts[save_id].kinds if save_id in facts else ()
+            facts[save_id] = SaveFacts(
+                save_id=save_id, attempt=meta.attempt.id, number=meta.save_number, step=meta.step, kinds=(*kinds, kind)
+            )
+        return lineage([attempt for attempt in attempts if attempt.decided], list(facts.values()))
+
+    def whole(self) -> set[str]:
+        """The ids of the saves that can be resumed from in some place."""
+        return {save_id for save_id, _ in self.metas()}
+
+    def problems(self) -> dict[str, Problem]:
+        """Everything of this run that looks like a save and is whole nowhere, by place and name."""
+        found = dict(self.disk.problems)
+        for url, catalog in self.mirrors.items():
+            found |= {f"{url}/{name}": problem for name, problem in catalog.problems.items()}
+        for name, problem in found.items():
+            found[name] = replace(problem, save_id=problem.save_id or self.save_ids.get(name, ""))
+        whole = self.whole()
+        for meta in self.disk.saves.values():
+            if meta.run_id == self.run_id and meta.save_id not in whole:
+                name = f"{self.disk.place}/{names.SaveName(meta.step, meta.tag).meta}"
+                found[name] = Problem.of(meta, f"a copy staged from {meta.staged_from} that lacks files of the save")
+        return {
+            name: problem
+            for name, problem in found.items()
+            if problem.save_id not in whole and (problem.meta is None or problem.meta.run_id == self.run_id)
+        }
+
+    def learn_save_ids(self, table: UploadsTable) -> None:
+        """Look up whose metas those are that cannot be read."""
+        self.save_ids = {f"{self.disk.place}/{row.meta_path}": row.save_id for row in table.saves()}
+        if any(not problem.save_id for there in self.mirrors.values() for problem in there.problems.values()):
+            self.save_ids |= {
+                f"{record.mirror}/{record.object or record.path}": record.save_id
+                for record in table.records()
+                if record.role == "meta"
+            }
+
+    def gone(self, table: UploadsTable, *, ever: bool = False) -> dict[str, Problem]:
+        """Saves that the table knows as committed, and of which nothing is left in any place that answers.
+
+        Args:
+            table: Of this root.
+            ever: Also those that were forgotten at an earlier start, before a mirror had them.
+        """
+        known = {row.save_id: (row.step, row.meta_path, row.kinds) for row in table.saves() if row.released}
+        if ever:
+            for moved in table.history():
+                if moved.new is None and moved.reason == REMOVED_REASON and moved.path.startswith("meta_"):
+                    known.setdefault(moved.save_id, (moved.step, moved.path, ("dcp", "model")))
+        here = {meta.save_id for meta in self._all_metas()}
+        here |= {stone for there in self.mirrors.values() for stone in there.tombstones}
+        why = "the table knows it as committed here, and its meta is gone"
+        return {
+            f"{self.disk.place}/{path}": Problem(why, step, save_id, kinds)
+            for save_id, (step, path, kinds) in known.items()
+            if save_id not in here and f"{self.disk.place}/{path}" not in self.disk.problems
+        }
+
+    def remains(self) -> dict[str, Problem]:
+        """What does not belong to any save of this run, and shows that the place is not empty."""
+        found: dict[str, Problem] = {}
+        catalogs = (self.disk, *self.mirrors.values())
+        metas = self._all_metas()
+        tombstones = [stone for there in catalogs for stone in there.tombstones.values()]
+        for there in catalogs:
+            told = {problem.step for problem in there.problems.values()}  # of a broken meta the files are loose
+            loose = unexplained(there.others, metas, tombstones)
+            found |= {f"{there.place}/{name}": one for name, one in loose.items() if one.step not in told}
+            others = [*there.saves.values(), *(one.meta for one in there.problems.values() if one.meta is not None)]
+            for meta in others:
+                if meta.run_id != self.run_id:
+                    name = f"{there.place}/{names.SaveName(meta.step, meta.tag).meta}"
+                    found[name] = Problem.of(meta, f"a save of another run, {meta.run_id[:8]}")
+        return found
+
+    def _all_metas(self) -> list[Meta]:
+        catalogs = (self.disk, *self.mirrors.values())
+        broken = [problem.meta for there in catalogs for problem in there.problems.values()]
+        return [meta for there in catalogs for meta in there.saves.values()] + [m for m in broken if m is not None]

@@ -1,0 +1,186 @@
+"""Where a root's pending-uploads table lies, and opening it there: one root, one table.
+
+Rules:
+* A table outside of the root (``state_dir``) is noted in the root, and every verb follows the note. Two tables would
+  each know of one half of the mirrors, and a rotation deletes by what one of them says.
+* A noted table that is not on this machine is an error, never a reason to make another.
+* A table that tells of this root is not left for another place: somebody has to move it.
+* The note is written once the table is open and is this root's or nobody's, before anything is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import (
+    BrokenTable,
+    CkptMirrorError,
+    ConfigError,
+    IntegrityError,
+    LocalStorageFull,
+    NoTable,
+    TableLocked,
+)
+from ckptmirror.core.model import new_id
+from ckptmirror.local import files
+from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
+
+__all__ = ["check_place", "note_place", "open_table", "table_path"]
+
+_NOTE_LIMIT_BYTES = 64 * 1024
+_log = logging.getLogger("ckptmirror")
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What the root says of its table's place.
+
+    Attributes:
+        host: The machine that wrote it, for people: machines change their names, and disks their machines.
+        path: Absolute.
+    """
+
+    host: str
+    path: str
+
+
+def table_path(root: Path, state_dir: Path | None = None) -> Path:
+    """Return where the uploads table of a root lies, or is to lie: the only answer to that question.
+
+    Raises:
+        NoTable: The root notes a place that is not on this machine.
+        ConfigError: The root's table lies elsewhere than in ``state_dir``, or its note cannot be read.
+    """
+    inside = root / names.TABLE_NAME
+    if state_dir is None:
+        note = _read_note(root)
+        if note is None:
+            return inside
+        if not Path(note.path).exists():
+            raise NoTable(
+                f"The pending-uploads table of {root} lies in {note.path} on {note.host}; there is none here.",
+                hint="Use the machine that has it. If it is lost, start the trainer with its state_dir: the table is "
+                "made anew, and disk and mirrors are asked.",
+            )
+        return Path(note.path)
+    wanted = state_dir.absolute() / inside.name
+    try:
+        note = _read_note(root)
+    except ConfigError:
+        note = None  # whoever opens the table here writes it anew
+    present = Path(note.path) if note is not None else inside
+    if present.resolve() != wanted.resolve() and _tells_of(present, root):
+        raise ConfigError(
+            f"The pending-uploads table of {root} lies at {present}, not at {wanted}.",
+            hint=f"Leave state_dir out. To move the table, stop the trainer and move {present}* to {wanted.parent}.",
+        )
+    return wanted
+
+
+def check_place(root: Path, state_dir: Path | None = None) -> None:
+    """See, before anything is made in the root, that a table outside of it does not miss its saves there.
+
+    Raises:
+        Temporary: The root is not mounted now.
+        ForeignTable: The table is another root's.
+    """
+    path = table_path(root, state_dir)
+    if path == root / names.TABLE_NAME or not path.exists():
+        return
+    with (
+        contextlib.suppress(BrokenTable, TableLocked, LocalStorageFull),  # whoever opens it to write sees to that
+        UploadsTable.open(path, read_only=True) as table,
+    ):
+        table.check_root(root)
+
+
+def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | None = None) -> UploadsTable:
+    """Open the root's pending-uploads table, or make it; in ``state_dir`` where the root is a network file system.
+
+    A broken table is moved aside, never deleted, and made anew: it is a cache of facts, and what it does not know
+    counts as not durable until the mirrors were asked again.
+
+    Raises:
+        ForeignTable: It is another root's. Nothing was changed.
+        Temporary: The root is not mounted now. Nothing was changed.
+    """
+    path = table_path(root, state_dir)
+    files.make_dirs(path.parent)
+    try:
+        table = _open_own(root, path, clock)
+    except BrokenTable as error:
+        aside = UploadsTable.set_aside(path)
+        _log.error("%s It lies now at %s; its facts are gathered anew from disk and mirrors.", error, aside)
+        table = _open_own(root, path, clock)
+    try:
+        note_place(root, path)
+    except BaseException:
+        table.close()
+        raise
+    return table
+
+
+def _open_own(root: Path, path: Path, clock: LeaseClock | None) -> UploadsTable:
+    table = UploadsTable.open(path, create=True, clock=clock)
+    try:
+        table.check_root(root)
+        table.check_pages()
+        for ask in (table.saves, table.records, table.summary):
+            ask()  # damage in the schema shows only when something is asked
+        return table
+    except BaseException:
+        table.close()
+        raise
+
+
+def _tells_of(path: Path, root: Path) -> bool:
+    """Whether a table is there and is this root's; one that cannot be read may be."""
+    if not path.exists():
+        return False
+    try:
+        with UploadsTable.open(path, read_only=True) as table:
+            known = table.identity()
+    except CkptMirrorError:
+        return True
+    return known is not None and known.same_directory(RootIdentity.of(root, known.run_id))
+
+
+def _read_note(root: Path) -> _Note | None:
+    path = root / names.TABLE_NOTE_NAME
+    try:
+        note = _Note(**json.loads(files.read_limited(path, _NOTE_LIMIT_BYTES)))
+        if not isinstance(note.host, str) or not Path(note.path).is_absolute():
+            raise ValueError("it holds no absolute path")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError, RecursionError, IntegrityError) as error:
+        raise ConfigError(
+            f"{path} does not say where the pending-uploads table lies: {error}",
+            hint="Start the trainer with its state_dir, which writes it anew.",
+        ) from error
+    return note
+
+
+def note_place(root: Path, path: Path) -> None:
+    """Note in the root that its table lies at ``path``, unless it lies at the usual place.
+
+    Nothing is written if the note says so already (the disk may be full).
+    """
+    note_path = root / names.TABLE_NOTE_NAME
+    if path.resolve() == (root / names.TABLE_NAME).resolve():
+        with contextlib.suppress(FileNotFoundError):
+            files.move_to_trash(root, note_path)
+            files.fsync_dir(note_path.parent)
+        return
+    note = _Note(socket.gethostname(), str(path))
+    with contextlib.suppress(ConfigError):
+        if _read_note(root) == note:
+            return
+    files.make_dirs(note_path.parent)
+    files.write_bytes(note_path, json.dumps(asdict(note), indent=1).encode() + b"\n", save_id=new_id(), replace=True)

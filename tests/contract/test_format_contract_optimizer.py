@@ -1,0 +1,106 @@
+"""What every kind of save promises about optimizer state: exactly what was saved, in whatever it lies."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from format_cases import KINDS, load, same_bits, save
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from ckptmirror.core.model import Kind
+from ckptmirror.formats import TrainState
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+
+def nested_state() -> dict[str, Any]:
+    """State as SOAP or Shampoo keep it, and stranger."""
+    return {
+        "step": torch.tensor(3.0),
+        "exp_avg": torch.full((2, 3), 1 / 3),
+        "count": torch.tensor([2**24 + 1]),
+        "factors": [torch.full((3, 3), 1 / 3), torch.full((2, 2), 1 / 7, dtype=torch.float64)],
+        "pair": (torch.full((2,), 1 / 3), 5),
+        "ids": [torch.tensor([2**24 + 1])],
+        "by_side": {"L": torch.full((2, 2), 1 / 3), "mask": torch.tensor([True, False]), "mode": "eigh"},
+        "recent": deque([torch.tensor([1 / 3])], maxlen=4),
+        "mode": "eigh",
+        "array": numpy.arange(3.0),
+        "number": numpy.float32(0.1),
+        "none": None,
+        "empty": {},
+    }
+
+
+def build(seed: int, dtype: torch.dtype) -> TrainState:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2, bias=False).to(dtype)
+    return TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
+
+
+def state_of(state: TrainState) -> dict[str, Any]:
+    """Return the live state of the one parameter, arrays and deques in comparable form."""
+    found = dict(state.optimizer.state[state.model.weight])
+    array, recent = found.pop("array"), found.pop("recent")
+    assert (type(array), array.dtype) == (numpy.ndarray, numpy.dtype("float64"))
+    assert (type(recent), recent.maxlen) == (deque, 4)
+    return {**found, "array": array.tolist(), "recent": list(recent)}
+
+
+@pytest.mark.parametrize("left_out", [(), ("model",)])
+def test_state_in_lists_and_dicts_comes_back_exactly(kind: Kind, left_out: tuple[str, ...], tmp_path: Path) -> None:
+    state = build(0, torch.bfloat16)
+    state.optimizer.state[state.model.weight] = nested_state()
+    expected = copy.deepcopy(state_of(state))
+    meta = save(kind, tmp_path, state)
+    other = build(1, torch.bfloat16)
+    report = load(kind, tmp_path, meta, other, exclude=left_out)
+    assert "optimizer" in report.loaded
+    same_bits(expected, state_of(other))
+
+
+def test_only_floating_point_state_follows_a_parameter_to_another_dtype(kind: Kind, tmp_path: Path) -> None:
+    state = build(0, torch.float32)
+    state.optimizer.state[state.model.weight] = nested_state()
+    meta = save(kind, tmp_path, state)
+    other = build(1, torch.bfloat16)
+    load(kind, tmp_path, meta, other)
+    found = state_of(other)
+    cast = [found["exp_avg"], *found["factors"], found["pair"][0], found["by_side"]["L"], *found["recent"]]
+    assert {tensor.dtype for tensor in cast} == {torch.bfloat16}
+    same_bits([found["step"], found["count"], *found["ids"]], [torch.tensor(3.0), *[torch.tensor([2**24 + 1])] * 2])
+    assert found["by_side"]["mask"].dtype == torch.bool
+
+
+@pytest.mark.parametrize("seen_as", ["the same", "plain"])
+def test_a_compiled_module_inside_a_checkpointing_wrapper_keeps_its_moments(
+    kind: Kind, seen_as: str, tmp_path: Path
+) -> None:
+    def wrapped(seed: int) -> TrainState:
+        state = build(seed, torch.bfloat16)
+        compiled: Any = torch.compile(state.model, backend="eager")
+        inside = nn.Sequential(checkpoint_wrapper(compiled))
+        state.model = torch.compile(inside, backend="eager")
+        return state
+
+    def plain(seed: int) -> TrainState:
+        state = build(seed, torch.bfloat16)
+        state.model = nn.Sequential(state.model)
+        return state
+
+    state = wrapped(0)
+    (parameter,) = state.model.parameters()
+    state.optimizer.state[parameter] = {"m": torch.full((2, 3), 1 / 3)}
+    meta = save(kind, tmp_path, state)
+    other = wrapped(1) if seen_as == "the same" else plain(1)
+    load(kind, tmp_path, meta, other)
+    (found,) = other.model.parameters()
+    assert torch.equal(found, parameter)
+    same_bits({"m": torch.full((2, 3), 1 / 3)}, dict(other.optimizer.state[found]))

@@ -1,0 +1,139 @@
+"""Push and drain tell the truth: what was not sent is not reported as sent, and nothing is allowed to go by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptmirror.core.errors import CheckpointNotFound, ConfigError, Temporary
+from ckptmirror.core.model import Meta
+from ckptmirror.core.retention import Retention
+from ckptmirror.flow.catalog import mirror_catalog
+from ckptmirror.flow.drain import drain, push
+from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.rotate import rotate_root
+from ckptmirror.flow.stage import stage_checkpoint_step, stage_save
+from ckptmirror.flow.status import is_mirrored, table_path
+from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.stores import open_store
+from tests.factory import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
+from tests.mirror_place import MirroredRoot, memory_url
+
+LIMIT_S = 30.0
+
+
+def mirrored(folder: Path) -> tuple[Mirror, Meta]:
+    """A save of two kinds on a mirror."""
+    url = memory_url()
+    mirror = Mirror(url, True, open_store(url))
+    meta = make_save(folder, 200)
+    put_attempts(mirror.store, [FIRST_ATTEMPT])
+    put_on_mirror(mirror.store, folder, meta)
+    return mirror, meta
+
+
+def test_a_whole_staged_copy_is_pushed_like_the_original(tmp_path: Path) -> None:
+    mirror, meta = mirrored(tmp_path / "trained")
+    other = memory_url()
+    staged = stage_save(mirror, meta, tmp_path / "eval", kinds=meta.kinds, full=True)
+    assert not staged.partial
+    report = push(tmp_path / "eval", other, timeout_s=LIMIT_S)
+    assert (report.pending, report.failed) == (0, ())
+    there = mirror_catalog(Mirror(other, True, open_store(other))).saves[meta.save_id]
+    assert {a.path: a.digest for a in there.artifacts} == {a.path: a.digest for a in meta.artifacts}
+    assert (there.staged_from, there.partial) == (None, False)
+
+
+def test_a_part_of_a_save_is_not_pushed_and_that_is_said(tmp_path: Path) -> None:
+    mirror, _ = mirrored(tmp_path / "trained")
+    stage_checkpoint_step(mirror, step=200, dest=tmp_path / "eval", require_kind="model", full=True)
+    with pytest.raises(CheckpointNotFound, match="only a part of a save") as refused:
+        push(tmp_path / "eval", memory_url(), timeout_s=LIMIT_S)
+    assert "--full" in refused.value.hint
+    make_save(tmp_path / "eval", 300, ("model",), number=2)
+    report = push(tmp_path / "eval", memory_url(), timeout_s=LIMIT_S)
+    assert report.pending == 0
+    assert [line for line in report.failed if "step 200" in line and "part of the save" in line]
+    assert push(tmp_path / "eval", mirror.url, step=200, timeout_s=LIMIT_S).failed == ()  # where it came from, it is
+
+
+def test_i1_what_was_pushed_somewhere_is_no_reason_to_delete_it(tmp_path: Path) -> None:
+    """A root whose trainer keeps its table elsewhere, or lost it: push must not decide what is required."""
+    root = tmp_path / "root"
+    put_attempts(root, [FIRST_ATTEMPT])
+    metas = [make_save(root, step, ("model",), number=step) for step in (100, 200)]
+    assert push(root, memory_url(), timeout_s=LIMIT_S).pending == 0
+    report = rotate_root(root, Retention(keep_last=1))
+    assert report.deleted == ()
+    assert metas[0].save_id in report.refused
+
+
+def test_a_run_is_not_pushed_to_another_runs_mirror_although_its_list_is_lost(tmp_path: Path) -> None:
+    mirror, _ = mirrored(tmp_path / "trained")
+    make_save(tmp_path / "other", 100, ("model",), run_id="07" * 16)
+    with pytest.raises(ConfigError, match="holds run"):
+        push(tmp_path / "other", mirror.url, timeout_s=LIMIT_S)
+    info = mirror.store.stat("writer.json")
+    assert info is not None
+    mirror.store.delete("writer.json", generation=info.generation)  # its metas tell whose it is
+    with pytest.raises(ConfigError, match="holds run"):
+        push(tmp_path / "other", mirror.url, timeout_s=LIMIT_S)
+
+
+def test_i12_a_table_that_was_just_made_is_not_taken_for_one_without_mirrors(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    put_attempts(root, [FIRST_ATTEMPT])
+    meta = make_save(root, 100, ("model",))
+    UploadsTable.open(table_path(root), create=True).close()  # the start that made it was killed before it said more
+    with pytest.raises(Temporary, match="does not know the mirrors"):
+        drain(root, timeout_s=LIMIT_S)
+    assert not is_mirrored(root, meta.save_id)
+    assert not is_mirrored(root, None)
+    with UploadsTable.open(table_path(root)) as table:
+        table.set_mirrors([])
+    assert drain(root, timeout_s=LIMIT_S).failed == ()  # a run without mirrors has nothing to drain
+
+
+def test_a_drain_says_that_a_save_was_removed_before_it_was_uploaded(tmp_path: Path) -> None:
+    place = MirroredRoot(tmp_path / "root", [memory_url()])
+    meta = place.commit(100)
+    place.table.close()
+    for path in place.root.glob("*_000100*"):
+        path.unlink()
+    (failed,) = drain(place.root, timeout_s=LIMIT_S).failed
+    assert meta.save_id[:8] in failed
+    assert "nothing of it is left" in failed
+
+
+def test_i6_a_meta_is_not_written_over_artifacts_that_went_away_since_they_were_verified(tmp_path: Path) -> None:
+    """A bucket may be emptied, or made anew, between the first upload of a save and its last."""
+    place = MirroredRoot(tmp_path / "root", [memory_url()])
+    meta = place.commit(100)
+    place.upload(limit=len(meta.artifacts))
+    store = place.store
+    for info in list(store.list()):
+        store.delete(info.name, generation=info.generation)
+    place.upload(limit=1)
+    assert [info.name for info in store.list() if info.name.startswith("meta_")] == []
+    place.upload()
+    assert place.states() == {"verified"}
+    assert mirror_catalog(place.mirrors[0]).problems == {}
+    assert set(mirror_catalog(place.mirrors[0]).saves) == {meta.save_id}
+
+
+def test_i6_a_part_of_a_save_never_becomes_the_mirrors_meta(tmp_path: Path) -> None:
+    mirror, meta = mirrored(tmp_path / "trained")
+    place = MirroredRoot(tmp_path / "root", [mirror.url])
+    staged = stage_save(mirror, meta, place.root, kinds=("dcp",), full=True)
+    assert staged.partial
+    place.add(staged)
+    place.table.release_save(meta.save_id)
+    info = mirror.store.stat("meta_000200.json")
+    assert info is not None
+    mirror.store.delete("meta_000200.json", generation=info.generation)
+    place.upload()
+    assert mirror.store.stat("meta_000200.json") is None
+    (record,) = [record for record in place.records() if record.role == "meta"]
+    assert record.state.value == "failed"
+    assert "a part of the save" in (record.last_error or "")
