@@ -83,18 +83,20 @@ class MetaUpload(Sending):
         """Ask for every artifact once more: some were verified long ago, and the bucket may be another since.
 
         Raises:
-            Temporary: One is not the object that was verified; it is pending again.
+            Temporary: Some are not the objects that were verified; they are pending again.
         """
         table, mirror = self._context.table, self._context.mirror
         objects = objects_of(self._store, meta)
+        changed = []
         for record in table.records(save_id=meta.save_id, mirror=mirror.url):
             name = record.object or record.path
             info = objects.get(name)
             if record.role == "artifact" and (info is None or info.generation != record.generation):
-                reason = f"{name} is not the object that was verified"
+                changed.append(f"{name} is not the object that was verified")
                 if record.state is RecordState.VERIFIED:
-                    table.unverify(record.save_id, record.path, record.mirror, reason)
-                raise Temporary(f"{mirror.url}: {reason}: it is sent again before the meta.")
+                    table.unverify(record.save_id, record.path, record.mirror, changed[-1])
+        if changed:
+            raise Temporary(f"{mirror.url}: {changed[0]} ({len(changed)} in all): sent again before the meta.")
 
     def _mirror_meta(self, meta: Meta) -> Meta:
         """The node's meta, with the object name of each artifact where it differs from its path."""
