@@ -7,13 +7,14 @@ Rules:
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptmirror.core import names
+from ckptmirror.core import names, sealed_json
 from ckptmirror.core.codec import attempts_to_bytes, meta_to_bytes
 from ckptmirror.core.model import Artifact, Attempt, AttemptList, Digest, Kind, Meta, SaveRef, new_id
 from ckptmirror.local.checksums import BlockDigest
@@ -184,3 +185,11 @@ def flip_bit(path: Path, offset: int = -1) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
+
+
+def of_a_later_version(data: bytes) -> bytes:
+    """A meta or a list as a newer ckptmirror would write it: another version, under a checksum that fits."""
+    document = {**json.loads(data), "version": sealed_json.VERSION + 1}
+    document.pop("checksum")
+    document["checksum"] = sealed_json._checksum(document)
+    return json.dumps(document).encode()

@@ -83,8 +83,8 @@ def meta_to_bytes(meta: Meta) -> bytes:
     document["artifacts"] = [_artifact_document(artifact) for artifact in meta.artifacts]
     for name in ("training_config", "metrics", "fields"):
         document[name] = dict(document[name])
-    if not meta.partial:
-        del document["partial"]
+    if meta.staged_from is None:
+        del document["partial"]  # a save is all of itself
     data = seal(_META, document)
     _meta_from_fields(Fields(document))
     return data
@@ -112,6 +112,7 @@ def meta_or_tombstone_from_bytes(data: bytes) -> Meta | Tombstone:
 
 def _meta_from_fields(fields: Fields) -> Meta:
     nodes = fields.integer("nodes", 1, _MAX_RANKS)
+    staged_from = fields.text_or_none("staged_from")
     meta = Meta(
         run_id=fields.id("run_id"),
         attempt=_attempt(fields.value("attempt"), "attempt"),
@@ -132,8 +133,8 @@ def _meta_from_fields(fields: Fields) -> Meta:
         metrics=_metrics(fields),
         fields=fields.mapping("fields"),
         created_at_utc=fields.text("created_at_utc", 64),
-        staged_from=fields.text_or_none("staged_from"),
-        partial=fields.flag("partial"),
+        staged_from=staged_from,
+        partial=fields.boolean("partial", default=staged_from is not None),
     )
     fields.end()
     check_meta(meta)

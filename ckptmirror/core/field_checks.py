@@ -81,16 +81,14 @@ class Fields:
             raise self.refuse(key, "is not an id of 32 hex digits")
         return value
 
-    def boolean(self, key: str) -> bool:
-        """Take True or False."""
+    def boolean(self, key: str, *, default: bool | None = None) -> bool:
+        """Take True or False; ``default`` where the field is not there, if one is given."""
+        if default is not None and key not in self._left:
+            return default
         value = self.value(key)
         if not isinstance(value, bool):
             raise self.refuse(key, f"is {_type_of(value)}, not true or false")
         return value
-
-    def flag(self, key: str) -> bool:
-        """Take True or False; a flag that is not there is False."""
-        return key in self._left and self.boolean(key)
 
     def array(self, key: str, max_items: int) -> list[Any]:
         """Take a list of at most ``max_items``."""

@@ -4,7 +4,7 @@ Rules:
 * The newest save of the lineage first; of one step, DCP before the model file before an emergency snapshot, then the
   saves that those replaced, newest first.
 * At an equal save the disk is preferred; then the mirrors in configured order.
-* Superseded and unknown saves are never chosen by ``auto``; a person may ask for a superseded one by its id.
+* Superseded and unknown saves are never chosen by ``auto``; a person may ask for one by its id.
 * What looks like a save that would have been tried first, and is not whole, is never passed by in silence; and not at
   all while it cannot be read, or while a required mirror that may hold it does not answer.
 * While a required mirror does not answer, what others hold is only continued from if the disk has it too.
@@ -50,7 +50,7 @@ __all__ = [
 
 DISK = "disk"
 KIND_ORDER: tuple[Kind, ...] = ("dcp", "model", "emergency")
-_PARTS_OF_SAVES: frozenset[names.Role] = frozenset({"model", "optim", "extra", "tensors", "dcp", "emergency", "part"})
+_PARTS_OF_SAVES: frozenset[names.Role] = frozenset({"model", "optim", "extra", "tensors", "dcp", "part"})
 _OF_OLDER_LAYOUTS: frozenset[names.Role] = frozenset(
     {"legacy_dcp", "legacy_extra", "legacy_meta", "legacy_extra_state"}
 )
@@ -257,6 +257,9 @@ def unexplained(
 ) -> dict[str, Problem]:
     """Find the files of saves that no meta tells of, one problem for each save that they seem to be of.
 
+    A directory of an emergency snapshot without any meta is not among them: the end of the grace period cut it short
+    before any rank had finished, which must not keep a job from starting over.
+
     Args:
         listed: Names in a root or on a mirror.
         metas: All that could be read, of whole saves or not, in any place.
@@ -298,7 +301,8 @@ def _by_id(reference: str, order: Lineage) -> list[tuple[Kind, SaveFacts]]:
             f"{reference!r} is neither a step, nor 'latest', nor at least 8 digits of a save id.",
             hint="List steps and save ids with `ckptmirror ls`.",
         )
-    everything = {save.save_id: save for save in (*order.current.values(), *order.replaced, *order.superseded)}
+    off = (*order.superseded, *order.unknown)
+    everything = {save.save_id: save for save in (*order.current.values(), *order.replaced, *off)}
     found = [save for save_id, save in everything.items() if save_id.startswith(reference)]
     if not found:
         raise CheckpointNotFound(f"No save id starts with {reference}.")
@@ -310,10 +314,10 @@ def _by_id(reference: str, order: Lineage) -> list[tuple[Kind, SaveFacts]]:
 def _missing_step(step: int, order: Lineage) -> CheckpointNotFound:
     steps = sorted({there for there, _ in order.current})
     nearest = sorted(sorted(steps, key=lambda there: abs(there - step))[:4])
-    aside = [save for save in order.superseded if save.step == step]
+    aside = [save for save in (*order.superseded, *order.unknown) if save.step == step]
     if aside:
         return CheckpointNotFound(
-            f"Step {step} is off the lineage: training went on from an earlier save.",
+            f"Step {step} is off the lineage: training went on from another save.",
             hint=f"Resume it all the same by its save id: {', '.join(save.save_id[:8] for save in aside)}.",
         )
     there_is = f"The nearest are {', '.join(map(str, nearest))}." if nearest else "There is no save at all."

@@ -16,7 +16,15 @@ from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_from_bytes
-from ckptmirror.core.errors import BrokenMeta, ConfigError, LineageError, NewerFormat, ObjectNotFound, Temporary
+from ckptmirror.core.errors import (
+    BrokenMeta,
+    ConfigError,
+    IntegrityError,
+    LineageError,
+    NewerFormat,
+    ObjectNotFound,
+    Temporary,
+)
 from ckptmirror.core.lineage import attempts_of_metas, join_lists, merge_attempts
 from ckptmirror.core.model import AttemptList
 from ckptmirror.flow.mirrors import Mirror
@@ -98,7 +106,7 @@ def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | 
         return read_local_attempts(root), None
     except NewerFormat:
         raise
-    except BrokenMeta as error:
+    except (IntegrityError, OSError) as error:  # broken, or it cannot be read
         path = root / names.ATTEMPTS_NAME
         _log.error("%s is broken (%s): what the mirrors list is used instead", path, error)
         return None, BrokenMeta(

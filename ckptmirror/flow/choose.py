@@ -1,7 +1,7 @@
 """Choose: the one function by which every reader picks a save of a place, by step and kind.
 
 Rules:
-* Only what the lineage calls current is chosen; a superseded save only if asked for.
+* Only what the lineage calls current is chosen; a superseded save, or one it cannot place, only if asked for.
 * Without a kind: the newest step, then dcp, then model. An explicit kind is never replaced by another (I4).
 * A place without a list of attempts rebuilds one from its metas. A directory that was filled by ``stage`` has none, and
   everything in it was asked for by someone: there, what the rebuilt order cannot place is chosen too, after the rest.
@@ -36,8 +36,8 @@ def lineage_of(catalog: Catalog) -> Lineage:
 def choosable(catalog: Catalog, *, superseded: bool = False, staged: bool = False) -> Mapping[tuple[int, Kind], Meta]:
     """Return the save that stands for each step and kind.
 
-    ``superseded`` lets superseded saves in where no current one holds the step and kind; ``staged`` says that the place
-    is a directory, which may have no list of attempts of its own.
+    ``superseded`` lets superseded saves, and those that cannot be placed, in where no current one holds the step and
+    kind; ``staged`` says that the place is a directory, which may have no list of attempts of its own.
     """
     order = lineage_of(catalog)
     table: _Table = dict(order.current)
@@ -46,6 +46,8 @@ def choosable(catalog: Catalog, *, superseded: bool = False, staged: bool = Fals
         _add(table, catalog, order.unknown)
     if superseded or lenient:
         _add(table, catalog, order.superseded)
+    if superseded:
+        _add(table, catalog, order.unknown)
     chosen = {key: catalog.saves[save.save_id] for key, save in table.items()}
     return {(step, kind): meta for (step, kind), meta in chosen.items() if kind != "dcp" or _has_metadata(meta)}
 
@@ -106,7 +108,8 @@ def _newest(catalog: Catalog, table: Mapping[tuple[int, Kind], Meta], kind: Kind
 
 
 def _missing(catalog: Catalog, step: int, steps: list[int]) -> CheckpointNotFound:
-    aside = [s for s in lineage_of(catalog).superseded if s.step == step]
+    order = lineage_of(catalog)
+    aside = [s for s in (*order.superseded, *order.unknown) if s.step == step]
     if aside:
         return CheckpointNotFound(
             f"Step {step} of {catalog.place} is superseded: training went on from an earlier save.",

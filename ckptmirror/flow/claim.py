@@ -60,8 +60,8 @@ class RunClaim:
 
     Attributes:
         attempt: This attempt; ``attempt.decided`` becomes True with :meth:`decide`.
-        known: Every attempt known when the claim was made, without this one. It never changes.
-        apart: Those of them that ran apart from the mirrors (``core.lineage.join_lists``).
+        known: Every attempt known when the claim was made, without this one, and those that it adopted.
+        apart: Those of them that ran apart from the mirrors (``core.lineage.join_lists``), or were adopted.
         unclaimed: Mirrors that did not answer yet, by URL, with the reason.
         fenced: The reason, once a newer attempt was met.
     """
@@ -110,6 +110,8 @@ class RunClaim:
                 claim._write_undecided()
             try:
                 claim._announce_first(mirrors)
+                if begins_run:
+                    claim._check_begun(mirrors)
             except _MetUnknownAttempt:  # lost the race for the first mirror: nothing of ours stands on any yet
                 if not begins_run:
                     claim._write(claim._listed_here)
@@ -123,14 +125,16 @@ class RunClaim:
     def _read(cls, root: Path, mirrors: Sequence[Mirror]) -> RunClaim:
         lists: list[AttemptList] = []
         silent: dict[str, CkptMirrorError] = {}
-        without: list[Mirror] = []
         try:
             local, broken = attempts_here(root)
         except LineageError as error:
             raise not_one_run(root, error) from error
         for mirror in mirrors:
             try:
-                there, _ = read_mirror_attempts(mirror, mend=True)
+                listed, _ = read_mirror_attempts(mirror, mend=True)
+                there = listed if listed is not None else rebuild_attempts([mirror])
+            except LineageError as error:
+                raise not_one_run(root, error) from error
             except (Temporary, NotAuthorised) as error:
                 silent[mirror.url] = error
                 continue
@@ -139,22 +143,20 @@ class RunClaim:
                     raise
                 silent[mirror.url] = error
                 continue
-            if there is None:
-                without.append(mirror)
-            else:
+            if listed is not None:
+                broken = None  # here is what the root's own list told
+            if there is not None:
                 check_run(mirror, there, [*filter(None, [local]), *lists], root)
                 lists.append(there)
-        if broken is not None and not lists:
+        if broken is not None:
             raise broken
         try:
-            rebuilt = rebuild_attempts(without) if without else None
-            lists += [rebuilt] if rebuilt is not None else []
             known, apart = join(local, merge_attempts(*lists) if lists else None, root)
         except LineageError as error:
             raise not_one_run(root, error) from error
         if known is None:
-            for mirror in mirrors:
-                if mirror.required and mirror.url in silent:
+            for mirror in _asked(mirrors):
+                if mirror.url in silent:
                     raise silent[mirror.url]
             known = AttemptList(new_id())
         claim = cls(root, known, Attempt(new_id(), next_number(known), None, decided=False))
@@ -162,6 +164,41 @@ class RunClaim:
         claim._listed_here = local or AttemptList(known.run_id)
         claim.unclaimed = {url: str(error) for url, error in silent.items()}
         return claim
+
+    def _check_begun(self, mirrors: Sequence[Mirror]) -> None:
+        """A run begins, and gets its name, only once every mirror that counts has taken it down."""
+        told = [mirror for mirror in mirrors if mirror.url not in self.unclaimed]
+        for mirror in _asked(mirrors):
+            if mirror.url not in self.unclaimed:
+                continue
+            try:
+                self._announce(mirror, mend=True)  # perhaps only the answer was lost
+            except ConfigError:
+                if told:
+                    raise
+                raise _MetUnknownAttempt(mirror, ()) from None  # another began the run meanwhile
+            del self.unclaimed[mirror.url]
+            told.append(mirror)
+
+    def adopt(self, strangers: Sequence[Attempt], mirrors: Sequence[Mirror]) -> None:
+        """Take in attempts that no list tells of, since a person decided to continue from a save of theirs.
+
+        This attempt is claimed anew, with a higher number than theirs. Nobody is told of them before it is decided.
+
+        Raises:
+            AttemptFenced: A newer attempt was met.
+            LineageError: They contradict what is known.
+        """
+        earlier = AttemptList(self.run_id, (self.attempt,))
+        self.known = merge_attempts(self.known, earlier, AttemptList(self.run_id, tuple(strangers)))
+        self.apart |= {attempt.id for attempt in strangers}
+        self._listed_here = merge_attempts(self._listed_here, earlier)
+        self.attempt = Attempt(new_id(), next_number(self.known), None, decided=False)
+        self._write_undecided()
+        try:
+            self._announce_first(mirrors)
+        except _MetUnknownAttempt as met:
+            raise self._fence(met) from None
 
     def _announce_first(self, mirrors: Sequence[Mirror]) -> None:
         announced = False
@@ -190,6 +227,10 @@ class RunClaim:
         Raises:
             AttemptFenced: A newer attempt was met. This one is as undecided as before then.
         """
+        if parent is not None:
+            before = {attempt.id: attempt for attempt in self.known.attempts if attempt.decided}.get(parent.attempt)
+            if before is None or before.number >= self.attempt.number:  # the lineage could not be followed any more
+                raise LineageError(f"No list tells of attempt {parent.attempt[:8]}, which saved step {parent.step}.")
         undecided = self.attempt
         self.attempt = replace(self.attempt, parent=parent, decided=True)
         self._write(self.attempts)
@@ -266,6 +307,11 @@ class RunClaim:
     def _write(self, attempts: AttemptList) -> None:
         path = self.root / names.ATTEMPTS_NAME
         files.write_bytes(path, attempts_to_bytes(attempts), save_id=new_id(), replace=True)
+
+
+def _asked(mirrors: Sequence[Mirror]) -> list[Mirror]:
+    """Those that must answer before a run begins: the required ones, or all where none is."""
+    return [mirror for mirror in mirrors if mirror.required] or list(mirrors)
 
 
 def publish_attempts(root: Path, mirror: Mirror) -> None:

@@ -102,6 +102,10 @@ class Places:
     def learn_save_ids(self, table: UploadsTable) -> None:
         """Look up whose metas those are that cannot be read."""
         self.save_ids = {f"{self.disk.place}/{row.meta_path}": row.save_id for row in table.saves()}
+        if any(not problem.save_id and name not in self.save_ids for name, problem in self.disk.problems.items()):
+            for moved in table.history():  # of a save that was brought under other names since
+                if moved.path.startswith("meta_"):
+                    self.save_ids.setdefault(f"{self.disk.place}/{moved.path}", moved.save_id)
         if any(not problem.save_id for there in self.mirrors.values() for problem in there.problems.values()):
             self.save_ids |= {
                 f"{record.mirror}/{record.object or record.path}": record.save_id
@@ -146,6 +150,17 @@ class Places:
                     name = f"{there.place}/{names.SaveName(meta.step, meta.tag).meta}"
                     found[name] = Problem.of(meta, f"a save of another run, {meta.run_id[:8]}")
         return found
+
+    def attempts_to(self, meta: Meta) -> list[Attempt]:
+        """The attempt of a save, and those before it, as far as metas tell of them."""
+        known = {other.attempt.id: other.attempt for other in self._all_metas() if other.run_id == self.run_id}
+        way = [meta.attempt]
+        while way[-1].parent is not None and way[-1].parent.attempt in known:
+            earlier = known[way[-1].parent.attempt]
+            if earlier.number >= way[-1].number:
+                break  # the data contradicts itself, which deciding will say
+            way.append(earlier)
+        return way
 
     def _all_metas(self) -> list[Meta]:
         catalogs = (self.disk, *self.mirrors.values())

@@ -209,6 +209,8 @@ class Proposer:
                 self._unseen = self._unseen or (meta.step, error)
                 self._note(meta, place, f"cannot be brought now: {error}")
                 continue
+            if candidate.save in self._strangers:  # named by its id: a person's decision
+                self._claim.adopt(self._places.attempts_to(meta), self._node.mirrors)
             passed_over = (*self._not_seen, *self._passed_over, *self._unknown_from(meta))
             return Proposal(self._claim.run_id, self._claim.attempt, meta, candidate.kind, place, passed_over)
         return self._from_scratch()

@@ -209,13 +209,16 @@ def test_a_lost_answer_to_the_announcement_is_no_rival(tmp_path: Path) -> None:
     mirror = opened(memory_url())
     faulty = FaultyStore(mirror.store, [StoreFault("write", names.WRITER_NAME, when="after")])
     with_faults = Mirror(mirror.url, True, faulty)
+    first = claim_run(tmp_path / "root", with_faults)
+    assert first.unclaimed == {}  # a run begins only where that is known: it asked again
+    faulty.script(StoreFault("write", names.WRITER_NAME, when="after"))
     claim = claim_run(tmp_path / "root", with_faults)
     assert claim.unclaimed  # not known whether it arrived
     claim.confirm(with_faults)
     assert claim.unclaimed == {}
     there, _ = read_mirror_attempts(mirror)
     assert there is not None
-    assert [attempt.id for attempt in there.attempts] == [claim.attempt.id]
+    assert [attempt.id for attempt in there.attempts] == [first.attempt.id, claim.attempt.id]
 
 
 # -- mirrors that are down -------------------------------------------------------------------------------------

@@ -10,7 +10,13 @@ import pytest
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
-from ckptmirror.core.errors import AttemptFenced, BrokenMeta, ConfigError, NewerFormat, StorePermanent
+from ckptmirror.core.errors import (
+    AttemptFenced,
+    BrokenMeta,
+    ConfigError,
+    NewerFormat,
+    StorePermanent,
+)
 from ckptmirror.core.model import Attempt, AttemptList, Meta, SaveRef, new_id
 from ckptmirror.flow.attempts import read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.catalog import mirror_catalog
@@ -20,7 +26,7 @@ from ckptmirror.local import files
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
-from tests.factory import FIRST_ATTEMPT, make_attempt, make_save, put_attempts, put_on_mirror
+from tests.factory import FIRST_ATTEMPT, make_attempt, make_save, of_a_later_version, put_attempts, put_on_mirror
 from tests.mirror_place import memory_url, object_names
 
 BUCKET = "claims"
@@ -151,7 +157,7 @@ def test_another_runs_saves_on_a_mirror_without_a_list_are_refused(tmp_path: Pat
     history(tmp_path, mirror)
     root = tmp_path / "root"
     put_attempts(root, [FIRST_ATTEMPT], run_id=new_id())
-    with pytest.raises(ConfigError, match="one run"):
+    with pytest.raises(ConfigError, match="holds run"):
         claim_run(root, mirror)
 
 
@@ -278,8 +284,7 @@ def test_i11_what_the_mirrors_were_not_told_of_counts_although_the_roots_list_is
 def test_a_list_of_a_later_version_is_neither_lost_nor_replaced(tmp_path: Path, place: str) -> None:
     mirror, root = opened(memory_url()), tmp_path / "root"
     put_attempts(root, [FIRST_ATTEMPT])
-    later = (root / names.ATTEMPTS_NAME).read_bytes().replace(b'"version":1', b'"version":2')
-    assert b'"version":2' in later
+    later = of_a_later_version((root / names.ATTEMPTS_NAME).read_bytes())
     if place == "root":
         (root / names.ATTEMPTS_NAME).write_bytes(later)
     else:

@@ -21,7 +21,7 @@ from ckptmirror.local import listing
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import StoreFault
-from tests.factory import flip_bit
+from tests.factory import flip_bit, of_a_later_version
 from tests.small_training import artifact, dead, everything, faulty, new_state, running, same, saved_run, train, whole
 
 
@@ -140,9 +140,7 @@ def test_a_save_that_a_newer_version_wrote_is_no_reason_to_go_back(tmp_path: Pat
     saved_run(tmp_path / "one", (1, 2), url)
     for place in (tmp_path / "one", tmp_path / "nfs" / "run"):
         path = place / "meta_000002.json"
-        data = path.read_bytes()
-        assert data.count(b'"version": 1') + data.count(b'"version":1') == 1
-        path.write_bytes(data.replace(b'"version":1', b'"version":2').replace(b'"version": 1', b'"version": 2'))
+        path.write_bytes(of_a_later_version(path.read_bytes()))
     for root in ("one", "two"):
         with running(tmp_path / root, url) as manager, pytest.raises(Temporary, match="version is 2"):
             manager.resume(new_state())

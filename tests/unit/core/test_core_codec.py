@@ -24,7 +24,7 @@ from ckptmirror.core.codec import (
     tombstone_from_bytes,
     tombstone_to_bytes,
 )
-from ckptmirror.core.errors import BrokenMeta
+from ckptmirror.core.errors import BrokenMeta, NewerFormat
 from ckptmirror.core.model import MIN_BLOCK_SIZE_BYTES, Artifact, Attempt, AttemptList, SaveRef, Tombstone
 
 TOMBSTONE = Tombstone(id_of("save"), 200, ("dcp",), "keep_last=2", "2026-11-21T13:15:00+00:00")
@@ -370,3 +370,20 @@ def test_messages_about_hostile_keys_are_short_and_safe_to_print() -> None:
     with pytest.raises(BrokenMeta) as caught:
         meta_from_bytes(resealed(put("metrics", {"\x1b[2J": "1"})))
     assert str(caught.value) == r"metrics.\x1b[2J is not a finite number."
+
+
+def test_a_flipped_bit_in_the_version_is_damage_and_no_later_version() -> None:
+    data = meta_to_bytes(a_meta())
+    assert data.count(b'"version":1') == 1
+    with pytest.raises(BrokenMeta, match="version is 3") as damaged:
+        meta_from_bytes(data.replace(b'"version":1', b'"version":3'))
+    assert not isinstance(damaged.value, NewerFormat)
+    with pytest.raises(NewerFormat):
+        meta_from_bytes(resealed(put("version", 3)))
+
+
+def test_a_staged_copy_that_does_not_say_whether_it_is_partial_is_taken_for_partial() -> None:
+    staged = replace(a_meta(), staged_from="gs://bucket/run")
+    assert not meta_from_bytes(meta_to_bytes(staged)).partial
+    assert meta_from_bytes(resealed(lambda document: document.pop("partial"), meta_to_bytes(staged))).partial
+    assert "partial" not in json.loads(meta_to_bytes(a_meta()))
