@@ -21,11 +21,11 @@ from typing import IO, Any, cast
 
 import torch
 
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.core.model import Digest
 from ckptmirror.formats.shards import read_pieces
 from ckptmirror.formats.tensor_bytes import compact
-from ckptmirror.formats.unpickle import load_pt, refused_as_usage
+from ckptmirror.formats.unpickle import load_pt, load_stream, refused_as_usage
 from ckptmirror.local.files import ArtifactWriter
 
 __all__ = ["ArtifactStream", "write_json", "write_pt"]
@@ -80,7 +80,7 @@ def write_pt(tree: Any, path: Path, *, save_id: str, publish: bool = False) -> D
                 raise
             raise CkptMirrorError(f"{path.name} could not be written: {error}") from error
         digest = writer.seal()
-        _read_back(writer.temporary)
+        _read_back(writer.temporary, tree, path.name)
         return writer.publish() if publish else digest
 
 
@@ -91,12 +91,49 @@ def write_json(value: Any, path: Path, *, save_id: str, publish: bool = False) -
         return writer.publish() if publish else writer.seal()
 
 
-def _read_back(path: Path) -> None:
-    with refused_as_usage():
-        try:
-            read_pieces(load_pt(path, map_location="meta"))
-        except IntegrityError:
-            read_pieces(load_pt(path, mmap=True))  # some kinds of tensor have no form without bytes
+def _read_back(written: Path, tree: Any, name: str) -> None:
+    try:
+        with refused_as_usage():
+            try:
+                read_pieces(load_pt(written, map_location="meta"))
+            except IntegrityError:
+                read_pieces(load_pt(written, mmap=True))  # some kinds of tensor have no form without bytes
+    except UsageError as error:
+        if (place := _unloadable(tree, "")) is None:
+            raise
+        raise UsageError(
+            f"{place} could not be loaded back, so it is not saved (in {name}).",
+            hint="Leave it out of the state, or save numbers, text, lists, dicts and tensors, or an object with "
+            "state_dict() and load_state_dict().",
+        ) from error
+
+
+def _unloadable(tree: Any, where: str) -> str | None:
+    """Return the place and the type of the first value in ``tree`` that no load takes, looking at one by one."""
+    if isinstance(tree, torch.Tensor):
+        return None
+    if isinstance(tree, dict):
+        pairs = [(f"{where}.{key}".lstrip("."), key, item) for key, item in tree.items()]
+    elif isinstance(tree, (list, tuple)):
+        pairs = [(f"{where}[{index}]", None, item) for index, item in enumerate(tree)]
+    else:
+        return None if _loads(tree) else f"{where}, a {type(tree).__qualname__},"
+    for place, key, item in pairs:
+        if not _loads(key):
+            return f"A key of {where or 'the state'}, {key!r},"
+        if (found := _unloadable(item, place)) is not None:
+            return found
+    return None
+
+
+def _loads(value: Any) -> bool:
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        load_stream(io.BytesIO(stream.getvalue()), "")
+    except Exception:  # noqa: BLE001 - whatever goes wrong, it is the value that is looked for
+        return False
+    return True
 
 
 @contextmanager

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats.base import Snapshot
-from ckptmirror.formats.giving import knows_its_position, state_of
+from ckptmirror.formats.giving import state_of
 from ckptmirror.formats.names import live_parameters, live_values
 from ckptmirror.formats.optimizer_state import capture_optimizer
 from ckptmirror.formats.plain import encode
+from ckptmirror.formats.positions import knows_its_position, position_of, warn_left_alone
 from ckptmirror.formats.rng import capture_rng
 from ckptmirror.formats.shards import has_shards, piece_of, region_of
 from ckptmirror.formats.tensor_bytes import digest32
@@ -202,10 +203,13 @@ def _without_shared_values(live: torch.nn.Module, model: Mapping[str, Any]) -> d
 
 def _capture_extra(state: TrainState, *, step: int, with_ema: bool) -> dict[str, Any]:
     extra: dict[str, Any] = {"step": step, "rng": capture_rng()}
-    for name in ("scheduler", "scaler", "dataloader"):
+    for name in ("scheduler", "scaler"):
         part = getattr(state, name)
-        if part is not None and (name != "dataloader" or knows_its_position(part)):
+        if part is not None:
             extra[name] = encode(state_of(part, name, objects_only=True), name)
+    warn_left_alone(state.dataloader)
+    if knows_its_position(state.dataloader):
+        extra["dataloader"] = encode(position_of(state.dataloader, "dataloader"), "dataloader")
     if state.ema is not None and with_ema:
         extra["ema"] = encode(state_of(state.ema, "ema", objects_only=True), "ema")
     if state.extra is not None:

@@ -6,13 +6,14 @@ Rules:
 * Tensors are filled in place where shape and dtype agree, DTensors as they are sharded here; dicts, lists and deques
   keep their identity; all else is replaced.
 * What lives here (an object, a DTensor) and cannot be given its state is an error; what the save lacks is left alone,
-  reported and logged.
+  reported and logged. So is, where only objects may lie, what the save has and nothing here takes.
+* An optimizer's moments follow its live parameters, as its own state is empty before the first step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -21,16 +22,19 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
-from ckptmirror.formats.live import load_model, warn_missing
+from ckptmirror.formats.live import load_model, warn_missing, warn_unused
 from ckptmirror.formats.names import live_values
-from ckptmirror.formats.rank_files import RankFiles, is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, state_by_key
+from ckptmirror.formats.rank_files import RankFiles, below, is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.shards import Piece, fill, piece_of, region_of
 
-__all__ = ["Giver", "knows_its_position", "state_of"]
+__all__ = ["Giver", "state_of"]
 
 log = logging.getLogger(__name__)
 
 Path_ = tuple[Hashable, ...]
+
+_LOAD = "load_state_dict"
 
 
 def state_of(part: Any, where: str, *, objects_only: bool = False) -> Any:
@@ -46,8 +50,10 @@ def state_of(part: Any, where: str, *, objects_only: bool = False) -> Any:
     """
     if isinstance(part, torch.nn.Module):
         return live_values(part)
+    if isinstance(part, torch.optim.Optimizer):
+        return state_by_key(part, where)
     if _has(part, "state_dict"):
-        if not _has(part, "load_state_dict"):
+        if not _has(part, _LOAD):
             raise UsageError(
                 f"{where} is a {type(part).__qualname__} with state_dict() but without load_state_dict().",
                 hint="Give it load_state_dict(), or save what its state_dict() returns.",
@@ -62,16 +68,17 @@ def state_of(part: Any, where: str, *, objects_only: bool = False) -> Any:
     return part
 
 
-def knows_its_position(dataloader: Any) -> bool:
-    """Whether a data loader has a state; others are left alone."""
-    return _has(dataloader, "state_dict") and _has(dataloader, "load_state_dict")
-
-
 class Giver:
-    """Gives what lies in the files of ``source`` to live values; ``missing`` collects what the files lack."""
+    """Gives what lies in the files of ``source`` to live values; ``missing`` collects what could not be given.
 
-    def __init__(self, source: RankFiles) -> None:
+    Args:
+        source: The files.
+        all_here: All that lives here, to see whether anything of it is sharded.
+    """
+
+    def __init__(self, source: RankFiles, all_here: Any = None) -> None:
         self.source = source
+        self.all_here = all_here
         self.missing: list[str] = []
 
     def give(self, now: Any, path: Path_, where: str) -> Any:
@@ -82,7 +89,7 @@ class Giver:
             IntegrityError: The files are broken.
         """
         saved = self.source.value(path)
-        if _has(now, "load_state_dict"):
+        if _has(now, _LOAD):
             self._give_object(now, saved, path, where)
             return now
         if isinstance(now, torch.Tensor) and isinstance(saved, (torch.Tensor, Piece)):
@@ -92,10 +99,7 @@ class Giver:
         if is_sequence(now) and type(now) is type(saved):
             return self._give_sequence(now, saved, path, where)
         if (alive := _alive(now)) is not None:
-            raise UsageError(
-                f"{where} holds a {alive} here and was saved as a {_kind(saved)}: it cannot be given its state.",
-                hint="Build it as it was, or load without this part of the state.",
-            )
+            raise _cannot_take(where, alive, saved)
         if dist.is_available() and dist.is_initialized() and _holds(saved, lambda leaf: isinstance(leaf, Piece)):
             log.warning("%s was saved sharded; nothing here says how to shard it, so every rank holds all of it", where)
         return self.source.whole(path)
@@ -110,14 +114,56 @@ class Giver:
         for key in [key for key in now if key not in saved]:
             self.lacks(f"{where}.{key}")
 
+    def give_objects(
+        self, now: Any, path: Path_, where: str, takes: Callable[[Any], bool] = lambda value: _has(value, _LOAD)
+    ) -> None:
+        """Give the object ``now``, or those in a container of them, their state; the containers stay as they are.
+
+        Args:
+            now: An object, or containers of them.
+            path: Where its state lies in the files.
+            where: Its place in the state, for messages.
+            takes: Whether an object is to be given its state.
+
+        Raises:
+            UsageError: It does not take it.
+            IntegrityError: The files are broken.
+        """
+        saved = self.source.value(path)
+        if takes(now):
+            self._give_object(now, saved, path, where)
+        elif is_mapping(now) and is_mapping(saved):
+            for key, value in now.items():
+                if key in saved:
+                    self.give_objects(value, (*path, key), f"{where}.{key}", takes)
+                elif _any(value, takes):
+                    self.lacks(f"{where}.{key}")
+            for key in [key for key in saved if key not in now]:
+                self.unused(f"{where}.{key}")
+        elif is_sequence(now) and is_sequence(saved):
+            if len(now) != len(saved):
+                raise _other_number(where, len(saved), len(now), _alive(now))
+            for index, (value, item) in enumerate(zip(now, saved, strict=True)):
+                if item is not None:
+                    self.give_objects(value, (*path, index), f"{where}[{index}]", takes)
+                elif _any(value, takes):
+                    self.lacks(f"{where}[{index}]")
+        elif _any(now, takes):
+            raise _cannot_take(where, _alive(now), saved)
+        elif saved is not None:
+            self.unused(where)
+
     def _give_object(self, target: Any, saved: Any, path: Path_, where: str) -> None:
         try:
             if isinstance(target, torch.nn.Module):
                 if not isinstance(saved, Mapping):
                     raise UsageError(f"{where} is a module here and was saved as a {_kind(saved)}.")
                 load_model(target, saved, lambda name: self.source.others((*path, name)))
+            elif isinstance(target, torch.optim.Optimizer) and (keyed := parameters_by_key(target, saved)) is not None:
+                load_by_key(target, self.source.whole(path, {"state": keyed}), where)
             else:
                 like = target.state_dict() if _may_be_sharded(saved) else None
+                self._check_shards(saved, like, where)
                 target.load_state_dict(self.source.whole(path, like))
         except CkptMirrorError:
             raise
@@ -126,6 +172,16 @@ class Giver:
                 f"The {where} does not take its saved state: {type(error).__name__}: {error}",
                 hint=f'Build it as it was, or load without it: exclude=("{where.split(".")[0].split("[")[0]}",).',
             ) from error
+
+    def _check_shards(self, saved: Any, like: Any, where: str) -> None:
+        """Refuse to give an object whole what was sharded, where its state does not say how to shard it again."""
+        if dist.is_available() and dist.is_initialized():
+            unlike = next(_unlike(saved, like, where), None)
+            if unlike is not None and _any(self.all_here, _is_sharded):
+                raise UsageError(
+                    f"{unlike} was saved sharded, and the state here has no such value yet that says how to shard it.",
+                    hint="Let the object make its state before it is loaded, or load without this part of the state.",
+                )
 
     def _give_tensor(self, now: torch.Tensor, saved: torch.Tensor | Piece, path: Path_, where: str) -> Any:
         first = saved if isinstance(saved, Piece) else piece_of(saved)
@@ -151,15 +207,13 @@ class Giver:
         now.clear()
         for key, value in given.items():
             now[key] = value
+        if isinstance(now, defaultdict):
+            now.default_factory = saved.default_factory
         return now
 
     def _give_sequence(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
         if len(now) != len(saved) and (alive := _alive(now)) is not None:
-            raise UsageError(
-                f"The save and the state have not the same number of {where}s: {len(saved)} and {len(now)}, which hold "
-                f"a {alive}.",
-                hint="Build them as they were, or load without this part of the state.",
-            )
+            raise _other_number(where, len(saved), len(now), alive)
         live = list(now)
         given = (
             list(self.source.whole(path))
@@ -179,14 +233,58 @@ class Giver:
         """Report that the save lacks what is at ``where``."""
         self.missing.append(warn_missing(where, "state; it stays as it is"))
 
+    def unused(self, where: str) -> None:
+        """Report that nothing here takes what the save has at ``where``."""
+        self.missing.append(warn_unused(where))
+
 
 def _has(value: Any, name: str) -> bool:
     return hasattr(value, name) and not isinstance(value, type)
 
 
+def _any(value: Any, wanted: Callable[[Any], bool]) -> bool:
+    """Whether anything in ``value``, itself or in containers, is ``wanted``."""
+    items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
+    return wanted(value) or any(_any(item, wanted) for item in items)
+
+
+def _is_sharded(value: Any) -> bool:
+    tensors = value.parameters() if isinstance(value, torch.nn.Module) else (value,)
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def _unlike(saved: Any, like: Any, where: str) -> Iterator[str]:
+    """Yield the places of the pieces in ``saved`` for which ``like`` has no tensor, or one of another shape sharded."""
+    if isinstance(saved, Piece):
+        shape = saved.region.shape
+        if not isinstance(like, torch.Tensor) or (isinstance(like, DTensor) and tuple(like.shape) != shape):
+            yield where
+    elif is_mapping(saved):
+        for key, item in saved.items():
+            yield from _unlike(item, below(like, key), f"{where}.{key}")
+    elif is_sequence(saved):
+        for index, item in enumerate(saved):
+            yield from _unlike(item, below(like, index), f"{where}[{index}]")
+
+
+def _cannot_take(where: str, alive: str | None, saved: Any) -> UsageError:
+    return UsageError(
+        f"{where} holds a {alive} here and was saved as a {_kind(saved)}: it cannot be given its state.",
+        hint="Build it as it was, or load without this part of the state.",
+    )
+
+
+def _other_number(where: str, saved: int, now: int, alive: str | None) -> UsageError:
+    what = f", which hold a {alive}" if alive is not None else ""
+    return UsageError(
+        f"The save and the state have not the same number of {where}s: {saved} and {now}{what}.",
+        hint="Build them as they were, or load without this part of the state.",
+    )
+
+
 def _alive(value: Any) -> str | None:
     """Return the kind of the first object or DTensor in ``value`` that must be given its state in place."""
-    if _has(value, "load_state_dict") or isinstance(value, DTensor):
+    if _has(value, _LOAD) or isinstance(value, DTensor):
         return type(value).__qualname__
     items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
     return next((kind for kind in map(_alive, items) if kind is not None), None)
@@ -198,8 +296,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _takes_values(now: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Whether ``now`` has memory of its own for every value."""
-    if now.is_meta or now.layout != torch.strided or saved.layout != torch.strided:
+    """Whether ``now`` has memory of its own for every value, and may be written."""
+    if now.is_meta or now.is_inference() or now.layout != torch.strided or saved.layout != torch.strided:
         return False
     return not any(step == 0 and size > 1 for step, size in zip(now.stride(), now.shape, strict=True))
 

@@ -21,7 +21,7 @@ from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.names import live_values, match_names
 from ckptmirror.formats.shards import Piece, fill, region_of
 
-__all__ = ["check_fits", "finish_model", "load_model", "pair_names", "warn_missing"]
+__all__ = ["check_fits", "finish_model", "load_model", "pair_names", "warn_missing", "warn_unused"]
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +118,13 @@ def warn_missing(part: str, what: str) -> str:
     """Log, loudly, that a save lacks a part of the state; return the line for the report."""
     line = f"{part}: {what}"
     log.warning("The save holds no %s", line)
+    return line
+
+
+def warn_unused(part: str) -> str:
+    """Log, loudly, that nothing here takes a part of what was saved; return the line for the report."""
+    line = f"{part}: the save has its state, and nothing here takes it"
+    log.warning("%s", line)
     return line
 
 

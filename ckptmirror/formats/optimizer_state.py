@@ -11,6 +11,8 @@ Rules:
   from the saved one's is floating-point state cast along with it. Tensors move to the parameter's device, ``step``
   where torch wants it.
 * A DTensor in the state has the shape of its parameter, whose sharding a load follows.
+* An optimizer elsewhere in the state (the user's extra) has no names: it keeps torch's layout, each parameter under its
+  key. The dtype in which its parameters were saved is not known there, so its state is never cast.
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ from ckptmirror.formats.names import live_parameters, match_names
 from ckptmirror.formats.plain import encode
 from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
 
-__all__ = ["capture_optimizer", "load_optimizer", "optimizers_of", "owners_of", "plan_optimizer"]
+__all__ = [
+    "capture_optimizer",
+    "load_by_key",
+    "load_optimizer",
+    "optimizers_of",
+    "owners_of",
+    "parameters_by_key",
+    "plan_optimizer",
+    "state_by_key",
+]
 
 _SCALARS = (type(None), bool, int, float, complex)
 
@@ -130,6 +141,49 @@ def load_optimizer(
         _apply(one, plan, saved["param_groups"], state, dtypes)
 
 
+def state_by_key(one: torch.optim.Optimizer, where: str) -> Any:
+    """Return the state of an optimizer as it gives it; tensors are aliases.
+
+    Raises:
+        UsageError: It holds a DTensor that no load could shard again; names ``where``.
+    """
+    raw = _state_dict(one, where)
+    keyed = parameters_by_key(one, raw)
+    if keyed is not None:
+        for key, value in raw["state"].items():
+            _check_shards(value, keyed[key].shape if key in keyed else None, f"{where}.state.{key}")
+        _check_shards(raw["param_groups"], None, f"{where}.param_groups")
+    return raw
+
+
+def parameters_by_key(one: torch.optim.Optimizer, state: Any) -> dict[Any, torch.Tensor] | None:
+    """Return the live parameter of each key in ``state``; None where that has not torch's layout, or other groups."""
+    groups = (
+        state.get("param_groups") if isinstance(state, Mapping) and isinstance(state.get("state"), Mapping) else None
+    )
+    if not isinstance(groups, (list, tuple)) or len(groups) != len(one.param_groups):
+        return None
+    keyed: dict[Any, torch.Tensor] = {}
+    for live, group in zip(one.param_groups, groups, strict=True):
+        keys = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(keys, (list, tuple)) or len(keys) != len(live["params"]):
+            return None
+        keyed.update(zip(keys, live["params"], strict=True))
+    return keyed
+
+
+def load_by_key(one: torch.optim.Optimizer, saved: Mapping[str, Any], where: str) -> None:
+    """Give ``saved``, for which :func:`parameters_by_key` has an answer, to an optimizer, in place of all it has.
+
+    Raises:
+        UsageError: It does not take it.
+    """
+    groups = saved["param_groups"]
+    rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    plan = [(index, list(group["params"])) for index, group in enumerate(groups)]
+    _apply(one, plan, groups, saved["state"], {}, rest, where=where)
+
+
 def _plan(
     one: Any, aliases: Mapping[int, set[str]], groups: Sequence[Any], owner: Mapping[str, int], start: int
 ) -> Plan:
@@ -159,11 +213,17 @@ def _saved_name(candidates: set[str], owner: Mapping[str, int]) -> str | None:
 
 
 def _apply(
-    one: Any, plan: Plan, groups: Sequence[Any], state: Mapping[str, Any], saved_dtypes: Mapping[str, torch.dtype]
+    one: Any,
+    plan: Plan,
+    groups: Sequence[Any],
+    state: Mapping[Any, Any],
+    saved_dtypes: Mapping[str, torch.dtype],
+    rest: Mapping[str, Any] | None = None,
+    where: str = "optimizer",
 ) -> None:
     raw = one.state_dict()
     owner = {name for group in groups for name in group.get("params", ())}
-    result: dict[str, Any] = {"state": {}, "param_groups": []}
+    result: dict[str, Any] = {**(rest or {}), "state": {}, "param_groups": []}
     for (index, found), live in zip(plan, raw["param_groups"], strict=True):
         values = {key: value for key, value in groups[index].items() if key != "params"}
         result["param_groups"].append({**values, "params": list(live["params"])})
@@ -174,7 +234,7 @@ def _apply(
     try:
         one.load_state_dict(result)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise UsageError(f"The optimizer does not take the saved state: {error}") from error
+        raise UsageError(f"The {where} does not take the saved state: {error}") from error
     for parameter, name in _live_names(one, plan):
         if parameter in one.state:
             cast = saved_dtypes.get(name, parameter.dtype) != parameter.dtype
@@ -235,10 +295,10 @@ def _moved(value: Any, parameter: torch.Tensor, *, cast: bool, key: Any = None) 
 
 def _check_shards(tree: Any, shape: torch.Size | None, where: str) -> None:
     """Refuse what a load could not shard again: a DTensor that is not of its parameter's shape."""
-    if type(tree) is dict:
+    if is_mapping(tree):
         for key, item in tree.items():
             _check_shards(item, shape, f"{where}.{key}")
-    elif type(tree) in (list, tuple):
+    elif is_sequence(tree):
         for index, item in enumerate(tree):
             _check_shards(item, shape, f"{where}[{index}]")
     elif isinstance(tree, DTensor) and tree.shape != shape:
@@ -248,11 +308,11 @@ def _check_shards(tree: Any, shape: torch.Size | None, where: str) -> None:
         )
 
 
-def _state_dict(one: Any) -> Any:
+def _state_dict(one: Any, where: str = "optimizer") -> Any:
     try:
         return one.state_dict()
     except (RuntimeError, NotImplementedError) as error:
-        raise UsageError(f"The optimizer gives no state: {error}") from error
+        raise UsageError(f"The {where} gives no state: {error}") from error
 
 
 def _mismatch(what: str) -> CkptMirrorError:

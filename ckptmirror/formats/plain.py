@@ -55,6 +55,8 @@ def encode(value: Any, where: str) -> Any:
     kind = type(value)
     if kind is int and value.bit_length() > _INT_BITS:
         return {MARK: "int", "hex": hex(value)}
+    if kind is bytes and not value:
+        return {MARK: "bytes"}  # pickle makes of it a call that the safe loader does not know
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
@@ -143,6 +145,8 @@ def _key(key: Any, where: str) -> Any:
     kind = type(key)
     if kind is int and key.bit_length() > _INT_BITS:
         raise UsageError(f"{where} has a key of {key.bit_length()} bits, which a safe load could not read back.")
+    if key == b"" and kind is bytes:
+        raise UsageError(f"{where} has the key b'' (empty bytes), which a safe load could not read back.")
     if kind in _PLAIN and kind is not bytearray:
         return key
     if kind is tuple:
@@ -195,7 +199,7 @@ def _unsharded(tree: Any, where: str, container: str) -> Any:
 
 def _encode_scalar(value: Any) -> dict[str, Any] | None:
     if value.dtype.kind in "US":
-        return {MARK: "text", "value": value.item()}
+        return {MARK: "text", "value": encode(value.item(), "")}
     if value.dtype.kind not in "biufcmM":
         return None
     return {MARK: "scalar", "dtype": value.dtype.str, "data": value.tobytes()}
@@ -279,6 +283,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "object": lambda v: v["items"][0],
     "tuple": lambda v: tuple(v["items"]),
     "size": lambda v: torch.Size(v["items"]),
+    "bytes": lambda _: b"",
     "int": lambda v: int(v["hex"], 16),
     "scalar": _decode_scalar,
     "text": _decode_text,

@@ -18,7 +18,7 @@ from ckptmirror.core.errors import IntegrityError
 from ckptmirror.formats.shards import read_pieces, spread
 from ckptmirror.formats.unpickle import load_pt
 
-__all__ = ["RankFiles", "is_mapping", "is_sequence", "rebuilt"]
+__all__ = ["RankFiles", "below", "is_mapping", "is_sequence", "rebuilt"]
 
 Key = Hashable
 
@@ -91,15 +91,16 @@ class RankFiles:
 
     def _whole(self, value: Any, path: tuple[Key, ...], like: Any) -> Any:
         if is_mapping(value):
-            return rebuilt(value, {k: self._whole(item, (*path, k), _below(like, k)) for k, item in value.items()})
+            return rebuilt(value, {k: self._whole(item, (*path, k), below(like, k)) for k, item in value.items()})
         if is_sequence(value):
-            return rebuilt(value, [self._whole(item, (*path, i), _below(like, i)) for i, item in enumerate(value)])
+            return rebuilt(value, [self._whole(item, (*path, i), below(like, i)) for i, item in enumerate(value)])
         live = like if isinstance(like, torch.Tensor) else None
         result = spread(value, lambda: self.others(path), live, ".".join(map(str, path)))
         return copy.deepcopy(result) if result is value else result
 
 
-def _below(like: Any, key: Any) -> Any:
+def below(like: Any, key: Any) -> Any:
+    """Return what a live tree has at ``key``: None if nothing; a tensor stands for all that is below it."""
     return like if isinstance(like, torch.Tensor) else (like[key] if _has(like, key) else None)
 
 

@@ -22,8 +22,9 @@ from ckptmirror.core.names import SaveName
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.capture import walk_tensors
-from ckptmirror.formats.giving import Giver, knows_its_position
-from ckptmirror.formats.live import warn_missing
+from ckptmirror.formats.giving import Giver
+from ckptmirror.formats.live import warn_missing, warn_unused
+from ckptmirror.formats.positions import has_position, knows_its_position, warn_left_alone
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import cut, piece_of
@@ -167,24 +168,35 @@ class _Loader:
 
     def part(self, name: str) -> None:
         target = getattr(self.state, name)
-        if target is None or name in self.exclude or (name == "dataloader" and not knows_its_position(target)):
+        if target is None or name in self.exclude:
             return
-        if name == "dataloader" and not self.own:
+        if name == "dataloader":
+            warn_left_alone(target)
+        if name == "dataloader" and not knows_its_position(target):
+            if self.own and name in self.tree:
+                self.missing.append(warn_unused(name))
+        elif name == "dataloader" and not self.own:
             self._lacks(name, "position of this rank; it starts where it is")
         elif name == "scaler" and self.tree.get(name) == {}:
             self._lacks(name, "state, it was disabled; it starts at its default")
         elif name in self.tree or (name == "ema" and name in self._tree(0)):
-            giver = Giver(self.source if name in self.tree else self.source.of(0))
-            if name == "extra":
-                giver.give_values(target, (*self.at, name), name)
-            else:
-                giver.give(target, (*self.at, name), name)
+            self._take(name, target)
             self.loaded.append(name)
-            self.missing += giver.missing
             if name == "dataloader":
                 self._count_positions()
         else:
             self._lacks(name, "state; it stays as it is")
+
+    def _take(self, name: str, target: Any) -> None:
+        here = [self.state.model, self.state.ema, self.state.extra]
+        giver = Giver(self.source if name in self.tree else self.source.of(0), here)
+        if name == "extra":
+            giver.give_values(target, (*self.at, name), name)
+        elif name == "dataloader":
+            giver.give_objects(target, (*self.at, name), name, has_position)
+        else:
+            giver.give_objects(target, (*self.at, name), name)
+        self.missing += giver.missing
 
     def _count_positions(self) -> None:
         dropped = [rank for rank in self.source.ranks if rank >= self.world_size]

@@ -2,8 +2,9 @@
 
 Rules:
 * After ``copy`` returns, nothing that the training does to the source shows in the copy.
-* Tensors that share bytes still do; plain containers keep their kind and stay shared where they were; other values are
-  copied unless they are immutable.
+* Tensors that share bytes still do; plain containers, of exactly the kinds listed here, keep their kind and stay shared
+  where they were. Every other value is copied whole unless it is immutable: with all that it has, never rebuilt from a
+  part of it. The tensors that such an object holds in the open are copied like all others.
 * What comes back never requires grad and lies on the CPU. A DTensor comes back as a DTensor over host memory, with the
   same mesh, placements and shape; a parameter as a plain tensor.
 * A tensor that has no plain bytes (meta, quantised, sparse, freed) is refused, with its path in the state.
@@ -15,7 +16,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, TracebackType
 from typing import Any
@@ -24,16 +26,18 @@ import torch
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.ranks.host_arena import PINNED_BLOCK_BYTES, Arena
-from ckptmirror.ranks.host_layout import Piece, View, place, plan_pieces
+from ckptmirror.ranks.host_layout import Piece, View, bytes_of, place, plan_pieces, view_of
 from ckptmirror.ranks.host_transfer import copy_all
 
 __all__ = ["HostCopier", "Lease"]
 
-_IMMUTABLE = (
-    type(None), bool, int, float, complex, str, bytes, range, frozenset, Enum,
+_IMMUTABLE = frozenset((
+    type(None), bool, int, float, complex, str, bytes, range,
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
-    type, FunctionType, BuiltinFunctionType,
-)  # fmt: skip
+    FunctionType, BuiltinFunctionType,
+))  # fmt: skip
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_SEQUENCES = (list, tuple, deque)
 _COPIED_AS_THEY_ARE = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 )  # copy_ keeps every bit of these; everything else is copied as bytes
@@ -91,7 +95,7 @@ class HostCopier:
         return self._arena.size_bytes
 
     def copy(self, tree: Any) -> Lease:
-        """Copy ``tree``: nested dicts, lists, tuples and dataclasses of tensors and plain values.
+        """Copy ``tree``: nested dicts, lists and tuples of tensors, plain values and objects.
 
         Returns:
             The lease of the copy; release it when it has been written.
@@ -179,10 +183,10 @@ class HostCopier:
                 continue
             storage = self._arena.storage(piece.block, piece.offset, piece.size_bytes)
             for view in piece.views:
-                walk.hosts[view.key] = _view_of(storage, piece, view.tensor)
+                walk.hosts[view.key] = view_of(storage, piece, view.tensor)
             if piece.whole:
-                targets.append(_bytes_of(storage, 0, piece.size_bytes))
-                sources.append(_bytes_of(piece.source, piece.begin, piece.size_bytes))
+                targets.append(bytes_of(storage, 0, piece.size_bytes))
+                sources.append(bytes_of(piece.source, piece.begin, piece.size_bytes))
             else:
                 targets.append(walk.hosts[piece.views[0].key])
                 sources.append(first)
@@ -208,6 +212,15 @@ class _Wrapped:
     stride: tuple[int, ...]
 
 
+@dataclasses.dataclass(slots=True)
+class _Object:
+    """Stands for any other value; ``slots`` for tensors that it holds, by their ids."""
+
+    value: Any
+    slots: dict[int, _Slot | _Wrapped]
+    path: str
+
+
 class _Walk:
     """One pass over a tree: first everything but the tensors' bytes is copied, then the tensors are put in."""
 
@@ -219,12 +232,13 @@ class _Walk:
         self._kept: list[Any] = []  # holds what ids were taken of
         self._built: dict[int, Any] = {}
         self._open: set[int] = set()
+        self._memo: dict[int, Any] = {}  # of all copies of objects, so that what they share stays shared
 
     def outline(self, value: Any, path: str) -> Any:
         """Return ``value`` copied, with a slot in place of every tensor."""
         if isinstance(value, torch.Tensor):
             return self._outline_tensor(value, path)
-        if isinstance(value, _IMMUTABLE):
+        if type(value) in _IMMUTABLE or isinstance(value, (type, Enum)):
             return value
         known = id(value)
         if known in self._copies:
@@ -239,26 +253,24 @@ class _Walk:
         return made
 
     def _outline_container(self, value: Any, path: str) -> Any:
-        if isinstance(value, dict):
-            items = {key: self.outline(item, f"{path}.{key}") for key, item in value.items()}
-            if type(value) is OrderedDict:
-                return OrderedDict(items)
-            return defaultdict(value.default_factory, items) if isinstance(value, defaultdict) else items
-        if isinstance(value, (list, tuple)):
-            entries = [self.outline(item, f"{path}[{index}]") for index, item in enumerate(value)]
-            if hasattr(value, "_fields"):
-                return type(value)(*entries)
-            return tuple(entries) if isinstance(value, tuple) else entries
-        if dataclasses.is_dataclass(value):
-            made = object.__new__(type(value))
-            for field in dataclasses.fields(value):
-                item = self.outline(getattr(value, field.name), f"{path}.{field.name}")
-                object.__setattr__(made, field.name, item)
+        kind = type(value)
+        if kind in _MAPPINGS:
+            made: Any = defaultdict(value.default_factory) if kind is defaultdict else kind()
+            for key, item in value.items():
+                made[key] = self.outline(item, f"{path}.{key}")
             return made
-        try:
-            return copy.deepcopy(value)
-        except Exception as error:
-            raise UsageError(f"{path}: a {type(value).__name__} cannot be copied: {error}") from error
+        if kind in _SEQUENCES or _is_namedtuple(value):
+            entries = [self.outline(item, f"{path}[{index}]") for index, item in enumerate(value)]
+            if kind is deque:
+                return deque(entries, value.maxlen)
+            return kind(entries) if kind in _SEQUENCES else kind(*entries)
+        slots: dict[int, _Slot | _Wrapped] = {}
+        for tensor in _tensors_in(value):
+            try:
+                slots[id(tensor)] = self._outline_tensor(tensor, path)
+            except UsageError:
+                continue  # without plain bytes: it is copied with the object
+        return _Object(value, slots, path)
 
     def _outline_tensor(self, tensor: torch.Tensor, path: str) -> Any:
         known = self._slots.get(id(tensor))
@@ -311,19 +323,54 @@ class _Walk:
         if isinstance(shape, _Wrapped):
             parts = {name: self.rebuild(part) for name, part in shape.parts.items()}
             made = shape.kind.__tensor_unflatten__(parts, shape.context, shape.shape, shape.stride)  # type: ignore[attr-defined]
-        elif isinstance(shape, dict):
+        elif isinstance(shape, _Object):
+            made = self._copy_object(shape)
+        elif type(shape) in _MAPPINGS:
             for key, item in shape.items():
                 shape[key] = self.rebuild(item)
-        elif isinstance(shape, list):
-            shape[:] = [self.rebuild(item) for item in shape]
-        elif isinstance(shape, tuple) and not isinstance(shape, torch.Size):
+        elif type(shape) in (list, deque):
+            for index, item in enumerate(shape):
+                shape[index] = self.rebuild(item)
+        elif isinstance(shape, tuple) and type(shape) not in _IMMUTABLE:
             items = [self.rebuild(item) for item in shape]
-            made = type(shape)(*items) if hasattr(shape, "_fields") else tuple(items)
-        elif dataclasses.is_dataclass(shape) and not isinstance(shape, type):
-            for field in dataclasses.fields(shape):
-                object.__setattr__(shape, field.name, self.rebuild(getattr(shape, field.name)))
+            made = tuple(items) if type(shape) is tuple else type(shape)(*items)
         self._built[known] = made
         return made
+
+    def _copy_object(self, shape: _Object) -> Any:
+        self._memo.update((known, self.rebuild(slot)) for known, slot in shape.slots.items())
+        try:
+            return copy.deepcopy(shape.value, self._memo)
+        except Exception as error:
+            raise UsageError(f"{shape.path}: a {type(shape.value).__name__} cannot be copied: {error}") from error
+
+
+def _is_namedtuple(value: Any) -> bool:
+    """Whether ``value`` is of a class that ``namedtuple`` made, which has nothing beside its fields."""
+    return type(value).__bases__ == (tuple,) and hasattr(value, "_fields") and not hasattr(value, "__dict__")
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in attributes and items of ``value``, however deep, where Python code can see them."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        item = left.pop()
+        if type(item) in _IMMUTABLE or isinstance(item, (type, Enum)) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+            continue
+        if isinstance(item, dict):
+            left += item.values()
+        elif isinstance(item, (list, tuple, set, frozenset, deque)):
+            left += item
+        left += getattr(item, "__dict__", {}).values()
+        for kind in type(item).__mro__:
+            names = vars(kind).get("__slots__", ())
+            names = (names,) if isinstance(names, str) else names
+            left += [getattr(item, name) for name in names if name != "__dict__" and hasattr(item, name)]
 
 
 def _refuse_if_no_bytes(tensor: torch.Tensor, path: str) -> None:
@@ -338,16 +385,3 @@ def _refuse_if_no_bytes(tensor: torch.Tensor, path: str) -> None:
         why = f"a {type(tensor).__name__} does not say how it is made of plain tensors"
     if why:
         raise UsageError(f"{path} cannot be copied: {why}")
-
-
-def _bytes_of(storage: torch.UntypedStorage, begin: int, size_bytes: int) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, begin, (size_bytes,), (1,))
-
-
-def _view_of(storage: torch.UntypedStorage, piece: Piece, source: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(0, dtype=source.dtype)
-    if not piece.whole:
-        stride = torch.empty(source.shape, device="meta").stride()
-        return host.set_(storage, 0, source.shape, stride)
-    offset = (source.storage_offset() * source.element_size() - piece.begin) // source.element_size()
-    return host.set_(storage, offset, source.shape, source.stride())

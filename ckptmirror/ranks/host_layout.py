@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ALIGNMENT_BYTES", "Piece", "View", "place", "plan_pieces"]
+__all__ = ["ALIGNMENT_BYTES", "Piece", "View", "bytes_of", "place", "plan_pieces", "view_of"]
 
 ALIGNMENT_BYTES = 4096  # of pieces of a page and more, so that files can be written from them by direct I/O
 _SMALL_ALIGNMENT_BYTES = 64
@@ -155,3 +155,18 @@ def place(pieces: Sequence[Piece], *, block_limit_bytes: int | None) -> list[int
         piece.block, piece.offset = len(sizes) - 1, sizes[-1]
         sizes[-1] += room
     return sizes
+
+
+def bytes_of(storage: torch.UntypedStorage, begin: int, size_bytes: int) -> torch.Tensor:
+    """Return a part of ``storage`` as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, begin, (size_bytes,), (1,))
+
+
+def view_of(storage: torch.UntypedStorage, piece: Piece, source: torch.Tensor) -> torch.Tensor:
+    """Return the host tensor of ``source``, a view of ``piece``, over the storage that its bytes are copied to."""
+    host = torch.empty(0, dtype=source.dtype)
+    if not piece.whole:
+        stride = torch.empty(source.shape, device="meta").stride()
+        return host.set_(storage, 0, source.shape, stride)
+    offset = (source.storage_offset() * source.element_size() - piece.begin) // source.element_size()
+    return host.set_(storage, offset, source.shape, source.stride())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
@@ -130,6 +131,24 @@ def test_a_tensor_that_shows_one_value_many_times_is_replaced(kind: Kind, tmp_pa
     assert into["x"].tolist() == [0.0, 1.0, 2.0]
 
 
+def test_an_inference_tensor_is_replaced(kind: Kind, tmp_path: Path) -> None:
+    def build(value: float) -> dict[str, Any]:
+        with torch.inference_mode():
+            return {"x": [torch.full((3,), value)]}
+
+    into = build(0.0)
+    through(kind, tmp_path, build(5.0), into)
+    assert into["x"][0].tolist() == [5.0, 5.0, 5.0]
+
+
+def test_a_live_defaultdict_takes_the_saved_factory(kind: Kind, tmp_path: Path) -> None:
+    into: dict[str, Any] = {"counts": defaultdict(list)}
+    counts = into["counts"]
+    through(kind, tmp_path, {"counts": defaultdict(int, a=1)}, into)
+    assert into["counts"] is counts
+    assert counts["new"] == 0
+
+
 HUGE = 1 << 5000
 
 
@@ -144,6 +163,10 @@ class Subclass(numpy.ndarray):
         -HUGE - 1,
         [HUGE, {"deep": (HUGE,)}],
         {HUGE - 1},
+        b"",
+        [b"", {"deep": (b"",)}],
+        {b""},
+        numpy.bytes_(b""),
         numpy.float32(0.1),
         numpy.float64("nan"),
         numpy.int64(7),
@@ -181,6 +204,8 @@ def test_a_value_comes_back_as_the_same_kind(kind: Kind, value: Any, tmp_path: P
         numpy.arange(3).view(Subclass),
         numpy.array([(1, 2.0)], dtype=[("a", int), ("b", float)]).view(numpy.recarray),
         {HUGE: 1},
+        {b"": 1},
+        {(1, b""): 1},
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -207,8 +232,11 @@ def test_a_value_that_the_encoder_lets_through_and_no_load_takes_is_not_committe
         state.extra = {"value": Unloadable(3)}
     else:
         state.optimizer.param_groups[0]["value"] = [Unloadable(3), torch.ones(2)]
-    with pytest.raises(UsageError, match="could not be loaded back, so it is not saved"):
+    with pytest.raises(UsageError, match="could not be loaded back, so it is not saved") as caught:
         save(kind, tmp_path, state)
+    if part == "extra" or kind != "dcp":  # in a DCP directory the message names the entry
+        place = r"extra\.value" if part == "extra" else r"param_groups\[0\]\.value\[0\]"
+        assert re.search(rf"{place}, a Unloadable, could not be .*rank0\.pt\)", caught.value.message)
     assert [path for path in files_below(tmp_path) if ".tmp" not in str(path.relative_to(tmp_path))] == []
 
 

@@ -14,6 +14,7 @@ from format_cases import KINDS, load, same_bits, save
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats import TrainState
 
@@ -104,3 +105,48 @@ def test_a_compiled_module_inside_a_checkpointing_wrapper_keeps_its_moments(
     (found,) = other.model.parameters()
     assert torch.equal(found, parameter)
     same_bits({"m": torch.full((2, 3), 1 / 3)}, dict(other.optimizer.state[found]))
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that keeps a number of its own in its state."""
+
+    calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+        super().load_state_dict(state)
+
+
+def with_critic(seed: int, kind: type[torch.optim.SGD] = Counting) -> tuple[TrainState, TrainState]:
+    """Return a state with another model and its optimizer in ``extra``, and these two as a state of their own."""
+    state, critic = build(seed, torch.float32), build(seed, torch.bfloat16)
+    critic.optimizer = kind(critic.model.parameters(), lr=0.1, momentum=0.5)
+    state.extra = {"critic": critic.model, "optimizers": [critic.optimizer]}
+    return state, critic
+
+
+def test_an_optimizer_in_extra_gets_its_state_exactly(kind: Kind, tmp_path: Path) -> None:
+    state, critic = with_critic(0)
+    critic.optimizer.state[critic.model.weight] = nested_state()
+    critic.optimizer.param_groups[0]["lr"] = 0.25
+    critic.optimizer.calls = 7
+    expected = copy.deepcopy(state_of(critic))
+    meta = save(kind, tmp_path, state)
+    other, found = with_critic(1)
+    report = load(kind, tmp_path, meta, other)
+    assert report.missing == ()
+    assert other.extra["optimizers"][0] is found.optimizer
+    same_bits(expected, state_of(found))
+    assert (found.optimizer.param_groups[0]["lr"], found.optimizer.calls) == (0.25, 7)
+
+
+def test_an_optimizer_in_extra_with_other_groups_is_refused_by_its_place(kind: Kind, tmp_path: Path) -> None:
+    state, _ = with_critic(0)
+    meta = save(kind, tmp_path, state)
+    other, found = with_critic(1)
+    found.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(UsageError, match=r"extra\.optimizers\[0\] does not take its saved state"):
+        load(kind, tmp_path, meta, other)

@@ -218,7 +218,7 @@ class Shadow:
         self.weights = weights
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.weights, "recent": deque([self.weights["inner.weight"]], maxlen=3)}
+        return {"weights": self.weights, "recent": deque([self.weights.get("inner.weight")], maxlen=3)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.weights = state["weights"]
@@ -237,6 +237,9 @@ def sharded_extra(how: str, value: float) -> dict[str, Any]:
         return {name: tensor.detach() for name, tensor in model.named_parameters()}
 
     one, two, three = numbers(), numbers(), numbers()
+    critic = make_state(how)
+    if value:
+        train(critic, 2, dist.get_rank())
     return {
         "dict": one,
         "list": [two["inner.weight"], "text"],
@@ -245,6 +248,8 @@ def sharded_extra(how: str, value: float) -> dict[str, Any]:
         "marked": defaultdict(list, {"a": [two["outer.bias"]]}),
         "object": Shadow(three),
         "objects": [Shadow(numbers())],
+        "critic": critic.model,
+        "optimizers": {"critic": critic.optimizer},
     }
 
 
@@ -255,6 +260,7 @@ def extra_tensors(extra: dict[str, Any]) -> list[Any]:
         *extra["dict"].values(),
         *(extra["list"][0], extra["tuple"][0], extra["deque"][0], extra["marked"]["a"][0]),
         *(tensor for one in objects for tensor in one.weights.values()),
+        *(moments["exp_avg"] for moments in extra["optimizers"]["critic"].state.values()),
     ]
 
 
@@ -284,7 +290,17 @@ def extra_round_trip(how: str, directory: Path, group: Any) -> dict[str, Any]:
             "in_place": all(now is then for now, then in zip(after, before, strict=False)),
             "missing": report.missing,
         }
-    return {"expected": expected, "found": found, "refused": refused_shards(how, rank), "meta": meta}
+        other.model, other.optimizer = other.extra["critic"], other.extra["optimizers"]["critic"]
+        other.extra["epoch"] = 0
+        train(other, 1, rank)
+    refused = refused_shards(how, rank)
+    try:
+        lazy = make_state(how)
+        lazy.extra = {"object": Shadow({})}
+        load(directory, "model", meta, lazy, rank, 2)
+    except UsageError as error:
+        refused["lazy"] = error.message
+    return {"expected": expected, "found": found, "refused": refused, "meta": meta}
 
 
 def refused_shards(how: str, rank: int) -> dict[str, str]:
@@ -292,8 +308,11 @@ def refused_shards(how: str, rank: int) -> dict[str, str]:
     weight = make_state(how).model.inner.weight.detach()
     partial = DTensor.from_local(torch.ones(2), weight.device_mesh, [Partial()])
     row = DTensor.from_local(torch.ones(2), weight.device_mesh, [Replicate()])
+    critic = make_state(how).optimizer
+    critic.state[critic.param_groups[0]["params"][0]] = {"factors": [row]}
     messages = {}
     for name, extra, moment in (
+        ("elsewhere", {"critic": critic}, None),
         ("set", {"here": {weight}}, None),
         ("partial", {"here": [partial]}, None),
         ("moment", {}, {"factors": [row]}),

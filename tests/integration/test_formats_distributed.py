@@ -148,8 +148,10 @@ def test_sharded_values_of_the_users_own_come_back_sharded_and_in_place(tmp_path
             assert found["in_place"], kind
             assert found["missing"] == (), kind
         refused = result["refused"]
+        assert refused["lazy"].startswith("extra.object.weights.embed.weight was saved sharded, and the state here")
         assert refused["set"].startswith("extra.here is a set that holds a DTensor")
         assert refused["partial"].startswith("extra.here[0] is a DTensor whose ranks hold parts of a sum")
+        assert refused["elsewhere"].startswith("extra.critic.state.0.factors[0] is a DTensor of shape (2,)")
         assert refused["moment"].startswith("optimizer.state.embed.weight.factors[0] is a DTensor of shape (2,)")
     for kind in KINDS:
         alone = worker.make_state("plain", seed=1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections import OrderedDict, namedtuple
+import threading
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,26 @@ Pair = namedtuple("Pair", "left right")
 class Shot:
     model: dict[str, Any]
     extra: Any
+
+
+class Words(tuple):
+    """A tuple that is more than its items."""
+
+
+class Named(Pair):
+    """A namedtuple that has room for attributes."""
+
+
+class Bag(dict):
+    """A dict that is more than its items."""
+
+
+@dataclass
+class Seen:
+    count: Any
+
+    def __post_init__(self) -> None:
+        self.total = 0  # not a field
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -134,6 +155,60 @@ def test_structure_and_plain_values_come_back_as_they_were() -> None:
     assert copied.extra.left[0] is not shared
     assert copied.extra.right == tree.extra.right
     assert type(copied.extra.right["size"]) is torch.Size
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Counter("aab"), defaultdict(int, a=1), deque([1, 2], maxlen=3), OrderedDict(b=1, a=2), Pair(1, [2])],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_container_keeps_its_kind_and_its_tensors_are_copied(value: Any) -> None:
+    source = {"here": value, "at": deque([torch.ones(2)]), "count": Counter(t=torch.ones(2))}
+    copied = HostCopier().copy(source).tree
+    assert type(copied["here"]) is type(value)
+    assert copied["here"] == value
+    assert copied["here"] is not value
+    assert getattr(copied["here"], "maxlen", None) == getattr(value, "maxlen", None)
+    assert getattr(copied["here"], "default_factory", None) is getattr(value, "default_factory", None)
+    source["at"][0].zero_()
+    source["count"]["t"].zero_()
+    assert copied["at"][0].tolist() == copied["count"]["t"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("build", [lambda: Words((1, 2)), lambda: Named(1, 2), lambda: Bag(a=1), lambda: Seen(3)])
+def test_an_object_is_copied_with_all_that_it_has(build: Any) -> None:
+    source = build()
+    source.extra = {"weight": torch.ones(3)}
+    copied = HostCopier().copy({"here": source}).tree["here"]
+    source.extra["weight"].zero_()
+    source.extra["new"] = 1
+    assert type(copied) is type(source)
+    assert copied == build()
+    assert vars(copied).keys() == vars(source).keys()
+    assert list(copied.extra) == ["weight"]
+    assert copied.extra["weight"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_tensors_in_objects_share_bytes_with_others_and_take_no_more_memory_than_they_show() -> None:
+    huge = torch.arange(1_000_000.0).view(1000, 1000)
+    weight = torch.nn.Parameter(torch.ones(100))
+    shared = [1]
+    tree = {"one": Seen({"w": weight, "s": shared}), "two": Seen([huge[:, 7], shared]), "weight": weight}
+    lease = HostCopier().copy(tree)
+    one, two, host = (lease.tree[name] for name in ("one", "two", "weight"))
+    assert one.count["w"] is host
+    assert not host.requires_grad
+    assert one.count["s"] is two.count[1]
+    assert torch.equal(two.count[0], huge[:, 7])
+    assert lease.size_bytes == 100 * 4 + 1000 * 4
+    assert two.count[0].untyped_storage().nbytes() == 1000 * 4
+
+
+def test_an_object_that_cannot_be_copied_is_refused_with_its_path_and_holds_nothing() -> None:
+    copier = HostCopier()
+    with pytest.raises(UsageError, match=r"state\.deep\[0\]: a Seen cannot be copied"):
+        copier.copy({"deep": [Seen(threading.Lock())]})
+    assert copier.copy({"fine": 1}).tree == {"fine": 1}
 
 
 def test_tied_weights_and_views_of_one_storage_stay_shared_and_are_copied_once() -> None:

@@ -1,0 +1,67 @@
+"""The positions of data loaders: one, or containers of them, of which some may have none.
+
+Rules:
+* A loader without ``state_dict`` and ``load_state_dict`` is left alone, and named in the log, once.
+* In a saved sequence such a loader's place holds None; in a saved mapping it is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from ckptmirror.formats.giving import state_of
+from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
+
+__all__ = ["has_position", "knows_its_position", "position_of", "warn_left_alone"]
+
+log = logging.getLogger(__name__)
+
+
+def has_position(loader: Any) -> bool:
+    """Whether a data loader has a state of its own that it takes back."""
+    return all(hasattr(loader, name) for name in ("state_dict", "load_state_dict")) and not isinstance(loader, type)
+
+
+def knows_its_position(dataloader: Any) -> bool:
+    """Whether a data loader, or any in a container of them, has a state."""
+    return any(map(has_position, _loaders(dataloader)))
+
+
+def position_of(dataloader: Any, where: str) -> Any:
+    """Return the position of a data loader that has one, of each in a container."""
+    if has_position(dataloader):
+        return state_of(dataloader, where)
+    if is_mapping(dataloader):
+        known = {key: loader for key, loader in dataloader.items() if knows_its_position(loader)}
+        return rebuilt(dataloader, {key: position_of(loader, f"{where}.{key}") for key, loader in known.items()})
+    if is_sequence(dataloader):
+        return rebuilt(dataloader, [position_of(loader, f"{where}[{i}]") for i, loader in enumerate(dataloader)])
+    return None
+
+
+def warn_left_alone(dataloader: Any) -> None:
+    """Log, once for the same kinds, which data loaders have no position to save."""
+    kinds = {type(loader).__qualname__ for loader in _loaders(dataloader) if not has_position(loader)}
+    if dataloader is not None and kinds:
+        _warn(", ".join(sorted(kinds)))
+
+
+@functools.cache
+def _warn(kinds: str) -> None:
+    log.warning(
+        "dataloader: %s without state_dict() and load_state_dict(): its position is not saved, a resumed run starts "
+        "to read where a new one does",
+        kinds,
+    )
+
+
+def _loaders(dataloader: Any) -> Iterator[Any]:
+    items = dataloader.values() if is_mapping(dataloader) else dataloader if is_sequence(dataloader) else None
+    if items is None or has_position(dataloader):
+        yield dataloader
+        return
+    for item in items:
+        yield from _loaders(item)
