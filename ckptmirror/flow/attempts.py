@@ -133,7 +133,7 @@ def join(
     for attempt in known.attempts:
         if attempt.id in apart:
             _log.error(
-                "attempt %d (%s) ran from %s while the mirrors were out of reach, and the run went on without it: its "
+                "attempt %d (%s) ran from %s, the mirrors do not list it, and the run went on without it: its "
                 "saves are superseded. `ckptmirror ls %s` lists them; each can be resumed by its save id.",
                 attempt.number,
                 attempt.id[:8],

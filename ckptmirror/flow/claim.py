@@ -47,6 +47,7 @@ from ckptmirror.local import files
 __all__ = ["RunClaim", "publish_attempts"]
 
 _RACES_LIMIT = 20
+_UNKNOWN = "a rewind or a start over that nothing was saved after would not be known"
 _log = logging.getLogger("ckptmirror.claim")
 
 
@@ -62,6 +63,7 @@ class RunClaim:
         attempt: This attempt; ``attempt.decided`` becomes True with :meth:`decide`.
         known: Every attempt known when the claim was made, without this one, and those that it adopted.
         apart: Those of them that ran apart from the mirrors (``core.lineage.join_lists``), or were adopted.
+        lost: What a list that was lost may have told, and nothing else does; in words.
         unclaimed: Mirrors that did not answer yet, by URL, with the reason.
         fenced: The reason, once a newer attempt was met.
     """
@@ -71,6 +73,7 @@ class RunClaim:
         self.known = known
         self.attempt = attempt
         self.apart: frozenset[str] = frozenset()
+        self.lost: tuple[str, ...] = ()
         self.unclaimed: dict[str, str] = {}
         self.fenced: str | None = None
         self._listed_here = AttemptList(known.run_id)  # what the root listed before this attempt
@@ -125,6 +128,8 @@ class RunClaim:
     def _read(cls, root: Path, mirrors: Sequence[Mirror]) -> RunClaim:
         lists: list[AttemptList] = []
         silent: dict[str, CkptMirrorError] = {}
+        lost: list[str] = []
+        is_told = (root / names.ATTEMPTS_NAME).exists()
         try:
             local, broken = attempts_here(root)
         except LineageError as error:
@@ -144,12 +149,16 @@ class RunClaim:
                 silent[mirror.url] = error
                 continue
             if listed is not None:
-                broken = None  # here is what the root's own list told
+                broken, is_told = None, True  # here is what the root's own list told
+            elif there is not None:
+                lost.append(mirror.url)
             if there is not None:
                 check_run(mirror, there, [*filter(None, [local]), *lists], root)
                 lists.append(there)
         if broken is not None:
             raise broken
+        if local is not None and not is_told:
+            lost.append(str(root))
         try:
             known, apart = join(local, merge_attempts(*lists) if lists else None, root)
         except LineageError as error:
@@ -161,6 +170,7 @@ class RunClaim:
             known = AttemptList(new_id())
         claim = cls(root, known, Attempt(new_id(), next_number(known), None, decided=False))
         claim.apart = apart
+        claim.lost = tuple(f"{place} had no list of attempts, and it was rebuilt: {_UNKNOWN}" for place in lost)
         claim._listed_here = local or AttemptList(known.run_id)
         claim.unclaimed = {url: str(error) for url, error in silent.items()}
         return claim

@@ -100,6 +100,9 @@ class Proposer:
         self._queue = self._plan()
         for url, reason in self._places.silent.items():
             self._not_seen.append(f"{url} did not answer ({reason}): what it alone holds was not seen")
+        for line in self._claim.lost:
+            _log.error("%s", line)
+            self._not_seen.append(line)
 
     def _look(self) -> Places:
         root = self._node.root

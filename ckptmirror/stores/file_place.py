@@ -170,9 +170,12 @@ class Place:
             raise self._vanished(f"{point} is listed in {self._fstab} and is not mounted")
 
     def _vanished(self, why: str) -> StoreTemporary:
-        return StoreTemporary(
-            f"The mirror directory {self._root} is not there ({why}): is it mounted?", hint=_MOUNT_HINT
-        )
+        if self._id is None:
+            hint = _MOUNT_HINT
+        else:
+            known = self._id.decode("ascii", "replace")
+            hint = f"{_MOUNT_HINT} If only {LOCK_FILE} was removed or made anew there, let it hold {known} again."
+        return StoreTemporary(f"The mirror directory {self._root} is not there ({why}): is it mounted?", hint=hint)
 
     def _recognise(self, root: int, make: bool) -> None:
         identity = _read_id(root)
@@ -189,7 +192,10 @@ class Place:
         if identity is not None and re.fullmatch(b"[0-9a-f]{32}", identity):
             self._id = identity
         elif make:
-            raise StorePermanent(f"{self._root}/{LOCK_FILE} holds no id.", hint="Give the mirror another directory.")
+            raise StorePermanent(
+                f"{self._root}/{LOCK_FILE} holds no id.",
+                hint="Let it hold the identity that each root has noted in its .ckptmirror/mirror-*.json.",
+            )
         if make and not self._is_durable:
             fsync_found(root)
             _fsync_above(root)

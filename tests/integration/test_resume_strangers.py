@@ -127,3 +127,22 @@ def test_a_snapshot_that_was_cut_short_before_any_save_keeps_no_job_from_startin
     (snapshot / names.emergency_meta_name(0)).unlink()
     with running(tmp_path) as manager:
         assert manager.resume(new_state()) is None
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_decision_that_went_with_a_lost_list_is_missed_loudly(
+    tmp_path: Path, url: str, mirrored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rewind after which nothing was saved stands in the lists alone."""
+    mirrors = [url] if mirrored else []
+    saved_run(tmp_path / "one", (1, 2, 3), *mirrors)
+    with running(tmp_path / "one", *mirrors) as manager:
+        assert manager.resume(new_state(), policy=1) is not None
+    lost = tmp_path / "nfs" / "run" / names.WRITER_NAME if mirrored else tmp_path / "one" / names.ATTEMPTS_NAME
+    lost.unlink()
+    caplog.clear()
+    with running(tmp_path / ("two" if mirrored else "one"), *mirrors) as manager:
+        start = manager.resume(new_state())
+    assert start is not None
+    assert any("had no list of attempts" in line for line in start.passed_over)
+    assert "had no list of attempts" in caplog.text
