@@ -24,6 +24,7 @@ from ckptmirror.flow.claim import publish_attempts
 from ckptmirror.flow.destination import is_training_root
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
+from ckptmirror.flow.safety import recheck
 from ckptmirror.flow.settled import open_files, open_saves
 from ckptmirror.flow.table_place import note_place, table_path
 from ckptmirror.flow.workers import UploadWorkers, free_dead_workers, still_moving
@@ -156,6 +157,7 @@ def push(
         table.retry_failed(mirror=spec.url)
         mirrors = open_mirrors([spec], root, table)
         try:
+            recheck(table, mirrors)
             # No reconcile: it would give every other save a record too, and only these were asked for.
             ids = [meta.save_id for meta in metas]
             report = _run(root, table, mirrors, timeout_s, bus or events.EventBus(), on_progress, ids)

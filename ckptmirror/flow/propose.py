@@ -256,6 +256,15 @@ class Proposer:
     def _unknown_from(self, chosen: Meta) -> list[str]:
         """Report the saves, as new as the chosen one, of which no list of attempts tells."""
         lines = []
+        if self._policy == "auto":
+            for save in self._order.superseded:
+                if save.step > chosen.step and save.save_id in self._places.disk.saves:
+                    _log.error(
+                        "step %d (save %s) lies whole here and is superseded: a later attempt went on from an earlier "
+                        "save. If that was not meant, resume it by its save id.",
+                        save.step,
+                        save.save_id[:8],
+                    )
         for save in self._strangers:
             if save.step >= chosen.step and save.save_id != chosen.save_id:
                 lines.append(

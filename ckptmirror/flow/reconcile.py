@@ -33,6 +33,7 @@ from ckptmirror.flow.destination import Destination
 from ckptmirror.flow.emergency_files import remove_stale_notes
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.rotate import finish_interrupted
+from ckptmirror.flow.safety import recheck
 from ckptmirror.flow.settled import open_saves
 from ckptmirror.flow.trash import empty_trash, parsed_in_trash
 from ckptmirror.flow.workers import free_dead_workers
@@ -182,9 +183,13 @@ def _add(table: UploadsTable, urls: Sequence[str], meta: Meta) -> int:
 
 
 def carry_on(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> None:
-    """What a start does once mirrors can be asked: try failed uploads once more, and finish cut-short rotations."""
+    """What a start does once mirrors can be asked.
+
+    Failed uploads are tried once more, what was verified is asked for, and rotations that were cut short are finished.
+    """
     table.retry_failed()
     try:
+        recheck(table, mirrors)
         finish_interrupted(root, table, mirrors)
     except CkptMirrorError as error:
         _log.error("a rotation that was cut short is not finished: %s", error)

@@ -139,8 +139,8 @@ class Staging:
         for save in stale:
             there = catalog.saves.get(save.meta.save_id)
             came_from_here = (save.meta.staged_from, save.meta.run_id) == (self._mirror.url, meta.run_id)
-            if came_from_here and not self._in_training:
-                continue
+            if came_from_here and not self._in_training and not catalog.problems:
+                continue  # what is broken on the mirror may be this very save
             if there is None or not self._holds(there, save.meta):
                 raise RefusedOnlyCopy(
                     f"{save.meta_path} is save {save.meta.save_id[:8]}, which {self._mirror.url} does not hold whole: "
