@@ -40,6 +40,7 @@ from ckptmirror.flow.save_parts import (
     SaveRequest,
     Twins,
     agreed_context,
+    holdings_of,
     import_formats,
 )
 from ckptmirror.local import files
@@ -309,7 +310,7 @@ class Saver:
         except OSError as error:
             failure = LocalStorageUnwritable(f"{self.root} cannot be listed: {error.strerror}.")
         plans = self._ranks.exchange(
-            Plan(request.step, request.kinds, request.number, save_id, free),
+            Plan(request.step, request.kinds, request.number, save_id, free, holdings_of(copied)),
             what=f"agree on a save (number {request.number})",
             error=failure,
         )

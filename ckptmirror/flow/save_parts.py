@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmirror.core.codec import finite_metrics, plain_values
-from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable, RankFailed
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable, RankFailed, UsageError
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.names import SaveName, parse_name
 from ckptmirror.flow.mirrors import MirrorSpec
@@ -35,6 +35,7 @@ __all__ = [
     "SaveRequest",
     "Twins",
     "agreed_context",
+    "holdings_of",
     "import_formats",
 ]
 
@@ -77,6 +78,14 @@ class Plan:
     number: int
     save_id: str
     free: bool
+    holds: str = ""
+
+
+def holdings_of(copied: object) -> str:
+    """What a rank's optimizer has state of, as a hash."""
+    from ckptmirror.formats.capture import optimizer_holdings
+
+    return optimizer_holdings(copied.snapshot) if isinstance(copied, Copied) else ""
 
 
 def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteContext:
@@ -84,6 +93,7 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteCont
 
     Raises:
         RankFailed: They do not plan the same save.
+        UsageError: Their optimizers hold the state of different parameters, of which one rank's would be saved.
     """
     from ckptmirror.formats.base import WriteContext
 
@@ -95,6 +105,12 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteCont
                 f"{rank} saves step {ours.step} {ours.kinds} as its save {ours.number}.",
                 hint="Call save() with the same step and kinds on every rank.",
             )
+    if len({plan.holds for plan in plans if plan.holds}) > 1:
+        raise UsageError(
+            "The optimizers of the ranks hold the state of different parameters, and an optimizer's state is saved "
+            "once for all ranks.",
+            hint='Give this optimizer as TrainState(extra={"optimizer": …}): what is there is saved for each rank.',
+        )
     save_id = plans[0].save_id
     leader_of_node = plans[rank - ranks.local_rank]
     return WriteContext(

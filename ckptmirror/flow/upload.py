@@ -21,6 +21,7 @@ from ckptmirror.local.uploads import Claim
 __all__ = ["LEASE_S", "TRIES_LIMIT", "UploadContext", "upload_claimed"]
 
 TRIES_LIMIT = 10_000  # about a week at the longest delay
+_random = random.Random()  # the training's own numbers stay its own
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 60.0
 
@@ -57,7 +58,7 @@ def _put_back(context: UploadContext, claim: Claim, error: Exception) -> None:
         _fail(context, claim, f"gave up after {tries} tries: {error}")
         return
     longest = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(tries, 10))
-    delay_s = max(getattr(error, "retry_after_s", None) or 0.0, random.uniform(0.0, longest))  # full jitter
+    delay_s = max(getattr(error, "retry_after_s", None) or 0.0, _random.uniform(0.0, longest))  # full jitter
     if isinstance(error, NotAuthorised):
         delay_s = max(delay_s, min(longest, 5.0))
     reason = f"{type(error).__name__}: {error}"

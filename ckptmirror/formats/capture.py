@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 _ARCHITECTURE = "architecture_hash"
+_HOLDINGS = "optimizer_holds"
 
 
 def capture(
@@ -113,6 +114,8 @@ def capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
     sharded = has_shards(model) or has_shards(optimizer)
     extra = _capture_extra(state, step=step, with_ema=sharded or rank == 0)
     extra[_ARCHITECTURE] = _hash_of_shapes(model)
+    if optimizer is not None and not sharded:
+        extra[_HOLDINGS] = _hash_of_holdings(optimizer["state"])
     return Snapshot(model, optimizer, None, extra, sharded or has_shards(extra))
 
 
@@ -136,6 +139,16 @@ def architecture_hash(snapshot: Snapshot) -> str:
     """Return a hash of the whole model's names, shapes and dtypes: the same on every rank, however it is sharded."""
     known = snapshot.extra.get(_ARCHITECTURE)
     return known if isinstance(known, str) else _hash_of_shapes(snapshot.model)
+
+
+def optimizer_holdings(snapshot: Snapshot) -> str:
+    """Return a hash of what the optimizer has state of, "" where it is sharded; of one rank it is all if all agree."""
+    return str(snapshot.extra.get(_HOLDINGS, ""))
+
+
+def _hash_of_holdings(state: dict[str, Any]) -> str:
+    held = [(str(name), sorted(map(str, of)) if isinstance(of, dict) else []) for name, of in state.items()]
+    return hashlib.sha256(repr(sorted(held)).encode()).hexdigest()
 
 
 def fingerprint(snapshot: Snapshot) -> str:
@@ -210,8 +223,10 @@ def _capture_extra(state: TrainState, *, step: int, with_ema: bool) -> dict[str,
     warn_left_alone(state.dataloader)
     if knows_its_position(state.dataloader):
         extra["dataloader"] = encode(position_of(state.dataloader, "dataloader"), "dataloader")
-    if state.ema is not None and with_ema:
-        extra["ema"] = encode(state_of(state.ema, "ema", objects_only=True), "ema")
+    if state.ema is not None:
+        ema = encode(state_of(state.ema, "ema", objects_only=True), "ema")
+        if with_ema or has_shards(ema):  # beside a model that is whole on each rank it may be sharded all the same
+            extra["ema"] = ema
     if state.extra is not None:
         extra["extra"] = encode({key: state_of(value, f"extra.{key}") for key, value in state.extra.items()}, "extra")
     for name, tensor in walk_tensors({key: value for key, value in extra.items() if key != "rng"}):

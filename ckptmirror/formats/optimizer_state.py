@@ -17,6 +17,7 @@ Rules:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ __all__ = [
     "plan_optimizer",
     "state_by_key",
 ]
+
+_log = logging.getLogger("ckptmirror.formats")
 
 _SCALARS = (type(None), bool, int, float, complex)
 
@@ -65,6 +68,7 @@ def capture_optimizer(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     for one in optimizers_of(optimizer):
         raw = _state_dict(one)
+        _refuse_more(raw)
         by_id: dict[Any, str] = {}
         for index, (group, saved) in enumerate(zip(one.param_groups, raw["param_groups"], strict=True)):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
@@ -235,10 +239,16 @@ def _apply(
         one.load_state_dict(result)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UsageError(f"The {where} does not take the saved state: {error}") from error
+    lacking = []
     for parameter, name in _live_names(one, plan):
         if parameter in one.state:
             cast = saved_dtypes.get(name, parameter.dtype) != parameter.dtype
-            one.state[parameter] = _restore(one.state[parameter], state.get(name), parameter, cast=cast)
+            restored = _restore(one.state[parameter], state.get(name), parameter, cast=cast)
+            one.state[parameter] = _laid_out(restored, parameter)
+        elif state and parameter.requires_grad:
+            lacking.append(str(name))
+    if lacking:
+        _log.warning("the save holds no %s state of %s, which begins anew", where, _some(lacking))
 
 
 def _live_names(one: Any, plan: Plan) -> Iterator[tuple[torch.Tensor, str]]:
@@ -281,6 +291,21 @@ def _restore(now: Any, saved: Any, parameter: torch.Tensor, *, cast: bool) -> An
     return now
 
 
+def _laid_out(state: Any, parameter: torch.Tensor) -> Any:
+    """Return a parameter's state with its tensors in memory as the parameter is: fused kernels walk both alike."""
+    if not isinstance(state, dict) or isinstance(parameter, DTensor):
+        return state
+    for key, value in state.items():
+        if (
+            isinstance(value, torch.Tensor)
+            and not isinstance(value, DTensor)
+            and value.shape == parameter.shape
+            and value.stride() != parameter.stride()
+        ):
+            state[key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+    return state
+
+
 def _moved(value: Any, parameter: torch.Tensor, *, cast: bool, key: Any = None) -> Any:
     """Return a saved value with the tensors in it on the parameter's device, in new containers."""
     if isinstance(value, torch.Tensor):
@@ -305,6 +330,16 @@ def _check_shards(tree: Any, shape: torch.Size | None, where: str) -> None:
         raise UsageError(
             f"{where} is a DTensor of shape {tuple(tree.shape)}, not of its parameter's: no load could shard it again.",
             hint="Keep it as a plain tensor (full_tensor()), or in the shape of the parameter.",
+        )
+
+
+def _refuse_more(raw: Mapping[str, Any]) -> None:
+    """Refuse an optimizer that keeps something beside state and param_groups, which has no place under names here."""
+    more = sorted(str(key) for key in raw if key not in ("state", "param_groups"))
+    if more:
+        raise UsageError(
+            f"The optimizer's state_dict() also holds {_some(more)}, which would not be saved.",
+            hint='Give this optimizer as TrainState(extra={"optimizer": …}), where all of its state is kept.',
         )
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["RetryingStore"]
 
 _Result = TypeVar("_Result")
+_random = random.Random()  # the training's own numbers stay its own
 
 
 class RetryingStore(StoreDecorator):
@@ -143,7 +144,7 @@ class RetryingStore(StoreDecorator):
         limit_s = min(self._longest_delay_s, self._first_delay_s * 2.0 ** min(state.attempt_number - 1, 30))
         error = state.outcome.exception() if state.outcome is not None else None
         asked_s = error.retry_after_s if isinstance(error, StoreTemporary) else None
-        return max(random.uniform(0.0, limit_s), asked_s or 0.0)
+        return max(_random.uniform(0.0, limit_s), asked_s or 0.0)
 
 
 class _Listing:

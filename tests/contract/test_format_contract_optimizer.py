@@ -150,3 +150,63 @@ def test_an_optimizer_in_extra_with_other_groups_is_refused_by_its_place(kind: K
     found.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     with pytest.raises(UsageError, match=r"extra\.optimizers\[0\] does not take its saved state"):
         load(kind, tmp_path, meta, other)
+
+
+def trained(channels_last: bool) -> TrainState:
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+    step(state, 0)
+    return state
+
+
+def step(state: TrainState, seed: int) -> None:
+    torch.manual_seed(seed)
+    state.optimizer.zero_grad()
+    state.model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+    state.optimizer.step()
+
+
+@pytest.mark.parametrize("was_channels_last", [True, False])
+def test_moments_lie_in_memory_as_their_parameters_do(kind: Kind, was_channels_last: bool, tmp_path: Path) -> None:
+    """A fused kernel walks both alike, whatever their strides say."""
+    saved, fresh = trained(was_channels_last), trained(True)
+    meta = save(kind, tmp_path, saved)
+    load(kind, tmp_path, meta, fresh)
+    for parameter in fresh.model.parameters():
+        assert fresh.optimizer.state[parameter]["exp_avg"].stride() == parameter.stride()
+    for one in (saved, fresh):
+        step(one, 7)
+    for name, parameter in saved.model.named_parameters():
+        assert torch.equal(parameter, fresh.model.get_parameter(name))
+
+
+def test_what_an_optimizer_keeps_beside_its_state_is_refused_and_kept_in_extra(kind: Kind, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = Counting(model.parameters(), lr=0.1)
+    optimizer.calls = 5
+    with pytest.raises(UsageError, match="calls") as refused:
+        save(kind, tmp_path, TrainState(model=model, optimizer=optimizer))
+    assert "extra" in refused.value.hint
+    (tmp_path / "other").mkdir()
+    meta = save(kind, tmp_path / "other", TrainState(model=model, extra={"optimizer": optimizer}))
+    fresh = TrainState(model=nn.Linear(2, 2), extra={"optimizer": Counting(model.parameters(), lr=0.1)})
+    load(kind, tmp_path / "other", meta, fresh)
+    assert fresh.extra is not None
+    assert fresh.extra["optimizer"].calls == 5
+
+
+def test_state_that_the_save_lacks_for_some_parameters_is_missed_loudly(
+    kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where each rank keeps the state of its own parameters only, one rank's is not all of it."""
+    saved, fresh = trained(False), trained(False)
+    del saved.optimizer.state[saved.model.bias]
+    fresh.optimizer.state.clear()
+    meta = save(kind, tmp_path, saved)
+    load(kind, tmp_path, meta, fresh)
+    assert "holds no optimizer state of" in caplog.text
+    assert "bias" in caplog.text
