@@ -152,23 +152,24 @@ def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, step: int | L
 
     Raises:
         IntegrityError: Of the step that was asked for, the save that stands is broken.
-        Temporary: The newest cannot be read now.
+        Temporary: It cannot be read now.
         NotAuthorised: The same, and the mirror does not accept the credentials.
     """
     known = catalog.attempts.attempts if catalog.attempts else [other.attempt for other in catalog.saves.values()]
     saves = [facts_of(other) for other in catalog.saves.values()]
     in_line = first_in_line(catalog.problems, [attempt for attempt in known if attempt.decided], saves)
     for name, problem in passed_by(Candidate(facts_of(meta), kind, (catalog.place,)), in_line).items():
-        if kind not in problem.kinds or (step != "latest" and problem.step != step):
+        if kind not in problem.kinds:
             continue
-        if problem.hindrance:
+        if step == "latest":  # one broken meta keeps nobody from the other steps
+            _log.warning("passed over %s/%s: %s", catalog.place, name, problem.why)
+        elif problem.step == step and problem.hindrance:
             raise not_readable(f"{catalog.place}/{name}", problem.why, problem.hindrance)
-        if step != "latest":
+        elif problem.step == step:
             raise IntegrityError(
                 f"The save of step {step} that stands on {catalog.place} is broken ({name}: {problem.why}).",
                 hint="Stage it from another mirror, or take an older save of the step with --superseded.",
             )
-        _log.warning("passed over %s/%s: %s", catalog.place, name, problem.why)
 
 
 def stage_save(
