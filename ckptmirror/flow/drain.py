@@ -199,8 +199,9 @@ def _reconcile_if_free(
     lock = RootLock(root)
     try:
         lock.acquire({"verb": "drain"})
-    except RootLocked:
-        return []  # a live trainer looks after its root itself
+    except RootLocked:  # a live trainer looks after its root itself; what its mirrors hold it asked when it started
+        recheck(table, mirrors)
+        return []
     try:
         done = reconcile(root, table, specs)
     finally:

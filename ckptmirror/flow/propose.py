@@ -259,7 +259,7 @@ class Proposer:
         if self._policy == "auto":
             for save in self._order.superseded:
                 if save.step > chosen.step and save.save_id in self._places.disk.saves:
-                    _log.error(
+                    _log.warning(
                         "step %d (save %s) lies whole here and is superseded: a later attempt went on from an earlier "
                         "save. If that was not meant, resume it by its save id.",
                         save.step,

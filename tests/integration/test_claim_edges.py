@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,6 @@ from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from tests.factory import make_attempt
 from tests.mirror_place import memory_url
-
-BUCKET = "claims"
-_numbers = itertools.count(1)
 
 
 def opened(url: str) -> Mirror:

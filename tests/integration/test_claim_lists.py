@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,9 +27,6 @@ from ckptmirror.stores.base import Store
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from tests.factory import FIRST_ATTEMPT, make_attempt, make_save, of_a_later_version, put_attempts, put_on_mirror
 from tests.mirror_place import memory_url, object_names
-
-BUCKET = "claims"
-_numbers = itertools.count(1)
 
 
 def opened(url: str) -> Mirror:

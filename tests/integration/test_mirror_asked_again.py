@@ -9,6 +9,7 @@ import pytest
 from ckptmirror.core.errors import IntegrityError, RefusedOnlyCopy
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.stage import stage_checkpoint_step
+from ckptmirror.local.lock import RootLock
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
 from tests.mirror_place import memory_url
@@ -47,6 +48,19 @@ def test_i9_what_an_emptied_mirror_lost_is_sent_again_by_whoever_comes_next(tmp_
             manager.rotate()  # behind what the start asks
             manager.wait("mirrored", timeout_s=30)
     assert {info.name for info in store.list()} >= before
+
+
+def test_i9_a_drain_beside_a_live_trainer_asks_too(tmp_path: Path) -> None:
+    url = memory_url()
+    saved_run(tmp_path, (1,), url)
+    emptied(open_store(url))
+    lock = RootLock(tmp_path)
+    lock.acquire({"pid": 1})
+    try:
+        assert drain(tmp_path, timeout_s=30).pending == 0
+    finally:
+        lock.release()
+    assert "meta_000001.json" in {info.name for info in open_store(url).list()}
 
 
 def test_i1_refresh_keeps_a_copy_whose_save_is_broken_on_the_mirror(tmp_path: Path) -> None:
