@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from pathlib import Path
 from ckptmirror.core import names
 from ckptmirror.core.errors import ConfigError, IntegrityError, NameTaken, StoreTemporary
 from ckptmirror.core.model import new_id
+from ckptmirror.core.sealed_json import open_sealed, seal
 from ckptmirror.local import files
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import normalise_url, open_store
@@ -35,7 +36,9 @@ __all__ = [
     "open_mirrors",
 ]
 
+_NOTE_FORMAT = "ckptmirror-mirror"
 _NOTE_LIMIT_BYTES = 64 * 1024
+_log = logging.getLogger("ckptmirror")
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,11 @@ def open_mirrors(specs: Iterable[MirrorSpec], root: Path, table: UploadsTable | 
 
 
 class _Memory:
-    """Remembers which place a mirror is, in the table and in a note beside it: a table may be made anew."""
+    """Remembers which place a mirror is, in the table and in a note beside it: a table may be made anew.
+
+    The note stands where the two differ. A broken one is written anew from the table; if that knows nothing either,
+    the place is unknown, which is not the same as never met.
+    """
 
     def __init__(self, root: Path, table: UploadsTable, url: str) -> None:
         self._table = table
@@ -111,27 +118,35 @@ class _Memory:
 
     def recall(self) -> str | None:
         """Return the identity that is remembered; None if none is."""
-        return self._noted() or self._table.mirror_identity(self._url)
+        try:
+            return self._noted() or self._table.mirror_identity(self._url)
+        except IntegrityError as error:
+            kept = self._table.mirror_identity(self._url)
+            if kept is None:
+                raise StoreTemporary(
+                    f"{self._note} is broken, so it is unknown which place {self._url} was: {error}",
+                    hint=f"See that the mirror is mounted, then remove {self._note}.",
+                ) from error
+            _log.warning("%s is broken and is written anew from the pending-uploads table: %s", self._note, error)
+            files.write_bytes(self._note, self._sealed(kept), save_id=new_id(), replace=True)
+            return kept
 
     def remember(self, identity: str) -> str:
         """Keep an identity, unless one is kept already, and return the one that is kept."""
         kept = self._table.remember_mirror_identity(self._url, identity)
-        data = json.dumps({"url": self._url, "identity": kept}).encode()
         with contextlib.suppress(NameTaken):  # what was noted first stands
-            files.write_bytes(self._note, data, save_id=new_id())
+            files.write_bytes(self._note, self._sealed(kept), save_id=new_id())
         return self._noted() or kept
+
+    def _sealed(self, identity: str) -> bytes:
+        return seal(_NOTE_FORMAT, {"url": self._url, "identity": identity})
 
     def _noted(self) -> str | None:
         try:
-            note = json.loads(files.read_limited(self._note, _NOTE_LIMIT_BYTES))
-            return str(note["identity"])
+            note = open_sealed(files.read_limited(self._note, _NOTE_LIMIT_BYTES), {_NOTE_FORMAT})
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, IntegrityError) as error:  # broken is not the same as never met
-            raise StoreTemporary(
-                f"{self._note} is broken, so it is unknown which place {self._url} was.",
-                hint="See that the mirror is mounted, then remove that file.",
-            ) from error
+        return str(note.get("identity"))
 
 
 def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:

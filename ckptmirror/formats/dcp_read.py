@@ -33,7 +33,7 @@ from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges, file_names
 from ckptmirror.formats.live import check_fits, finish_model, pair_names, warn_missing
-from ckptmirror.formats.names import live_values
+from ckptmirror.formats.names import live_values, makes_room
 from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
 from ckptmirror.formats.plain import decode
 from ckptmirror.formats.unpickle import broken, check_regular, load_stream, loads_metadata, refused_as_usage
@@ -207,20 +207,21 @@ def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: SafeRead
         raise UsageError(f"{reader.path} holds no model.")
     live = live_values(module)
     names = pair_names(saved, live)
+    is_free = makes_room(module)
     flat: dict[str, Any] = {}
+    in_place = set()
     dtypes: dict[str, torch.dtype] = {}
     for name, value in live.items():
         whole = saved[names[name]]
         tensor = _tensor_of(whole)
-        check_fits(name, None if tensor is None else tuple(tensor.size), value)
-        if tensor is not None:
+        if check_fits(name, None if tensor is None else tuple(tensor.size), value, is_free=is_free(name)):
+            in_place.add(name)
+        if tensor is not None and isinstance(value, torch.Tensor):
             dtypes[names[name]] = tensor.properties.dtype
-        flat.update({e.key: value if tensor is not None else _allocate(e.described, None) for e in whole})
+        flat.update({e.key: value if name in in_place else _allocate(e.described, None) for e in whole})
     _read(flat, reader)
     loaded = {
-        name: value
-        if isinstance(value, torch.Tensor)
-        else decode(_assemble([(e.path[2:], flat[e.key]) for e in saved[names[name]]]))
+        name: value if name in in_place else decode(_assemble([(e.path[2:], flat[e.key]) for e in saved[names[name]]]))
         for name, value in live.items()
     }
     finish_model(module, loaded, live, {name: dtypes[names[name]] for name in live if names[name] in dtypes})

@@ -3,6 +3,7 @@
 Rules:
 * Names, shapes and kinds of values are compared before the first value is copied, so a wrong checkpoint leaves the
   model as it was.
+* What a module sizes by its data (extra state, the buffers of observers) is given to it as it was saved.
 * Values are copied into the existing tensors, shard by shard, without talking to other ranks; the model's own
   ``load_state_dict`` runs at the end, so its hooks and extra state are honoured.
 """
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import UsageError
-from ckptmirror.formats.names import live_values, match_names
+from ckptmirror.formats.names import live_values, makes_room, match_names
 from ckptmirror.formats.shards import Piece, fill, region_of
 
 __all__ = ["check_fits", "finish_model", "load_model", "pair_names", "warn_missing", "warn_unused"]
@@ -49,12 +50,24 @@ def pair_names(saved: Iterable[str], live: Mapping[str, Any]) -> dict[str, str]:
     return by_live
 
 
-def check_fits(name: str, shape: tuple[int, ...] | None, live: Any) -> None:
+def check_fits(name: str, shape: tuple[int, ...] | None, live: Any, *, is_free: bool = False) -> bool:
     """Compare one saved value (``shape``: None for a value that is not a tensor) with the live one.
+
+    Args:
+        name: For messages.
+        shape: Of the saved tensor.
+        live: The live value.
+        is_free: Whether the module takes it in another form than the live one has (``names.makes_room``).
+
+    Returns:
+        Whether it can be copied into the live tensor.
 
     Raises:
         UsageError: They cannot fit; names both shapes.
     """
+    same = shape == (tuple(live.shape) if isinstance(live, torch.Tensor) else None)
+    if (same and shape is None) or (not same and is_free):
+        return False
     if (shape is None) != (not isinstance(live, torch.Tensor)):
         raise UsageError(f"{name} is a tensor on one side only: in the checkpoint or in the model.")
     if shape is not None and shape != tuple(live.shape):
@@ -66,6 +79,7 @@ def check_fits(name: str, shape: tuple[int, ...] | None, live: Any) -> None:
         raise UsageError(
             f"{name} is on the meta device.", hint='Call model.to_empty(device="cpu") (or "cuda") before loading.'
         )
+    return True
 
 
 def load_model(
@@ -80,21 +94,22 @@ def load_model(
     """
     live = live_values(module)
     names = pair_names(saved, live)
+    is_free = makes_room(module)
     dtypes: dict[str, torch.dtype] = {}
-    for name, value in live.items():
-        item = saved[names[name]]
-        check_fits(name, _shape(item), value)
-        if (data := _data(item)) is not None:
-            dtypes[names[name]] = data.dtype
     loaded: dict[str, Any] = {}
     for name, value in live.items():
         item = saved[names[name]]
-        if not isinstance(value, torch.Tensor):
-            loaded[name] = item
+        data = _data(item)
+        fits = check_fits(name, _shape(item), value, is_free=is_free(name) and not _is_cut(item))
+        loaded[name] = value if fits else item if data is None else data
+        if data is not None and isinstance(value, torch.Tensor):
+            dtypes[names[name]] = data.dtype
+    for name, value in live.items():
+        if loaded[name] is not value or not isinstance(value, torch.Tensor):
             continue
+        item = saved[names[name]]
         local = value.to_local() if isinstance(value, DTensor) else value
         fill(local, region_of(value), _pieces(item, names[name], others), name)
-        loaded[name] = value
     finish_model(module, loaded, live, {name: dtypes[names[name]] for name in live if names[name] in dtypes})
     return dtypes
 
@@ -139,6 +154,10 @@ def _data(item: Any) -> torch.Tensor | None:
     if isinstance(item, Piece):
         return item.data
     return item if isinstance(item, torch.Tensor) else None
+
+
+def _is_cut(item: Any) -> bool:
+    return isinstance(item, Piece) and item.region.sizes != item.region.shape
 
 
 def _shape(item: Any) -> tuple[int, ...] | None:

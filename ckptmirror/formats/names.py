@@ -10,14 +10,14 @@ Rules:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["bare", "live_parameters", "live_values", "match_names"]
+__all__ = ["bare", "live_parameters", "live_values", "makes_room", "match_names"]
 
 _PREFIX = "module"
 _CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -33,12 +33,39 @@ def live_values(model: torch.nn.Module) -> dict[str, Any]:
 
 def live_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield every parameter under each of its clean names (a tied one more than once)."""
+    clean = _cleaner(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield clean(name), parameter
+
+
+def makes_room(model: torch.nn.Module) -> Callable[[str], bool]:
+    """Return what says of a clean name whether the module that has the value takes it in another shape.
+
+    Extra state may be anything. Observers and fake quantizers size their buffers by the data that they have seen, and
+    make room for those of a checkpoint in a ``_load_from_state_dict`` of their own. Parameters always have to fit.
+    """
+    clean = _cleaner(model)
+    plain = torch.nn.Module._load_from_state_dict
+    own = {
+        clean(name)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if type(module)._load_from_state_dict is not plain
+    }
+    parameters = {name for name, _ in live_parameters(model)}
+
+    def answer(name: str) -> bool:
+        owner, _, last = name.rpartition(".")
+        return last == "_extra_state" or (owner in own and name not in parameters)
+
+    return answer
+
+
+def _cleaner(model: torch.nn.Module) -> Callable[[str], str]:
     outermost: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):  # from the outside to the inside
         outermost.setdefault(_without_checkpointing(name), module)
     wrappers = {name for name, module in outermost.items() if _wraps(module)}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield _without_wrappers(_without_checkpointing(name), wrappers), parameter
+    return lambda name: _without_wrappers(_without_checkpointing(name), wrappers)
 
 
 def _wraps(module: torch.nn.Module) -> bool:

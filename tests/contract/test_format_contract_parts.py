@@ -222,3 +222,50 @@ def test_a_hostile_pickle_in_the_place_of_any_file_runs_nothing(kind: Kind, tmp_
             load(kind, tmp_path, meta, make_state(seed=1))
         assert not (tmp_path / "owned").exists()
         path.write_bytes(whole)
+
+
+class Observer(nn.Module):
+    """Sizes its buffer and its extra state by the data, as the observers of torch's quantizers do."""
+
+    highest: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("highest", torch.empty(0))
+        self.history: torch.Tensor | None = None
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        self.highest, self.history = data.detach().amax(0), data.detach().flatten()
+        return data
+
+    def get_extra_state(self) -> Any:
+        return self.history
+
+    def set_extra_state(self, state: Any) -> None:
+        self.history = state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        self.highest.resize_(state_dict[f"{prefix}highest"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+
+def test_what_a_module_sizes_by_its_data_comes_back_into_a_fresh_one(kind: Kind, tmp_path: Path) -> None:
+    model, fresh = (nn.Sequential(nn.Linear(3, 4), Observer()) for _ in range(2))
+    model(torch.randn(2, 3))
+    meta = save(kind, tmp_path, TrainState(model=model))
+    load(kind, tmp_path, meta, TrainState(model=fresh))
+    assert fresh[1].history is not None
+    same_bits(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_a_parameter_has_to_fit_whatever_its_module_does(kind: Kind, tmp_path: Path) -> None:
+    class Picky(nn.BatchNorm1d):
+        def _load_from_state_dict(self, *arguments: Any) -> None:
+            super()._load_from_state_dict(*arguments)
+
+    meta = save(kind, tmp_path, TrainState(model=nn.Sequential(nn.Linear(2, 2), Picky(4))))
+    fresh = nn.Sequential(nn.Linear(2, 2), Picky(5))
+    before = {name: value.clone() for name, value in fresh.state_dict().items()}
+    with pytest.raises(UsageError, match="has the shape"):
+        load(kind, tmp_path, meta, TrainState(model=fresh))
+    same_bits(dict(fresh.state_dict()), before)  # nothing was copied

@@ -278,11 +278,20 @@ def test_a_disk_that_is_full_of_safe_saves_makes_room_for_the_one_that_is_brough
     assert 2 not in whole(tmp_path / "one")
 
 
-def test_i12_a_broken_note_of_which_place_a_mirror_is_is_not_taken_for_nothing(tmp_path: Path, url: str) -> None:
-    saved_run(tmp_path / "root", (2,), url)
-    (note,) = (tmp_path / "root" / names.CONTROL_DIR).glob("mirror-*.json")
-    note.write_bytes(b"{}")
-    with running(tmp_path / "root", url) as manager:
+@pytest.mark.parametrize("is_table_there", [True, False])
+def test_i12_a_broken_note_of_which_place_a_mirror_is_is_not_taken_for_nothing(
+    tmp_path: Path, url: str, is_table_there: bool
+) -> None:
+    root = tmp_path / "root"
+    saved_run(root, (2,), url)
+    (note,) = (root / names.CONTROL_DIR).glob("mirror-*.json")
+    before = note.read_bytes()
+    note.write_bytes(before.replace(b'"identity":"', b'"identity":"x', 1))
+    if not is_table_there:
+        for path in root.glob(f"{names.TABLE_NAME}*"):
+            path.unlink()
+    with running(root, url) as manager:
         start = manager.resume(new_state())
     assert start is not None, "the disk serves"
-    assert any("did not answer" in line for line in start.passed_over)
+    assert any("did not answer" in line for line in start.passed_over) is not is_table_there
+    assert (note.read_bytes() == before) is is_table_there, "what the table knows is noted anew"
