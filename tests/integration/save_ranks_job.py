@@ -78,6 +78,8 @@ def everything_that_happens(rank: int, base: str) -> dict[str, Any]:
     failing_saves(rank, place / "root", found)
     resumes(rank, place, found)
     sharded(rank, place / "sharded", found)
+    for kind in ("dcp", "model", "emergency"):
+        found[f"sharded ema {kind}"] = sharded_ema(rank, place / f"sharded-ema-{kind}", kind)
     unseen(rank, place / "unseen", found)
     return found
 
@@ -295,6 +297,37 @@ def sharded_failures(rank: int, manager: CheckpointManager, state: TrainState, f
     found["sharded after behind"] = said(lambda: manager.save(1, state).wait())
     found["sharded different steps"] = said(lambda: manager.save(2 + rank, state).wait())
     found["sharded after different steps"] = said(lambda: manager.save(1, state).wait())
+
+
+def sharded_ema(rank: int, root: Path, kind: str) -> tuple[tuple[str, ...], list[dict[str, torch.Tensor]]]:
+    """A replicated model whose average alone is sharded: what was loaded, and both before and after."""
+
+    def build() -> TrainState:
+        torch.manual_seed(1)
+        model, average = nn.Linear(6, 4), nn.Linear(6, 4)
+        fully_shard(average)
+        return TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1), ema=average, extra={})
+
+    state, fresh = build(), build()
+    manager = CheckpointManager(root, kinds=("dcp", "model") if kind == "emergency" else (kind,), timeout_s=WAIT_S)
+    manager.resume(state)
+    state.model(torch.ones(2, 6)).square().mean().backward()
+    state.optimizer.step()
+    with torch.no_grad():
+        for at, parameter in enumerate(state.ema.parameters()):
+            parameter.to_local().add_(at + 1 + rank)  # no two ranks' parts are alike
+    if kind == "emergency":
+        manager.save_emergency_checkpoint(1, state)
+    else:
+        manager.save(1, state).wait()
+    manager.close()
+    dist.barrier()
+    manager = CheckpointManager(root, timeout_s=WAIT_S)
+    start = manager.resume(fresh)
+    manager.close()
+    return start.loaded if start else (), [
+        {**_full(each.model), **{f"ema.{n}": v for n, v in _full(each.ema).items()}} for each in (state, fresh)
+    ]
 
 
 def unseen(rank: int, root: Path, found: dict[str, Any]) -> None:

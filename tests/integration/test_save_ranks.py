@@ -188,6 +188,14 @@ def test_a_sharded_emergency_is_resumed_by_as_many_ranks(job: Job) -> None:
         assert same(found["sharded resume"][1], found["sharded emergency state"])
 
 
+@pytest.mark.parametrize("kind", ["dcp", "model", "emergency"])
+def test_a_sharded_average_beside_a_whole_model_comes_back_on_every_rank(job: Job, kind: str) -> None:
+    for found in job.ranks:
+        loaded, (saved, fresh) = found[f"sharded ema {kind}"]
+        assert {"model", "optimizer", "ema"} <= set(loaded)
+        assert same(fresh, saved)
+
+
 def test_another_world_size_passes_over_a_sharded_emergency(job: Job) -> None:
     """It falls back to the newest save that can be resharded, and says so."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
