@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptmirror.cli._options import print_json, size
 from ckptmirror.core import events
-from ckptmirror.core.errors import DeadlinePassed, NotAuthorised
+from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
 
 if TYPE_CHECKING:
     from ckptmirror.flow.drain import DrainReport
@@ -39,7 +39,7 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
         print_json(
             {
                 "root": str(root),
-                "verified": not (report.pending or report.failed),
+                "verified": report.is_verified,
                 "files_done": at.files_done,
                 "files_total": at.files_total,
                 "bytes_done": at.bytes_done,
@@ -47,6 +47,7 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
                 "pending": report.pending,
                 "failed": list(report.failed),
                 "refused": dict(report.refused),
+                "unasked": {url: str(error) for url, error in report.unasked.items()},
             }
         )
     else:
@@ -57,6 +58,12 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
         print(f"{report.pending} files are still pending; the same command carries on.", file=sys.stderr)
     for url, reason in report.refused.items():
         print(f"ckptmirror: {url}: {reason}\n  {NotAuthorised.hint}", file=sys.stderr)
+    for url, error in report.unasked.items():
+        what = "could not be asked whether it still has what was verified there"
+        print(f"ckptmirror: {url} {what}: {error}" + (f"\n  {error.hint}" if error.hint else ""), file=sys.stderr)
     if report.refused:
         return NotAuthorised.exit_code
-    return DeadlinePassed.exit_code if report.pending or report.failed else 0
+    for error in report.unasked.values():
+        if not isinstance(error, Temporary):
+            return error.exit_code
+    return 0 if report.is_verified else DeadlinePassed.exit_code

@@ -155,13 +155,18 @@ def _on_the_lineage(order: Lineage) -> list[tuple[Kind, SaveFacts, str]]:
     return [one for _, one in sorted(found, key=lambda item: item[0])]
 
 
-def need_every_mirror(found: Sequence[Candidate]) -> frozenset[str]:
+def need_every_mirror(found: Sequence[Candidate], went_on_from: Collection[str]) -> frozenset[str]:
     """Return the save ids that may be continued from only if every required mirror answers.
 
-    The newest save that others hold need not be the newest there is. If the disk has it, this machine went on from
-    there before; a mirror that does not answer is then passed by. An emergency snapshot is on no mirror anyway.
+    The newest save that others hold need not be the newest there is, and nor need a copy that somebody staged here. If
+    this machine went on from there before, a mirror that does not answer is passed by. An emergency snapshot is on no
+    mirror anyway.
+
+    Args:
+        found: The candidates, best first.
+        went_on_from: The saves on this disk that were made here, or that the newest attempt here continued from.
     """
-    here = {one.save.save_id for one in found if DISK in one.places}
+    here = {one.save.save_id for one in found if DISK in one.places and one.save.save_id in went_on_from}
     first = [*found[:1], *[one for one in found if one.kind != "emergency"][:1]]
     return frozenset(one.save.save_id for one in first) - here
 

@@ -3,24 +3,28 @@
 Rules:
 * Only what the lineage calls current is chosen; a superseded save, or one it cannot place, only if asked for.
 * Without a kind: the newest step, then dcp, then model. An explicit kind is never replaced by another (I4).
+* What is broken is not passed by in silence: a newer one is logged, and the one that was asked for is an error.
 * A place without a list of attempts rebuilds one from its metas. A directory that was filled by ``stage`` has none, and
   everything in it was asked for by someone: there, what the rebuilt order cannot place is chosen too, after the rest.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from ckptmirror.core.errors import CheckpointNotFound, KindMismatch, UsageError
+from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.lineage import Lineage, SaveFacts
 from ckptmirror.core.model import AttemptList, Kind, Meta
+from ckptmirror.core.resumption import Candidate, facts_of, first_in_line, not_readable, passed_by
 from ckptmirror.flow.catalog import Catalog
 
-__all__ = ["READ_ORDER", "choosable", "choose", "lineage_of"]
+__all__ = ["READ_ORDER", "choosable", "choose", "lineage_of", "not_superseded", "warn_of_what_is_broken"]
 
 READ_ORDER: tuple[Kind, ...] = ("dcp", "model")
 _NEAREST = 4
+_log = logging.getLogger("ckptmirror.choose")
 _Table = dict[tuple[int, Kind], SaveFacts]
 
 
@@ -78,8 +82,12 @@ def choose(
     Raises:
         CheckpointNotFound: There is no such step; lists the nearest ones.
         KindMismatch: The step is there, but not in this kind; lists the kinds that it has.
+        IntegrityError: Of the step that was asked for, the save that stands is broken.
+        Temporary: It cannot be read now.
+        NotAuthorised: The same, and the mirror does not accept the credentials.
     """
     table = choosable(catalog, superseded=superseded, staged=staged)
+    asked = step
     if step == "latest":
         step = _newest(catalog, table, kind)
     elif not isinstance(step, int):
@@ -87,11 +95,48 @@ def choose(
     there = sorted({k for s, k in table if s == step})
     for wanted in (kind,) if kind is not None else READ_ORDER:
         if wanted in there:
+            if not superseded:
+                _mind_what_is_broken(catalog, table[step, wanted], wanted, is_asked_for=asked != "latest")
             return table[step, wanted], wanted
     if there:
-        asked = f"kind {kind}" if kind is not None else "kind dcp or model"
-        raise KindMismatch(f"Step {step} has no {asked} in {catalog.place}; it has {', '.join(there)}.")
+        what = f"kind {kind}" if kind is not None else "kind dcp or model"
+        raise KindMismatch(f"Step {step} has no {what} in {catalog.place}; it has {', '.join(there)}.")
     raise _missing(catalog, step, sorted({s for s, _ in table}))
+
+
+def warn_of_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind) -> None:
+    """Log each save that is not whole in its place and would have been chosen before ``meta``, were it whole."""
+    _mind_what_is_broken(catalog, meta, kind, is_asked_for=False)
+
+
+def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_for: bool) -> None:
+    known = catalog.attempts.attempts if catalog.attempts else [other.attempt for other in catalog.saves.values()]
+    saves = [facts_of(other) for other in catalog.saves.values()]
+    in_line = first_in_line(catalog.problems, [attempt for attempt in known if attempt.decided], saves)
+    for name, problem in passed_by(Candidate(facts_of(meta), kind, (catalog.place,)), in_line).items():
+        if kind not in problem.kinds or problem.save_id == meta.save_id:
+            continue
+        where = name if name.startswith(catalog.place) else f"{catalog.place}/{name}"
+        if not is_asked_for:  # one broken meta keeps nobody from the other steps
+            _log.warning("passed over %s: %s", where, problem.why)
+        elif problem.step == meta.step and problem.hindrance:
+            raise not_readable(where, problem.why, problem.hindrance)
+        elif problem.step == meta.step:
+            raise IntegrityError(
+                f"The save of step {meta.step} that stands in {catalog.place} is broken ({where}: {problem.why}).",
+                hint="Take it from another mirror, or take an older save of the step with --superseded.",
+            )
+
+
+def not_superseded(catalog: Catalog, *, placed: bool = False) -> Mapping[tuple[int, Kind], Meta]:
+    """Return what stands for each step and kind of a directory, without what was superseded unless that is all.
+
+    ``placed`` leaves out what cannot be placed too, unless that is all.
+    """
+    table = choosable(catalog, staged=True)
+    order = lineage_of(catalog)
+    aside = {save.save_id for save in (*order.superseded, *(order.unknown if placed else ()))}
+    return {key: meta for key, meta in table.items() if meta.save_id not in aside} or table
 
 
 def _newest(catalog: Catalog, table: Mapping[tuple[int, Kind], Meta], kind: Kind | None) -> int:

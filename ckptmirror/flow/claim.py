@@ -63,6 +63,7 @@ class RunClaim:
         attempt: This attempt; ``attempt.decided`` becomes True with :meth:`decide`.
         known: Every attempt known when the claim was made, without this one, and those that it adopted.
         apart: Those of them that ran apart from the mirrors (``core.lineage.join_lists``), or were adopted.
+        listed_here: What the root itself listed before this attempt.
         lost: What a list that was lost may have told, and nothing else does; in words.
         unclaimed: Mirrors that did not answer yet, by URL, with the reason.
         fenced: The reason, once a newer attempt was met.
@@ -73,10 +74,10 @@ class RunClaim:
         self.known = known
         self.attempt = attempt
         self.apart: frozenset[str] = frozenset()
+        self.listed_here = AttemptList(known.run_id)
         self.lost: tuple[str, ...] = ()
         self.unclaimed: dict[str, str] = {}
         self.fenced: str | None = None
-        self._listed_here = AttemptList(known.run_id)  # what the root listed before this attempt
         self._lock = threading.Lock()
         self._mirror_locks: dict[str, threading.Lock] = {}
 
@@ -117,7 +118,7 @@ class RunClaim:
                     claim._check_begun(mirrors)
             except _MetUnknownAttempt:  # lost the race for the first mirror: nothing of ours stands on any yet
                 if not begins_run:
-                    claim._write(claim._listed_here)
+                    claim._write(claim.listed_here)
                 continue
             if begins_run:
                 claim._write_undecided()
@@ -171,7 +172,7 @@ class RunClaim:
         claim = cls(root, known, Attempt(new_id(), next_number(known), None, decided=False))
         claim.apart = apart
         claim.lost = tuple(f"{place} had no list of attempts, and it was rebuilt: {_UNKNOWN}" for place in lost)
-        claim._listed_here = local or AttemptList(known.run_id)
+        claim.listed_here = local or AttemptList(known.run_id)
         claim.unclaimed = {url: str(error) for url, error in silent.items()}
         return claim
 
@@ -202,7 +203,7 @@ class RunClaim:
         earlier = AttemptList(self.run_id, (self.attempt,))
         self.known = merge_attempts(self.known, earlier, AttemptList(self.run_id, tuple(strangers)))
         self.apart |= {attempt.id for attempt in strangers}
-        self._listed_here = merge_attempts(self._listed_here, earlier)
+        self.listed_here = merge_attempts(self.listed_here, earlier)
         self.attempt = Attempt(new_id(), next_number(self.known), None, decided=False)
         self._write_undecided()
         try:
@@ -312,7 +313,7 @@ class RunClaim:
         raise Temporary(f"{mirror.url}/{names.WRITER_NAME} keeps changing.")
 
     def _write_undecided(self) -> None:
-        self._write(merge_attempts(self._listed_here, AttemptList(self.run_id, (self.attempt,))))
+        self._write(merge_attempts(self.listed_here, AttemptList(self.run_id, (self.attempt,))))
 
     def _write(self, attempts: AttemptList) -> None:
         path = self.root / names.ATTEMPTS_NAME

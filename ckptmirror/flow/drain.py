@@ -6,6 +6,7 @@ Rules:
 * It shares the table with a live trainer by claims; only if no trainer holds the root does it also reconcile. It keeps
   the root's lock no longer than that: a start must not fail for a drain.
 * It waits for a mirror that does not answer, but not for one that refuses the credentials: somebody must mend that.
+* What it calls verified it has asked for: a mirror that was emptied since, or is gone, is not safe.
 * ``push`` asks a mirror before it enters it in the table: a mistyped URL leaves nothing behind.
 """
 
@@ -17,14 +18,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import CheckpointNotFound, ConfigError, NoTable, RootLocked, Temporary
+from ckptmirror.core.errors import (
+    CheckpointNotFound,
+    CkptMirrorError,
+    ConfigError,
+    NoTable,
+    NotAuthorised,
+    RootLocked,
+    Temporary,
+)
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.claim import publish_attempts
 from ckptmirror.flow.destination import is_training_root
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
+from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
-from ckptmirror.flow.safety import recheck
 from ckptmirror.flow.settled import open_files, open_saves
 from ckptmirror.flow.table_place import note_place, table_path
 from ckptmirror.flow.workers import UploadWorkers, free_dead_workers, still_moving
@@ -59,12 +68,19 @@ class DrainReport:
         pending: Files that could still become verified, and files that have no sound record.
         failed: ``mirror: path: reason`` of each file that failed for good, and what can be uploaded no more.
         refused: Mirrors that do not accept the credentials, with what they said.
+        unasked: Other mirrors that could not be asked for what was verified there before, with what they said.
     """
 
     drained: Drained
     pending: int
     failed: tuple[str, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
+    unasked: Mapping[str, CkptMirrorError] = field(default_factory=dict)
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether every mirror has everything, as far as it was asked for."""
+        return not (self.pending or self.failed or self.refused or self.unasked)
 
 
 def drain(
@@ -103,10 +119,12 @@ def drain(
             )
         mirrors = open_mirrors((spec for spec in specs if not wanted or spec.url in wanted), root, table)
         try:
-            gone = _reconcile_if_free(root, table, specs, mirrors)
+            bus = bus or events.EventBus()
+            recheck = Recheck(table, mirrors, bus)
+            gone = _reconcile_if_free(root, table, specs, mirrors, recheck)
             if retry:
                 table.retry_failed()
-            report = _run(root, table, mirrors, timeout_s, bus or events.EventBus(), on_progress)
+            report = _run(root, table, mirrors, recheck, timeout_s, bus, on_progress)
             return replace(report, failed=(*report.failed, *gone))
         finally:
             close_mirrors(mirrors)
@@ -157,10 +175,12 @@ def push(
         table.retry_failed(mirror=spec.url)
         mirrors = open_mirrors([spec], root, table)
         try:
-            recheck(table, mirrors)
+            bus = bus or events.EventBus()
+            recheck = Recheck(table, mirrors, bus)
+            recheck.ask()
             # No reconcile: it would give every other save a record too, and only these were asked for.
             ids = [meta.save_id for meta in metas]
-            report = _run(root, table, mirrors, timeout_s, bus or events.EventBus(), on_progress, ids)
+            report = _run(root, table, mirrors, recheck, timeout_s, bus, on_progress, ids)
             parts = [f"{spec.url}: step {meta.step}: {_PART}" for meta in found if meta not in metas]
             return replace(report, failed=(*report.failed, *parts))
         finally:
@@ -193,20 +213,24 @@ def _open(root: Path, state_dir: Path | None) -> UploadsTable:
 
 
 def _reconcile_if_free(
-    root: Path, table: UploadsTable, specs: Sequence[MirrorSpec], mirrors: Sequence[Mirror]
+    root: Path,
+    table: UploadsTable,
+    specs: Sequence[MirrorSpec],
+    mirrors: Sequence[Mirror],
+    recheck: Recheck,
 ) -> list[str]:
     """Say which saves were removed before they were uploaded: nobody can upload them any more."""
     lock = RootLock(root)
     try:
         lock.acquire({"verb": "drain"})
     except RootLocked:  # a live trainer looks after its root itself; what its mirrors hold it asked when it started
-        recheck(table, mirrors)
+        recheck.ask()
         return []
     try:
         done = reconcile(root, table, specs)
     finally:
         lock.release()  # before mirrors are asked, which may take its time: a trainer that starts need not wait for it
-    carry_on(root, table, mirrors)
+    carry_on(root, table, mirrors, recheck)
     return [f"step {step} (save {save_id[:8]}): {reason}" for step, save_id, reason in done.gone]
 
 
@@ -214,6 +238,7 @@ def _run(
     root: Path,
     table: UploadsTable,
     mirrors: Sequence[Mirror],
+    recheck: Recheck,
     timeout_s: float,
     bus: events.EventBus,
     on_progress: Callable[[Drained], None] | None,
@@ -228,7 +253,10 @@ def _run(
     def done() -> bool:
         if on_progress is not None:
             on_progress(_progress(table, urls))
-        return not still_moving(table, [url for url in urls if url not in refusals.final])
+        if still_moving(table, [url for url in urls if url not in refusals.final]):
+            return False
+        recheck.ask_if_due()
+        return not recheck.waits_for(urls)
 
     try:
         workers.start()
@@ -243,7 +271,10 @@ def _run(
     wanted = [record for record in given_up if save_ids is None or record.save_id in save_ids]
     pending = max(0, open_files(still_open) - len(wanted))
     refused = {url: reason for url, reason in refusals.final.items() if url in {one.mirror for one in still_open}}
-    return DrainReport(_progress(table, urls), pending, tuple(failed), refused)
+    unasked = recheck.errors()
+    refused |= {url: str(error) for url, error in unasked.items() if isinstance(error, NotAuthorised)}
+    unasked = {url: error for url, error in unasked.items() if url not in refused}
+    return DrainReport(_progress(table, urls), pending, tuple(failed), refused, unasked)
 
 
 class _Refusals:

@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,8 +28,10 @@ from ckptmirror.core.retention import Retention
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.claim import RunClaim
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
+from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.rotate import RotationReport, rotate
+from ckptmirror.flow.rotator import Rotator
 from ckptmirror.flow.settled import OpenSave, open_files, open_saves
 from ckptmirror.flow.table_place import check_place, open_table
 from ckptmirror.flow.trash import empty_trash
@@ -45,6 +48,8 @@ _STOP_ROTATOR_S = 60.0
 _SHORT_VERBS = ("drain", "stage")
 _SHORT_VERB_S = 60.0  # a start waits so long for such a verb to let go of the root
 _STOP_BRINGING_S = 2.0
+_MENDING_WAIT_S = 5.0
+_ASK_ONCE_MORE_S = 30.0
 _STOPPED_LIMIT_S = 2.0  # after a stop request the grace period runs
 
 
@@ -71,7 +76,9 @@ class Node:
         self._workers_per_mirror = workers_per_mirror
         self.bringing: threading.Thread | None = None  # looks for a copy to resume from, and may be staging one
         self._workers: UploadWorkers | None = None
-        self._rotator: _Rotator | None = None
+        self._rotator: Rotator | None = None
+        self._recheck: Recheck | None = None
+        self._mending = threading.Lock()  # between a look at the disk and new records, no rotation
         check_place(root, state_dir)
         files.make_dirs(root / names.CONTROL_DIR)
         self.lock = RootLock(root)
@@ -128,9 +135,19 @@ class Node:
             workers_per_mirror=self._workers_per_mirror,
             on_fenced=lambda reason: self._on_fenced(claim, reason),
         )
-        self._rotator = _Rotator(self)
+        self.table.retry_failed()
+        recheck = self._recheck = Recheck(self.table, self.mirrors, self._bus)
+        self._rotator = Rotator(
+            lambda: self._ask_mirrors(recheck), lambda: recheck.waits_for(self._counting()), self._rotate_by_policy
+        )
         self._rotator.start()
         self._workers.start()
+
+    def _ask_mirrors(self, recheck: Recheck) -> bool:
+        has_answered = carry_on(self.root, self.table, self.mirrors, recheck)
+        if has_answered and self._workers is not None:
+            self._workers.notify()
+        return has_answered
 
     def fenced(self) -> str | None:
         """The reason why this attempt may commit nothing more, if there is one. Asked before each commit."""
@@ -150,7 +167,9 @@ class Node:
         self.write_status("running", last_step=meta.step)
 
     def wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
-        """Wait until a save (or everything, if None) is verified on every required mirror.
+        """Wait until a save is verified on every mirror that counts, or everything (None).
+
+        Everything includes what was verified before this start: each mirror was asked for it.
 
         Returns:
             False if it is not by then, or as soon as what is left has failed for good.
@@ -161,22 +180,37 @@ class Node:
         if self.unsafe_saves(save_id):
             self.mend_records()
             workers.notify()
-        workers.wait_until_verified(lambda: not still_moving(self.table, self._required(), save_id), timeout_s)
-        return not self.unsafe_saves(save_id)
+
+        def is_over() -> bool:
+            asked = save_id is not None or self._recheck is None or not self._recheck.waits_for(self._counting())
+            return asked and not still_moving(self.table, self._counting(), save_id)
+
+        workers.wait_until_verified(is_over, timeout_s)
+        return not self.unsafe_saves(save_id) and (save_id is not None or not self._unasked())
 
     def unsafe_saves(self, save_id: str | None = None) -> list[OpenSave]:
-        """List what is not settled on a required mirror, of one save or of all; what has no record is among it."""
-        required = self._required()
-        if not required:
+        """List what is not settled on a mirror that counts, of one save or of all; what has no record is among it."""
+        counting = self._counting()
+        ids = None if save_id is None else [save_id]
+        if not counting or not open_saves(self.table, self._whole(), counting, ids):
             return []
-        return open_saves(self.table, self._whole(), required, None if save_id is None else [save_id])
+        # A rotation may have come between the look at the disk and that at the table: what is said is seen twice.
+        return open_saves(self.table, self._whole(), counting, ids)
+
+    def _unasked(self) -> dict[str, str]:
+        return self._recheck.unasked(self._counting()) if self._recheck is not None else {}
 
     def mend_records(self) -> None:
         """Give the whole saves on this disk that lack sound or released records theirs: without, nothing is sent."""
-        self.table.drop_broken_rows()
-        whole = self._whole()
-        unsafe = {one.save_id for one in open_saves(self.table, whole, [spec.url for spec in self.specs])}
-        add_missing_records(self.table, self.specs, [meta for meta in whole if meta.save_id in unsafe])
+        if not self._mending.acquire(timeout=_MENDING_WAIT_S):
+            return  # a rotation is at work; what it leaves is mended the next time
+        try:
+            self.table.drop_broken_rows()
+            whole = self._whole()
+            unsafe = {one.save_id for one in open_saves(self.table, whole, [spec.url for spec in self.specs])}
+            add_missing_records(self.table, self.specs, [meta for meta in whole if meta.save_id in unsafe])
+        finally:
+            self._mending.release()
 
     def _whole(self) -> list[Meta]:
         return list(local_catalog(self.root).saves.values())
@@ -197,27 +231,33 @@ class Node:
         if self._workers is not None:
             self._workers.notify()
 
-    def _required(self) -> set[str]:
-        return {spec.url for spec in self.specs if spec.required}
+    def _counting(self) -> set[str]:
+        """The mirrors that a save must be on to be safe: the required ones; all, where none is."""
+        return {spec.url for spec in self.specs if spec.required} or {spec.url for spec in self.specs}
 
     def rotate_now(self, timeout_s: float) -> RotationReport:
         """Wait up to ``timeout_s`` seconds for pending uploads, then rotate."""
         if self._workers is not None:
-            self._workers.wait_until_verified(lambda: not still_moving(self.table, self._required()), timeout_s)
+            self._workers.wait_until_verified(lambda: not still_moving(self.table, self._counting()), timeout_s)
         return self.rotate()
+
+    def _rotate_by_policy(self) -> None:
+        if self.retention.keep_last is not None:
+            self.rotate()
 
     def rotate(self, *, dry_run: bool = False) -> RotationReport:
         """Rotate now, without waiting."""
-        return rotate(
-            self.root,
-            self.table,
-            self.mirrors,
-            self.retention,
-            attempts=self.claim.attempts if self.claim is not None else None,
-            bus=self._bus,
-            dry_run=dry_run,
-            snapshots=self.claim is not None and self.claim.attempt.decided and not self.lock.lost,
-        )
+        with self._mending:
+            return rotate(
+                self.root,
+                self.table,
+                self.mirrors,
+                self.retention,
+                attempts=self.claim.attempts if self.claim is not None else None,
+                bus=self._bus,
+                dry_run=dry_run,
+                snapshots=self.claim is not None and self.claim.attempt.decided and not self.lock.lost,
+            )
 
     def write_status(self, status: str, **more: object) -> None:
         """Leave ``.ckptmirror/status.json`` for people and monitors. A failure to do so is only logged."""
@@ -240,30 +280,48 @@ class Node:
         """Upload what is pending within ``timeout_s`` seconds, then let everything go (see :meth:`close`).
 
         Raises:
-            DeadlinePassed: The run finished (it was not stopped) and something is not verified on a required mirror.
+            DeadlinePassed: The run finished (it was not stopped) and something is not verified on a mirror that counts.
         """
         try:
-            pending = self._see_to_the_rest(timeout_s, stopped)
+            pending, unasked = self._see_to_the_rest(timeout_s, stopped)
             if self._workers is not None:
                 self._workers.notify()
-            self.write_status("stopped" if stopped else ("finished" if not pending else "incomplete"), pending=pending)
+            ended = "finished" if not (pending or unasked) else "incomplete"
+            self.write_status("stopped" if stopped else ended, pending=pending)
         finally:
             self.close(_STOPPED_LIMIT_S if stopped else None, saving=saving)
-        if pending:
-            message = f"{pending} files of {self.root} are not verified on their mirrors."
-            if not stopped:
-                raise DeadlinePassed(message, hint=f"Finish them with `ckptmirror drain --root {self.root}`.")
-            _log.warning("%s `ckptmirror drain --root %s`, or the next start, finishes them.", message, self.root)
+        lines = [f"{pending} files of {self.root} are not verified on their mirrors."] if pending else []
+        lines += [f"Nothing says that {url} still has what was verified there ({why})." for url, why in unasked.items()]
+        if lines and not stopped:
+            raise DeadlinePassed(" ".join(lines), hint=f"Finish with `ckptmirror drain --root {self.root}`.")
+        for line in lines:
+            _log.warning("%s `ckptmirror drain --root %s`, or the next start, sees to it.", line, self.root)
 
-    def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> int:
-        """Wait for the uploads unless the run was stopped; return how many files are not safe then."""
+    def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> tuple[int, dict[str, str]]:
+        """Wait for the uploads unless the run was stopped.
+
+        Returns:
+            How many files are not safe then, and the mirrors that were never asked for what they had before, with why.
+        """
+        deadline = time.monotonic() + timeout_s
         try:
             self.table.mirrors()
         except (BrokenTable, NoTable) as error:
             self.renew_table(error)
-        if not stopped:
-            self.wait_mirrored(None, timeout_s)
-        return open_files(self.unsafe_saves())
+        if not stopped and self.wait_mirrored(None, timeout_s) and self._recheck is not None:
+            self._ask_once_more(self._recheck, deadline - time.monotonic())
+            return open_files(self.unsafe_saves()), {}  # each answered at least once
+        return open_files(self.unsafe_saves()), {} if stopped else self._unasked()
+
+    def _ask_once_more(self, recheck: Recheck, timeout_s: float) -> None:
+        """A run ends with its disk: see that nobody emptied a mirror meanwhile, and send what is missed again."""
+        recheck.begin_anew()
+        if self._rotator is not None:
+            self._rotator.wake()
+        if not self.wait_mirrored(None, min(timeout_s, _ASK_ONCE_MORE_S)) and self.unsafe_saves():
+            self.wait_mirrored(None, timeout_s - _ASK_ONCE_MORE_S)
+        for url, why in self._unasked().items():
+            _log.warning("%s does not answer any more (%s); what is there was verified earlier", url, why)
 
     def close(self, limit_s: float | None = None, *, saving: bool = False) -> None:
         """Stop the threads, free the table, the stores and the lock.
@@ -315,45 +373,3 @@ class Node:
         if self.claim is None:
             raise CkptMirrorError("The run is not claimed yet.", hint="Call resume() first.")
         return self.claim
-
-
-class _Rotator:
-    """A thread that rotates after each commit and each verification; it never delays a save."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._wake = threading.Event()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._work, name="ckptmirror-rotate", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-        self._wake.set()
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    def stop(self, limit_s: float) -> bool:
-        self._stopping = True
-        self._wake.set()
-        self._thread.join(limit_s)
-        return not self._thread.is_alive()
-
-    def _work(self) -> None:
-        carried_on = False
-        while True:
-            self._wake.wait()
-            self._wake.clear()
-            if self._stopping:
-                return
-            try:
-                if not carried_on:
-                    carry_on(self._node.root, self._node.table, self._node.mirrors)
-                    carried_on = True
-                if self._node.retention.keep_last is None:
-                    continue
-                self._node.rotate()
-            except CkptMirrorError as error:
-                _log.error("nothing was rotated: %s", error)
-            except Exception:  # noqa: BLE001 - nobody else would see it, and the next rotation may go well
-                _log.exception("nothing was rotated, for a reason that nobody foresaw")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptmirror.core import names
 from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
-from ckptmirror.core.model import Attempt, Kind, Meta
+from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.resumption import DISK, Problem, unexplained
 from ckptmirror.flow.catalog import Catalog
 from ckptmirror.flow.reconcile import REMOVED_REASON
@@ -53,6 +53,13 @@ class Places:
             if save_id == self.unfinished and DISK in places:
                 places[DISK] = places.pop(DISK)
         return found
+
+    def went_on_from(self, listed_here: AttemptList) -> set[str]:
+        """The saves on this disk that were made here, or that the newest attempt listed here continued from."""
+        decided = [attempt for attempt in listed_here.attempts if attempt.decided]
+        newest = max(decided, key=lambda attempt: (attempt.number, attempt.id), default=None)
+        parent = newest.parent.save_id if newest is not None and newest.parent is not None else None
+        return {meta.save_id for meta in self.disk.saves.values() if meta.staged_from is None or meta.save_id == parent}
 
     def _holds_all(self, meta: Meta, kind: Kind) -> bool:
         """Whether a local copy has every file that a resume from this kind needs."""

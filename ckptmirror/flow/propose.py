@@ -90,11 +90,7 @@ class Proposer:
         self._metas = self._places.metas()
         self._order = self._places.order(self._claim.attempts.attempts)
         self._strangers = strangers(self._order, self._claim.known.attempts)
-        self._silent_required = {
-            mirror.url: self._places.silent[mirror.url]
-            for mirror in node.mirrors
-            if mirror.required and mirror.url in self._places.silent
-        }
+        self._silent_asked = {url: self._places.silent[url] for url in self._asked() if url in self._places.silent}
         self._first_in_line = self._problems_in_line()
         self._need_every_mirror: frozenset[str] = frozenset()
         self._queue = self._plan()
@@ -171,8 +167,8 @@ class Proposer:
             if self._places.silent:
                 raise self._not_answering(f"{error.message} It may be there: ") from error
             raise
-        if self._is_auto() and self._silent_required:
-            self._need_every_mirror = need_every_mirror(found)
+        if self._is_auto() and self._silent_asked:
+            self._need_every_mirror = need_every_mirror(found, self._places.went_on_from(self._claim.listed_here))
         return [(candidate, place) for candidate in found for place in candidate.places]
 
     def _is_auto(self) -> bool:
@@ -243,7 +239,7 @@ class Proposer:
                 self._bus.emit(
                     events.CopyBroken(step=step, save_id=problem.save_id, place=name, reason=str(problem.why))
                 )
-        check_passed_by(passed, self._silent_required)
+        check_passed_by(passed, self._silent_asked)
 
     def _say(self, line: str) -> bool:
         """Log what is passed over and is no copy that was tried, once; whether it is new."""
@@ -317,7 +313,7 @@ class Proposer:
 
     def _pass_over(self, meta: Meta, kind: Kind, place: str, reason: str) -> None:
         self._note(meta, place, reason)
-        if kind != "emergency" and self._silent_required and self._unseen is None:
+        if kind != "emergency" and self._silent_asked and self._unseen is None:
             # Going back further could lose training that a mirror holds safe.
             self._unseen = (meta.step, self._not_answering(f"The copy of step {meta.step} is broken ({reason}). "))
 

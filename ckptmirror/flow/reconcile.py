@@ -32,8 +32,8 @@ from ckptmirror.flow.commit import claimed_by_others, made_by, may_be_meta_of, r
 from ckptmirror.flow.destination import Destination
 from ckptmirror.flow.emergency_files import remove_stale_notes
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.rotate import finish_interrupted
-from ckptmirror.flow.safety import recheck
 from ckptmirror.flow.settled import open_saves
 from ckptmirror.flow.trash import empty_trash, parsed_in_trash
 from ckptmirror.flow.workers import free_dead_workers
@@ -182,17 +182,18 @@ def _add(table: UploadsTable, urls: Sequence[str], meta: Meta) -> int:
     return count
 
 
-def carry_on(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> None:
-    """What a start does once mirrors can be asked.
+def carry_on(root: Path, table: UploadsTable, mirrors: Sequence[Mirror], recheck: Recheck | None = None) -> bool:
+    """What a start does once mirrors can be asked, for each when it answers; return whether one did.
 
-    Failed uploads are tried once more, what was verified is asked for, and rotations that were cut short are finished.
+    What was verified there is asked for, and rotations that were cut short are finished.
     """
-    table.retry_failed()
+    if not (recheck or Recheck(table, mirrors)).ask():
+        return False
     try:
-        recheck(table, mirrors)
         finish_interrupted(root, table, mirrors)
     except CkptMirrorError as error:
         _log.error("a rotation that was cut short is not finished: %s", error)
+    return True
 
 
 def _sealed_only(root: Path, temporaries: Iterable[Path]) -> list[Meta]:

@@ -29,7 +29,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.resumption import KIND_ORDER
 from ckptmirror.flow.catalog import META_LIMIT_BYTES, Catalog, local_catalog, mirror_catalog, read_mirror_meta
-from ckptmirror.flow.choose import READ_ORDER, choosable, choose, lineage_of
+from ckptmirror.flow.choose import READ_ORDER, choose, lineage_of, not_superseded, warn_of_what_is_broken
 from ckptmirror.flow.commit import top_names
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.flow.staging import MAIN_ROLE
@@ -244,10 +244,12 @@ def resolve_resume_path(root: Path | str) -> Path | None:
     root = Path(root).absolute()
     if not root.is_dir():
         return None
-    table = choosable(local_catalog(root), staged=True)
+    catalog = local_catalog(root)
+    table = not_superseded(catalog, placed=True)
     for step in sorted({step for step, _ in table}, reverse=True):
         for kind in KIND_ORDER:
             if (step, kind) in table:
+                warn_of_what_is_broken(catalog, table[step, kind], kind)
                 return main_path(root, table[step, kind], kind)
     return None
 
@@ -261,7 +263,7 @@ def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> l
     if not root.is_dir():
         return []
     kinds = (kind,) if kind is not None else READ_ORDER
-    return sorted({step for step, k in choosable(local_catalog(root), staged=True) if k in kinds})
+    return sorted({step for step, k in not_superseded(local_catalog(root)) if k in kinds})
 
 
 def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:

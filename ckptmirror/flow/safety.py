@@ -10,23 +10,20 @@ Rules:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_or_tombstone_from_bytes
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NotAuthorised, ObjectNotFound, Temporary
-from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.core.retention import MirrorSafety
 from ckptmirror.flow.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.flow.receive import read_back_crc32c
+from ckptmirror.flow.recheck import forget_verified
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
-__all__ = ["is_skipped", "recheck", "save_safety", "why_not_safe", "why_not_same"]
-
-_log = logging.getLogger("ckptmirror.safety")
+__all__ = ["is_skipped", "save_safety", "why_not_safe", "why_not_same"]
 
 
 def save_safety(table: UploadsTable, mirrors: Sequence[Mirror], save_id: str) -> tuple[MirrorSafety, ...]:
@@ -101,7 +98,7 @@ def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None
     try:
         data, _ = mirror.store.read(meta.object or meta.path, limit_bytes=META_LIMIT_BYTES)
     except ObjectNotFound:
-        _forget_verified(table, meta, "the mirror's meta is gone")
+        forget_verified(table, meta, "the mirror's meta is gone")
         return "its meta is gone from the mirror"
     found = meta_or_tombstone_from_bytes(data)
     if found.save_id != save_id:
@@ -111,7 +108,7 @@ def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None
     for record in records:
         reason = _why_object_differs(mirror, record)
         if reason is not None:
-            _forget_verified(table, record, reason)
+            forget_verified(table, record, reason)
             return reason
     return _why_meta_differs(found, records)
 
@@ -145,38 +142,3 @@ def _why_meta_differs(found: Meta, records: Sequence[UploadRecord]) -> str | Non
         if artifact.object_name != (record.object or record.path):
             return f"its meta there names {artifact.object_name}, but what was verified is {record.object}"
     return None
-
-
-def recheck(table: UploadsTable, mirrors: Iterable[Mirror]) -> list[str]:
-    """Ask the mirrors, with one listing each, for everything that the table calls verified there.
-
-    What is gone, or is another object by now (a mirror that was emptied, made anew, or put back to an earlier day), is
-    pending again. A mirror that does not answer is asked another time.
-
-    Returns:
-        ``mirror: name`` of each object that was missed.
-    """
-    missed = []
-    for mirror in mirrors:
-        verified = [r for r in table.records(mirror=mirror.url) if r.state is RecordState.VERIFIED]
-        if not verified:
-            continue
-        try:
-            there = {info.name: (info.generation, info.size_bytes) for info in mirror.store.list()}
-        except CkptMirrorError as error:
-            _log.warning("%s is not asked for what it is to hold: %s", mirror.url, error)
-            continue
-        for record in verified:
-            name = record.object or record.path
-            if there.get(name) != (record.generation, record.size_bytes):
-                _forget_verified(table, record, f"{name} is gone from the mirror, or another object by now")
-                missed.append(f"{mirror.url}: {name}")
-    if missed:
-        _log.error("%d objects that were verified are there no more, and are sent again: %s …", len(missed), missed[0])
-    return missed
-
-
-def _forget_verified(table: UploadsTable, record: UploadRecord, reason: str) -> None:
-    """What the mirror no longer has is pending again: it will be sent once more."""
-    if record.state is RecordState.VERIFIED:
-        table.unverify(record.save_id, record.path, record.mirror, reason)

@@ -11,7 +11,6 @@ Rules:
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -20,11 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import CheckpointNotFound, ConfigError, IntegrityError, KindMismatch
+from ckptmirror.core.errors import CheckpointNotFound, ConfigError, KindMismatch
 from ckptmirror.core.model import Kind, Meta
-from ckptmirror.core.resumption import Candidate, facts_of, first_in_line, not_readable, passed_by
 from ckptmirror.flow.attempts import read_local_attempts
-from ckptmirror.flow.catalog import Catalog, mirror_catalog
+from ckptmirror.flow.catalog import mirror_catalog
 from ckptmirror.flow.choose import choose
 from ckptmirror.flow.destination import is_training_root, make_control_dir
 from ckptmirror.flow.mirrors import Mirror, check_destination
@@ -36,7 +34,6 @@ from ckptmirror.stores import normalise_url, open_store
 
 __all__ = ["StageProgress", "StagedCheckpoint", "stage_checkpoint_step", "stage_save"]
 
-_log = logging.getLogger("ckptmirror.stage")
 _OTHER_STAGE_WAIT_S = 6 * 3600.0
 _POLL_FIRST_S = 0.5
 _POLL_LONGEST_S = 10.0
@@ -131,10 +128,7 @@ def _find(
         if catalog.attempts is None:
             catalog = mirror_catalog(mirror)  # the lost list is rebuilt from all metas
         try:
-            found = choose(catalog, step, kind, superseded=superseded)
-            if not superseded:
-                _mind_what_is_broken(catalog, *found, step)
-            return found
+            return choose(catalog, step, kind, superseded=superseded)
         except (CheckpointNotFound, KindMismatch):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -145,31 +139,6 @@ def _find(
                 raise
         threading.Event().wait(min(pause_s, left_s))
         pause_s = min(pause_s * 2, _POLL_LONGEST_S)
-
-
-def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, step: int | Literal["latest"]) -> None:
-    """See whether a save that is not whole on the mirror would have been chosen before ``meta``.
-
-    Raises:
-        IntegrityError: Of the step that was asked for, the save that stands is broken.
-        Temporary: It cannot be read now.
-        NotAuthorised: The same, and the mirror does not accept the credentials.
-    """
-    known = catalog.attempts.attempts if catalog.attempts else [other.attempt for other in catalog.saves.values()]
-    saves = [facts_of(other) for other in catalog.saves.values()]
-    in_line = first_in_line(catalog.problems, [attempt for attempt in known if attempt.decided], saves)
-    for name, problem in passed_by(Candidate(facts_of(meta), kind, (catalog.place,)), in_line).items():
-        if kind not in problem.kinds:
-            continue
-        if step == "latest":  # one broken meta keeps nobody from the other steps
-            _log.warning("passed over %s/%s: %s", catalog.place, name, problem.why)
-        elif problem.step == step and problem.hindrance:
-            raise not_readable(f"{catalog.place}/{name}", problem.why, problem.hindrance)
-        elif problem.step == step:
-            raise IntegrityError(
-                f"The save of step {step} that stands on {catalog.place} is broken ({name}: {problem.why}).",
-                hint="Stage it from another mirror, or take an older save of the step with --superseded.",
-            )
 
 
 def stage_save(

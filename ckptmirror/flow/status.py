@@ -8,7 +8,7 @@ Rules:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,17 +74,19 @@ class Status:
     unsettled: Mapping[str, str]
 
     def is_mirrored(self, save_id: str | None) -> bool:
-        """Whether a save (all of them, if None) waits for no required mirror (so always where none is configured).
+        """Whether a save (all of them, if None) waits for no mirror that counts (so always where none is configured).
 
         Of a save that is not on this disk nothing is known here; :func:`is_mirrored` also asks the table's history.
         """
-        if save_id is None or not any(required for _, required in self.mirrors):
+        if save_id is None or not self.mirrors:
             return not self.unsettled
         return save_id in {line.save_id for line in self.saves} and save_id not in self.unsettled
 
 
 def is_mirrored(root: Path, save_id: str | None, state_dir: Path | None = None) -> bool:
-    """Whether a save (all of them, if None) is on every required mirror, or was when rotation deleted it here.
+    """Whether a save (all of them, if None) is on every mirror that counts, or was when rotation deleted it here.
+
+    The required mirrors count; where none is required, all do.
 
     Raises:
         NoTable: ckptmirror has not saved here.
@@ -92,9 +94,9 @@ def is_mirrored(root: Path, save_id: str | None, state_dir: Path | None = None) 
     with _opened(root, state_dir) as table:
         if not table.knows_mirrors():
             return False  # it is being made anew just now
-        required = [row.url for row in table.mirrors() if row.required]
         metas = local_catalog(root).saves.values()
-        return not open_saves(table, metas, required, None if save_id is None else [save_id])
+        counting = _counting([(row.url, row.required) for row in table.mirrors()])
+        return not open_saves(table, metas, counting, None if save_id is None else [save_id])
 
 
 def read_status(root: Path, state_dir: Path | None = None) -> Status:
@@ -108,7 +110,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         required = [url for url, is_required in mirrors if is_required]
         records = table.records()
         catalog = local_catalog(root)
-        missing = open_saves(table, catalog.saves.values(), required)
+        missing = open_saves(table, catalog.saves.values(), _counting(mirrors))
     gaps: dict[str, dict[str, str]] = {}
     for one in missing:
         gaps.setdefault(one.save_id, {})[one.mirror] = one.reason
@@ -145,6 +147,10 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         problems={name: str(why) for name, why in catalog.problems.items()},
         unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in missing},
     )
+
+
+def _counting(mirrors: Sequence[tuple[str, bool]]) -> list[str]:
+    return [url for url, is_required in mirrors if is_required] or [url for url, _ in mirrors]
 
 
 def _opened(root: Path, state_dir: Path | None) -> UploadsTable:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from ckptmirror.core.errors import IntegrityError, RefusedOnlyCopy
+from ckptmirror import CheckpointManager
+from ckptmirror.core import names
+from ckptmirror.core.errors import (
+    BucketNotFound,
+    DeadlinePassed,
+    IntegrityError,
+    RefusedOnlyCopy,
+    StoreTemporary,
+    WaitTimeout,
+)
 from ckptmirror.flow.drain import drain, push
+from ckptmirror.flow.mirrors import MirrorSpec
 from ckptmirror.flow.stage import stage_checkpoint_step
+from ckptmirror.flow.status import is_mirrored
 from ckptmirror.local.lock import RootLock
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
+from ckptmirror.stores.faulty import StoreFault
+from ckptmirror.testing import GcsServerProcess
+from tests.cli_place import run as cli
 from tests.mirror_place import memory_url
-from tests.small_training import new_state, running, saved_run
+from tests.small_training import faulty, new_state, running, saved_run, train
 from tests.stage_place import Place, whole_saves
 
 
@@ -80,7 +96,7 @@ def test_i4_an_older_save_of_a_step_is_not_staged_for_the_one_that_stands_and_is
     place = Place(tmp_path)
     old, new = place.save(200, ("model",), 1), place.save(200, ("model",), 2)
     damaged(place.mirror.store, f"meta_000200-{new.save_id[:8]}.json")
-    with pytest.raises(IntegrityError, match="stands on") as refused:
+    with pytest.raises(IntegrityError, match="stands in") as refused:
         stage_checkpoint_step(place.mirror, step=200, dest=place.dest)
     assert "--superseded" in refused.value.hint
     stage_checkpoint_step(place.mirror, step=200, dest=place.dest, superseded=True)
@@ -95,3 +111,93 @@ def test_latest_says_what_it_passed_over(tmp_path: Path, caplog: pytest.LogCaptu
     assert stage_checkpoint_step(place.mirror, step="latest", dest=place.dest).step == 200
     assert "passed over" in caplog.text
     assert "meta_000300.json" in caplog.text
+
+
+# -- who says that all is safe has asked --------------------------------------------------------------------------
+
+
+def test_i8_a_drain_calls_nothing_verified_on_a_mirror_that_does_not_answer(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/nfs/run"
+    (tmp_path / "nfs").mkdir()
+    saved_run(tmp_path / "root", (1,), url)
+    shutil.rmtree(tmp_path / "nfs" / "run")
+    report = drain(tmp_path / "root", timeout_s=0.1)
+    assert not report.is_verified
+    assert isinstance(report.unasked[url], StoreTemporary)
+    done = cli("drain", "--root", str(tmp_path / "root"), "--timeout", "0.1", "--json")
+    assert done.returncode == DeadlinePassed.exit_code
+    facts = json.loads(done.stdout)
+    assert facts["verified"] is False
+    assert list(facts["unasked"]) == [url]
+    assert "could not be asked" in done.stderr
+
+
+def test_i8_a_drain_of_a_bucket_that_is_gone_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with GcsServerProcess(tmp_path / "before", buckets=["bucket"]) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        saved_run(tmp_path / "root", (1,), "gs://bucket/run")
+    with GcsServerProcess(tmp_path / "after") as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        report = drain(tmp_path / "root", timeout_s=60)
+        assert isinstance(report.unasked["gs://bucket/run"], BucketNotFound)
+        done = cli("drain", "--root", tmp_path / "root", env={"STORAGE_EMULATOR_HOST": server.url})
+    assert done.returncode == BucketNotFound.exit_code
+
+
+def test_i8_a_mirror_that_was_silent_at_the_start_is_asked_when_it_answers(tmp_path: Path) -> None:
+    url = memory_url()
+    store = open_store(url)
+    saved_run(tmp_path, (1, 2), url)
+    before = {info.name for info in store.list()}
+    with CheckpointManager(tmp_path, [url]) as manager:
+        (silent,) = faulty(manager, StoreFault(when="before", times=0))
+        state = new_state()
+        manager.resume(state)
+        with pytest.raises(WaitTimeout):
+            manager.wait("mirrored", timeout_s=0.2)
+        emptied(store)
+        silent.script()
+        train(state)
+        manager.save(3, state).wait()
+        manager.wait("mirrored", timeout_s=60)
+    assert {info.name for info in store.list()} > before
+
+
+def test_i8_a_run_does_not_end_well_while_nobody_asked_a_mirror_for_what_it_had(tmp_path: Path) -> None:
+    url = memory_url()
+    saved_run(tmp_path, (1,), url)
+    manager = CheckpointManager(tmp_path, [url])
+    faulty(manager, StoreFault(when="before", times=0))
+    manager.resume(new_state())
+    with pytest.raises(DeadlinePassed, match="still has what was verified"):
+        manager.close(timeout_s=0.2)
+    assert json.loads((tmp_path / names.STATUS_NAME).read_text())["status"] == "incomplete"
+
+
+def test_i8_a_mirror_that_was_emptied_in_mid_run_has_everything_again_at_the_end(tmp_path: Path) -> None:
+    url = memory_url()
+    store = open_store(url)
+    with CheckpointManager(tmp_path, [url]) as manager:
+        state = new_state()
+        manager.resume(state)
+        manager.save(1, state).wait("mirrored", timeout_s=30)
+        before = {info.name for info in store.list() if info.name != names.WRITER_NAME}
+        for info in list(store.list()):
+            if info.name in before:
+                store.delete(info.name, generation=info.generation)
+    assert {info.name for info in store.list()} >= before
+
+
+def test_i8_where_no_mirror_is_required_all_of_them_count(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, [MirrorSpec(memory_url(), required=False)])
+    (broken,) = faulty(manager)
+    state = new_state()
+    manager.resume(state)
+    broken.go_down()
+    handle = manager.save(1, state)
+    handle.wait()
+    with pytest.raises(WaitTimeout):
+        handle.wait("mirrored", timeout_s=0.2)
+    assert not is_mirrored(tmp_path, handle.save_id)
+    with pytest.raises(DeadlinePassed):
+        manager.close(timeout_s=0.2)

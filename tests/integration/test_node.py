@@ -27,6 +27,7 @@ from ckptmirror.flow.claim import RunClaim
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.node import Node
+from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.rotate import rotate_root
 from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.lock import RootLock
@@ -298,11 +299,11 @@ def test_a_drain_asks_mirrors_without_the_roots_lock(
     honest = drain_verb.carry_on
     started: list[bool] = []
 
-    def carry_on(root: Path, table: UploadsTable, mirrors: list[Mirror]) -> None:
+    def carry_on(root: Path, table: UploadsTable, mirrors: list[Mirror], recheck: Recheck) -> bool:
         with suppress(RootLocked):
             node(url).close()
             started.append(True)
-        honest(root, table, mirrors)
+        return honest(root, table, mirrors, recheck)
 
     monkeypatch.setattr(drain_verb, "carry_on", carry_on)
     drain(tmp_path / "root", timeout_s=30.0)

@@ -15,6 +15,7 @@ from ckptmirror.core.errors import IntegrityError, RefusedOnlyCopy, StoreTempora
 from ckptmirror.core.model import Meta
 from ckptmirror.flow import propose, resume
 from ckptmirror.flow.attempts import read_local_attempts
+from ckptmirror.flow.mirrors import MirrorSpec
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import StoreFault
@@ -295,3 +296,51 @@ def test_i12_a_broken_note_of_which_place_a_mirror_is_is_not_taken_for_nothing(
     assert start is not None, "the disk serves"
     assert any("did not answer" in line for line in start.passed_over) is not is_table_there
     assert (note.read_bytes() == before) is is_table_there, "what the table knows is noted anew"
+
+
+def test_a_copy_that_somebody_staged_is_not_gone_on_from_while_the_mirror_is_silent(tmp_path: Path, url: str) -> None:
+    states = saved_run(tmp_path / "first", (2, 3, 4), url)
+    root = tmp_path / "second"
+    stage_checkpoint_step(url, step=3, dest=root, require_kind="dcp", full=True)
+    with running(root, url) as manager:
+        faulty(manager, StoreFault(when="before", times=0))
+        with pytest.raises(StoreTemporary, match="the newest that can be seen"):
+            manager.resume(new_state())
+    state = new_state()
+    with running(root, url) as manager:
+        start = manager.resume(state)
+    assert start is not None
+    assert start.step == 4
+    assert same(everything(state), states[4])
+
+
+def test_what_an_earlier_start_here_continued_from_is_gone_on_from_while_the_mirror_is_silent(
+    tmp_path: Path, url: str
+) -> None:
+    saved_run(tmp_path / "first", (2,), url)
+    root = tmp_path / "second"
+    with running(root, url) as manager:
+        manager.resume(new_state())
+    for faults in ((StoreFault(when="before", times=0),), ()):  # and that start went on from it as well
+        with running(root, url) as manager:
+            faulty(manager, *faults)
+            start = manager.resume(new_state())
+            assert start is not None
+            assert start.step == 2
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_nothing_older_is_brought_while_a_mirror_that_counts_is_silent(tmp_path: Path, required: bool) -> None:
+    ahead, behind = f"memory://m-{tmp_path.name}-a/run", f"memory://m-{tmp_path.name}-b/run"
+    saved_run(tmp_path / "first", (2,), ahead, behind)
+    saved_run(tmp_path / "first", (4,), ahead)
+    mirrors = [MirrorSpec(ahead, required), MirrorSpec(behind, required)]
+    with running(tmp_path / "second", *mirrors) as manager:
+        silent, _ = faulty(manager)
+        silent.go_down()
+        with pytest.raises(StoreTemporary, match="not on this disk"):
+            manager.resume(new_state())
+    with running(tmp_path / "second", *mirrors) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 4

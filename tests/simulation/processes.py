@@ -22,6 +22,7 @@ from ckptmirror.flow.drain import _reconcile_if_free
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.flow.node import Node
 from ckptmirror.flow.propose import Policy, Proposer
+from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.reconcile import carry_on
 from ckptmirror.flow.rotate import RotationReport, rotate
 from ckptmirror.flow.upload import UploadContext, upload_claimed
@@ -197,6 +198,7 @@ class Trainer:
         return self.node.rotate()
 
     def carry_on(self) -> None:
+        self.node.table.retry_failed()
         carry_on(self.host.root, self.node.table, self.node.mirrors)
 
     def die(self) -> None:
@@ -216,7 +218,7 @@ class Drainer:
         self.table = UploadsTable.open(path, clock=world.clock)
         try:
             self.mirrors = world.mirrors_for(lambda _place, _name: None)
-            _reconcile_if_free(host.root, self.table, world.specs, self.mirrors)
+            _reconcile_if_free(host.root, self.table, world.specs, self.mirrors, Recheck(self.table, self.mirrors))
             self.table.retry_failed()
         except BaseException:
             self.table.close()

@@ -245,16 +245,18 @@ def test_what_is_not_whole_is_passed_over_unless_a_silent_mirror_may_hold_it() -
 def test_while_a_required_mirror_is_silent_the_first_choice_must_be_on_the_disk() -> None:
     one, two, alarm = save(1, 1, ("dcp",)), save(2, 2), save(3, 3, ("emergency",))
     here, there = (DISK, "gs://b"), ("gs://b",)
-    assert need_every_mirror([Candidate(two, "dcp", here), Candidate(one, "dcp", there)]) == frozenset()
-    assert need_every_mirror([Candidate(two, "dcp", there), Candidate(one, "dcp", here)]) == {two.save_id}
-    assert need_every_mirror([Candidate(two, "dcp", there), Candidate(two, "model", here)]) == frozenset()
+    own = {one.save_id, two.save_id, alarm.save_id}
+    assert need_every_mirror([Candidate(two, "dcp", here), Candidate(one, "dcp", there)], own) == frozenset()
+    assert need_every_mirror([Candidate(two, "dcp", there), Candidate(one, "dcp", here)], own) == {two.save_id}
+    assert need_every_mirror([Candidate(two, "dcp", there), Candidate(two, "model", here)], own) == frozenset()
     snapshot_first = [
         Candidate(alarm, "emergency", (DISK,)),
         Candidate(two, "dcp", there),
         Candidate(one, "dcp", there),
     ]
-    assert need_every_mirror(snapshot_first) == {two.save_id}
-    assert need_every_mirror([]) == frozenset()
+    assert need_every_mirror(snapshot_first, own) == {two.save_id}
+    assert need_every_mirror([], own) == frozenset()
+    assert need_every_mirror([Candidate(two, "dcp", here)], set()) == {two.save_id}, "somebody staged it here"
 
 
 def test_saves_of_an_attempt_that_no_list_tells_of_are_strangers() -> None:

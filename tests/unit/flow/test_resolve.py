@@ -77,6 +77,26 @@ def test_a_rewound_run_resolves_to_what_the_rewind_led_to(tmp_path: Path) -> Non
     assert resolve_checkpoint_reference(tmp_path / "dcp_000300").step == 300
 
 
+def test_without_a_list_of_attempts_a_rewound_branch_is_not_resumed_from(tmp_path: Path) -> None:
+    first = make_save(tmp_path, 100)
+    make_save(tmp_path, 300, number=2)
+    make_save(tmp_path, 150, attempt=make_attempt(1, first))
+    assert resolve_resume_path(tmp_path) == tmp_path / "dcp_000150"
+    assert find_local_checkpoint_steps(tmp_path) == [100, 150]
+    assert resolve_checkpoint_reference(tmp_path).step == 150
+
+
+def test_a_broken_newer_save_is_not_passed_by_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_save(tmp_path, 200)
+    make_save(tmp_path, 400, number=2)
+    flip_bit(tmp_path / "meta_000400.json", 40)
+    for find in (resolve_resume_path, resolve_checkpoint_reference):
+        caplog.clear()
+        found = find(tmp_path)
+        assert "000200" in str(getattr(found, "path", found))
+        assert f"passed over {tmp_path / 'meta_000400.json'}" in caplog.text
+
+
 def test_latest_is_followed_to_a_validated_target(tmp_path: Path) -> None:
     make_save(tmp_path, 100)
     make_save(tmp_path, 200, number=2)
