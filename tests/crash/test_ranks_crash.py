@@ -12,21 +12,28 @@ from tests.crash.campaign import FULL, SEED, StoryServer, named_points, restored
 from tests.crash.invariants import Place, newest_was_found, wrong_after_kill, wrong_after_recovery
 
 RANKS = 2
+
+
+def counted(points: list[str]) -> str:
+    """The last of these points that has the same number each time: two that write share some fsyncs of a directory."""
+    return next(point for point in reversed(points) if not point.startswith("dir.fsync"))
+
+
 LEADER_MOMENTS = {
     "before anything": lambda points: points[0],
     "while writing": lambda _: "file.write:before@2",
-    "between the reports": lambda points: points[points.index("table.add_save:before@1") - 1],
+    "between the reports": lambda points: counted(points[: points.index("table.add_save:before@1")]),
     "after the records": lambda _: "table.add_save:after@1",
     "between two names": lambda _: "save.publish:after@2",
-    "before the meta": lambda points: points[points.index("table.release_save:before@1") - 5],
+    "before the meta": lambda points: counted(points[: points.index("table.release_save:before@1") - 4]),
     "after the meta": lambda _: "table.release_save:before@1",
     "after the release": lambda _: "table.release_save:after@1",
-    "after all": lambda points: points[-1],
+    "after all": counted,
 }
 OTHER_MOMENTS = {
     "before anything": lambda points: points[0],
     "while writing": lambda _: "file.write:before@2",
-    "when its files are sealed": lambda points: points[-1],
+    "when its files are sealed": counted,
 }
 CASES = [(0, moment) for moment in LEADER_MOMENTS] + [(1, moment) for moment in OTHER_MOMENTS]
 
