@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -28,6 +28,7 @@ from ckptmirror.flow.save import LeaderSide, Saver, SaveRequest
 from ckptmirror.flow.save_parts import import_formats
 from ckptmirror.flow.settled import open_files
 from ckptmirror.flow.status import Status, is_mirrored, read_status
+from ckptmirror.formats.train_state import checked_parts
 from ckptmirror.local import files
 from ckptmirror.local.lock import RankLock
 from ckptmirror.observe.log import LogListener
@@ -127,7 +128,9 @@ class CheckpointManager:
 
     # -- start ----------------------------------------------------------------------------------------------
 
-    def resume(self, state: TrainState, policy: Policy = "auto", *, force: bool = False) -> ResumeInfo | None:
+    def resume(
+        self, state: TrainState, policy: Policy = "auto", *, force: bool = False, exclude: Collection[str] = ()
+    ) -> ResumeInfo | None:
         """Load the newest whole save of the lineage into ``state``; None means that training starts at step 0.
 
         Call it once at every start, before the first save: the same command starts and resumes.
@@ -136,6 +139,7 @@ class CheckpointManager:
             state: What to load into.
             policy: ``"auto"``; a step, ``"latest"`` or a save id (going back to an older save is a rewind: the saves
                 after it are off the lineage from then on); or ``"scratch"``, with ``force=True`` where there are saves.
+            exclude: Parts of the state to leave as they are, with a warning: names of ``TrainState``, and ``"rng"``.
 
         Raises:
             CheckpointNotFound: The requested save is not there.
@@ -143,6 +147,7 @@ class CheckpointManager:
             StoreTemporary: A required mirror does not answer and there is nothing on the disk.
         """
         self._check_open()
+        leave = checked_parts(exclude)
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
             self._saver = None  # its attempt is over, also if this resume fails
@@ -153,7 +158,7 @@ class CheckpointManager:
                     failure,
                 )
         info, run_id, attempt = resume_run(
-            self.root, self.ranks, self._node, state, policy=policy, force=force, bus=self.events
+            self.root, self.ranks, self._node, state, policy=policy, force=force, exclude=leave, bus=self.events
         )
         leader: LeaderSide | None = None
         if self._node is not None:

@@ -25,6 +25,7 @@ from ckptmirror.core.model import Attempt, Kind, Meta, SaveRef
 from ckptmirror.flow.node import Node
 from ckptmirror.flow.propose import Policy, Proposal, Proposer
 from ckptmirror.flow.reconcile import forget_brought
+from ckptmirror.formats.train_state import left_out
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.listing import Fault, is_not_readable_now
 from ckptmirror.ranks.base import Ranks
@@ -48,7 +49,7 @@ class ResumeInfo:
         kind: The kind that was loaded.
         place: ``"disk"`` or the URL of the mirror it was brought from.
         loaded: Parts of the state that were loaded.
-        missing: Parts of the state that the save does not hold.
+        missing: Parts of the state that the save does not hold, or that were left out (``exclude``).
         passed_over: Newer saves and copies that could not be used or of which no list tells, and mirrors that did not
             answer, with the reason.
     """
@@ -78,6 +79,7 @@ def resume_run(
     Args:
         node: Set on the leader.
         policy: ``"auto"``; ``"scratch"`` (``force`` where there are saves); a step; ``"latest"``; or a save id.
+        exclude: Parts of the state to leave as they are.
 
     Returns:
         What was loaded (None: training starts from scratch), the run's id, and this attempt, decided.
@@ -108,7 +110,7 @@ def resume_run(
                 proposer.reject(proposal, found.reason, touched=found.touched, unreadable=found.unreadable)
             continue
         attempt = _decide(ranks, node, proposal.meta.ref)
-        return _info(proposal, report), proposal.run_id, attempt
+        return _info(proposal, report, left_out(state, exclude)), proposal.run_id, attempt
 
 
 class _CannotUse(Exception):
@@ -243,8 +245,10 @@ def _decide(ranks: Ranks, node: Node | None, parent: SaveRef | None) -> Attempt:
     return decided[0]
 
 
-def _info(proposal: Proposal, report: LoadReport) -> ResumeInfo:
+def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -> ResumeInfo:
     assert proposal.meta is not None
+    for part in not_wanted:
+        _log.warning("step %d: %s", report.step, part)
     for part in report.missing:
         _log.warning("step %d: not loaded, since the save lacks it: %s", report.step, part)
     return ResumeInfo(
@@ -253,6 +257,6 @@ def _info(proposal: Proposal, report: LoadReport) -> ResumeInfo:
         kind=proposal.kind,
         place=proposal.place,
         loaded=report.loaded,
-        missing=report.missing,
+        missing=report.missing + not_wanted,
         passed_over=proposal.passed_over,
     )

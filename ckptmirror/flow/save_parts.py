@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TABLE_BROKE",
     "Copied",
+    "Holdings",
     "LeaderSide",
     "Plan",
     "Said",
@@ -70,6 +71,14 @@ class LeaderSide:
 
 
 @dataclass(frozen=True)
+class Holdings:
+    """What a rank has to save, as hashes: of its parameters, and of what its optimizer has state of. "" for unknown."""
+
+    parameters: str = ""
+    optimizer: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the ranks agree on before anything is written."""
 
@@ -78,14 +87,16 @@ class Plan:
     number: int
     save_id: str
     free: bool
-    holds: str = ""
+    holds: Holdings = Holdings()
 
 
-def holdings_of(copied: object) -> str:
-    """What a rank's optimizer has state of, as a hash."""
-    from ckptmirror.formats.capture import optimizer_holdings
+def holdings_of(copied: object) -> Holdings:
+    """What a rank has to save, to compare with the others'."""
+    from ckptmirror.formats.capture import optimizer_holdings, parameters_hash
 
-    return optimizer_holdings(copied.snapshot) if isinstance(copied, Copied) else ""
+    if not isinstance(copied, Copied):
+        return Holdings()
+    return Holdings(parameters_hash(copied.snapshot), optimizer_holdings(copied.snapshot))
 
 
 def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteContext:
@@ -93,7 +104,8 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteCont
 
     Raises:
         RankFailed: They do not plan the same save.
-        UsageError: Their optimizers hold the state of different parameters, of which one rank's would be saved.
+        UsageError: Their models, or the parameters that their optimizers have state of, are different ones, of which
+            one rank's would be saved.
     """
     from ckptmirror.formats.base import WriteContext
 
@@ -105,7 +117,14 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteCont
                 f"{rank} saves step {ours.step} {ours.kinds} as its save {ours.number}.",
                 hint="Call save() with the same step and kinds on every rank.",
             )
-    if len({plan.holds for plan in plans if plan.holds}) > 1:
+    if len({plan.holds.parameters for plan in plans if plan.holds.parameters}) > 1:
+        raise UsageError(
+            "Each rank holds another model: the names, shapes or dtypes of their parameters differ. Only a model that "
+            "every rank holds whole, or its shards as DTensors, can be saved.",
+            hint="Save pipeline stages, or other models that belong to one rank, with a manager of their own: give it "
+            "a process_group of the ranks that hold the same model, and another root.",
+        )
+    if len({plan.holds.optimizer for plan in plans if plan.holds.optimizer}) > 1:
         raise UsageError(
             "The optimizers of the ranks hold the state of different parameters, and an optimizer's state is saved "
             "once for all ranks.",

@@ -23,7 +23,7 @@ from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.giving import state_of
-from ckptmirror.formats.names import live_parameters, live_values
+from ckptmirror.formats.names import bare, live_parameters, live_values
 from ckptmirror.formats.optimizer_state import capture_optimizer
 from ckptmirror.formats.plain import encode
 from ckptmirror.formats.positions import knows_its_position, position_of, warn_left_alone
@@ -37,12 +37,15 @@ __all__ = [
     "capture",
     "capture_local",
     "fingerprint",
+    "optimizer_holdings",
+    "parameters_hash",
     "snapshot_from_tree",
     "snapshot_tree",
     "walk_tensors",
 ]
 
 _ARCHITECTURE = "architecture_hash"
+_PARAMETERS = "parameters_hash"
 _HOLDINGS = "optimizer_holds"
 
 
@@ -114,6 +117,7 @@ def capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
     sharded = has_shards(model) or has_shards(optimizer)
     extra = _capture_extra(state, step=step, with_ema=sharded or rank == 0)
     extra[_ARCHITECTURE] = _hash_of_shapes(model)
+    extra[_PARAMETERS] = _hash_of_shapes({bare(name): p for name, p in state.model.named_parameters()})
     if optimizer is not None and not sharded:
         extra[_HOLDINGS] = _hash_of_holdings(optimizer["state"])
     return Snapshot(model, optimizer, None, extra, sharded or has_shards(extra))
@@ -141,13 +145,19 @@ def architecture_hash(snapshot: Snapshot) -> str:
     return known if isinstance(known, str) else _hash_of_shapes(snapshot.model)
 
 
+def parameters_hash(snapshot: Snapshot) -> str:
+    """Return a hash of the names, whole shapes and dtypes of the parameters: alike on all ranks that hold one model."""
+    return str(snapshot.extra.get(_PARAMETERS, ""))
+
+
 def optimizer_holdings(snapshot: Snapshot) -> str:
     """Return a hash of what the optimizer has state of, "" where it is sharded; of one rank it is all if all agree."""
     return str(snapshot.extra.get(_HOLDINGS, ""))
 
 
 def _hash_of_holdings(state: dict[str, Any]) -> str:
-    held = [(str(name), sorted(map(str, of)) if isinstance(of, dict) else []) for name, of in state.items()]
+    # To look into the state of a parameter that has none makes an empty one.
+    held = [(str(name), sorted(map(str, of)) if isinstance(of, dict) else []) for name, of in state.items() if of != {}]
     return hashlib.sha256(repr(sorted(held)).encode()).hexdigest()
 
 

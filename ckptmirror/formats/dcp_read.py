@@ -33,7 +33,7 @@ from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges, file_names
 from ckptmirror.formats.live import check_fits, finish_model, pair_names, warn_missing
-from ckptmirror.formats.names import live_values, makes_room
+from ckptmirror.formats.names import live_values, makes_room, shard_again
 from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
 from ckptmirror.formats.plain import decode
 from ckptmirror.formats.unpickle import broken, check_regular, load_stream, loads_metadata, refused_as_usage
@@ -124,6 +124,7 @@ def load_directory(directory: Path, state: Any, *, step: int, exclude: frozenset
     missing: list[str] = []
     optimizer, plans, dtypes = None, None, {}
     if state.optimizer is not None and "optimizer" not in exclude:
+        shard_again(state.model)
         optimizer = _read_optimizer(state.model, entries, reader)
         if optimizer is None:
             missing.append(warn_missing("optimizer", "it starts without history"))
@@ -264,7 +265,7 @@ def _allocate(described: Any, owner: torch.Tensor | None) -> Any:
 def _empty(described: TensorStorageMetadata, owner: torch.Tensor | None) -> torch.Tensor:
     dtype = described.properties.dtype
     if owner is None or tuple(described.size) != tuple(owner.shape):
-        return torch.empty(described.size, dtype=dtype)
+        return torch.empty(described.size, dtype=dtype, device="cpu")
     if isinstance(owner, DTensor):
         return empty_dtensor(*described.size, dtype=dtype, device_mesh=owner.device_mesh, placements=owner.placements)
     return torch.empty(described.size, dtype=dtype, device=owner.device)

@@ -23,6 +23,7 @@ from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.capture import capture_local
 from ckptmirror.formats.live import load_model, warn_missing
 from ckptmirror.formats.model import whole_optimizer
+from ckptmirror.formats.names import shard_again
 from ckptmirror.formats.optimizer_state import load_optimizer, plan_optimizer
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.shards import cut
@@ -103,6 +104,7 @@ def load_emergency(
     missing: list[str] = []
     optimizer, plans, dtypes = None, None, {}
     if state.optimizer is not None and "optimizer" not in exclude:
+        shard_again(state.model)
         if shared.tree()["optimizer"] is None:
             missing.append(warn_missing("optimizer", "it starts without history"))
         else:

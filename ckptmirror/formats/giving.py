@@ -5,6 +5,9 @@ Rules:
   tuples and deques, and :class:`Giver` gives it back at the same place.
 * Tensors are filled in place where shape and dtype agree, DTensors as they are sharded here; dicts, lists and deques
   keep their identity; all else is replaced.
+* Nothing is given two values. Memory that the model, an optimizer or an earlier tensor has already, and a container
+  that was given before, stay as they are if that is how they were saved, and are replaced if not; where that cannot be,
+  as for an object, it is an error.
 * What lives here (an object, a DTensor) and cannot be given its state is an error; what the save lacks is left alone,
   reported and logged. So is, where only objects may lie, what the save has and nothing here takes.
 * An optimizer's moments follow its live parameters, as its own state is empty before the first step.
@@ -12,9 +15,10 @@ Rules:
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,19 +26,31 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
-from ckptmirror.formats.live import load_model, warn_missing, warn_unused
-from ckptmirror.formats.names import live_values
-from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, state_by_key
-from ckptmirror.formats.rank_files import RankFiles, below, is_mapping, is_sequence, rebuilt
-from ckptmirror.formats.shards import Piece, fill, piece_of, region_of
+from ckptmirror.formats.inside import (
+    any_in,
+    any_leaf,
+    beside,
+    has,
+    is_plain,
+    is_sharded,
+    kind_alive,
+    may_be_sharded,
+    takes_state,
+    takes_values,
+    unlike_pieces,
+)
+from ckptmirror.formats.live import Check, load_model, warn_missing, warn_unused
+from ckptmirror.formats.memory import Taken, holds, same
+from ckptmirror.formats.names import live_parameters, live_values
+from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like, state_by_key
+from ckptmirror.formats.rank_files import RankFiles, is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.shards import Piece, fill, local_of, piece_of, region_of
 
 __all__ = ["Giver", "state_of"]
 
 log = logging.getLogger(__name__)
 
 Path_ = tuple[Hashable, ...]
-
-_LOAD = "load_state_dict"
 
 
 def state_of(part: Any, where: str, *, objects_only: bool = False) -> Any:
@@ -52,8 +68,8 @@ def state_of(part: Any, where: str, *, objects_only: bool = False) -> Any:
         return live_values(part)
     if isinstance(part, torch.optim.Optimizer):
         return state_by_key(part, where)
-    if _has(part, "state_dict"):
-        if not _has(part, _LOAD):
+    if has(part, "state_dict"):
+        if not takes_state(part):
             raise UsageError(
                 f"{where} is a {type(part).__qualname__} with state_dict() but without load_state_dict().",
                 hint="Give it load_state_dict(), or save what its state_dict() returns.",
@@ -73,11 +89,13 @@ class Giver:
 
     Args:
         source: The files.
+        taken: What has its values already; shared by all that is given in one load.
         all_here: All that lives here, to see whether anything of it is sharded.
     """
 
-    def __init__(self, source: RankFiles, all_here: Any = None) -> None:
+    def __init__(self, source: RankFiles, taken: Taken, all_here: Any = None) -> None:
         self.source = source
+        self.taken = taken
         self.all_here = all_here
         self.missing: list[str] = []
 
@@ -89,18 +107,16 @@ class Giver:
             IntegrityError: The files are broken.
         """
         saved = self.source.value(path)
-        if _has(now, _LOAD):
+        if takes_state(now):
             self._give_object(now, saved, path, where)
             return now
         if isinstance(now, torch.Tensor) and isinstance(saved, (torch.Tensor, Piece)):
             return self._give_tensor(now, saved, path, where)
-        if is_mapping(now) and type(now) is type(saved):
-            return self._give_mapping(now, saved, path, where)
-        if is_sequence(now) and type(now) is type(saved):
-            return self._give_sequence(now, saved, path, where)
-        if (alive := _alive(now)) is not None:
+        if (is_mapping(now) or is_sequence(now)) and type(now) is type(saved):
+            return self._give_container(now, saved, path, where)
+        if (alive := kind_alive(now)) is not None:
             raise _cannot_take(where, alive, saved)
-        if dist.is_available() and dist.is_initialized() and _holds(saved, lambda leaf: isinstance(leaf, Piece)):
+        if dist.is_available() and dist.is_initialized() and any_leaf(saved, lambda leaf: isinstance(leaf, Piece)):
             log.warning("%s was saved sharded; nothing here says how to shard it, so every rank holds all of it", where)
         return self.source.whole(path)
 
@@ -109,26 +125,26 @@ class Giver:
         saved = self.source.value(path)
         if not isinstance(saved, Mapping):
             raise IntegrityError(f"The save holds a {type(saved).__name__} in the place of {where}.")
-        for key in saved:
+        for key in sorted(saved, key=lambda key: not any_in(now.get(key), takes_state)):
+            # Objects first: they can only be filled, and values that share memory with them can be replaced.
             now[key] = self.give(now.get(key), (*path, key), f"{where}.{key}")
         for key in [key for key in now if key not in saved]:
             self.lacks(f"{where}.{key}")
 
-    def give_objects(
-        self, now: Any, path: Path_, where: str, takes: Callable[[Any], bool] = lambda value: _has(value, _LOAD)
-    ) -> None:
+    def give_objects(self, now: Any, path: Path_, where: str, takes: Callable[[Any], bool] | None = None) -> None:
         """Give the object ``now``, or those in a container of them, their state; the containers stay as they are.
 
         Args:
             now: An object, or containers of them.
             path: Where its state lies in the files.
             where: Its place in the state, for messages.
-            takes: Whether an object is to be given its state.
+            takes: Whether an object is to be given its state: by default each that takes one.
 
         Raises:
             UsageError: It does not take it.
             IntegrityError: The files are broken.
         """
+        takes = takes or takes_state
         saved = self.source.value(path)
         if takes(now):
             self._give_object(now, saved, path, where)
@@ -136,35 +152,32 @@ class Giver:
             for key, value in now.items():
                 if key in saved:
                     self.give_objects(value, (*path, key), f"{where}.{key}", takes)
-                elif _any(value, takes):
+                elif any_in(value, takes):
                     self.lacks(f"{where}.{key}")
             for key in [key for key in saved if key not in now]:
                 self.unused(f"{where}.{key}")
         elif is_sequence(now) and is_sequence(saved):
             if len(now) != len(saved):
-                raise _other_number(where, len(saved), len(now), _alive(now))
+                raise _other_number(where, len(saved), len(now), kind_alive(now))
             for index, (value, item) in enumerate(zip(now, saved, strict=True)):
                 if item is not None:
                     self.give_objects(value, (*path, index), f"{where}[{index}]", takes)
-                elif _any(value, takes):
+                elif any_in(value, takes):
                     self.lacks(f"{where}[{index}]")
-        elif _any(now, takes):
-            raise _cannot_take(where, _alive(now), saved)
+        elif any_in(now, takes):
+            raise _cannot_take(where, kind_alive(now), saved)
         elif saved is not None:
             self.unused(where)
 
     def _give_object(self, target: Any, saved: Any, path: Path_, where: str) -> None:
+        if not isinstance(target, torch.nn.Module):  # of modules their memory is known
+            if self.taken.knows(target):
+                if not self.taken.was_given(target, saved):
+                    raise _saved_as_two(where, target)
+                return
+            self.taken.remember(target, saved)
         try:
-            if isinstance(target, torch.nn.Module):
-                if not isinstance(saved, Mapping):
-                    raise UsageError(f"{where} is a module here and was saved as a {_kind(saved)}.")
-                load_model(target, saved, lambda name: self.source.others((*path, name)))
-            elif isinstance(target, torch.optim.Optimizer) and (keyed := parameters_by_key(target, saved)) is not None:
-                load_by_key(target, self.source.whole(path, {"state": keyed}), where)
-            else:
-                like = target.state_dict() if _may_be_sharded(saved) else None
-                self._check_shards(saved, like, where)
-                target.load_state_dict(self.source.whole(path, like))
+            self._load_object(target, saved, path, where)
         except CkptMirrorError:
             raise
         except Exception as error:  # an object of the user's; whatever it raises, the answer is the same
@@ -172,12 +185,46 @@ class Giver:
                 f"The {where} does not take its saved state: {type(error).__name__}: {error}",
                 hint=f'Build it as it was, or load without it: exclude=("{where.split(".")[0].split("[")[0]}",).',
             ) from error
+        self.taken.take(target, where)
+
+    def _load_object(self, target: Any, saved: Any, path: Path_, where: str) -> None:
+        if isinstance(target, torch.nn.Module):
+            if not isinstance(saved, Mapping):
+                raise UsageError(f"{where} is a module here and was saved as a {_kind(saved)}.")
+            load_model(
+                target, saved, lambda name: self.source.others((*path, name)), self._memory_check(target, path, where)
+            )
+        elif isinstance(target, torch.optim.Optimizer) and (keyed := parameters_by_key(target, saved)) is not None:
+            load_by_key(target, self.source.whole(path, sharded_like(keyed, saved)), where)
+        else:
+            like = target.state_dict() if may_be_sharded(saved) else None
+            self._check_shards(saved, like, where)
+            target.load_state_dict(self.source.whole(path, like))
+
+    def _memory_check(self, module: torch.nn.Module, path: Path_, where: str) -> Check:
+        """Return what refuses to fill a tensor of ``module`` that another part of the state has, with other values."""
+        parameters = {name for name, _ in live_parameters(module)}
+
+        def check(name: str, saved_name: str, now: torch.Tensor, pieces: Iterable[Piece]) -> None:
+            owner = self.taken.owner_of(now)
+            if owner is None or holds(local_of(now), region_of(now), pieces, name):
+                return
+            others = self.source.others((*path, saved_name)) if name not in parameters else iter(())
+            if any(isinstance(other, torch.Tensor) and same(now, other) for other in others):
+                return  # each rank has buffers of its own, and the model those of rank 0
+            raise UsageError(
+                f"{where} shares the memory of its {name} with {owner} here and was saved with other values: giving it "
+                f"those would change {owner}.",
+                hint="Give it memory of its own (copy.deepcopy) before resume().",
+            )
+
+        return check
 
     def _check_shards(self, saved: Any, like: Any, where: str) -> None:
         """Refuse to give an object whole what was sharded, where its state does not say how to shard it again."""
         if dist.is_available() and dist.is_initialized():
-            unlike = next(_unlike(saved, like, where), None)
-            if unlike is not None and _any(self.all_here, _is_sharded):
+            unlike = next(unlike_pieces(saved, like, where), None)
+            if unlike is not None and any_in(self.all_here, is_sharded):
                 raise UsageError(
                     f"{unlike} was saved sharded, and the state here has no such value yet that says how to shard it.",
                     hint="Let the object make its state before it is loaded, or load without this part of the state.",
@@ -187,21 +234,41 @@ class Giver:
         first = saved if isinstance(saved, Piece) else piece_of(saved)
         if now.is_meta and isinstance(now, DTensor):
             raise UsageError(f"{where} is on the meta device here: give it memory before loading.")
-        if tuple(now.shape) == first.region.shape and now.dtype == first.data.dtype and _takes_values(now, first.data):
-            local = now.to_local() if isinstance(now, DTensor) else now
+        if tuple(now.shape) == first.region.shape and now.dtype == first.data.dtype and takes_values(now, first.data):
             others = (other for other in self.source.others(path) if isinstance(other, Piece))
-            fill(local, region_of(now), _chain(first, others), where)
-            return now
+            pieces = itertools.chain((first,), others)
+            if self.taken.owner_of(now) is None:
+                fill(local_of(now), region_of(now), pieces, where)
+                self.taken.take(now, where)
+                return now
+            if holds(local_of(now), region_of(now), pieces, where):
+                return now
         if isinstance(now, DTensor) and tuple(now.shape) != first.region.shape:
             raise UsageError(
                 f"{where} has the shape {first.region.shape} in the checkpoint and {tuple(now.shape)} here, sharded."
             )
-        return self.source.whole(path, now)
+        return self._fresh(now, path)
+
+    def _fresh(self, now: Any, path: Path_) -> Any:
+        """Return the saved value in memory of its own, sharded as ``now`` is and on its devices."""
+        return beside(now, self.source.whole(path, now))
+
+    def _give_container(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
+        if not isinstance(now, tuple):
+            if self.taken.knows(now):
+                if self.taken.was_given(now, saved):
+                    return now
+                if any_in(now, takes_state):
+                    raise _saved_as_two(where, now)
+                return self._fresh(now, path)
+            self.taken.remember(now, saved)
+        give = self._give_mapping if is_mapping(now) else self._give_sequence
+        return give(now, saved, path, where)
 
     def _give_mapping(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
         given = {key: self.give(now.get(key), (*path, key), f"{where}.{key}") for key in saved}
         for key, value in now.items():
-            if key not in saved and _alive(value) is not None:
+            if key not in saved and kind_alive(value) is not None:
                 self.lacks(f"{where}.{key}")
                 given[key] = value
         now.clear()
@@ -212,12 +279,12 @@ class Giver:
         return now
 
     def _give_sequence(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
-        if len(now) != len(saved) and (alive := _alive(now)) is not None:
+        if len(now) != len(saved) and (alive := kind_alive(now)) is not None:
             raise _other_number(where, len(saved), len(now), alive)
         live = list(now)
         given = (
             list(self.source.whole(path))
-            if all(map(_is_plain, live))
+            if all(map(is_plain, live))
             else [
                 self.give(live[index] if index < len(live) else None, (*path, index), f"{where}[{index}]")
                 for index in range(len(saved))
@@ -238,35 +305,6 @@ class Giver:
         self.missing.append(warn_unused(where))
 
 
-def _has(value: Any, name: str) -> bool:
-    return hasattr(value, name) and not isinstance(value, type)
-
-
-def _any(value: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Whether anything in ``value``, itself or in containers, is ``wanted``."""
-    items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
-    return wanted(value) or any(_any(item, wanted) for item in items)
-
-
-def _is_sharded(value: Any) -> bool:
-    tensors = value.parameters() if isinstance(value, torch.nn.Module) else (value,)
-    return any(isinstance(tensor, DTensor) for tensor in tensors)
-
-
-def _unlike(saved: Any, like: Any, where: str) -> Iterator[str]:
-    """Yield the places of the pieces in ``saved`` for which ``like`` has no tensor, or one of another shape sharded."""
-    if isinstance(saved, Piece):
-        shape = saved.region.shape
-        if not isinstance(like, torch.Tensor) or (isinstance(like, DTensor) and tuple(like.shape) != shape):
-            yield where
-    elif is_mapping(saved):
-        for key, item in saved.items():
-            yield from _unlike(item, below(like, key), f"{where}.{key}")
-    elif is_sequence(saved):
-        for index, item in enumerate(saved):
-            yield from _unlike(item, below(like, index), f"{where}[{index}]")
-
-
 def _cannot_take(where: str, alive: str | None, saved: Any) -> UsageError:
     return UsageError(
         f"{where} holds a {alive} here and was saved as a {_kind(saved)}: it cannot be given its state.",
@@ -282,46 +320,13 @@ def _other_number(where: str, saved: int, now: int, alive: str | None) -> UsageE
     )
 
 
-def _alive(value: Any) -> str | None:
-    """Return the kind of the first object or DTensor in ``value`` that must be given its state in place."""
-    if _has(value, _LOAD) or isinstance(value, DTensor):
-        return type(value).__qualname__
-    items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
-    return next((kind for kind in map(_alive, items) if kind is not None), None)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether nothing in ``value`` can be filled: it is replaced."""
-    return not (isinstance(value, torch.Tensor) or is_mapping(value) or is_sequence(value)) and _alive(value) is None
-
-
-def _takes_values(now: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Whether ``now`` has memory of its own for every value, and may be written."""
-    if now.is_meta or now.is_inference() or now.layout != torch.strided or saved.layout != torch.strided:
-        return False
-    return not any(step == 0 and size > 1 for step, size in zip(now.stride(), now.shape, strict=True))
-
-
-def _may_be_sharded(saved: Any) -> bool:
-    """Whether the live state must be asked how it is sharded: only where it may be, as asking may cost something."""
-    several = dist.is_available() and dist.is_initialized()
-
-    def maybe(leaf: Any) -> bool:
-        return isinstance(leaf, Piece) or (several and isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
-
-    return _holds(saved, maybe)
-
-
-def _holds(tree: Any, wanted: Callable[[Any], bool]) -> bool:
-    if is_mapping(tree):
-        return any(_holds(item, wanted) for item in tree.values())
-    return any(_holds(item, wanted) for item in tree) if is_sequence(tree) else wanted(tree)
+def _saved_as_two(where: str, now: Any) -> UsageError:
+    return UsageError(
+        f"{where} is a {type(now).__qualname__} that has another place in the state too, and was saved with other "
+        "values there: it cannot be given both.",
+        hint="Build one for each place before resume().",
+    )
 
 
 def _kind(saved: Any) -> str:
     return "DTensor" if isinstance(saved, Piece) else type(saved).__name__
-
-
-def _chain(first: Piece, others: Iterator[Piece]) -> Iterator[Piece]:
-    yield first
-    yield from others

@@ -16,17 +16,18 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import UsageError
+from ckptmirror.formats.memory import overlaps_itself
 from ckptmirror.formats.names import live_values, makes_room, match_names
-from ckptmirror.formats.shards import Piece, fill, region_of
+from ckptmirror.formats.shards import Piece, fill, local_of, region_of
 
-__all__ = ["check_fits", "finish_model", "load_model", "pair_names", "warn_missing", "warn_unused"]
+__all__ = ["Check", "check_fits", "finish_model", "load_model", "pair_names", "warn_missing", "warn_unused"]
 
 log = logging.getLogger(__name__)
 
 Others = Callable[[str], Iterable[Any]]
+Check = Callable[[str, str, torch.Tensor, Iterable[Piece]], None]
 
 
 def pair_names(saved: Iterable[str], live: Mapping[str, Any]) -> dict[str, str]:
@@ -79,11 +80,16 @@ def check_fits(name: str, shape: tuple[int, ...] | None, live: Any, *, is_free: 
         raise UsageError(
             f"{name} is on the meta device.", hint='Call model.to_empty(device="cpu") (or "cuda") before loading.'
         )
+    if isinstance(live, torch.Tensor) and overlaps_itself(live):
+        raise UsageError(
+            f"{name} has several values at one place in memory, as an expanded tensor has: it cannot be filled.",
+            hint="Give it memory of its own (`.clone()`) where the model is built.",
+        )
     return True
 
 
 def load_model(
-    module: torch.nn.Module, saved: Mapping[str, Any], others: Others | None = None
+    module: torch.nn.Module, saved: Mapping[str, Any], others: Others | None = None, check: Check | None = None
 ) -> dict[str, torch.dtype]:
     """Load ``saved`` (tensors, pieces and plain values by name) into ``module``; return the dtypes by saved name.
 
@@ -91,6 +97,8 @@ def load_model(
         module: Named, wrapped or sharded as may be.
         saved: By name; names are matched without the marks of wrappers if need be.
         others: Gives the values of a saved name in the other ranks' files, read only where this rank's do not suffice.
+        check: Called with the name, the saved name, the live tensor and the values of all that will be filled, before
+            anything is; it raises if that may not be.
     """
     live = live_values(module)
     names = pair_names(saved, live)
@@ -104,12 +112,14 @@ def load_model(
         loaded[name] = value if fits else item if data is None else data
         if data is not None and isinstance(value, torch.Tensor):
             dtypes[names[name]] = data.dtype
-    for name, value in live.items():
-        if loaded[name] is not value or not isinstance(value, torch.Tensor):
-            continue
-        item = saved[names[name]]
-        local = value.to_local() if isinstance(value, DTensor) else value
-        fill(local, region_of(value), _pieces(item, names[name], others), name)
+    in_place = {
+        name: value for name, value in live.items() if loaded[name] is value and isinstance(value, torch.Tensor)
+    }
+    for name, value in in_place.items():
+        if check is not None:
+            check(name, names[name], value, _pieces(saved[names[name]], names[name], others))
+    for name, value in in_place.items():
+        fill(local_of(value), region_of(value), _pieces(saved[names[name]], names[name], others), name)
     finish_model(module, loaded, live, {name: dtypes[names[name]] for name in live if names[name] in dtypes})
     return dtypes
 

@@ -24,6 +24,7 @@ from ckptmirror.core.names import SaveName, parse_name, tmp_name
 from ckptmirror.formats.artifacts import write_pt
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.live import load_model, warn_missing
+from ckptmirror.formats.names import shard_again
 from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
 from ckptmirror.formats.plain import decode
 from ckptmirror.formats.rank_files import RankFiles
@@ -90,6 +91,7 @@ class ModelFormat:
         missing: list[str] = []
         optimizer, plans, dtypes = None, None, {}
         if state.optimizer is not None and "optimizer" not in exclude:
+            shard_again(state.model)
             optimizer = read_optimizer(root, _optimizer_files(meta, name), state.model, rank=rank)
             if optimizer is None:
                 missing.append(warn_missing("optimizer", "it starts without history"))

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["bare", "live_parameters", "live_values", "makes_room", "match_names"]
+__all__ = ["bare", "live_parameters", "live_values", "makes_room", "match_names", "shard_again"]
 
 _PREFIX = "module"
 _CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -29,6 +29,11 @@ def live_values(model: torch.nn.Module) -> dict[str, Any]:
     if next(model.parameters(), None) is None and not model.state_dict():
         return {}  # torch's helper takes an empty state for a mistake
     return dict(get_model_state_dict(model))
+
+
+def shard_again(model: torch.nn.Module) -> None:
+    """Have FSDP2 shard again what a forward without a backward left whole: to ask the model for its state does that."""
+    live_values(model)
 
 
 def live_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -12,7 +12,8 @@ Rules:
   where torch wants it.
 * A DTensor in the state has the shape of its parameter, whose sharding a load follows.
 * An optimizer elsewhere in the state (the user's extra) has no names: it keeps torch's layout, each parameter under its
-  key. The dtype in which its parameters were saved is not known there, so its state is never cast.
+  key. The dtype in which its parameters were saved is not known there, so its state is never cast. What is a plain
+  tensor beside a sharded parameter stays one: which were sharded is kept beside the state.
 """
 
 from __future__ import annotations
@@ -26,8 +27,19 @@ from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.formats.names import live_parameters, match_names
+from ckptmirror.formats.optimizer_check import (
+    check_shards,
+    is_split,
+    refuse_local_state,
+    refuse_more,
+    refuse_second_owner,
+    refuse_strays,
+    some,
+    warn_of_shared_state,
+)
 from ckptmirror.formats.plain import encode
 from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.shards import Piece
 
 __all__ = [
     "capture_optimizer",
@@ -37,11 +49,13 @@ __all__ = [
     "owners_of",
     "parameters_by_key",
     "plan_optimizer",
+    "sharded_like",
     "state_by_key",
 ]
 
 _log = logging.getLogger("ckptmirror.formats")
 
+_SHARDED = "sharded_parameters"
 _SCALARS = (type(None), bool, int, float, complex)
 
 
@@ -58,32 +72,38 @@ def capture_optimizer(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     """Return the state of ``optimizer`` (one or several) by parameter name. Tensors are aliases, containers are new.
 
     Raises:
-        UsageError: An optimizer holds a parameter that is not the model's, or a value that a safe load could not read
-        back.
+        UsageError: An optimizer holds a parameter that is not the model's, or a value that a load could not give back.
     """
     live = list(live_parameters(model))
     names = {id(parameter): name for name, parameter in reversed(live)}
-    shapes = {name: parameter.shape for name, parameter in live}
+    parameters = dict(live)
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
-    for one in optimizers_of(optimizer):
+    owners: dict[str, int] = {}
+    optimizers = optimizers_of(optimizer)
+    for number, one in enumerate(optimizers):
         raw = _state_dict(one)
-        _refuse_more(raw)
-        by_id: dict[Any, str] = {}
+        refuse_more(raw)
+        by_key: dict[Any, str] = {}
         for index, (group, saved) in enumerate(zip(one.param_groups, raw["param_groups"], strict=True)):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
                 if id(parameter) not in names:
                     raise UsageError(f"Parameter group {index} holds a parameter that is not in the model.")
-                by_id[key] = names[id(parameter)]
+                by_key[key] = names[id(parameter)]
+                refuse_second_owner(by_key[key], owners, number)
+                owners[by_key[key]] = number
             values = {k: encode(v, f"optimizer.param_groups[{index}].{k}") for k, v in saved.items() if k != "params"}
-            _check_shards(values, None, f"optimizer.param_groups[{index}]")
-            groups.append({**values, "params": [by_id[key] for key in saved["params"]]})
+            check_shards(values, None, f"optimizer.param_groups[{index}]")
+            groups.append({**values, "params": [by_key[key] for key in saved["params"]]})
+        refuse_strays(one, raw["state"], by_key, names=parameters, several=len(optimizers) > 1)
+        warn_of_shared_state(one, raw["state"], by_key)
         for key, value in raw["state"].items():
-            name = by_id.get(key, key)
-            if name in state:
-                raise UsageError(f"Two optimizers have state named {name!r}.")
-            state[name] = encode(dict(value) if isinstance(value, Mapping) else value, f"optimizer.state.{name}")
-            _check_shards(state[name], shapes.get(name), f"optimizer.state.{name}")
+            name, where = by_key.get(key, key), f"optimizer.state.{by_key.get(key, key)}"
+            parameter = parameters.get(name)
+            if parameter is not None:
+                refuse_local_state(value, parameter, where)
+            state[name] = encode(dict(value) if isinstance(value, Mapping) else value, where)
+            check_shards(state[name], parameter.shape if parameter is not None else None, where)
     return {"state": state, "param_groups": groups}
 
 
@@ -146,7 +166,7 @@ def load_optimizer(
 
 
 def state_by_key(one: torch.optim.Optimizer, where: str) -> Any:
-    """Return the state of an optimizer as it gives it; tensors are aliases.
+    """Return the state of an optimizer as it gives it, and which of its parameters are sharded; tensors are aliases.
 
     Raises:
         UsageError: It holds a DTensor that no load could shard again; names ``where``.
@@ -155,8 +175,10 @@ def state_by_key(one: torch.optim.Optimizer, where: str) -> Any:
     keyed = parameters_by_key(one, raw)
     if keyed is not None:
         for key, value in raw["state"].items():
-            _check_shards(value, keyed[key].shape if key in keyed else None, f"{where}.state.{key}")
-        _check_shards(raw["param_groups"], None, f"{where}.param_groups")
+            check_shards(value, keyed[key].shape if key in keyed else None, f"{where}.state.{key}")
+        check_shards(raw["param_groups"], None, f"{where}.param_groups")
+        if sharded := [key for key, parameter in keyed.items() if is_split(parameter)]:
+            return {**raw, _SHARDED: sharded}
     return raw
 
 
@@ -176,6 +198,21 @@ def parameters_by_key(one: torch.optim.Optimizer, state: Any) -> dict[Any, torch
     return keyed
 
 
+def sharded_like(keyed: Mapping[Any, torch.Tensor], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, as a tree like ``saved``, the parameter that each saved tensor is sharded like where that is to be."""
+    split = saved.get(_SHARDED) or ()
+    state = saved["state"]
+    return {"state": {key: _of_pieces(state.get(key), p) if key in split else p for key, p in keyed.items()}}
+
+
+def _of_pieces(saved: Any, parameter: torch.Tensor) -> Any:
+    if is_mapping(saved):
+        return {key: _of_pieces(item, parameter) for key, item in saved.items()}
+    if is_sequence(saved):
+        return [_of_pieces(item, parameter) for item in saved]
+    return parameter if isinstance(saved, Piece) else None
+
+
 def load_by_key(one: torch.optim.Optimizer, saved: Mapping[str, Any], where: str) -> None:
     """Give ``saved``, for which :func:`parameters_by_key` has an answer, to an optimizer, in place of all it has.
 
@@ -183,7 +220,7 @@ def load_by_key(one: torch.optim.Optimizer, saved: Mapping[str, Any], where: str
         UsageError: It does not take it.
     """
     groups = saved["param_groups"]
-    rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups", _SHARDED)}
     plan = [(index, list(group["params"])) for index, group in enumerate(groups)]
     _apply(one, plan, groups, saved["state"], {}, rest, where=where)
 
@@ -197,7 +234,7 @@ def _plan(
         if missing := [
             sorted(aliases.get(id(p), {"?"}))[0] for p, n in zip(live["params"], names, strict=True) if n is None
         ]:
-            raise _mismatch(f"the save has no optimizer entry for {_some(missing)}")
+            raise _mismatch(f"the save has no optimizer entry for {some(missing)}")
         found = [name for name in names if name is not None]
         indices = {owner[name] for name in found}
         if not indices and position < len(groups) and not groups[position].get("params"):
@@ -206,7 +243,7 @@ def _plan(
             raise _mismatch(f"the parameters of group {position} lie in {len(indices)} saved groups")
         index = indices.pop()
         if extra := sorted(set(groups[index].get("params", ())) - set(found)):
-            raise _mismatch(f"saved group {index} also holds {_some(extra)}")
+            raise _mismatch(f"saved group {index} also holds {some(extra)}")
         plan.append((index, found))
     return plan
 
@@ -248,7 +285,7 @@ def _apply(
         elif state and parameter.requires_grad:
             lacking.append(str(name))
     if lacking:
-        _log.warning("the save holds no %s state of %s, which begins anew", where, _some(lacking))
+        _log.warning("the save holds no %s state of %s, which begins anew", where, some(lacking))
 
 
 def _live_names(one: Any, plan: Plan) -> Iterator[tuple[torch.Tensor, str]]:
@@ -318,31 +355,6 @@ def _moved(value: Any, parameter: torch.Tensor, *, cast: bool, key: Any = None) 
     return value
 
 
-def _check_shards(tree: Any, shape: torch.Size | None, where: str) -> None:
-    """Refuse what a load could not shard again: a DTensor that is not of its parameter's shape."""
-    if is_mapping(tree):
-        for key, item in tree.items():
-            _check_shards(item, shape, f"{where}.{key}")
-    elif is_sequence(tree):
-        for index, item in enumerate(tree):
-            _check_shards(item, shape, f"{where}[{index}]")
-    elif isinstance(tree, DTensor) and tree.shape != shape:
-        raise UsageError(
-            f"{where} is a DTensor of shape {tuple(tree.shape)}, not of its parameter's: no load could shard it again.",
-            hint="Keep it as a plain tensor (full_tensor()), or in the shape of the parameter.",
-        )
-
-
-def _refuse_more(raw: Mapping[str, Any]) -> None:
-    """Refuse an optimizer that keeps something beside state and param_groups, which has no place under names here."""
-    more = sorted(str(key) for key in raw if key not in ("state", "param_groups"))
-    if more:
-        raise UsageError(
-            f"The optimizer's state_dict() also holds {_some(more)}, which would not be saved.",
-            hint='Give this optimizer as TrainState(extra={"optimizer": …}), where all of its state is kept.',
-        )
-
-
 def _state_dict(one: Any, where: str = "optimizer") -> Any:
     try:
         return one.state_dict()
@@ -355,8 +367,3 @@ def _mismatch(what: str) -> CkptMirrorError:
         f"The optimizer does not match the save: {what}.",
         hint='Build the same optimizer, or load without it: exclude=("optimizer",).',
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(list(names)[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

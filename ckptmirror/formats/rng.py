@@ -23,7 +23,7 @@ def capture_rng() -> dict[str, Any]:
     """Return the state of Python's, NumPy's (if imported) and torch's generators."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
         "torch": torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")
@@ -31,7 +31,7 @@ def capture_rng() -> dict[str, Any]:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
         state["numpy"] = {
             "name": str(name),
-            "words": torch.tensor(keys.astype("int64").tolist(), dtype=torch.int64),
+            "words": torch.tensor(keys.astype("int64").tolist(), dtype=torch.int64, device="cpu"),
             "position": int(position),
             "has_gauss": int(has_gauss),
             "gauss": float(cached),

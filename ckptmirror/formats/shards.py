@@ -19,7 +19,18 @@ from torch.distributed.tensor import DTensor
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.plain import MARK, decode, has_shards
 
-__all__ = ["Piece", "Region", "cut", "fill", "has_shards", "piece_of", "read_pieces", "region_of", "spread"]
+__all__ = [
+    "Piece",
+    "Region",
+    "cut",
+    "fill",
+    "has_shards",
+    "local_of",
+    "piece_of",
+    "read_pieces",
+    "region_of",
+    "spread",
+]
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,11 @@ class Piece:
     data: torch.Tensor
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor that this rank holds of ``tensor``: itself, if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def region_of(tensor: torch.Tensor) -> Region:
     """Return what this rank holds of ``tensor`` (all of it, if it is not sharded)."""
     shape = tuple(tensor.shape)
@@ -53,7 +69,7 @@ def region_of(tensor: torch.Tensor) -> Region:
 
 def piece_of(tensor: torch.Tensor) -> Piece:
     """Return this rank's block of ``tensor``."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     region = region_of(tensor)
     return Piece(region, local.detach().reshape(region.sizes) if local.numel() == 0 else local.detach())
 
@@ -162,6 +178,6 @@ def spread(value: Any, others: Callable[[], Iterator[Any]], like: torch.Tensor |
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-    whole = torch.empty(shape, dtype=value.data.dtype)
+    whole = torch.empty(shape, dtype=value.data.dtype, device="cpu")
     fill(whole, Region(shape, (0,) * len(shape), shape), pieces(), name)
     return whole

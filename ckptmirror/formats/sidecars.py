@@ -4,7 +4,8 @@ Rules:
 * Each rank writes its own pair, once a save, whatever the kinds.
 * Random generators and the data position belong to a rank; a rank that the save did not have keeps its own, and says
   so; on fewer ranks, the positions of those that are gone are reported. All else (scheduler, scaler, EMA, the user's
-  extra) is shared: a new rank takes rank 0's.
+  extra) is shared: a new rank takes rank 0's. Where each rank had an extra of its own after all, that is reported.
+* All that is loaded shares the account of what has its values already: memory may belong to several parts.
 * A part that the save lacks is reported and logged, never passed over in silence.
 """
 
@@ -22,8 +23,10 @@ from ckptmirror.core.names import SaveName
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.capture import walk_tensors
-from ckptmirror.formats.giving import Giver
+from ckptmirror.formats.giving import Giver, state_of
 from ckptmirror.formats.live import warn_missing, warn_unused
+from ckptmirror.formats.memory import Taken, same
+from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.positions import has_position, knows_its_position, warn_left_alone
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.rng import load_rng
@@ -157,6 +160,10 @@ class _Loader:
         self.tree = self._tree(None)
         self.loaded: list[str] = []
         self.missing: list[str] = []
+        self.taken = Taken()
+        self.taken.take(state.model, "the model")
+        for one in optimizers_of(state.optimizer):
+            self.taken.take(one, "the optimizer")
 
     def _tree(self, rank: int | None) -> dict[str, Any]:
         tree = self.source.tree(rank)
@@ -178,19 +185,24 @@ class _Loader:
         elif name == "dataloader" and not self.own:
             self._lacks(name, "position of this rank; it starts where it is")
         elif name == "scaler" and self.tree.get(name) == {}:
+            if state_of(target, name) == {}:
+                return  # it is disabled here too
             self._lacks(name, "state, it was disabled; it starts at its default")
         elif name in self.tree or (name == "ema" and name in self._tree(0)):
             self._take(name, target)
             self.loaded.append(name)
             if name == "dataloader":
                 self._count_positions()
+            elif name == "extra":
+                self._compare_ranks()
         else:
             self._lacks(name, "state; it stays as it is")
 
     def _take(self, name: str, target: Any) -> None:
         here = [self.state.model, self.state.ema, self.state.extra]
-        giver = Giver(self.source if name in self.tree else self.source.of(0), here)
+        giver = Giver(self.source if name in self.tree else self.source.of(0), self.taken, here)
         if name == "extra":
+            self.taken.take(state_of(self.state.ema, "ema"), "the average")  # the extra may hold something of it
             giver.give_values(target, (*self.at, name), name)
         elif name == "dataloader":
             giver.give_objects(target, (*self.at, name), name, has_position)
@@ -199,12 +211,35 @@ class _Loader:
         self.missing += giver.missing
 
     def _count_positions(self) -> None:
-        dropped = [rank for rank in self.source.ranks if rank >= self.world_size]
-        if dropped:
-            which = ", ".join(map(str, dropped[:5])) + (", ..." if len(dropped) > 5 else "")
+        if dropped := self._dropped():
+            which = _some(dropped)
             line = f"dataloader: the positions of ranks {which} of the save are dropped, as this job has no such ranks"
             log.warning("%s; what those ranks had read of the data is not known here", line)
             self.missing.append(line)
+
+    def _compare_ranks(self) -> None:
+        """Say so where the number of ranks is another and the ranks of the save had different values in extra."""
+        first, *others = self.source.ranks
+        if not self.own and any(self._differs(first, rank) for rank in others):
+            self._report(
+                f"extra: the ranks of the save had different values; this rank is new and takes rank {first}'s"
+            )
+        if lost := [rank for rank in self._dropped() if self._differs(first, rank)]:
+            self._report(
+                f"extra: the values of ranks {_some(lost)} of the save, which differ from rank {first}'s, are dropped, "
+                "as this job has no such ranks"
+            )
+
+    def _differs(self, one: int, other: int) -> bool:
+        values = (self._tree(rank).get("extra") for rank in (one, other))
+        return not same(*values, shards_alike=True)
+
+    def _dropped(self) -> list[int]:
+        return [rank for rank in self.source.ranks if rank >= self.world_size]
+
+    def _report(self, line: str) -> None:
+        log.warning("%s", line)
+        self.missing.append(line)
 
     def rng(self) -> None:
         if "rng" in self.exclude:
@@ -218,3 +253,7 @@ class _Loader:
 
     def _lacks(self, name: str, what: str) -> None:
         self.missing.append(warn_missing(name, what))
+
+
+def _some(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:5])) + (", ..." if len(ranks) > 5 else "")

@@ -114,7 +114,7 @@ def _own(tensor: torch.Tensor, shown: dict[int, int], dtypes: dict[int, torch.dt
 
 def _over_same_memory(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() == 0:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return torch.frombuffer(byte_view(tensor), dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 

@@ -250,7 +250,7 @@ class GlooRanks:
         size = int.from_bytes(frame[:_SIZE_BYTES].numpy().tobytes(), "little")
         data = frame[_SIZE_BYTES : _SIZE_BYTES + size].numpy().tobytes()
         if size > len(data):
-            rest = torch.empty(size - len(data), dtype=torch.uint8)
+            rest = torch.empty(size - len(data), dtype=torch.uint8, device="cpu")
             _wait(self._group.recv([rest], peer, _TAG), deadline)
             data += rest.numpy().tobytes()
         return pickle.loads(data)  # noqa: S301  sent by the same job's ranks
@@ -282,7 +282,7 @@ def _wait(work: Any, deadline: float) -> None:
 
 
 def _new_frame() -> torch.Tensor:
-    return torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+    return torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def _frames(data: bytes) -> list[torch.Tensor]:

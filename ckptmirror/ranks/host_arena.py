@@ -8,6 +8,8 @@ Rules:
 * It grows when the state does, and shrinks when less than half of it is needed.
 * Where CUDA tensors are copied it is pinned, in blocks that are powers of two, because the allocator of pinned memory
   rounds up to those.
+* Its tensors are ordinary ones, on the CPU, whatever mode or default device the training saves in: they are written
+  again in other modes.
 * A forked child does not inherit it, or the next copy would duplicate every page.
 """
 
@@ -60,9 +62,9 @@ class Arena:
 
     def storage(self, block: int, offset: int, size_bytes: int) -> torch.UntypedStorage:
         """Return a storage of exactly ``size_bytes`` over the arena's memory."""
-        return torch.frombuffer(
-            self._blocks[block], dtype=torch.uint8, count=size_bytes, offset=offset
-        ).untyped_storage()
+        with torch.inference_mode(mode=False):
+            whole = torch.frombuffer(self._blocks[block], dtype=torch.uint8, count=size_bytes, offset=offset)
+            return whole.untyped_storage()
 
     def tensor(self, block: int, offset: int, like: torch.Tensor) -> torch.Tensor:
         """Return a contiguous tensor of the shape and dtype of ``like``, in a storage of exactly its size.
@@ -71,8 +73,9 @@ class Arena:
         """
         kept = self._tensors.get((block, offset))
         if kept is None or kept.dtype != like.dtype or kept.shape != like.shape:
-            items = torch.frombuffer(self._blocks[block], dtype=like.dtype, count=like.numel(), offset=offset)
-            kept = self._tensors[block, offset] = items.view(like.shape)
+            with torch.inference_mode(mode=False):
+                items = torch.frombuffer(self._blocks[block], dtype=like.dtype, count=like.numel(), offset=offset)
+                kept = self._tensors[block, offset] = items.view(like.shape)
         return kept
 
     def populate(self) -> None:
@@ -107,7 +110,8 @@ def _take(size_bytes: int) -> memoryview:
 
 def _take_pinned(size_bytes: int) -> memoryview:
     try:
-        memory = torch.empty(max(size_bytes, 1), dtype=torch.uint8, pin_memory=True)
+        with torch.inference_mode(mode=False):
+            memory = torch.empty(max(size_bytes, 1), dtype=torch.uint8, pin_memory=True, device="cpu")
     except RuntimeError as error:
         _log.warning("no pinned memory, so the host copy will be slower: %s", error)
         return _take(size_bytes)

@@ -303,7 +303,7 @@ class _Walk:
         if type(plain) is not torch.Tensor:
             plain = plain.as_subclass(torch.Tensor)
         if plain.numel() == 0:
-            self.hosts[key] = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype)
+            self.hosts[key] = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device="cpu")
             return _Slot(key)
         view = View(key, plain)
         if view.end > view.storage.nbytes():

@@ -164,7 +164,7 @@ def bytes_of(storage: torch.UntypedStorage, begin: int, size_bytes: int) -> torc
 
 def view_of(storage: torch.UntypedStorage, piece: Piece, source: torch.Tensor) -> torch.Tensor:
     """Return the host tensor of ``source``, a view of ``piece``, over the storage that its bytes are copied to."""
-    host = torch.empty(0, dtype=source.dtype)
+    host = torch.empty(0, dtype=source.dtype, device="cpu")
     if not piece.whole:
         stride = torch.empty(source.shape, device="meta").stride()
         return host.set_(storage, 0, source.shape, stride)

@@ -272,3 +272,18 @@ def _wrapped(state: TrainState, how: str) -> TrainState:
 
 def test_the_format_is_found_by_its_kind(kind: Kind) -> None:
     assert get_format(kind).kind == kind
+
+
+def test_the_default_device_and_inference_mode_change_nothing(kind: Kind, tmp_path: Path) -> None:
+    state, other = make_state(), make_state(seed=1)
+    train(state, 2)
+    more = {"array": numpy.arange(3.0), "tensor": torch.ones(2)}
+    state.extra = {"epoch": 1, "history": [0.5], **more}
+    with torch.device("meta"), torch.inference_mode():
+        meta = save(kind, tmp_path, state)
+    with torch.device("meta"):
+        load(kind, tmp_path, meta, other)
+    assert other.extra is not None
+    assert other.extra.pop("array").tolist() == state.extra.pop("array").tolist()
+    same_bits(everything(state), everything(other))
+    train(other, 1)

@@ -256,6 +256,47 @@ def test_positions_of_ranks_that_are_gone_are_reported(
     assert load(kind, tmp_path, more, other, world_size=3).missing == ()
 
 
+def test_values_of_ranks_that_differed_are_reported_where_the_number_of_ranks_changed(
+    kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = TrainState(model=nn.Linear(2, 2), extra={"seen": [1, numpy.float32("nan")], "t": torch.ones(2)})
+    more = _as_of_three_ranks(kind, tmp_path, save(kind, tmp_path, state))
+    other = TrainState(model=nn.Linear(2, 2), extra={})
+    assert load(kind, tmp_path, more, other, world_size=1).missing == ()
+    assert "extra" not in str(load(kind, tmp_path, more, other, rank=3, world_size=4).missing)
+    _change_extra(kind, tmp_path, more, rank=2)
+    for rank, world_size, said in (
+        (0, 1, "the values of ranks 2 of the save, which differ from rank 0's, are dropped"),
+        (3, 4, "the ranks of the save had different values; this rank is new and takes rank 0's"),
+        (0, 4, None),
+        (0, 3, None),
+    ):
+        caplog.clear()
+        missing = load(kind, tmp_path, more, other, rank=rank, world_size=world_size).missing
+        lines = [line for line in missing if line.startswith("extra: ")]
+        assert [said in line for line in lines] == ([True] if said else [])
+        assert (said or "extra: ") in caplog.text or said is None
+        assert other.extra is not None
+        assert other.extra["seen"][0] == 1
+
+
+def _change_extra(kind: Kind, root: Path, meta: Meta, *, rank: int) -> None:
+    """Give the user's values in one rank's file another value."""
+    start = "rank" if kind == "emergency" else "extra"
+    path = root / next(a.path for a in meta.artifacts if a.rank == rank and Path(a.path).name.startswith(start))
+    content = torch.load(path, weights_only=True)
+    (content["extra"] if kind == "emergency" else content)["extra"]["seen"][0] = 2
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["enabled here", "disabled here"])
+def test_a_scaler_that_was_disabled_is_missed_only_where_it_is_enabled(kind: Kind, here: bool, tmp_path: Path) -> None:
+    off, now = (torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (False, here))
+    meta = save(kind, tmp_path, TrainState(model=nn.Linear(2, 2), scaler=off))
+    missing = load(kind, tmp_path, meta, TrainState(model=nn.Linear(2, 2), scaler=now)).missing
+    assert [line.partition(":")[0] for line in missing] == (["scaler"] if here else [])
+
+
 def _as_of_three_ranks(kind: Kind, root: Path, meta: Meta) -> Meta:
     """Return the meta of the same save by three ranks that hold alike what rank 0 holds."""
     mine = next(a for a in meta.artifacts if Path(a.path).name.startswith("rank" if kind == "emergency" else "extra"))

@@ -210,3 +210,74 @@ def test_state_that_the_save_lacks_for_some_parameters_is_missed_loudly(
     load(kind, tmp_path, meta, fresh)
     assert "holds no optimizer state of" in caplog.text
     assert "bias" in caplog.text
+
+
+class Keeping(torch.optim.SGD):
+    """An optimizer with state of its own under any key."""
+
+    def keep(self, key: Any, value: Any) -> Keeping:
+        self.state[key] = {"n": value}
+        return self
+
+
+def kept(key: Any, value: int) -> tuple[nn.Linear, Keeping]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    return model, Keeping(model.parameters(), lr=0.1, momentum=0.9).keep(key, value)
+
+
+@pytest.mark.parametrize("key", [("global", 0), 99, 0, "weight"], ids=str)
+def test_state_under_a_key_that_could_not_be_told_is_refused(kind: Kind, key: Any, tmp_path: Path) -> None:
+    model, optimizer = kept(key, 3)
+    with pytest.raises(UsageError, match=r"has state under the key .*, which is no parameter's") as refused:
+        save(kind, tmp_path, TrainState(model=model, optimizer=optimizer))
+    assert "extra" in refused.value.hint
+    assert list(tmp_path.rglob("*.pt")) == []
+
+
+@pytest.mark.parametrize("key", [("global", 0), 99, "calls"], ids=str)
+def test_state_that_is_no_parameters_comes_back_in_extra(kind: Kind, key: Any, tmp_path: Path) -> None:
+    model, optimizer = kept(key, 3)
+    meta = save(kind, tmp_path, TrainState(model=model, extra={"optimizer": optimizer}))
+    other, fresh = kept(key, 0)
+    load(kind, tmp_path, meta, TrainState(model=other, extra={"optimizer": fresh}))
+    assert {k: v for k, v in fresh.state.items() if not isinstance(k, torch.Tensor)} == {key: {"n": 3}}
+
+
+def test_named_state_of_an_only_optimizer_comes_back_and_of_several_is_refused(kind: Kind, tmp_path: Path) -> None:
+    model, optimizer = kept("calls", 3)
+    meta = save(kind, tmp_path, TrainState(model=model, optimizer=optimizer))
+    other, fresh = kept("calls", 0)
+    load(kind, tmp_path, meta, TrainState(model=other, optimizer=fresh))
+    assert fresh.state["calls"] == {"n": 3}
+    two = [Keeping([model.weight], lr=0.1).keep("calls", 1), Keeping([model.bias], lr=0.1)]
+    with pytest.raises(UsageError, match="state under calls, which is no parameter's: with several"):
+        save(kind, tmp_path, TrainState(model=model, optimizer=two))
+
+
+def test_two_optimizers_over_one_parameter_are_refused(kind: Kind, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    two = [torch.optim.AdamW(model.parameters()), torch.optim.SGD([model.bias], lr=0.1)]
+    with pytest.raises(UsageError, match="Two optimizers hold the parameter bias") as refused:
+        save(kind, tmp_path, TrainState(model=model, optimizer=two))
+    assert "extra" in refused.value.hint
+    two[1].param_groups[0]["lr"] = 0.5
+    meta = save(kind, tmp_path, TrainState(model=model, optimizer=two[0], extra={"optimizer": two[1]}))
+    fresh = torch.optim.SGD([model.bias], lr=0.1)
+    load(kind, tmp_path, meta, TrainState(model=model, optimizer=two[0], extra={"optimizer": fresh}))
+    assert fresh.param_groups[0]["lr"] == 0.5
+
+
+def test_state_that_parameters_share_is_named_once(
+    kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    count = torch.zeros(())
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"own": torch.ones(2), "n": count}
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        save(kind, tmp_path / place, TrainState(model=model, optimizer=optimizer))
+    said = [record.getMessage() for record in caplog.records if "is one tensor" in record.getMessage()]
+    assert said == ["optimizer: the state 'n' of weight and bias is one tensor; after a resume each has one of its own"]

@@ -1,0 +1,117 @@
+"""What lies in a tree of live or saved values: objects that take a state, sharded tensors, what can be filled.
+
+Rules:
+* The tree is walked through the containers that a save marks, and through nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ckptmirror.formats.memory import overlaps_itself
+from ckptmirror.formats.rank_files import below, is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.shards import Piece
+
+__all__ = [
+    "any_in",
+    "any_leaf",
+    "beside",
+    "has",
+    "is_plain",
+    "is_sharded",
+    "kind_alive",
+    "may_be_sharded",
+    "takes_state",
+    "takes_values",
+    "unlike_pieces",
+]
+
+
+def has(value: Any, name: str) -> bool:
+    """Whether a value, not a class, has an attribute."""
+    return hasattr(value, name) and not isinstance(value, type)
+
+
+def takes_state(value: Any) -> bool:
+    """Whether ``value`` is an object that takes a state."""
+    return has(value, "load_state_dict")
+
+
+def any_in(value: Any, wanted: Callable[[Any], bool]) -> bool:
+    """Whether anything in ``value``, itself or in containers, is ``wanted``."""
+    items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
+    return wanted(value) or any(any_in(item, wanted) for item in items)
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a tensor, or any parameter of a module, is a DTensor."""
+    tensors = value.parameters() if isinstance(value, torch.nn.Module) else (value,)
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def unlike_pieces(saved: Any, like: Any, where: str) -> Iterator[str]:
+    """Yield the places of the pieces in ``saved`` for which ``like`` has no tensor, or one of another shape sharded."""
+    if isinstance(saved, Piece):
+        shape = saved.region.shape
+        if not isinstance(like, torch.Tensor) or (isinstance(like, DTensor) and tuple(like.shape) != shape):
+            yield where
+    elif is_mapping(saved):
+        for key, item in saved.items():
+            yield from unlike_pieces(item, below(like, key), f"{where}.{key}")
+    elif is_sequence(saved):
+        for index, item in enumerate(saved):
+            yield from unlike_pieces(item, below(like, index), f"{where}[{index}]")
+
+
+def beside(now: Any, value: Any) -> Any:
+    """Return ``value`` with its tensors on the devices of those at the same places of ``now``."""
+    if is_mapping(value):
+        return rebuilt(value, {key: beside(below(now, key), item) for key, item in value.items()})
+    if is_sequence(value):
+        return rebuilt(value, [beside(below(now, index), item) for index, item in enumerate(value)])
+    plain = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and not isinstance(value, DTensor)
+    return value.to(now.device) if plain and not now.is_meta else value
+
+
+def kind_alive(value: Any) -> str | None:
+    """Return the kind of the first object or DTensor in ``value`` that must be given its state in place."""
+    if has(value, "load_state_dict") or isinstance(value, DTensor):
+        return type(value).__qualname__
+    items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
+    return next((kind for kind in map(kind_alive, items) if kind is not None), None)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether nothing in ``value`` can be filled: it is replaced."""
+    return (
+        not (isinstance(value, torch.Tensor) or is_mapping(value) or is_sequence(value)) and kind_alive(value) is None
+    )
+
+
+def takes_values(now: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Whether ``now`` has memory of its own for every value, and may be written."""
+    if now.is_meta or now.is_inference() or now.layout != torch.strided or saved.layout != torch.strided:
+        return False
+    return not overlaps_itself(now)
+
+
+def may_be_sharded(saved: Any) -> bool:
+    """Whether the live state must be asked how it is sharded: only where it may be, as asking may cost something."""
+    several = dist.is_available() and dist.is_initialized()
+
+    def maybe(leaf: Any) -> bool:
+        return isinstance(leaf, Piece) or (several and isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+
+    return any_leaf(saved, maybe)
+
+
+def any_leaf(tree: Any, wanted: Callable[[Any], bool]) -> bool:
+    """Whether any leaf of ``tree`` is ``wanted``."""
+    if is_mapping(tree):
+        return any(any_leaf(item, wanted) for item in tree.values())
+    return any(any_leaf(item, wanted) for item in tree) if is_sequence(tree) else wanted(tree)
