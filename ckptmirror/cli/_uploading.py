@@ -47,6 +47,7 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
                 "pending": report.pending,
                 "failed": list(report.failed),
                 "refused": dict(report.refused),
+                "left": dict(report.left),
                 "unasked": {url: str(error) for url, error in report.unasked.items()},
             }
         )
@@ -54,6 +55,8 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
         print(f"{at.files_done} of {at.files_total} files verified ({size(at.bytes_done)} of {size(at.bytes_total)})")
     for line in report.failed:
         print(f"failed: {line}", file=sys.stderr)
+    for url, count in report.left.items():
+        print(f"{count} files wait for {url}, which is no mirror of {root} any more.", file=sys.stderr)
     if report.pending:
         print(f"{report.pending} files are still pending; the same command carries on.", file=sys.stderr)
     for url, reason in report.refused.items():

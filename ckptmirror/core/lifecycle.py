@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from ckptmirror.core.errors import IllegalTransition
 
-__all__ = ["TRANSITIONS", "RecordState", "can_go", "check_transition", "state_diagram"]
+__all__ = ["TRANSITIONS", "WAITING", "RecordState", "can_go", "check_transition", "state_diagram"]
 
 
 class RecordState(StrEnum):
@@ -28,6 +28,7 @@ class RecordState(StrEnum):
     REMOVED = "removed"  # retention removed the save from the mirror; a tombstone stands there
 
 
+WAITING = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)  # not on the mirror, and meant to be
 _S = RecordState
 
 TRANSITIONS: Mapping[tuple[RecordState, RecordState], str] = MappingProxyType(

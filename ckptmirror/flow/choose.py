@@ -16,7 +16,7 @@ from typing import Literal
 
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.lineage import Lineage, SaveFacts
-from ckptmirror.core.model import AttemptList, Kind, Meta
+from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.resumption import Candidate, facts_of, first_in_line, not_readable, passed_by
 from ckptmirror.flow.catalog import Catalog
 
@@ -32,9 +32,17 @@ def lineage_of(catalog: Catalog) -> Lineage:
     """Order a place's saves by its own list of attempts, or by one rebuilt from its metas where it has none."""
     if catalog.attempts is not None or not catalog.saves:
         return catalog.lineage()
-    by_id = {meta.attempt.id: meta.attempt for meta in catalog.saves.values()}
-    attempts = tuple(sorted(by_id.values(), key=lambda attempt: (attempt.number, attempt.id)))
-    return catalog.lineage(AttemptList(next(iter(catalog.saves.values())).run_id, attempts))
+    return catalog.lineage(AttemptList(next(iter(catalog.saves.values())).run_id, _attempts_of(catalog)))
+
+
+def _attempts_of(catalog: Catalog) -> tuple[Attempt, ...]:
+    """The place's own attempts, or those of which its metas tell, also the metas of what is not whole."""
+    if catalog.attempts is not None:
+        return catalog.attempts.attempts
+    runs = {meta.run_id for meta in catalog.saves.values()}
+    broken = [p.meta for p in catalog.problems.values() if p.meta is not None and p.meta.run_id in runs]
+    by_id = {meta.attempt.id: meta.attempt for meta in (*catalog.saves.values(), *broken)}
+    return tuple(sorted(by_id.values(), key=lambda attempt: (attempt.number, attempt.id)))
 
 
 def choosable(catalog: Catalog, *, superseded: bool = False, staged: bool = False) -> Mapping[tuple[int, Kind], Meta]:
@@ -43,6 +51,7 @@ def choosable(catalog: Catalog, *, superseded: bool = False, staged: bool = Fals
     ``superseded`` lets superseded saves, and those that cannot be placed, in where no current one holds the step and
     kind; ``staged`` says that the place is a directory, which may have no list of attempts of its own.
     """
+    _check_one_run(catalog)
     order = lineage_of(catalog)
     table: _Table = dict(order.current)
     lenient = staged and catalog.attempts is None
@@ -54,6 +63,15 @@ def choosable(catalog: Catalog, *, superseded: bool = False, staged: bool = Fals
         _add(table, catalog, order.unknown)
     chosen = {key: catalog.saves[save.save_id] for key, save in table.items()}
     return {(step, kind): meta for (step, kind), meta in chosen.items() if kind != "dcp" or _has_metadata(meta)}
+
+
+def _check_one_run(catalog: Catalog) -> None:
+    runs = sorted({meta.run_id[:8] for meta in catalog.saves.values()})
+    if catalog.attempts is None and len(runs) > 1:
+        raise UsageError(
+            f"{catalog.place} holds saves of {len(runs)} runs ({', '.join(runs)}), which have no order among them.",
+            hint="Name one by its path, or stage each run into a directory of its own.",
+        )
 
 
 def _has_metadata(meta: Meta) -> bool:
@@ -93,7 +111,9 @@ def choose(
     elif not isinstance(step, int):
         raise UsageError(f"{step!r} is neither a step nor 'latest'.")
     there = sorted({k for s, k in table if s == step})
-    for wanted in (kind,) if kind is not None else READ_ORDER:
+    current = lineage_of(catalog).current
+    in_order = sorted(READ_ORDER, key=lambda k: (step, k) not in current)  # what was only let in comes last
+    for wanted in (kind,) if kind is not None else in_order:
         if wanted in there:
             if not superseded:
                 _mind_what_is_broken(catalog, table[step, wanted], wanted, is_asked_for=asked != "latest")
@@ -110,9 +130,9 @@ def warn_of_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind) -> None:
 
 
 def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_for: bool) -> None:
-    known = catalog.attempts.attempts if catalog.attempts else [other.attempt for other in catalog.saves.values()]
     saves = [facts_of(other) for other in catalog.saves.values()]
-    in_line = first_in_line(catalog.problems, [attempt for attempt in known if attempt.decided], saves)
+    decided = [attempt for attempt in _attempts_of(catalog) if attempt.decided]
+    in_line = first_in_line(catalog.problems, decided, saves)
     for name, problem in passed_by(Candidate(facts_of(meta), kind, (catalog.place,)), in_line).items():
         if kind not in problem.kinds or problem.save_id == meta.save_id:
             continue

@@ -39,7 +39,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.lineage import merge_attempts, next_number, told_by_drain
 from ckptmirror.core.model import Attempt, AttemptList, SaveRef, new_id
-from ckptmirror.flow.attempts import attempts_here, check_run, join, not_one_run, read_mirror_attempts
+from ckptmirror.flow.attempts import attempts_here, check_run, join, not_one_run, read_mirror_attempts, told_here
 from ckptmirror.flow.catalog import rebuild_attempts
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local import files
@@ -63,7 +63,7 @@ class RunClaim:
         attempt: This attempt; ``attempt.decided`` becomes True with :meth:`decide`.
         known: Every attempt known when the claim was made, without this one, and those that it adopted.
         apart: Those of them that ran apart from the mirrors (``core.lineage.join_lists``), or were adopted.
-        listed_here: What the root itself listed before this attempt.
+        told_here: The root's own list as this start found it, nothing of it rebuilt; empty where it cannot be read.
         lost: What a list that was lost may have told, and nothing else does; in words.
         unclaimed: Mirrors that did not answer yet, by URL, with the reason.
         fenced: The reason, once a newer attempt was met.
@@ -74,7 +74,7 @@ class RunClaim:
         self.known = known
         self.attempt = attempt
         self.apart: frozenset[str] = frozenset()
-        self.listed_here = AttemptList(known.run_id)
+        self.told_here = AttemptList(known.run_id)
         self.lost: tuple[str, ...] = ()
         self.unclaimed: dict[str, str] = {}
         self.fenced: str | None = None
@@ -118,7 +118,7 @@ class RunClaim:
                     claim._check_begun(mirrors)
             except _MetUnknownAttempt:  # lost the race for the first mirror: nothing of ours stands on any yet
                 if not begins_run:
-                    claim._write(claim.listed_here)
+                    claim._write(claim.told_here)
                 continue
             if begins_run:
                 claim._write_undecided()
@@ -131,6 +131,7 @@ class RunClaim:
         silent: dict[str, CkptMirrorError] = {}
         lost: list[str] = []
         is_told = (root / names.ATTEMPTS_NAME).exists()
+        told = told_here(root)
         try:
             local, broken = attempts_here(root)
         except LineageError as error:
@@ -172,7 +173,7 @@ class RunClaim:
         claim = cls(root, known, Attempt(new_id(), next_number(known), None, decided=False))
         claim.apart = apart
         claim.lost = tuple(f"{place} had no list of attempts, and it was rebuilt: {_UNKNOWN}" for place in lost)
-        claim.listed_here = local or AttemptList(known.run_id)
+        claim.told_here = told or AttemptList(known.run_id)
         claim.unclaimed = {url: str(error) for url, error in silent.items()}
         return claim
 
@@ -203,7 +204,7 @@ class RunClaim:
         earlier = AttemptList(self.run_id, (self.attempt,))
         self.known = merge_attempts(self.known, earlier, AttemptList(self.run_id, tuple(strangers)))
         self.apart |= {attempt.id for attempt in strangers}
-        self.listed_here = merge_attempts(self.listed_here, earlier)
+        self.told_here = merge_attempts(self.told_here, earlier)
         self.attempt = Attempt(new_id(), next_number(self.known), None, decided=False)
         self._write_undecided()
         try:
@@ -313,7 +314,7 @@ class RunClaim:
         raise Temporary(f"{mirror.url}/{names.WRITER_NAME} keeps changing.")
 
     def _write_undecided(self) -> None:
-        self._write(merge_attempts(self.listed_here, AttemptList(self.run_id, (self.attempt,))))
+        self._write(merge_attempts(self.told_here, AttemptList(self.run_id, (self.attempt,))))
 
     def _write(self, attempts: AttemptList) -> None:
         path = self.root / names.ATTEMPTS_NAME

@@ -31,7 +31,7 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.claim import publish_attempts
 from ckptmirror.flow.destination import is_training_root
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
+from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, left_behind, mirror_specs, open_mirrors
 from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.settled import open_files, open_saves
@@ -69,6 +69,7 @@ class DrainReport:
         failed: ``mirror: path: reason`` of each file that failed for good, and what can be uploaded no more.
         refused: Mirrors that do not accept the credentials, with what they said.
         unasked: Other mirrors that could not be asked for what was verified there before, with what they said.
+        left: How many files wait for each mirror that is configured no more; nobody sends them.
     """
 
     drained: Drained
@@ -76,6 +77,7 @@ class DrainReport:
     failed: tuple[str, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
     unasked: Mapping[str, CkptMirrorError] = field(default_factory=dict)
+    left: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_verified(self) -> bool:
@@ -112,6 +114,13 @@ def drain(
                 hint="Start the trainer, which tells it, or name the mirror with `ckptmirror push`.",
             )
         specs = [MirrorSpec(row.url, row.required) for row in table.mirrors()]
+        if not specs:
+            left = left_behind(table, ())
+            waiting = "".join(f" {count} files wait for {url}, which was one." for url, count in left.items())
+            raise ConfigError(
+                f"{root} has no mirror.{waiting}",
+                hint="Start the trainer with its mirrors, or name one with `ckptmirror push --mirror`.",
+            )
         wanted = {spec.url for spec in mirror_specs(only)}
         if unknown := wanted - {spec.url for spec in specs}:
             raise ConfigError(
@@ -274,7 +283,8 @@ def _run(
     unasked = recheck.errors()
     refused |= {url: str(error) for url, error in unasked.items() if isinstance(error, NotAuthorised)}
     unasked = {url: error for url, error in unasked.items() if url not in refused}
-    return DrainReport(_progress(table, urls), pending, tuple(failed), refused, unasked)
+    left = left_behind(table, {row.url for row in table.mirrors()})
+    return DrainReport(_progress(table, urls), pending, tuple(failed), refused, unasked, left)
 
 
 class _Refusals:

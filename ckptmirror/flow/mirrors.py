@@ -12,12 +12,13 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import ConfigError, IntegrityError, NameTaken, StoreTemporary
+from ckptmirror.core.errors import BrokenTable, ConfigError, IntegrityError, NameTaken, StoreTemporary
+from ckptmirror.core.lifecycle import WAITING
 from ckptmirror.core.model import new_id
 from ckptmirror.core.sealed_json import open_sealed, seal
 from ckptmirror.local import files
@@ -32,8 +33,11 @@ __all__ = [
     "check_destination",
     "check_places",
     "close_mirrors",
+    "known_mirrors",
+    "left_behind",
     "mirror_specs",
     "open_mirrors",
+    "set_mirrors",
 ]
 
 _NOTE_FORMAT = "ckptmirror-mirror"
@@ -102,6 +106,32 @@ def open_mirrors(specs: Iterable[MirrorSpec], root: Path, table: UploadsTable | 
         mirrors.append(Mirror(spec.url, spec.required, store))
     check_places(root, mirrors)
     return mirrors
+
+
+def known_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> list[MirrorSpec]:
+    """Return those that the table knows. Only a start that succeeds may change its list; a new table takes it at once.
+
+    What is safe, and what rotation may delete, is said by that list, so a start that is refused leaves it alone.
+    """
+    known = None
+    with contextlib.suppress(BrokenTable):
+        known = {row.url for row in table.mirrors()} if table.knows_mirrors() else None
+    if known is None:
+        set_mirrors(table, specs)
+    return [spec for spec in specs if known is None or spec.url in known]
+
+
+def set_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> None:
+    """Tell the table which mirrors there are, and say loudly what waits for one that is no more."""
+    for url, count in left_behind(table, {spec.url for spec in specs}).items():
+        _log.error("%d files wait for %s, which is no mirror any more: they are not sent", count, url)
+    table.set_mirrors([(spec.url, spec.required) for spec in specs])
+
+
+def left_behind(table: UploadsTable, mirrors: Collection[str]) -> dict[str, int]:
+    """Count the files that wait for each mirror that is not among ``mirrors``."""
+    waiting = [r.mirror for r in table.records() if r.mirror not in mirrors and r.state in WAITING]
+    return {mirror: waiting.count(mirror) for mirror in sorted(set(waiting))}
 
 
 class _Memory:

@@ -22,22 +22,29 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import BrokenTable, CkptMirrorError, DeadlinePassed, LocalStorageFull, NoTable, Temporary
+from ckptmirror.core.errors import (
+    BrokenTable,
+    CkptMirrorError,
+    DeadlinePassed,
+    LocalStorageFull,
+    NoTable,
+    Temporary,
+)
 from ckptmirror.core.model import Meta, SaveRef, new_id
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.claim import RunClaim
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
+from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, known_mirrors, open_mirrors, set_mirrors
 from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
-from ckptmirror.flow.rotate import RotationReport, rotate
+from ckptmirror.flow.rotate import ROTATE_LOCK_NAME, RotationReport, rotate
 from ckptmirror.flow.rotator import Rotator
 from ckptmirror.flow.settled import OpenSave, open_files, open_saves
 from ckptmirror.flow.table_place import check_place, open_table
 from ckptmirror.flow.trash import empty_trash
 from ckptmirror.flow.workers import UploadWorkers, still_moving
 from ckptmirror.local import files
-from ckptmirror.local.lock import RootLock
+from ckptmirror.local.lock import RootLock, exclusive
 from ckptmirror.local.uploads import LeaseClock, RootIdentity
 
 __all__ = ["Node", "open_table"]
@@ -78,7 +85,6 @@ class Node:
         self._workers: UploadWorkers | None = None
         self._rotator: Rotator | None = None
         self._recheck: Recheck | None = None
-        self._mending = threading.Lock()  # between a look at the disk and new records, no rotation
         check_place(root, state_dir)
         files.make_dirs(root / names.CONTROL_DIR)
         self.lock = RootLock(root)
@@ -99,8 +105,7 @@ class Node:
                 empty_trash(root)
                 self.table = open_table(root, state_dir, clock)
             undo.callback(self.table.close)
-            self.table.set_mirrors([(spec.url, spec.required) for spec in specs])
-            self.reconciled = reconcile(root, self.table, self.specs)
+            self.reconciled = reconcile(root, self.table, known_mirrors(self.table, self.specs))
             self.mirrors: list[Mirror] = open_mirrors(self.specs, root, self.table)
             undo.pop_all()
         for step, save_id, reason in self.reconciled.gone:
@@ -135,8 +140,11 @@ class Node:
             workers_per_mirror=self._workers_per_mirror,
             on_fenced=lambda reason: self._on_fenced(claim, reason),
         )
+        set_mirrors(self.table, self.specs)
+        add_missing_records(self.table, self.specs, self._whole())
         self.table.retry_failed()
-        recheck = self._recheck = Recheck(self.table, self.mirrors, self._bus)
+        counting_first = sorted(self.mirrors, key=lambda mirror: mirror.url not in self._counting())
+        recheck = self._recheck = Recheck(self.table, counting_first, self._bus)
         self._rotator = Rotator(
             lambda: self._ask_mirrors(recheck), lambda: recheck.waits_for(self._counting()), self._rotate_by_policy
         )
@@ -202,15 +210,16 @@ class Node:
 
     def mend_records(self) -> None:
         """Give the whole saves on this disk that lack sound or released records theirs: without, nothing is sent."""
-        if not self._mending.acquire(timeout=_MENDING_WAIT_S):
-            return  # a rotation is at work; what it leaves is mended the next time
-        try:
-            self.table.drop_broken_rows()
+        self.table.drop_broken_rows()
+        with contextlib.ExitStack() as held:
+            try:  # nobody rotates between the look at the disk and the new records
+                held.enter_context(exclusive(self.root / ROTATE_LOCK_NAME, timeout_s=_MENDING_WAIT_S))
+            except CkptMirrorError as error:
+                _log.warning("no record is mended now: %s", error)
+                return
             whole = self._whole()
             unsafe = {one.save_id for one in open_saves(self.table, whole, [spec.url for spec in self.specs])}
             add_missing_records(self.table, self.specs, [meta for meta in whole if meta.save_id in unsafe])
-        finally:
-            self._mending.release()
 
     def _whole(self) -> list[Meta]:
         return list(local_catalog(self.root).saves.values())
@@ -247,17 +256,19 @@ class Node:
 
     def rotate(self, *, dry_run: bool = False) -> RotationReport:
         """Rotate now, without waiting."""
-        with self._mending:
-            return rotate(
-                self.root,
-                self.table,
-                self.mirrors,
-                self.retention,
-                attempts=self.claim.attempts if self.claim is not None else None,
-                bus=self._bus,
-                dry_run=dry_run,
-                snapshots=self.claim is not None and self.claim.attempt.decided and not self.lock.lost,
-            )
+        return rotate(
+            self.root,
+            self.table,
+            self.mirrors,
+            self.retention,
+            attempts=self.claim.attempts if self.claim is not None else None,
+            bus=self._bus,
+            dry_run=dry_run,
+            snapshots=self._is_decided() and not self.lock.lost,
+        )
+
+    def _is_decided(self) -> bool:
+        return self.claim is not None and self.claim.attempt.decided
 
     def write_status(self, status: str, **more: object) -> None:
         """Leave ``.ckptmirror/status.json`` for people and monitors. A failure to do so is only logged."""
@@ -282,14 +293,17 @@ class Node:
         Raises:
             DeadlinePassed: The run finished (it was not stopped) and something is not verified on a mirror that counts.
         """
+        services_ended = None
+        limit_s = _STOPPED_LIMIT_S if stopped else None
         try:
-            pending, unasked = self._see_to_the_rest(timeout_s, stopped)
-            if self._workers is not None:
-                self._workers.notify()
+            unasked = self._see_to_the_rest(timeout_s, stopped)
+            services_ended = self._stop_services(limit_s)
+            pending = open_files(self.unsafe_saves())  # only now: what was at work may still have missed something
             ended = "finished" if not (pending or unasked) else "incomplete"
-            self.write_status("stopped" if stopped else ended, pending=pending)
+            if self._is_decided():
+                self.write_status("stopped" if stopped else ended, pending=pending)
         finally:
-            self.close(_STOPPED_LIMIT_S if stopped else None, saving=saving)
+            self.close(limit_s, saving=saving, services_ended=services_ended)
         lines = [f"{pending} files of {self.root} are not verified on their mirrors."] if pending else []
         lines += [f"Nothing says that {url} still has what was verified there ({why})." for url, why in unasked.items()]
         if lines and not stopped:
@@ -297,11 +311,11 @@ class Node:
         for line in lines:
             _log.warning("%s `ckptmirror drain --root %s`, or the next start, sees to it.", line, self.root)
 
-    def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> tuple[int, dict[str, str]]:
-        """Wait for the uploads unless the run was stopped.
+    def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> dict[str, str]:
+        """Wait for the uploads unless the run was stopped; return the mirrors that were never asked for what they had.
 
         Returns:
-            How many files are not safe then, and the mirrors that were never asked for what they had before, with why.
+            Each with the reason.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -310,8 +324,8 @@ class Node:
             self.renew_table(error)
         if not stopped and self.wait_mirrored(None, timeout_s) and self._recheck is not None:
             self._ask_once_more(self._recheck, deadline - time.monotonic())
-            return open_files(self.unsafe_saves()), {}  # each answered at least once
-        return open_files(self.unsafe_saves()), {} if stopped else self._unasked()
+            return {}  # each answered at least once
+        return {} if stopped else self._unasked()
 
     def _ask_once_more(self, recheck: Recheck, timeout_s: float) -> None:
         """A run ends with its disk: see that nobody emptied a mirror meanwhile, and send what is missed again."""
@@ -323,14 +337,16 @@ class Node:
         for url, why in self._unasked().items():
             _log.warning("%s does not answer any more (%s); what is there was verified earlier", url, why)
 
-    def close(self, limit_s: float | None = None, *, saving: bool = False) -> None:
+    def close(
+        self, limit_s: float | None = None, *, saving: bool = False, services_ended: tuple[bool, bool] | None = None
+    ) -> None:
         """Stop the threads, free the table, the stores and the lock.
 
         A thread that does not end within its limit (a mirror keeps it waiting) keeps what it uses until this process
         ends: an uploader the table and the stores; the rotator, a save still in flight (``saving``) and a copy that is
         being brought, the lock as well, since they change the root.
         """
-        rotator_ended, workers_ended = self._stop_services(limit_s)
+        rotator_ended, workers_ended = services_ended or self._stop_services(limit_s)
         saving = saving or self._is_bringing()
         try:
             if rotator_ended and workers_ended and not saving:

@@ -54,12 +54,25 @@ class Places:
                 places[DISK] = places.pop(DISK)
         return found
 
-    def went_on_from(self, listed_here: AttemptList) -> set[str]:
-        """The saves on this disk that were made here, or that the newest attempt listed here continued from."""
-        decided = [attempt for attempt in listed_here.attempts if attempt.decided]
-        newest = max(decided, key=lambda attempt: (attempt.number, attempt.id), default=None)
-        parent = newest.parent.save_id if newest is not None and newest.parent is not None else None
-        return {meta.save_id for meta in self.disk.saves.values() if meta.staged_from is None or meta.save_id == parent}
+    def went_on_from(self, newest: Attempt | None, told_here: AttemptList) -> set[str]:
+        """The saves on this disk that were made here, or that the newest attempt of the run continued from.
+
+        None of them count if the root's own list does not tell of that attempt: then the run went on elsewhere, or the
+        list is lost, and what lies here may have come from anywhere.
+
+        Args:
+            newest: The newest attempt of all that are known.
+            told_here: The root's own list, as this start found it.
+        """
+        told = {attempt.id for attempt in told_here.attempts}
+        if newest is None or newest.id not in told:
+            return set()
+        parent = newest.parent.save_id if newest.parent is not None else None
+        return {
+            meta.save_id
+            for meta in self.disk.saves.values()
+            if (meta.staged_from is None and meta.attempt.id in told) or meta.save_id == parent
+        }
 
     def _holds_all(self, meta: Meta, kind: Kind) -> bool:
         """Whether a local copy has every file that a resume from this kind needs."""

@@ -168,7 +168,8 @@ class Proposer:
                 raise self._not_answering(f"{error.message} It may be there: ") from error
             raise
         if self._is_auto() and self._silent_asked:
-            self._need_every_mirror = need_every_mirror(found, self._places.went_on_from(self._claim.listed_here))
+            newest = next(iter(self._order.way), None)
+            self._need_every_mirror = need_every_mirror(found, self._places.went_on_from(newest, self._claim.told_here))
         return [(candidate, place) for candidate in found for place in candidate.places]
 
     def _is_auto(self) -> bool:

@@ -31,7 +31,7 @@ class Recheck:
 
     Args:
         table: What is to be there.
-        mirrors: Whom to ask.
+        mirrors: Whom to ask, in this order.
         bus: Told of mirrors that do not answer.
         clock: Seconds, monotonic.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -282,12 +282,7 @@ def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
 
 
 def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
-    order = lineage_of(catalog)
-    standings = order.standing_by_save()
-    lines = []
-    for save_id, meta in catalog.saves.items():
-        current = tuple(k for k in meta.kinds if (s := order.current.get((meta.step, k))) and s.save_id == save_id)
-        lines.append(_line(meta, standings[save_id], current_kinds=current))
+    lines = [line for one in _by_run(catalog) for line in _listed_whole(one)]
     for name, why in catalog.problems.items():
         parsed = names.parse_name(Path(name).name)
         step = parsed.step if parsed is not None and parsed.step is not None else -1
@@ -297,6 +292,27 @@ def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
         else:
             lines.append(ListedCheckpoint(step, (), "incomplete", why=str(why), place=name))
     return sorted(lines, key=lambda line: (line.step, line.attempt, line.number, line.save_id))
+
+
+def _by_run(catalog: Catalog) -> list[Catalog]:
+    """A place without a list of attempts may hold saves of several runs, which are put in order each by itself."""
+    if catalog.attempts is not None:
+        return [catalog]
+    runs = dict.fromkeys(meta.run_id for meta in catalog.saves.values())
+    return [
+        replace(catalog, saves={save_id: meta for save_id, meta in catalog.saves.items() if meta.run_id == run})
+        for run in runs
+    ]
+
+
+def _listed_whole(catalog: Catalog) -> list[ListedCheckpoint]:
+    order = lineage_of(catalog)
+    standings = order.standing_by_save()
+    lines = []
+    for save_id, meta in catalog.saves.items():
+        current = tuple(k for k in meta.kinds if (s := order.current.get((meta.step, k))) and s.save_id == save_id)
+        lines.append(_line(meta, standings[save_id], current_kinds=current))
+    return lines
 
 
 def _line(

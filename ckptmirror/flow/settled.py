@@ -15,14 +15,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ckptmirror.core.errors import BrokenTable
-from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.emergency_files import is_emergency
 from ckptmirror.local.uploads import MirrorStanding, UploadsTable
 
 __all__ = ["OpenSave", "is_settled", "left_settled", "open_files", "open_saves"]
 
-_WAITING = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)
 _SETTLED = (RecordState.VERIFIED, RecordState.REMOVED, RecordState.SKIPPED)
 
 
@@ -91,7 +90,7 @@ def _open_on(table: UploadsTable, save_id: str, mirror: str, required: bool) -> 
     records = table.records(save_id=save_id, mirror=mirror)
     if not records and not required:
         return None  # this mirror was never meant to have it
-    waiting = sum(record.state in _WAITING for record in records)
+    waiting = sum(record.state in WAITING for record in records)
     return OpenSave(save_id, mirror, max(1, waiting), there.reason if there is not None else "no upload record")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import NoTable
-from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.choose import lineage_of
@@ -26,7 +26,6 @@ from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
 __all__ = ["SaveLine", "Status", "is_mirrored", "read_status", "table_path"]
 
-_WAITING = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)
 _STATUS_LIMIT_BYTES = 1024 * 1024
 
 
@@ -80,7 +79,8 @@ class Status:
         """
         if save_id is None or not self.mirrors:
             return not self.unsettled
-        return save_id in {line.save_id for line in self.saves} and save_id not in self.unsettled
+        mirrored = {line.save_id for line in self.saves if line.kinds != ("emergency",)}
+        return save_id in mirrored and save_id not in self.unsettled
 
 
 def is_mirrored(root: Path, save_id: str | None, state_dir: Path | None = None) -> bool:
@@ -132,7 +132,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
                 waiting=waiting,
             )
         )
-    unsafe = [record for record in records if record.mirror in required and record.state in _WAITING]
+    unsafe = [record for record in records if record.mirror in required and record.state in WAITING]
     current = [line for line in saves if line.standing == "current"]
     return Status(
         root=root,
@@ -170,11 +170,11 @@ def _waiting(records: list[UploadRecord], required: list[str], gaps: Mapping[str
     waiting = {}
     for url in required:
         mine = [record for record in records if record.mirror == url]
-        open_ones = [record for record in mine if record.state in _WAITING]
+        open_ones = [record for record in mine if record.state in WAITING]
         if not mine:
             waiting[url] = "no upload record"
         elif open_ones:
-            worst = max(open_ones, key=lambda record: _WAITING.index(record.state))
+            worst = max(open_ones, key=lambda record: WAITING.index(record.state))
             error = f": {worst.last_error}" if worst.last_error else ""
             waiting[url] = (
                 f"{len(open_ones)} of {len(mine)} files not verified ({worst.path} {worst.state.value}{error})"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager
+from ckptmirror import CheckpointManager, Retention
 from ckptmirror.core import names
 from ckptmirror.core.errors import (
     BucketNotFound,
+    CheckpointNotFound,
+    ConfigError,
     DeadlinePassed,
     IntegrityError,
     RefusedOnlyCopy,
@@ -20,8 +23,9 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.mirrors import MirrorSpec
+from ckptmirror.flow.rotate import rotate_root
 from ckptmirror.flow.stage import stage_checkpoint_step
-from ckptmirror.flow.status import is_mirrored
+from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.lock import RootLock
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
@@ -201,3 +205,89 @@ def test_i8_where_no_mirror_is_required_all_of_them_count(tmp_path: Path) -> Non
     assert not is_mirrored(tmp_path, handle.save_id)
     with pytest.raises(DeadlinePassed):
         manager.close(timeout_s=0.2)
+
+
+# -- which mirrors there are --------------------------------------------------------------------------------------
+
+
+def test_i1_a_start_that_is_refused_changes_nothing_about_what_is_safe(tmp_path: Path) -> None:
+    ours, behind, strange = memory_url(), memory_url(), memory_url()
+    saved_run(tmp_path / "other", (9,), strange)
+    root = tmp_path / "root"
+    manager = CheckpointManager(root, [ours, behind])
+    _, broken = faulty(manager)
+    state = new_state()
+    manager.resume(state)
+    broken.go_down()
+    for step in (1, 2):
+        train(state)
+        manager.save(step, state).wait()
+    with pytest.raises(DeadlinePassed):
+        manager.close(timeout_s=1.0)
+    before = read_status(root)
+    for mirrors in ([ours, strange], [ours, MirrorSpec(strange, required=False)], [f"file://{root}"]):
+        with pytest.raises(ConfigError), CheckpointManager(root, mirrors) as refused:
+            refused.resume(new_state())
+        after = read_status(root)
+        assert after.mirrors == before.mirrors == ((ours, True), (behind, True))
+        assert after.unsettled == before.unsettled != {}
+        assert rotate_root(root, Retention(keep_last=1)).deleted == ()
+    assert drain(root, timeout_s=30).is_verified
+
+
+def test_i8_a_drain_of_a_root_that_lost_its_mirrors_is_an_error_that_counts_what_waits(tmp_path: Path) -> None:
+    url = memory_url()
+    manager = CheckpointManager(tmp_path, [url])
+    (broken,) = faulty(manager)
+    state = new_state()
+    manager.resume(state)
+    broken.go_down()
+    manager.save(1, state).wait()
+    with pytest.raises(DeadlinePassed):
+        manager.close(timeout_s=0.5)
+    with CheckpointManager(tmp_path) as without:
+        without.resume(new_state())
+    with pytest.raises(ConfigError, match=f"has no mirror.*wait for {url}"):
+        drain(tmp_path)
+    other = memory_url()
+    saved_run(tmp_path, (2,), other)
+    report = drain(tmp_path, timeout_s=30)
+    assert report.is_verified
+    assert set(report.left) == {url}
+
+
+def test_i8_what_is_found_missing_while_the_run_ends_still_counts(tmp_path: Path) -> None:
+    """An optional mirror that is slow to list does not keep the required one from being heard."""
+    slow, url = memory_url(), memory_url()
+    manager = CheckpointManager(tmp_path, [MirrorSpec(slow, required=False), url])
+    first, _ = faulty(manager)
+    state = new_state()
+    manager.resume(state)
+    manager.save(1, state).wait("mirrored", timeout_s=30)
+    emptied(open_store(url))
+    listed = threading.Event()
+    first.script(StoreFault("list", hold=listed, times=0))
+    threading.Timer(1.0, listed.set).start()
+    manager.close(timeout_s=60)
+    assert drain(tmp_path, timeout_s=30).is_verified
+    assert "meta_000001.json" in {info.name for info in open_store(url).list()}
+
+
+def test_a_start_that_was_refused_does_not_say_that_it_finished(tmp_path: Path) -> None:
+    saved_run(tmp_path, (1,))
+    manager = CheckpointManager(tmp_path)
+    before = (tmp_path / names.STATUS_NAME).read_text()
+    with pytest.raises(CheckpointNotFound):
+        manager.resume(new_state(), 7)
+    manager.close()
+    assert (tmp_path / names.STATUS_NAME).read_text() == before
+
+
+def test_an_emergency_snapshot_is_mirrored_nowhere(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, [memory_url()]) as manager:
+        state = new_state()
+        manager.resume(state)
+        manager.save_emergency_checkpoint(1, state)
+    (line,) = read_status(tmp_path).saves
+    assert not line.safe
+    assert not read_status(tmp_path).is_mirrored(line.save_id)

@@ -344,3 +344,38 @@ def test_nothing_older_is_brought_while_a_mirror_that_counts_is_silent(tmp_path:
         start = manager.resume(new_state())
         assert start is not None
         assert start.step == 4
+
+
+def test_a_mirror_that_answers_and_takes_nothing_does_not_let_a_run_fork_from_an_old_save(
+    tmp_path: Path, url: str
+) -> None:
+    """It lists the attempt that went on elsewhere, so nothing would fence this one later."""
+    saved_run(tmp_path / "first", (1, 2), url)
+    saved_run(tmp_path / "second", (3, 4), url)
+    with running(tmp_path / "first", url) as manager:
+        faulty(manager, StoreFault("write", when="before", times=0))
+        with pytest.raises(StoreTemporary, match="the newest that can be seen"):
+            manager.resume(new_state())
+    with running(tmp_path / "third", url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 4
+
+
+def test_saves_that_somebody_copied_here_are_not_gone_on_from_while_the_mirror_is_silent(
+    tmp_path: Path, url: str
+) -> None:
+    saved_run(tmp_path / "first", (2, 4), url)
+    root = tmp_path / "second"
+    root.mkdir()
+    for path in (tmp_path / "nfs" / "run").glob("*000002*"):
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, root / path.name)
+    for _ in range(2):  # nor by a second start, after the first has left a list of its own
+        with running(root, url) as manager:
+            faulty(manager, StoreFault(when="before", times=0))
+            with pytest.raises(StoreTemporary, match="the newest that can be seen"):
+                manager.resume(new_state())
+    with running(root, url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 4

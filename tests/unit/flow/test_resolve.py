@@ -97,6 +97,34 @@ def test_a_broken_newer_save_is_not_passed_by_in_silence(tmp_path: Path, caplog:
         assert f"passed over {tmp_path / 'meta_000400.json'}" in caplog.text
 
 
+def test_a_broken_save_of_an_attempt_that_no_other_save_tells_of_is_not_passed_by_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make_save(tmp_path, 300)
+    make_save(tmp_path, 600, attempt=make_attempt(1, first))
+    (tmp_path / "model_000600.pt").write_bytes(b"cut short")
+    assert resolve_checkpoint_reference(tmp_path).step == 300
+    assert "passed over" in caplog.text
+
+
+def test_a_directory_of_stages_gives_the_kind_that_stands_before_one_that_was_superseded(tmp_path: Path) -> None:
+    first = make_save(tmp_path, 100)
+    make_save(tmp_path, 600, ("dcp",), number=2)
+    make_save(tmp_path, 600, ("model",), attempt=make_attempt(1, first))
+    assert resolve_checkpoint_reference(tmp_path) == CheckpointReference(tmp_path, 600, "model")
+    assert resolve_checkpoint_reference(tmp_path, require_kind="dcp").kind == "dcp"
+
+
+def test_a_directory_with_saves_of_two_runs_has_no_newest(tmp_path: Path) -> None:
+    make_save(tmp_path, 600)
+    other = make_save(tmp_path, 900, run_id="ab" * 16)
+    for find in (resolve_checkpoint_reference, resolve_resume_path, find_local_checkpoint_steps):
+        with pytest.raises(UsageError, match="saves of 2 runs"):
+            find(tmp_path)
+    assert resolve_checkpoint_reference(tmp_path / "dcp_000900").save_id == other.save_id
+    assert [line.standing for line in list_checkpoints(tmp_path)] == ["current", "current"]
+
+
 def test_latest_is_followed_to_a_validated_target(tmp_path: Path) -> None:
     make_save(tmp_path, 100)
     make_save(tmp_path, 200, number=2)
