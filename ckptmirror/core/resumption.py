@@ -64,12 +64,14 @@ class Candidate:
 
     Attributes:
         replaced_by: The id of the save that stands for its step and kind; "" if that is this one.
+        age: Number of its attempt and of the save within it: of two saves of one step, the greater is the newer.
     """
 
     save: SaveFacts
     kind: Kind
     places: tuple[str, ...]
     replaced_by: str = ""
+    age: tuple[int, int] = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -134,10 +136,11 @@ def candidates(
             raise _missing_step(reference, order)
     else:
         wanted = [(kind, save, "") for kind, save in _by_id(reference, order)]
+    number = {attempt.id: attempt.number for attempt in order.way}
     return [
-        Candidate(save, kind, tuple(places[(save.save_id, kind)]), replaced_by)
+        Candidate(save, kind, tuple(where), replaced_by, (number.get(save.attempt, -1), save.number))
         for kind, save, replaced_by in wanted
-        if places.get((save.save_id, kind))
+        if (where := places.get((save.save_id, kind)))
     ]
 
 
@@ -150,7 +153,7 @@ def _on_the_lineage(order: Lineage) -> list[tuple[Kind, SaveFacts, str]]:
         for kind in save.kinds:
             stands = order.current[(save.step, kind)].save_id
             age = (-attempts[save.attempt], -save.number, save.save_id)
-            rank = (-save.step, stands != save.save_id, KIND_ORDER.index(kind), age)
+            rank = (-save.step, stands != save.save_id, age, KIND_ORDER.index(kind))
             found.append((rank, (kind, save, "" if stands == save.save_id else stands)))
     return [one for _, one in sorted(found, key=lambda item: item[0])]
 
@@ -205,7 +208,6 @@ def passed_by(candidate: Candidate | None, problems: Mapping[str, Problem]) -> d
     """Return those of the problems that would have been tried before ``candidate`` (None: step 0), were they whole."""
     if candidate is None:
         return dict(problems)
-    rank = KIND_ORDER.index(candidate.kind)
     return {
         name: problem
         for name, problem in problems.items()
@@ -213,9 +215,13 @@ def passed_by(candidate: Candidate | None, problems: Mapping[str, Problem]) -> d
         or problem.step > candidate.save.step
         or (
             problem.step == candidate.save.step
-            and (candidate.replaced_by or min(KIND_ORDER.index(kind) for kind in problem.kinds) <= rank)
+            and (candidate.replaced_by or problem.meta is None or _age_of(problem.meta) >= candidate.age)
         )
     }
+
+
+def _age_of(meta: Meta) -> tuple[int, int]:
+    return meta.attempt.number, meta.save_number
 
 
 def check_passed_by(passed: Mapping[str, Problem], silent_required: Mapping[str, str]) -> None:

@@ -133,7 +133,9 @@ def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_f
     saves = [facts_of(other) for other in catalog.saves.values()]
     decided = [attempt for attempt in _attempts_of(catalog) if attempt.decided]
     in_line = first_in_line(catalog.problems, decided, saves)
-    for name, problem in passed_by(Candidate(facts_of(meta), kind, (catalog.place,)), in_line).items():
+    for name, problem in passed_by(
+        Candidate(facts_of(meta), kind, (catalog.place,), age=(meta.attempt.number, meta.save_number)), in_line
+    ).items():
         if kind not in problem.kinds or problem.save_id == meta.save_id:
             continue
         where = name if name.startswith(catalog.place) else f"{catalog.place}/{name}"

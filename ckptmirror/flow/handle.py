@@ -12,16 +12,49 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ckptmirror.core.errors import BackgroundSaveFailed, CkptMirrorError, UsageError, WaitTimeout
 from ckptmirror.core.model import Kind
 
-__all__ = ["DEFAULT_WAIT_S", "Phase", "SaveHandle"]
+__all__ = ["DEFAULT_WAIT_S", "Line", "Phase", "SaveHandle"]
 
 Phase = Literal["copied", "committed", "mirrored"]
 _PHASES: tuple[Phase, ...] = ("copied", "committed", "mirrored")
 DEFAULT_WAIT_S = 1800.0
+_Result = TypeVar("_Result")
+
+
+class Line:
+    """Callers of ``save`` take turns: one copies while the others wait, whatever threads they are."""
+
+    def __init__(self) -> None:
+        self._turn = threading.RLock()
+        self._inside: int | None = None
+
+    def run(self, what: str, body: Callable[[], _Result]) -> _Result:
+        """Call ``body`` when no other thread is in one.
+
+        An interrupt may come at any call: at worst this thread keeps the turn, which it can take again.
+
+        Raises:
+            UsageError: This very thread is in one: a signal handler interrupted it.
+            WaitTimeout: Another did not leave its own within ``DEFAULT_WAIT_S`` seconds.
+        """
+        me = threading.get_ident()
+        if self._inside == me:
+            raise UsageError(
+                f"{what} was called while this thread is in save() already: by a signal handler?",
+                hint="Let the handler set a flag (StopRequest does), and call save() in the loop.",
+            )
+        if not self._turn.acquire(timeout=DEFAULT_WAIT_S):
+            raise WaitTimeout(f"{what} waited {DEFAULT_WAIT_S:g} s for another thread's.")
+        try:
+            self._inside = me
+            return body()
+        finally:
+            self._inside = None
+            self._turn.release()
 
 
 class SaveHandle:

@@ -82,7 +82,7 @@ class Proposer:
         self._force = force
         self._passed_over: list[str] = []  # copies that were tried
         self._not_seen: list[str] = []  # no copies, so not among what forbids a start from scratch
-        self._unseen: tuple[int, CkptMirrorError] | None = None  # a step that may be whole where nobody answers
+        self._unseen: tuple[str, CkptMirrorError] | None = None  # a save that may be whole, and cannot be seen now
         self._made_room = False
         self._only: str | None = None  # the one save that may still be loaded, once the state was touched
         self._claim = node.start_claim()
@@ -187,7 +187,7 @@ class Proposer:
             candidate, place = self._queue.pop(0)
             if self._only not in (None, candidate.save.save_id):
                 continue
-            if self._unseen is not None and (candidate.replaced_by or candidate.save.step != self._unseen[0]):
+            if self._unseen is not None and candidate.save.save_id != self._unseen[0]:
                 raise self._unseen[1]
             self._check_going_back(candidate)
             meta = self._metas[(candidate.save.save_id, candidate.kind)][place]
@@ -199,14 +199,14 @@ class Proposer:
                 continue
             except LocalStorageFull as error:
                 if self._made_room or not self._node.rotate().deleted:
-                    self._unseen = self._unseen or (meta.step, error)
+                    self._unseen = self._unseen or (meta.save_id, error)
                     self._note(meta, place, f"cannot be brought now: {error}")
                 else:
                     self._queue.insert(0, (candidate, place))
                 self._made_room = True
                 continue
             except CkptMirrorError as error:  # the copy may well be good: never a reason to go back to an older save
-                self._unseen = self._unseen or (meta.step, error)
+                self._unseen = self._unseen or (meta.save_id, error)
                 self._note(meta, place, f"cannot be brought now: {error}")
                 continue
             if candidate.save in self._strangers:  # named by its id: a person's decision
@@ -308,7 +308,7 @@ class Proposer:
             return
         self._pass_over(proposal.meta, proposal.kind, proposal.place, reason)
         if unreadable and self._unseen is None and self._is_auto():
-            self._unseen = (proposal.meta.step, not_readable(f"The copy of step {proposal.meta.step}", reason))
+            self._unseen = (proposal.meta.save_id, not_readable(f"The copy of step {proposal.meta.step}", reason))
         if touched:
             self._only = proposal.meta.save_id
 
@@ -316,7 +316,7 @@ class Proposer:
         self._note(meta, place, reason)
         if kind != "emergency" and self._silent_asked and self._unseen is None:
             # Going back further could lose training that a mirror holds safe.
-            self._unseen = (meta.step, self._not_answering(f"The copy of step {meta.step} is broken ({reason}). "))
+            self._unseen = (meta.save_id, self._not_answering(f"The copy of step {meta.step} is broken ({reason}). "))
 
     def _not_answering(self, why: str) -> StoreTemporary:
         silent = "; ".join(f"{url} does not answer ({reason})" for url, reason in self._places.silent.items())

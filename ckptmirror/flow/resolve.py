@@ -240,18 +240,22 @@ def _on_mirror(url: str, kind: Kind | None) -> CheckpointReference:
 
 
 def resolve_resume_path(root: Path | str) -> Path | None:
-    """Return the newest whole local checkpoint of the lineage (dcp, then model, then emergency), or None."""
+    """Return the newest whole local checkpoint of the lineage, or None; of one save dcp, then model."""
     root = Path(root).absolute()
     if not root.is_dir():
         return None
     catalog = local_catalog(root)
     table = not_superseded(catalog, placed=True)
-    for step in sorted({step for step, _ in table}, reverse=True):
-        for kind in KIND_ORDER:
-            if (step, kind) in table:
-                warn_of_what_is_broken(catalog, table[step, kind], kind)
-                return main_path(root, table[step, kind], kind)
-    return None
+    if not table:
+        return None
+
+    def rank(key: tuple[int, Kind]) -> tuple[int, int, int, int]:
+        step, kind = key
+        return step, table[key].attempt.number, table[key].save_number, -KIND_ORDER.index(kind)
+
+    newest = max(table, key=rank)
+    warn_of_what_is_broken(catalog, table[newest], newest[1])
+    return main_path(root, table[newest], newest[1])
 
 
 def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> list[int]:

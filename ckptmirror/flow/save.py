@@ -1,13 +1,12 @@
 """Save: host copy now, everything else in the background, in step with the other ranks.
 
 Rules:
-* Only the capture and the host copy block the training thread. One save is in flight; the next waits for its commit.
+* Only the capture and the host copy block the caller, and callers take turns. One save is in flight; the next waits.
 * The background thread talks to the other ranks over a channel of its own, three times: what is saved under which
   name, what every rank wrote, whether it is committed. A rank that failed takes part with its error, so all ranks fail
   together.
-* That holds for a rank on which ``save`` itself raises too: every call takes a number and an exchange, so the ranks
-  stay in step and the next save works. Where the capture has collectives (the whole model of a sharded one), they agree
-  before those as well, and a rank on which something failed before that comes there too.
+* That holds for a rank on which ``save`` itself raises too: every call takes a number and an exchange, so the next save
+  works. Where the capture has collectives (the whole model of a sharded one), all ranks agree before those as well.
 * A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones.
 * A save in flight is finished whatever becomes of the training thread: its thread keeps the process alive, and nothing
   on its way needs a new thread or a new import.
@@ -30,7 +29,7 @@ from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageUnwritable, StepBehind
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.flow.commit import commit_save, free_tag, may_be_meta_of
-from ckptmirror.flow.handle import SaveHandle
+from ckptmirror.flow.handle import Line, SaveHandle
 from ckptmirror.flow.save_parts import (
     TABLE_BROKE,
     Copied,
@@ -67,8 +66,7 @@ class Saver:
         leader: Set on the node's leader.
 
     Attributes:
-        last_step: The newest committed step of this attempt, the one it resumed from included; -1 at a start from
-            scratch.
+        last_step: The newest committed step, the one resumed from included; -1 at a start from scratch.
     """
 
     def __init__(
@@ -84,6 +82,7 @@ class Saver:
         self._leader = leader
         self._copier: HostCopier | None = None
         self._in_flight: SaveHandle | None = None
+        self._line = Line()
         self._twins = Twins()
 
     # -- on the training thread -----------------------------------------------------------------------------
@@ -96,6 +95,9 @@ class Saver:
             BackgroundSaveFailed: An earlier save failed and nobody has been told.
             AttemptFenced: A newer attempt of this run has started.
         """
+        return self._line.run(f"save() of step {request.step}", functools.partial(self._save, request, state))
+
+    def _save(self, request: SaveRequest, state: TrainState) -> SaveHandle:
         self._wait_for_earlier()
         handle = SaveHandle(request.step, request.kinds)
         request = replace(request, number=self._number + 1)
@@ -189,8 +191,7 @@ class Saver:
     def reserve(self, kinds: Sequence[Kind], state: TrainState) -> None:
         """Take now the host memory that a save of ``state`` needs: fresh pages cost far more than the copy into them.
 
-        Talks to no other rank, and asks neither a data loader nor the user's objects, which may not like it now: room
-        for their state is guessed. A failure is only logged: the save finds out again.
+        Asks no other rank, and none of the user's objects, which may not like it now. A failure is only logged.
         """
         from ckptmirror.formats.capture import capture, capture_local, snapshot_tree
 
@@ -220,8 +221,7 @@ class Saver:
     def settle(self, timeout_s: float) -> SaveHandle | None:
         """Wait until no save is in flight and free the kept buffers; return the last save, if there was one.
 
-        A failure is not raised: it may be news to some of the ranks only, and all of them are about to act together.
-        Given to :meth:`follow`, it is raised by the next save, on which they agree.
+        A failure may be news to some ranks only: given to :meth:`follow`, it is raised by the next save of all.
         """
         if self._in_flight is not None:
             self._in_flight.wait_over(timeout_s)

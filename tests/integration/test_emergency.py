@@ -75,13 +75,29 @@ def test_an_emergency_newer_than_the_last_save_is_resumed_exactly(tmp_path: Path
         assert (start.step, start.kind) == (6, "dcp")
 
 
-def test_a_save_of_the_same_step_is_preferred_to_an_emergency(tmp_path: Path) -> None:
+def test_of_one_step_an_emergency_that_came_after_the_save_is_resumed_from(tmp_path: Path) -> None:
+    """Validation, say, has changed the schedule and the counters since."""
     with running(tmp_path) as manager:
         state = new_state()
         manager.resume(state)
         handle = manager.save(4, state)
+        state.extra["validated"] = True
         manager.save_emergency_checkpoint(4, state)  # while the save is still being written
         handle.wait()
+    fresh = new_state()
+    with running(tmp_path) as manager:
+        start = manager.resume(fresh)
+        assert start is not None
+        assert (start.step, start.kind) == (4, "emergency")
+    assert fresh.extra["validated"] is True
+
+
+def test_of_one_step_a_save_that_came_after_the_emergency_is_resumed_from(tmp_path: Path) -> None:
+    with running(tmp_path) as manager:
+        state = new_state()
+        manager.resume(state)
+        manager.save_emergency_checkpoint(4, state)
+        manager.save(4, state).wait()
     with running(tmp_path) as manager:
         start = manager.resume(new_state())
         assert start is not None

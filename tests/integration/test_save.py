@@ -218,7 +218,7 @@ def test_adding_a_kind_to_a_step_is_another_save_of_it(tmp_path: Path, caplog: p
     with running(tmp_path) as manager:
         start = manager.resume(new_state(1))
         assert start is not None
-        assert (start.step, start.kind) == (3, "dcp")
+        assert (start.step, start.kind) == (3, "model")
 
 
 def test_identical_consecutive_saves_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

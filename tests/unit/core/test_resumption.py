@@ -45,10 +45,10 @@ def chosen(order: Lineage, *args: object, **kwargs: object) -> list[tuple[int, s
     return [(one.save.step, one.kind) for one in candidates(order, *args, **kwargs)]  # type: ignore[arg-type]
 
 
-def test_newest_step_first_and_of_a_step_dcp_then_model_then_emergency() -> None:
+def test_newest_step_first_and_of_a_step_the_newest_save_and_of_a_save_dcp_then_model() -> None:
     saves = [save(1, 9), save(2, 10, ("model",)), save(3, 10, ("emergency",)), save(4, 10, ("dcp",))]
     assert chosen(lineage([A], saves), everywhere(*saves)) == [
-        *((10, "dcp"), (10, "model"), (10, "emergency")),
+        *((10, "dcp"), (10, "emergency"), (10, "model")),
         *((9, "dcp"), (9, "model")),
     ]
 
@@ -195,18 +195,19 @@ def problem(facts: SaveFacts, attempt: Attempt = A) -> Problem:
 
 
 def test_a_problem_counts_if_it_would_have_been_tried_first_were_it_whole() -> None:
-    here = Candidate(save(5, 10, ("model",)), "model", (DISK,))
+    here = Candidate(save(5, 10, ("model",)), "model", (DISK,), age=(0, 5))
     problems = {
         "newer": Problem("torn", 11),
         "older": Problem("torn", 9),
         "unknown": Problem("torn"),
-        "same, before": Problem("torn", 10, kinds=("dcp",)),
-        "same, after": Problem("torn", 10, kinds=("emergency",)),
+        "same, unknown": Problem("torn", 10),
+        "same, after": problem(save(6, 10, ("emergency",))),
+        "same, before": problem(save(4, 10, ("dcp",))),
     }
-    assert set(passed_by(here, problems)) == {"newer", "unknown", "same, before"}
+    assert set(passed_by(here, problems)) == {"newer", "unknown", "same, unknown", "same, after"}
     assert set(passed_by(None, problems)) == set(problems)
     replaced = Candidate(here.save, "model", (DISK,), replaced_by="b" * 32)
-    assert "same, after" in passed_by(replaced, problems)
+    assert "same, before" in passed_by(replaced, problems)
 
 
 def test_what_would_be_superseded_or_replaced_even_if_it_were_whole_is_in_nobodys_way() -> None:
