@@ -93,6 +93,7 @@ class CheckpointManager:
         self._saver: Saver | None = None
         self._last_before: SaveHandle | None = None  # the last save of the attempt before this process's latest
         self._closed = False
+        self._freed = False
         node_key, failure = _node_key(self.root)
         self.ranks: Ranks = open_ranks(process_group, node_key=node_key, timeout_s=timeout_s)
         self._save_ranks = self.ranks.channel("save")
@@ -268,32 +269,34 @@ class CheckpointManager:
             BackgroundSaveFailed: The last save failed.
             DeadlinePassed: The run finished with something not verified on a required mirror (exit code 8).
         """
-        if self._closed:
+        if self._freed:
             return
         self._closed = True
-        atexit.unregister(self._warn_that_it_was_not_closed)
         stopped = stop is not None and stop.requested
         deadline = time.monotonic() + timeout_s
-        saving = False
         try:
             if self._saver is not None:
-                self._saver.wait_over(timeout_s)
+                self._saver.end(timeout_s)
                 self._saver.release()
             elif self._last_before is not None:
                 self._last_before.raise_unobserved()
-        except WaitTimeout:
-            saving = True
-            raise
         finally:
+            # Whatever ended the wait, an interrupt too: a save in flight needs all this until the process ends.
+            saving = self._saver is not None and self._saver.is_saving
             try:
                 if self._node is not None:
                     self._node.finish(max(0.0, deadline - time.monotonic()), stopped=stopped, saving=saving)
             finally:
-                if not saving:  # else its thread needs all this until the process ends
-                    if self._rank_lock is not None:
-                        self._rank_lock.release()
-                    self._save_ranks.close()
-                    self.ranks.close()
+                if not saving:
+                    self._free()
+
+    def _free(self) -> None:
+        self._freed = True
+        atexit.unregister(self._warn_that_it_was_not_closed)
+        if self._rank_lock is not None:
+            self._rank_lock.release()
+        self._save_ranks.close()
+        self.ranks.close()
 
     def __enter__(self) -> Self:
         return self

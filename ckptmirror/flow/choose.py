@@ -17,7 +17,7 @@ from typing import Literal
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.lineage import Lineage, SaveFacts
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
-from ckptmirror.core.resumption import Candidate, facts_of, first_in_line, not_readable, passed_by
+from ckptmirror.core.resumption import Candidate, facts_of, first_in_line, not_readable, passed_by, strangers
 from ckptmirror.flow.catalog import Catalog
 
 __all__ = ["READ_ORDER", "choosable", "choose", "lineage_of", "not_superseded", "warn_of_what_is_broken"]
@@ -130,6 +130,15 @@ def warn_of_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind) -> None:
 
 
 def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_for: bool) -> None:
+    for save in strangers(lineage_of(catalog), _attempts_of(catalog)):
+        if save.step >= meta.step and kind in save.kinds:
+            _log.warning(
+                "passed over step %d (save %s) in %s: no list there tells of its attempt, which went on elsewhere, or "
+                "was never told; name it by its path if it is right",
+                save.step,
+                save.save_id[:8],
+                catalog.place,
+            )
     saves = [facts_of(other) for other in catalog.saves.values()]
     decided = [attempt for attempt in _attempts_of(catalog) if attempt.decided]
     in_line = first_in_line(catalog.problems, decided, saves)

@@ -245,7 +245,11 @@ class RunClaim:
                 raise LineageError(f"No list tells of attempt {parent.attempt[:8]}, which saved step {parent.step}.")
         undecided = self.attempt
         self.attempt = replace(self.attempt, parent=parent, decided=True)
-        self._write(self.attempts)
+        try:
+            self._write(self.attempts)
+        except BaseException:
+            self.attempt = undecided
+            raise
         for mirror in mirrors:
             if mirror.url in self.unclaimed:
                 continue

@@ -31,6 +31,18 @@ class Line:
     def __init__(self) -> None:
         self._turn = threading.RLock()
         self._inside: int | None = None
+        self._is_over = False
+
+    def end(self, timeout_s: float) -> None:
+        """Let nobody in any more, after whoever is in has left.
+
+        Raises:
+            UsageError: This very thread is in: a signal handler interrupted it.
+            WaitTimeout: Another did not leave within ``timeout_s`` seconds.
+        """
+        self._is_over = True
+        self._enter("close()", timeout_s)
+        self._turn.release()
 
     def run(self, what: str, body: Callable[[], _Result]) -> _Result:
         """Call ``body`` when no other thread is in one.
@@ -38,23 +50,27 @@ class Line:
         An interrupt may come at any call: at worst this thread keeps the turn, which it can take again.
 
         Raises:
-            UsageError: This very thread is in one: a signal handler interrupted it.
+            UsageError: This very thread is in one (a signal handler interrupted it), or the line has ended.
             WaitTimeout: Another did not leave its own within ``DEFAULT_WAIT_S`` seconds.
         """
-        me = threading.get_ident()
-        if self._inside == me:
-            raise UsageError(
-                f"{what} was called while this thread is in save() already: by a signal handler?",
-                hint="Let the handler set a flag (StopRequest does), and call save() in the loop.",
-            )
-        if not self._turn.acquire(timeout=DEFAULT_WAIT_S):
-            raise WaitTimeout(f"{what} waited {DEFAULT_WAIT_S:g} s for another thread's.")
+        self._enter(what, DEFAULT_WAIT_S)
         try:
-            self._inside = me
+            if self._is_over:
+                raise UsageError(f"{what} comes after the manager was closed, or began another attempt.")
+            self._inside = threading.get_ident()
             return body()
         finally:
             self._inside = None
             self._turn.release()
+
+    def _enter(self, what: str, timeout_s: float) -> None:
+        if self._inside == threading.get_ident():
+            raise UsageError(
+                f"{what} was called while this thread is in save() already: by a signal handler?",
+                hint="Let the handler set a flag (StopRequest does), and call save() in the loop.",
+            )
+        if not self._turn.acquire(timeout=min(timeout_s, DEFAULT_WAIT_S)):
+            raise WaitTimeout(f"{what} waited {timeout_s:g} s for a save() of another thread.")
 
 
 class SaveHandle:
@@ -150,6 +166,11 @@ class SaveHandle:
         """Note that the caller is told of the failure in another way."""
         self._observed = True
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the save is committed or failed."""
+        return self._error is not None or self._reached >= _PHASES.index("committed")
+
     def wait_over(self, timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Wait until the save is committed or failed, without raising its error.
 
@@ -157,9 +178,7 @@ class SaveHandle:
             WaitTimeout: It is still in flight.
         """
         with self._state:
-            over = self._state.wait_for(
-                lambda: self._error is not None or self._reached >= _PHASES.index("committed"), timeout_s
-            )
+            over = self._state.wait_for(lambda: self.is_over, timeout_s)
         if not over:
             raise WaitTimeout(f"The save of step {self.step} is still in flight after {timeout_s:g} s.")
 

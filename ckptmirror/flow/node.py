@@ -11,13 +11,12 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from ckptmirror.core.errors import (
     NoTable,
     Temporary,
 )
-from ckptmirror.core.model import Meta, SaveRef, new_id
+from ckptmirror.core.model import Meta, SaveRef
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.claim import RunClaim
@@ -40,6 +39,7 @@ from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.rotate import ROTATE_LOCK_NAME, RotationReport, rotate
 from ckptmirror.flow.rotator import Rotator
 from ckptmirror.flow.settled import OpenSave, open_files, open_saves
+from ckptmirror.flow.status import write_status
 from ckptmirror.flow.table_place import check_place, open_table
 from ckptmirror.flow.trash import empty_trash
 from ckptmirror.flow.workers import UploadWorkers, still_moving
@@ -141,10 +141,10 @@ class Node:
             on_fenced=lambda reason: self._on_fenced(claim, reason),
         )
         set_mirrors(self.table, self.specs)
-        add_missing_records(self.table, self.specs, self._whole())
+        self._add_records(lambda whole: whole)
         self.table.retry_failed()
         counting_first = sorted(self.mirrors, key=lambda mirror: mirror.url not in self._counting())
-        recheck = self._recheck = Recheck(self.table, counting_first, self._bus)
+        recheck = self._recheck = Recheck(self.table, counting_first, self._bus, notes=True)
         self._rotator = Rotator(
             lambda: self._ask_mirrors(recheck), lambda: recheck.waits_for(self._counting()), self._rotate_by_policy
         )
@@ -211,15 +211,22 @@ class Node:
     def mend_records(self) -> None:
         """Give the whole saves on this disk that lack sound or released records theirs: without, nothing is sent."""
         self.table.drop_broken_rows()
+        urls = [spec.url for spec in self.specs]
+
+        def unsafe(whole: list[Meta]) -> list[Meta]:
+            ids = {one.save_id for one in open_saves(self.table, whole, urls)}
+            return [meta for meta in whole if meta.save_id in ids]
+
+        self._add_records(unsafe)
+
+    def _add_records(self, chosen: Callable[[list[Meta]], list[Meta]]) -> None:
         with contextlib.ExitStack() as held:
             try:  # nobody rotates between the look at the disk and the new records
                 held.enter_context(exclusive(self.root / ROTATE_LOCK_NAME, timeout_s=_MENDING_WAIT_S))
             except CkptMirrorError as error:
                 _log.warning("no record is mended now: %s", error)
                 return
-            whole = self._whole()
-            unsafe = {one.save_id for one in open_saves(self.table, whole, [spec.url for spec in self.specs])}
-            add_missing_records(self.table, self.specs, [meta for meta in whole if meta.save_id in unsafe])
+            add_missing_records(self.table, self.specs, chosen(self._whole()))
 
     def _whole(self) -> list[Meta]:
         return list(local_catalog(self.root).saves.values())
@@ -241,8 +248,14 @@ class Node:
             self._workers.notify()
 
     def _counting(self) -> set[str]:
-        """The mirrors that a save must be on to be safe: the required ones; all, where none is."""
-        return {spec.url for spec in self.specs if spec.required} or {spec.url for spec in self.specs}
+        """The mirrors that a save must be on to be safe: the required ones; all, where none is.
+
+        Until this start has succeeded, those that the last one required count too.
+        """
+        required = {spec.url for spec in self.specs if spec.required}
+        if not self._is_decided():
+            required |= {row.url for row in self.table.mirrors() if row.required}
+        return required or {spec.url for spec in self.specs}
 
     def rotate_now(self, timeout_s: float) -> RotationReport:
         """Wait up to ``timeout_s`` seconds for pending uploads, then rotate."""
@@ -281,11 +294,7 @@ class Node:
             "at_utc": datetime.now(UTC).isoformat(timespec="seconds"),
             **more,
         }
-        try:
-            data = json.dumps(facts, indent=1, sort_keys=True).encode() + b"\n"
-            files.write_bytes(self.root / names.STATUS_NAME, data, save_id=new_id(), replace=True)
-        except CkptMirrorError as error:
-            _log.warning("status.json was not written: %s", error)
+        write_status(self.root, facts)
 
     def finish(self, timeout_s: float, *, stopped: bool, saving: bool = False) -> None:
         """Upload what is pending within ``timeout_s`` seconds, then let everything go (see :meth:`close`).
@@ -312,18 +321,15 @@ class Node:
             _log.warning("%s `ckptmirror drain --root %s`, or the next start, sees to it.", line, self.root)
 
     def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> dict[str, str]:
-        """Wait for the uploads unless the run was stopped; return the mirrors that were never asked for what they had.
-
-        Returns:
-            Each with the reason.
-        """
+        """Wait for the uploads unless the run was stopped; return the mirrors that nobody asked, each with the reason."""
         deadline = time.monotonic() + timeout_s
         try:
             self.table.mirrors()
         except (BrokenTable, NoTable) as error:
             self.renew_table(error)
-        if not stopped and self.wait_mirrored(None, timeout_s) and self._recheck is not None:
-            self._ask_once_more(self._recheck, deadline - time.monotonic())
+        if not stopped and self.wait_mirrored(None, timeout_s):
+            if self._recheck is not None and timeout_s > 0:  # else nobody waits for an answer
+                self._ask_once_more(self._recheck, deadline - time.monotonic())
             return {}  # each answered at least once
         return {} if stopped else self._unasked()
 

@@ -67,6 +67,9 @@ class Places:
         told = {attempt.id for attempt in told_here.attempts}
         if newest is None or newest.id not in told:
             return set()
+        ours = [meta for meta in self.disk.saves.values() if meta.run_id == self.run_id]
+        if any(meta.attempt.number >= newest.number and meta.attempt.id not in told for meta in ours):
+            return set()  # somebody brought a save of an attempt that is at least as new
         parent = newest.parent.save_id if newest.parent is not None else None
         return {
             meta.save_id

@@ -30,6 +30,7 @@ from ckptmirror.core.errors import (
     StoreTemporary,
     Temporary,
 )
+from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Attempt, Kind, Meta, new_id
 from ckptmirror.core.resumption import (
     DISK,
@@ -91,6 +92,7 @@ class Proposer:
         self._order = self._places.order(self._claim.attempts.attempts)
         self._strangers = strangers(self._order, self._claim.known.attempts)
         self._silent_asked = {url: self._places.silent[url] for url in self._asked() if url in self._places.silent}
+        self._silent_asked |= self._dropped()
         self._first_in_line = self._problems_in_line()
         self._need_every_mirror: frozenset[str] = frozenset()
         self._queue = self._plan()
@@ -120,6 +122,15 @@ class Proposer:
         """The mirrors whose word is needed: the required ones; all, if none is required."""
         mirrors = self._node.mirrors
         return [mirror.url for mirror in mirrors if mirror.required] or [mirror.url for mirror in mirrors]
+
+    def _dropped(self) -> dict[str, str]:
+        """The mirrors that the last start required, that have saves, and that this one is not to ask."""
+        configured = {mirror.url for mirror in self._node.mirrors}
+        required = {row.url for row in self._node.table.mirrors() if row.required} - configured
+        used = {record.mirror for record in self._node.table.records(state=RecordState.VERIFIED)}
+        for url in required & used:
+            self._say(f"{url}, which this root was mirrored to and is not any more: what it alone holds was not seen")
+        return {url: "it is not configured any more" for url in required & used}
 
     def _problems_in_line(self) -> dict[str, Problem]:
         found = self._places.problems() | self._places.gone(self._node.table)
@@ -222,7 +233,7 @@ class Proposer:
             Temporary: Something may be.
         """
         save = candidate.save
-        if self._is_auto():
+        if self._is_auto() or isinstance(self._policy, int):
             self._look_past(candidate)
         if save.save_id in self._need_every_mirror:
             raise self._not_answering(f"Step {save.step}, the newest that can be seen, is not on this disk. ")
@@ -234,6 +245,8 @@ class Proposer:
 
     def _look_past(self, candidate: Candidate | None) -> None:
         passed = passed_by(candidate, self._first_in_line)
+        if not self._is_auto():  # a person named the step, and so decided about what is newer than that
+            passed = {name: problem for name, problem in passed.items() if problem.step == self._policy}
         for name, problem in passed.items():
             if self._say(f"step {problem.step} ({name}): {problem.why}"):
                 step = -1 if problem.step is None else problem.step
@@ -319,7 +332,8 @@ class Proposer:
             self._unseen = (meta.save_id, self._not_answering(f"The copy of step {meta.step} is broken ({reason}). "))
 
     def _not_answering(self, why: str) -> StoreTemporary:
-        silent = "; ".join(f"{url} does not answer ({reason})" for url, reason in self._places.silent.items())
+        unseen = self._places.silent | self._silent_asked
+        silent = "; ".join(f"{url} does not answer ({reason})" for url, reason in unseen.items())
         return StoreTemporary(
             f"{why}{silent}.", hint="Start again when it answers, or name an older save with policy=<step>."
         )

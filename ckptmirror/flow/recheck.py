@@ -33,6 +33,7 @@ class Recheck:
         table: What is to be there.
         mirrors: Whom to ask, in this order.
         bus: Told of mirrors that do not answer.
+        notes: Whether the table notes who has not answered yet, for other processes: of the trainer's.
         clock: Seconds, monotonic.
     """
 
@@ -41,6 +42,7 @@ class Recheck:
         table: UploadsTable,
         mirrors: Sequence[Mirror],
         bus: events.EventBus | None = None,
+        notes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._table = table
@@ -50,6 +52,8 @@ class Recheck:
         self._lock = threading.Lock()
         known = {record.mirror for record in _verified(table)}
         self._open: dict[str, CkptMirrorError | None] = {url: None for url in self._mirrors if url in known}
+        self._notes = notes
+        self._note()
         self._asked_s = float("-inf")
 
     def ask(self) -> bool:
@@ -57,6 +61,8 @@ class Recheck:
         with self._lock:
             answered = [url for url in list(self._open) if self._is_answered(self._mirrors[url])]
             self._asked_s = self._clock()
+        if answered:
+            self._note()
         return bool(answered)
 
     def ask_if_due(self) -> None:
@@ -68,6 +74,7 @@ class Recheck:
         """Let all mirrors be asked once more."""
         with self._lock:
             self._open = {**dict.fromkeys(self._mirrors), **self._open}
+        self._note()
 
     def unasked(self, urls: Collection[str]) -> dict[str, str]:
         """Return those of ``urls`` that did not answer yet, with the reason."""
@@ -80,6 +87,14 @@ class Recheck:
     def waits_for(self, urls: Collection[str]) -> bool:
         """Whether one of ``urls`` may still answer: it has not yet, and did not refuse for good."""
         return any(url in urls and (e is None or isinstance(e, Temporary)) for url, e in dict(self._open).items())
+
+    def _note(self) -> None:
+        if not self._notes:
+            return
+        try:
+            self._table.set_unasked(list(self._open))
+        except CkptMirrorError as error:
+            _log.error("other ranks do not know which mirrors are yet to answer: %s", error)
 
     def _is_answered(self, mirror: Mirror) -> bool:
         try:

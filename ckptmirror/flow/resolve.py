@@ -10,6 +10,8 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +23,7 @@ from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import (
     BrokenMeta,
     CheckpointNotFound,
+    CkptMirrorError,
     IntegrityError,
     KindMismatch,
     ObjectNotFound,
@@ -47,6 +50,7 @@ __all__ = [
     "resolve_resume_path",
 ]
 
+_log = logging.getLogger("ckptmirror.choose")
 ListedStanding = Literal["current", "replaced", "superseded", "unknown", "incomplete"]
 
 
@@ -126,7 +130,7 @@ def _on_disk(path: Path, kind: Kind | None) -> CheckpointReference:
     if not os.path.lexists(path):
         raise CheckpointNotFound(f"{path} does not exist.")
     if path.is_symlink() and names.parse_name(path.name) is not None and path.name == names.LATEST_NAME:
-        return _named(path.parent, _target_of(path), kind)
+        return _latest(path, kind)
     parsed = names.parse_name(path.name)
     if parsed is None and path.is_symlink() and names.parse_name(path.resolve().name) is not None:
         return _on_disk(path.resolve(), kind)
@@ -140,6 +144,16 @@ def _on_disk(path: Path, kind: Kind | None) -> CheckpointReference:
         )
     meta, chosen = choose(local_catalog(path), "latest", kind, staged=True)
     return _reference(path, meta, chosen)
+
+
+def _latest(link: Path, kind: Kind | None) -> CheckpointReference:
+    """What the link names; a hint, which a start or a person may have left behind, so a newer save is told of."""
+    found = _named(link.parent, _target_of(link), kind)
+    with contextlib.suppress(CkptMirrorError):
+        newest, _ = choose(local_catalog(link.parent), "latest", staged=True)
+        if newest.save_id != found.save_id and found.kind != "emergency":
+            _log.warning("%s names step %d; the newest of the lineage is step %d", link, found.step, newest.step)
+    return found
 
 
 def _target_of(link: Path) -> str:

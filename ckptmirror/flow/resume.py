@@ -250,7 +250,7 @@ def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -
     for part in not_wanted:
         _log.warning("step %d: %s", report.step, part)
     for part in report.missing:
-        _log.warning("step %d: not loaded, since the save lacks it: %s", report.step, part)
+        _log.warning("step %d: %s", report.step, part)
     return ResumeInfo(
         step=proposal.meta.step,
         save_id=proposal.meta.save_id,

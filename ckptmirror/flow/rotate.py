@@ -126,11 +126,12 @@ def rotate(
         plan = plan_rotation(statuses, retention)
         refused = dict(plan.refuse)
         deleted = []
+        absent = _required_and_absent(table, mirrors)
         for save_id in plan.delete if not dry_run else ():
             meta = metas[save_id]
             successor = metas.get(plan.successors.get(save_id, save_id))
             assert successor is not None
-            reason = _why_not_ours(root, meta) or _why_not_elsewhere(table, mirrors, successor)
+            reason = absent or _why_not_ours(root, meta) or _why_not_elsewhere(table, mirrors, successor)
             if reason is None and successor is not meta:
                 reason = _why_gone(table, mirrors, successor)
             if reason is None and is_emergency(meta) and not snapshots:
@@ -145,6 +146,13 @@ def rotate(
         for save_id, reason in refused.items():
             bus.emit(events.RotationRefused(step=metas[save_id].step, save_id=save_id, reason=reason))
         return RotationReport(plan, tuple(deleted), refused, {save_id: meta.step for save_id, meta in metas.items()})
+
+
+def _required_and_absent(table: UploadsTable, mirrors: Sequence[Mirror]) -> str | None:
+    """Say which mirror the last start that succeeded required, and this one does not have; None if there is none."""
+    here = {mirror.url for mirror in mirrors if mirror.required}
+    absent = [row.url for row in table.mirrors() if row.required and row.url not in here]
+    return f"{absent[0]} is required, and cannot be asked here" if absent else None
 
 
 def _delete_pointed_at(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) -> str | None:
@@ -286,7 +294,7 @@ def finish_interrupted(root: Path, table: UploadsTable, mirrors: Sequence[Mirror
 
 def _finish(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[str]:
     finished: list[str] = []
-    if {row.url for row in table.mirrors() if row.required} - {mirror.url for mirror in mirrors if mirror.required}:
+    if _required_and_absent(table, mirrors) is not None:
         return finished
     for save in table.saves():
         if not save.released or (root / save.meta_path).exists():

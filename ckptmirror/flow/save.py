@@ -41,6 +41,7 @@ from ckptmirror.flow.save_parts import (
     agreed_context,
     holdings_of,
     import_formats,
+    reserve_for,
 )
 from ckptmirror.local import files
 from ckptmirror.ranks.base import Ranks
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LeaderSide", "SaveRequest", "Saver"]
 
-_ROOM_FOR_EXTRA_BYTES = 16 * 1024 * 1024
 _log = logging.getLogger("ckptmirror.save")
 
 
@@ -193,17 +193,8 @@ class Saver:
 
         Asks no other rank, and none of the user's objects, which may not like it now. A failure is only logged.
         """
-        from ckptmirror.formats.capture import capture, capture_local, snapshot_tree
-
-        rank, world_size = self._ranks.rank, self._ranks.world_size
-        state = replace(state, scheduler=None, scaler=None, dataloader=None, extra=None)
         try:
-            live = capture_local(state, step=0, rank=rank)
-            if live.sharded and "model" in kinds:
-                return  # how much rank 0 gathers shows when all ranks capture together
-            if not live.sharded:
-                live = capture(state, step=0, kinds=kinds, rank=rank, world_size=world_size)
-            self._kept_copier().reserve(snapshot_tree(live), more_bytes=_ROOM_FOR_EXTRA_BYTES)
+            reserve_for(self._kept_copier(), kinds, state, self._ranks)
         except CkptMirrorError as error:
             _log.warning("the memory for the first save was not taken yet: %s", error)
 
@@ -214,15 +205,23 @@ class Saver:
 
     def wait_over(self, timeout_s: float) -> None:
         """Wait until no save is in flight, and raise a failure that nobody has seen."""
-        if self._in_flight is not None:
-            self._in_flight.wait_over(timeout_s)
-            self._in_flight.raise_unobserved()
+        if (last := self._in_flight) is not None:
+            last.wait_over(timeout_s)
+            last.raise_unobserved()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in flight."""
+        return self._in_flight is not None and not self._in_flight.is_over
+
+    def end(self, timeout_s: float) -> None:
+        """Take no more saves, and wait for the last one; see :meth:`wait_over`."""
+        self._line.end(timeout_s)
+        self.wait_over(timeout_s)
 
     def settle(self, timeout_s: float) -> SaveHandle | None:
-        """Wait until no save is in flight and free the kept buffers; return the last save, if there was one.
-
-        A failure may be news to some ranks only: given to :meth:`follow`, it is raised by the next save of all.
-        """
+        """End, and free the kept buffers; return the last save, whose failure may be news to some ranks only."""
+        self._line.end(timeout_s)
         if self._in_flight is not None:
             self._in_flight.wait_over(timeout_s)
         self.release()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from ckptmirror.ranks.base import Ranks
 if TYPE_CHECKING:
     from ckptmirror.formats.base import Snapshot, WriteContext
     from ckptmirror.formats.train_state import TrainState
-    from ckptmirror.ranks.host_copy import Lease
+    from ckptmirror.ranks.host_copy import HostCopier, Lease
 
 __all__ = [
     "TABLE_BROKE",
@@ -38,8 +38,10 @@ __all__ = [
     "agreed_context",
     "holdings_of",
     "import_formats",
+    "reserve_for",
 ]
 
+_ROOM_FOR_EXTRA_BYTES = 16 * 1024 * 1024
 TABLE_BROKE = (BrokenTable, NoTable)
 _log = logging.getLogger("ckptmirror.save")
 
@@ -188,6 +190,19 @@ class Twins:
             _log.warning(
                 "step %d holds exactly the tensors of the save before it: is the optimizer stepping?", meta.step
             )
+
+
+def reserve_for(copier: HostCopier, kinds: Sequence[Kind], state: TrainState, ranks: Ranks) -> None:
+    """Let ``copier`` take the memory that a save of ``state`` needs; room for the user's objects is guessed."""
+    from ckptmirror.formats.capture import capture, capture_local, snapshot_tree
+
+    state = replace(state, scheduler=None, scaler=None, dataloader=None, extra=None)
+    live = capture_local(state, step=0, rank=ranks.rank)
+    if live.sharded and "model" in kinds:
+        return  # how much rank 0 gathers shows when all ranks capture together
+    if not live.sharded:
+        live = capture(state, step=0, kinds=kinds, rank=ranks.rank, world_size=ranks.world_size)
+    copier.reserve(snapshot_tree(live), more_bytes=_ROOM_FOR_EXTRA_BYTES)
 
 
 def import_formats(kinds: Sequence[Kind]) -> None:

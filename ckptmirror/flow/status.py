@@ -8,15 +8,16 @@ Rules:
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import NoTable
+from ckptmirror.core.errors import CkptMirrorError, NoTable
 from ckptmirror.core.lifecycle import WAITING, RecordState
-from ckptmirror.core.model import Kind
+from ckptmirror.core.model import Kind, new_id
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.choose import lineage_of
 from ckptmirror.flow.settled import open_saves
@@ -24,8 +25,9 @@ from ckptmirror.flow.table_place import table_path
 from ckptmirror.local import files
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
-__all__ = ["SaveLine", "Status", "is_mirrored", "read_status", "table_path"]
+__all__ = ["SaveLine", "Status", "is_mirrored", "read_status", "table_path", "write_status"]
 
+_log = logging.getLogger("ckptmirror")
 _STATUS_LIMIT_BYTES = 1024 * 1024
 
 
@@ -96,6 +98,8 @@ def is_mirrored(root: Path, save_id: str | None, state_dir: Path | None = None) 
             return False  # it is being made anew just now
         metas = local_catalog(root).saves.values()
         counting = _counting([(row.url, row.required) for row in table.mirrors()])
+        if save_id is None and table.unasked().intersection(counting):
+            return False  # what was verified there earlier may be gone
         return not open_saves(table, metas, counting, None if save_id is None else [save_id])
 
 
@@ -147,6 +151,15 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         problems={name: str(why) for name, why in catalog.problems.items()},
         unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in missing},
     )
+
+
+def write_status(root: Path, facts: Mapping[str, Any]) -> None:
+    """Leave ``.ckptmirror/status.json`` for people and monitors. A failure to do so is only logged."""
+    try:
+        data = json.dumps(facts, indent=1, sort_keys=True).encode() + b"\n"
+        files.write_bytes(root / names.STATUS_NAME, data, save_id=new_id(), replace=True)
+    except CkptMirrorError as error:
+        _log.warning("status.json was not written: %s", error)
 
 
 def _counting(mirrors: Sequence[tuple[str, bool]]) -> list[str]:

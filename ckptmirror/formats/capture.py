@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
+from ckptmirror.formats.asking import state_of
 from ckptmirror.formats.base import Snapshot
-from ckptmirror.formats.giving import state_of
 from ckptmirror.formats.names import bare, live_parameters, live_values
 from ckptmirror.formats.optimizer_state import capture_optimizer
 from ckptmirror.formats.plain import encode
@@ -31,8 +31,10 @@ from ckptmirror.formats.rng import capture_rng
 from ckptmirror.formats.shards import has_shards, piece_of, region_of
 from ckptmirror.formats.tensor_bytes import digest32
 from ckptmirror.formats.train_state import TrainState
+from ckptmirror.formats.versions import KEY, clean_versions, to_text
 
 __all__ = [
+    "HAS_OPTIMIZER",
     "architecture_hash",
     "capture",
     "capture_local",
@@ -44,6 +46,7 @@ __all__ = [
     "walk_tensors",
 ]
 
+HAS_OPTIMIZER = "has_optimizer"
 _ARCHITECTURE = "architecture_hash"
 _PARAMETERS = "parameters_hash"
 _HOLDINGS = "optimizer_holds"
@@ -106,8 +109,16 @@ def capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
             "The model is wrapped by FullyShardedDataParallel, whose flat parameters cannot be saved by name.",
             hint="Shard it with torch.distributed.fsdp.fully_shard.",
         )
-    model = {name: encode(value, f"model.{name}") for name, value in live_values(state.model).items()}
+    values = live_values(state.model)
+    model = {name: encode(value, f"model.{name}") for name, value in values.items()}
+    versions = clean_versions(state.model, values.metadata)
     for name, value in model.items():
+        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            raise UsageError(
+                f"model.{name} is a tensor of layout {value.layout}, which has no bytes of its own to save.",
+                hint="Register it with persistent=False and make it when the model is built, or keep its indices and "
+                "values in two buffers, or a dense one.",
+            )
         if not isinstance(value, torch.Tensor) and has_shards(value):
             raise UsageError(
                 f"model.{name} holds a DTensor, which a load could not shard again there.",
@@ -116,6 +127,8 @@ def capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
     optimizer = capture_optimizer(state.model, state.optimizer) if state.optimizer is not None else None
     sharded = has_shards(model) or has_shards(optimizer)
     extra = _capture_extra(state, step=step, with_ema=sharded or rank == 0)
+    if versions is not None:
+        extra[KEY].append([["model"], to_text(versions)])
     extra[_ARCHITECTURE] = _hash_of_shapes(model)
     extra[_PARAMETERS] = _hash_of_shapes({bare(name): p for name, p in state.model.named_parameters()})
     if optimizer is not None and not sharded:
@@ -225,20 +238,26 @@ def _without_shared_values(live: torch.nn.Module, model: Mapping[str, Any]) -> d
 
 
 def _capture_extra(state: TrainState, *, step: int, with_ema: bool) -> dict[str, Any]:
-    extra: dict[str, Any] = {"step": step, "rng": capture_rng()}
+    versions: list[list[Any]] = []
+    extra: dict[str, Any] = {"step": step, "rng": capture_rng(), HAS_OPTIMIZER: state.optimizer is not None}
     for name in ("scheduler", "scaler"):
         part = getattr(state, name)
         if part is not None:
-            extra[name] = encode(state_of(part, name, objects_only=True), name)
+            extra[name] = encode(state_of(part, name, objects_only=True, versions=versions, path=(name,)), name)
     warn_left_alone(state.dataloader)
     if knows_its_position(state.dataloader):
         extra["dataloader"] = encode(position_of(state.dataloader, "dataloader"), "dataloader")
     if state.ema is not None:
-        ema = encode(state_of(state.ema, "ema", objects_only=True), "ema")
+        ema = encode(state_of(state.ema, "ema", objects_only=True, versions=versions, path=("ema",)), "ema")
         if with_ema or has_shards(ema):  # beside a model that is whole on each rank it may be sharded all the same
             extra["ema"] = ema
     if state.extra is not None:
-        extra["extra"] = encode({key: state_of(value, f"extra.{key}") for key, value in state.extra.items()}, "extra")
+        own = {
+            key: state_of(value, f"extra.{key}", versions=versions, path=("extra", key))
+            for key, value in state.extra.items()
+        }
+        extra["extra"] = encode(own, "extra")
+    extra[KEY] = encode(versions, KEY)
     for name, tensor in walk_tensors({key: value for key, value in extra.items() if key != "rng"}):
         if isinstance(tensor, DTensor):
             _check_one_piece(name, tensor)

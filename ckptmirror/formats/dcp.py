@@ -1,7 +1,8 @@
 """Kind ``dcp``: a directory in torch's own distributed format, written by all ranks, read by any number of them.
 
 Layout of the state: ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}``, so
-plain ``dcp.load({"model": ..., "optimizer": ...}, checkpoint_id=...)`` and ``dcp_to_torch_save`` read it.
+plain ``dcp.load({"model": ..., "optimizer": ...}, checkpoint_id=...)`` and ``dcp_to_torch_save`` read it. Beside these
+``module_versions`` is a text (``formats.versions``).
 
 Rules:
 * Ranks write into one temporary directory per node; the leader publishes it only after ``check``.
@@ -36,8 +37,10 @@ from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ran
 from ckptmirror.formats.dcp_files import DirectoryWriter
 from ckptmirror.formats.dcp_read import check_plain_values, load_directory, read_directory_metadata
 from ckptmirror.formats.plain import MARK
+from ckptmirror.formats.sidecars import is_scheduled
 from ckptmirror.formats.tensor_bytes import compact
 from ckptmirror.formats.unpickle import check_regular
+from ckptmirror.formats.versions import KEY, to_text, versions_in
 from ckptmirror.local.files import ArtifactWriter
 
 __all__ = ["FORMAT", "DcpFormat", "from_checkpoint_exception"]
@@ -106,7 +109,7 @@ class DcpFormat:
         meta: Meta,
         state: Any,
         *,
-        rank: int,  # noqa: ARG002 - the seam's signature
+        rank: int,
         world_size: int,  # noqa: ARG002 - the seam's signature
         exclude: frozenset[str],
         torch_group: Any,  # noqa: ARG002 - the seam's signature
@@ -118,7 +121,13 @@ class DcpFormat:
             UsageError: It does not fit the model or the optimizer.
         """
         directory = root / SaveName(meta.step, meta.tag).dcp_dir
-        return load_directory(directory, state, step=meta.step, exclude=exclude)
+        return load_directory(
+            directory,
+            state,
+            step=meta.step,
+            exclude=exclude,
+            is_scheduled=lambda: is_scheduled(root, meta, state, rank=rank, exclude=exclude),
+        )
 
 
 FORMAT = DcpFormat()
@@ -178,6 +187,8 @@ def _layout(snapshot: Snapshot) -> dict[str, Any]:
             "state": {name: _flattenable(v) for name, v in snapshot.optimizer["state"].items() if v != {}},
             "param_groups": _flattenable(snapshot.optimizer["param_groups"]),
         }
+    if (versions := versions_in(snapshot.extra, ("model",))) is not None:
+        state[KEY] = to_text(versions)  # here too: the files of extra state may be left behind
     return cast(dict[str, Any], compact(state))
 
 

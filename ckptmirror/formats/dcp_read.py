@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Container, Generator, Mapping
+from collections.abc import Callable, Container, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +32,15 @@ from torch.distributed.tensor import empty as empty_dtensor
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges, file_names
-from ckptmirror.formats.live import check_fits, finish_model, pair_names, warn_missing
+from ckptmirror.formats.live import check_fits, finish_model, pair_names, warn_missing, warn_unused
 from ckptmirror.formats.names import live_values, makes_room, shard_again
+from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
 from ckptmirror.formats.plain import decode
+from ckptmirror.formats.shards import piece_of
+from ckptmirror.formats.tied import refuse_two_values, sharing
 from ckptmirror.formats.unpickle import broken, check_regular, load_stream, loads_metadata, refused_as_usage
+from ckptmirror.formats.versions import KEY, Versions, attached, from_text
 from ckptmirror.local.files import read_limited
 
 __all__ = [
@@ -116,8 +120,18 @@ class _Entry:
     described: Any
 
 
-def load_directory(directory: Path, state: Any, *, step: int, exclude: frozenset[str]) -> LoadReport:
-    """Load the model and the optimizer of a DCP directory into ``state`` (a ``TrainState``)."""
+def load_directory(
+    directory: Path, state: Any, *, step: int, exclude: frozenset[str], is_scheduled: Callable[[], bool]
+) -> LoadReport:
+    """Load the model and the optimizer of a DCP directory into ``state`` (a ``TrainState``).
+
+    Args:
+        directory: Where it lies.
+        state: What to load into.
+        step: For the report.
+        exclude: Parts to leave alone.
+        is_scheduled: Whether a scheduler will be loaded too; asked only where that matters.
+    """
     # Files of other nodes may be elsewhere: what this rank needs is found out when it is read.
     entries, reader = _open(directory, all_here=False)
     loaded: list[str] = []
@@ -130,6 +144,9 @@ def load_directory(directory: Path, state: Any, *, step: int, exclude: frozenset
             missing.append(warn_missing("optimizer", "it starts without history"))
         else:
             plans = plan_optimizer(state.model, state.optimizer, optimizer)
+            refuse_other_order(plans, optimizer, is_scheduled)
+    elif "optimizer" not in exclude and any(_is_optimizers(entry) for entry in entries):
+        missing.append(warn_unused("optimizer"))
     if "model" not in exclude:
         dtypes = _read_model(state.model, entries, reader)
         loaded.append("model")
@@ -149,8 +166,10 @@ def read_whole_directory(directory: Path) -> dict[str, Any]:
     flat = {entry.key: _allocate(entry.described, None) for entry in entries}
     _read(flat, reader)
     tree = decode(_assemble([(entry.path, flat[entry.key]) for entry in entries]))
-    if not isinstance(tree, dict) or "model" not in tree:
+    if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
         raise UsageError(f"{directory} holds no model.")
+    versions = from_text(tree.pop(KEY), str(directory)) if KEY in tree else None
+    tree["model"] = attached(tree["model"], versions)
     if "optimizer" not in tree and "optim" in tree:
         tree["optimizer"] = tree.pop("optim")
     return tree
@@ -220,13 +239,42 @@ def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: SafeRead
         if tensor is not None and isinstance(value, torch.Tensor):
             dtypes[names[name]] = tensor.properties.dtype
         flat.update({e.key: value if name in in_place else _allocate(e.described, None) for e in whole})
+    _check_tied({name: live[name] for name in live if name in in_place}, lambda name: saved[names[name]][0], reader)
     _read(flat, reader)
     loaded = {
         name: value if name in in_place else decode(_assemble([(e.path[2:], flat[e.key]) for e in saved[names[name]]]))
         for name, value in live.items()
     }
-    finish_model(module, loaded, live, {name: dtypes[names[name]] for name in live if names[name] in dtypes})
+    finish_model(
+        module,
+        loaded,
+        live,
+        {name: dtypes[names[name]] for name in live if names[name] in dtypes},
+        _read_versions(entries, reader),
+    )
     return dtypes
+
+
+def _check_tied(live: dict[str, Any], saved: Callable[[str], _Entry], reader: SafeReader) -> None:
+    """Read what shares memory here beside it first, to see whether it can be given all that was saved."""
+    found = {name for run in sharing(live) for name in run}
+    shared = {name: value for name, value in live.items() if name in found}
+    if not shared:
+        return
+    read = {
+        name: _allocate(saved(name).described, value if isinstance(value, DTensor) else None)
+        for name, value in shared.items()
+    }
+    _read({saved(name).key: tensor for name, tensor in read.items()}, reader)
+    refuse_two_values(shared, lambda name: (piece_of(read[name]),))
+
+
+def _read_versions(entries: list[_Entry], reader: SafeReader) -> Versions | None:
+    if not any(entry.key == KEY and not isinstance(entry.described, TensorStorageMetadata) for entry in entries):
+        return None
+    flat: dict[str, Any] = {KEY: None}
+    _read(flat, reader)
+    return from_text(flat[KEY], str(reader.path))
 
 
 def _tensor_of(entries: list[_Entry]) -> TensorStorageMetadata | None:
@@ -235,7 +283,7 @@ def _tensor_of(entries: list[_Entry]) -> TensorStorageMetadata | None:
 
 
 def _read_optimizer(module: torch.nn.Module, entries: list[_Entry], reader: SafeReader) -> dict[str, Any] | None:
-    wanted = [e for e in entries if e.path[0] in _OPTIMIZER_KEYS and len(e.path) > 1]
+    wanted = [entry for entry in entries if _is_optimizers(entry)]
     if not wanted:
         return None
     owners = owners_of({str(e.path[2]) for e in wanted if e.path[1] == "state" and len(e.path) > 2}, module)
@@ -251,6 +299,10 @@ def _read_optimizer(module: torch.nn.Module, entries: list[_Entry], reader: Safe
             hint='Load without it: exclude=("optimizer",).',
         )
     return tree
+
+
+def _is_optimizers(entry: _Entry) -> bool:
+    return entry.path[0] in _OPTIMIZER_KEYS and len(entry.path) > 1
 
 
 def _allocate(described: Any, owner: torch.Tensor | None) -> Any:

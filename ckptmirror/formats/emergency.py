@@ -21,14 +21,16 @@ from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.capture import capture_local
-from ckptmirror.formats.live import load_model, warn_missing
+from ckptmirror.formats.live import load_model, warn_missing, warn_unused
 from ckptmirror.formats.model import whole_optimizer
 from ckptmirror.formats.names import shard_again
+from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer, plan_optimizer
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.shards import cut
-from ckptmirror.formats.sidecars import load_extra, tensor_list
+from ckptmirror.formats.sidecars import load_extra, takes_schedule, tensor_list
 from ckptmirror.formats.train_state import TrainState
+from ckptmirror.formats.versions import versions_in
 from ckptmirror.local.files import make_dirs
 
 __all__ = ["FORMAT", "EmergencyFormat", "load_emergency", "write_emergency"]
@@ -110,8 +112,15 @@ def load_emergency(
         else:
             optimizer = whole_optimizer(shared, ("optimizer",), state.model)
             plans = plan_optimizer(state.model, state.optimizer, optimizer)
+            refuse_other_order(plans, optimizer, lambda: takes_schedule(state, saved.get("extra"), exclude))
+    elif "optimizer" not in exclude and shared.tree()["optimizer"] is not None:
+        missing.append(warn_unused("optimizer"))
     if "model" not in exclude:
-        dtypes = load_model(state.model, shared.tree()["model"], lambda name: shared.others(("model", name)))
+        tree = shared.tree()
+        versions = (
+            versions_in(tree["extra"], ("model",), directory.name) if isinstance(tree.get("extra"), dict) else None
+        )
+        dtypes = load_model(state.model, tree["model"], lambda name: shared.others(("model", name)), versions=versions)
         loaded.append("model")
     if optimizer is not None and plans is not None:
         load_optimizer(state.optimizer, plans, optimizer, dtypes)

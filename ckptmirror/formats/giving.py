@@ -1,10 +1,12 @@
 """Saved values back into what the training holds: objects, tensors in place, containers of them, plain values.
 
 Rules:
-* A save and a load walk the same containers: :func:`state_of` takes an object's state wherever it lies in dicts, lists,
-  tuples and deques, and :class:`Giver` gives it back at the same place.
-* Tensors are filled in place where shape and dtype agree, DTensors as they are sharded here; dicts, lists and deques
-  keep their identity; all else is replaced.
+* A save and a load walk the same containers: an object's state is taken wherever it lies in dicts, lists, tuples and
+  deques (``formats.asking``), and :class:`Giver` gives it back at the same place.
+* Tensors and arrays are filled in place where shape and dtype agree, DTensors as they are sharded here; dicts, lists,
+  deques, sets and byte arrays keep their identity; all else is replaced, and where something else may hold what is
+  replaced, that is reported.
+* A list, and a dict with keys that are no names, is as it was saved. A named entry that the save lacks is left alone.
 * Nothing is given two values. Memory that the model, an optimizer or an earlier tensor has already, and a container
   that was given before, stay as they are if that is how they were saved, and are replaced if not; where that cannot be,
   as for an object, it is an error.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
@@ -26,11 +28,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
+from ckptmirror.formats.buffers import fill_buffer, is_buffer
 from ckptmirror.formats.inside import (
     any_in,
     any_leaf,
     beside,
-    has,
+    is_mutable,
     is_plain,
     is_sharded,
     kind_alive,
@@ -41,47 +44,17 @@ from ckptmirror.formats.inside import (
 )
 from ckptmirror.formats.live import Check, load_model, warn_missing, warn_unused
 from ckptmirror.formats.memory import Taken, holds, same
-from ckptmirror.formats.names import live_parameters, live_values
-from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like, state_by_key
+from ckptmirror.formats.names import live_parameters
+from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like
 from ckptmirror.formats.rank_files import RankFiles, is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.shards import Piece, fill, local_of, piece_of, region_of
+from ckptmirror.formats.versions import Versions
 
-__all__ = ["Giver", "state_of"]
+__all__ = ["Giver"]
 
 log = logging.getLogger(__name__)
 
 Path_ = tuple[Hashable, ...]
-
-
-def state_of(part: Any, where: str, *, objects_only: bool = False) -> Any:
-    """Return what to save of a part: an object's state, that of each one in a container, a value itself.
-
-    Args:
-        part: A value, an object with ``state_dict`` and ``load_state_dict``, or containers of them.
-        where: Its place in the state, for messages.
-        objects_only: Whether a plain value is a mistake: a load could not give it back.
-
-    Raises:
-        UsageError: An object could not be given its state back.
-    """
-    if isinstance(part, torch.nn.Module):
-        return live_values(part)
-    if isinstance(part, torch.optim.Optimizer):
-        return state_by_key(part, where)
-    if has(part, "state_dict"):
-        if not takes_state(part):
-            raise UsageError(
-                f"{where} is a {type(part).__qualname__} with state_dict() but without load_state_dict().",
-                hint="Give it load_state_dict(), or save what its state_dict() returns.",
-            )
-        return part.state_dict()
-    if is_mapping(part):
-        return rebuilt(part, {k: state_of(v, f"{where}.{k}", objects_only=objects_only) for k, v in part.items()})
-    if is_sequence(part):
-        return rebuilt(part, [state_of(v, f"{where}[{i}]", objects_only=objects_only) for i, v in enumerate(part)])
-    if objects_only:
-        raise UsageError(f"{where} is a {type(part).__qualname__}, without state_dict() and load_state_dict().")
-    return part
 
 
 class Giver:
@@ -91,12 +64,20 @@ class Giver:
         source: The files.
         taken: What has its values already; shared by all that is given in one load.
         all_here: All that lives here, to see whether anything of it is sharded.
+        versions: Returns what the modules at a path said of their layout, if the save has it.
     """
 
-    def __init__(self, source: RankFiles, taken: Taken, all_here: Any = None) -> None:
+    def __init__(
+        self,
+        source: RankFiles,
+        taken: Taken,
+        all_here: Any = None,
+        versions: Callable[[Path_], Versions | None] = lambda _: None,
+    ) -> None:
         self.source = source
         self.taken = taken
         self.all_here = all_here
+        self.versions = versions
         self.missing: list[str] = []
 
     def give(self, now: Any, path: Path_, where: str) -> Any:
@@ -114,11 +95,13 @@ class Giver:
             return self._give_tensor(now, saved, path, where)
         if (is_mapping(now) or is_sequence(now)) and type(now) is type(saved):
             return self._give_container(now, saved, path, where)
+        if is_buffer(now, saved):
+            return self._give_buffer(now, saved, path, where)
         if (alive := kind_alive(now)) is not None:
             raise _cannot_take(where, alive, saved)
         if dist.is_available() and dist.is_initialized() and any_leaf(saved, lambda leaf: isinstance(leaf, Piece)):
             log.warning("%s was saved sharded; nothing here says how to shard it, so every rank holds all of it", where)
-        return self.source.whole(path)
+        return self._replaced(now, self.source.whole(path), where)
 
     def give_values(self, now: dict[str, Any], path: Path_, where: str) -> None:
         """Give the user's own dict its values; whatever the save lacks stays in it and is reported."""
@@ -192,7 +175,11 @@ class Giver:
             if not isinstance(saved, Mapping):
                 raise UsageError(f"{where} is a module here and was saved as a {_kind(saved)}.")
             load_model(
-                target, saved, lambda name: self.source.others((*path, name)), self._memory_check(target, path, where)
+                target,
+                saved,
+                lambda name: self.source.others((*path, name)),
+                self._memory_check(target, path, where),
+                self.versions(path),
             )
         elif isinstance(target, torch.optim.Optimizer) and (keyed := parameters_by_key(target, saved)) is not None:
             load_by_key(target, self.source.whole(path, sharded_like(keyed, saved)), where)
@@ -247,7 +234,27 @@ class Giver:
             raise UsageError(
                 f"{where} has the shape {first.region.shape} in the checkpoint and {tuple(now.shape)} here, sharded."
             )
-        return self._fresh(now, path)
+        value = self._fresh(now, path)
+        return value if self.taken.owner_of(now) is not None else self._replaced(now, value, where)
+
+    def _give_buffer(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
+        """Fill a set, an array or a byte array."""
+        if self.taken.knows(now) or self.taken.owner_of_buffer(now) is not None:
+            return now if same(now, saved) else self._fresh(now, path)
+        if not same(now, saved) and not fill_buffer(now, saved):
+            return self._replaced(now, self._fresh(now, path), where)
+        self.taken.remember(now, saved)
+        self.taken.take_buffer(now, where)
+        return now
+
+    def _replaced(self, now: Any, value: Any, where: str) -> Any:
+        """Return ``value``, and say so where that is another object than one that something else may hold."""
+        if is_mutable(now) and not same(now, value):
+            kind = type(now).__qualname__
+            line = f"{where}: the {kind} here cannot hold what was saved, another object takes its place"
+            log.warning("%s; what else holds the %s does not see it", line, kind)
+            self.missing.append(line)
+        return value
 
     def _fresh(self, now: Any, path: Path_) -> Any:
         """Return the saved value in memory of its own, sharded as ``now`` is and on its devices."""
@@ -267,8 +274,9 @@ class Giver:
 
     def _give_mapping(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
         given = {key: self.give(now.get(key), (*path, key), f"{where}.{key}") for key in saved}
+        named = type(now) in (dict, OrderedDict)
         for key, value in now.items():
-            if key not in saved and kind_alive(value) is not None:
+            if key not in saved and ((named and type(key) is str) or kind_alive(value) is not None):
                 self.lacks(f"{where}.{key}")
                 given[key] = value
         now.clear()
@@ -276,6 +284,8 @@ class Giver:
             now[key] = value
         if isinstance(now, defaultdict):
             now.default_factory = saved.default_factory
+        if isinstance(now, OrderedDict):
+            vars(now).update(vars(saved))  # the versions of modules whose state it is
         return now
 
     def _give_sequence(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
@@ -290,8 +300,10 @@ class Giver:
                 for index in range(len(saved))
             ]
         )
-        if isinstance(now, tuple) or (isinstance(now, deque) and now.maxlen != saved.maxlen):
+        if isinstance(now, tuple):
             return rebuilt(saved, given)
+        if isinstance(now, deque) and now.maxlen != saved.maxlen:
+            return self._replaced(now, rebuilt(saved, given), where)
         now.clear()
         now.extend(given)
         return now

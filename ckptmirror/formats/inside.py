@@ -6,6 +6,7 @@ Rules:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ckptmirror.formats.buffers import is_array
 from ckptmirror.formats.memory import overlaps_itself
 from ckptmirror.formats.rank_files import below, is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.shards import Piece
@@ -22,6 +24,7 @@ __all__ = [
     "any_leaf",
     "beside",
     "has",
+    "is_mutable",
     "is_plain",
     "is_sharded",
     "kind_alive",
@@ -30,6 +33,9 @@ __all__ = [
     "takes_values",
     "unlike_pieces",
 ]
+
+
+_NUMBERS = (float, int, str, bool, type(None))  # what long lists are made of
 
 
 def has(value: Any, name: str) -> bool:
@@ -88,9 +94,14 @@ def kind_alive(value: Any) -> str | None:
 
 def is_plain(value: Any) -> bool:
     """Whether nothing in ``value`` can be filled: it is replaced."""
-    return (
-        not (isinstance(value, torch.Tensor) or is_mapping(value) or is_sequence(value)) and kind_alive(value) is None
-    )
+    return type(value) in _NUMBERS or (not is_mutable(value) and kind_alive(value) is None)
+
+
+def is_mutable(value: Any) -> bool:
+    """Whether ``value`` can change its content, so that who holds it sees what it is filled with."""
+    if isinstance(value, torch.Tensor) or is_mapping(value) or type(value) in (list, deque, set, bytearray):
+        return True
+    return is_array(value) or (is_sequence(value) and any(map(is_mutable, value)))
 
 
 def takes_values(now: torch.Tensor, saved: torch.Tensor) -> bool:

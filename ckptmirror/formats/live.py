@@ -5,7 +5,8 @@ Rules:
   model as it was.
 * What a module sizes by its data (extra state, the buffers of observers) is given to it as it was saved.
 * Values are copied into the existing tensors, shard by shard, without talking to other ranks; the model's own
-  ``load_state_dict`` runs at the end, so its hooks and extra state are honoured.
+  ``load_state_dict`` runs at the end, with the versions that the modules were saved in, so its hooks and extra state
+  are honoured.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from ckptmirror.core.errors import UsageError
+from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.formats.memory import overlaps_itself
-from ckptmirror.formats.names import live_values, makes_room, match_names
+from ckptmirror.formats.names import LiveValues, live_values, makes_room, match_names
 from ckptmirror.formats.shards import Piece, fill, local_of, region_of
+from ckptmirror.formats.tied import refuse_two_values
+from ckptmirror.formats.versions import Versions, attached, for_live, migrating
 
 __all__ = ["Check", "check_fits", "finish_model", "load_model", "pair_names", "warn_missing", "warn_unused"]
 
@@ -89,7 +92,11 @@ def check_fits(name: str, shape: tuple[int, ...] | None, live: Any, *, is_free: 
 
 
 def load_model(
-    module: torch.nn.Module, saved: Mapping[str, Any], others: Others | None = None, check: Check | None = None
+    module: torch.nn.Module,
+    saved: Mapping[str, Any],
+    others: Others | None = None,
+    check: Check | None = None,
+    versions: Versions | None = None,
 ) -> dict[str, torch.dtype]:
     """Load ``saved`` (tensors, pieces and plain values by name) into ``module``; return the dtypes by saved name.
 
@@ -99,6 +106,7 @@ def load_model(
         others: Gives the values of a saved name in the other ranks' files, read only where this rank's do not suffice.
         check: Called with the name, the saved name, the live tensor and the values of all that will be filled, before
             anything is; it raises if that may not be.
+        versions: What the modules said of their layout when they were saved; None if the save does not have it.
     """
     live = live_values(module)
     names = pair_names(saved, live)
@@ -115,28 +123,62 @@ def load_model(
     in_place = {
         name: value for name, value in live.items() if loaded[name] is value and isinstance(value, torch.Tensor)
     }
+    refuse_two_values(in_place, lambda name: _pieces(saved[names[name]], names[name], others))
     for name, value in in_place.items():
         if check is not None:
             check(name, names[name], value, _pieces(saved[names[name]], names[name], others))
     for name, value in in_place.items():
         fill(local_of(value), region_of(value), _pieces(saved[names[name]], names[name], others), name)
-    finish_model(module, loaded, live, {name: dtypes[names[name]] for name in live if names[name] in dtypes})
+    finish_model(module, loaded, live, {name: dtypes[names[name]] for name in live if names[name] in dtypes}, versions)
     return dtypes
 
 
 def finish_model(
-    module: torch.nn.Module, loaded: dict[str, Any], live: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
+    module: torch.nn.Module,
+    loaded: dict[str, Any],
+    live: LiveValues,
+    dtypes: Mapping[str, torch.dtype],
+    versions: Versions | None,
 ) -> None:
-    """Hand values that are already in place to the module's own ``load_state_dict``, strictly."""
+    """Hand values that are already in place to the module's own ``load_state_dict``, strictly.
+
+    Raises:
+        UsageError: It does not take them; whatever it raised, with the name of the module that did.
+    """
     cast = [name for name, dtype in dtypes.items() if live[name].dtype != dtype]
     if cast:
         log.warning("%d tensors were converted to the model's dtype: %s", len(cast), _some(cast))
     if not loaded:
         return
+    metadata = for_live(module, live.metadata, versions)
+    changes = migrating(module, live.metadata, metadata)
+    given = {
+        name: value.clone() if isinstance(value, torch.Tensor) and changes(name) else value
+        for name, value in loaded.items()
+    }  # else a module would change what it reads from as it writes
     try:
-        set_model_state_dict(module, loaded, options=StateDictOptions(strict=True))
-    except (RuntimeError, KeyError, AssertionError) as error:
-        raise UsageError(f"The model does not take the checkpoint: {error}") from error
+        set_model_state_dict(module, attached(given, metadata), options=StateDictOptions(strict=True))
+    except CkptMirrorError:
+        raise
+    except Exception as error:  # code of the module's own; whatever it raises, the answer is the same
+        raise UsageError(
+            f"{_raised_in(module, error)} does not take the checkpoint: {type(error).__name__}: {error}",
+            hint="Build the model as it was when it was saved.",
+        ) from error
+
+
+def _raised_in(module: torch.nn.Module, error: BaseException) -> str:
+    """Return the name and the kind of the innermost module whose code raised ``error``."""
+    names = {id(part): name for name, part in module.named_modules()}
+    found = "The model"
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        first = trace.tb_frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, torch.nn.Module) and names.get(id(first)):
+            found = f"The model's {names[id(first)]}, a {type(first).__qualname__},"
+        trace = trace.tb_next
+    return found
 
 
 def warn_missing(part: str, what: str) -> str:

@@ -18,10 +18,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import UsageError
+from ckptmirror.formats.buffers import arrays_share, bounds_of
 from ckptmirror.formats.rank_files import is_mapping, is_sequence
 from ckptmirror.formats.shards import Piece, Region, fill, local_of, piece_of
 
-__all__ = ["Span", "Taken", "holds", "overlaps_itself", "same", "span_of"]
+__all__ = ["Span", "Taken", "holds", "overlaps_itself", "same", "share_bytes", "span_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Taken:
 
     def __init__(self) -> None:
         self._spans: dict[tuple[torch.device, int], list[tuple[Span, str]]] = defaultdict(list)
+        self._buffers: list[tuple[tuple[int, int], Any, str]] = []  # outside torch: addresses, what lies there, whose
         self._saved: dict[int, tuple[Any, Any]] = {}  # by id: the value, and what it was given
 
     def take(self, value: Any, owner: str) -> None:
@@ -88,12 +90,34 @@ class Taken:
             for item in value.values() if isinstance(value, Mapping) else value:
                 self.take(item, owner)
 
+    def take_buffer(self, value: Any, owner: str) -> None:
+        """Note that an array or a byte array has its values."""
+        if (bounds := bounds_of(value)) is not None:
+            self._buffers.append((bounds, value, owner))
+
     def owner_of(self, tensor: torch.Tensor) -> str | None:
         """Return who has memory of ``tensor`` already; None if nobody."""
         for part in _plain_parts(tensor):
             span = span_of(part)
-            for other, owner in self._spans.get(span.storage, ()) if span is not None else ():
-                if span is not None and _share_bytes(span, other):
+            if span is None:
+                continue
+            for other, owner in self._spans.get(span.storage, ()):
+                if share_bytes(span, other):
+                    return owner
+            for bounds, _, owner in self._buffers:
+                if _overlap(bounds, _addresses(span)):
+                    return owner
+        return None
+
+    def owner_of_buffer(self, value: Any) -> str | None:
+        """Return who has memory of an array or a byte array already; None if nobody."""
+        bounds = bounds_of(value)
+        for other, there, owner in self._buffers:
+            if _overlap(bounds, other) and arrays_share(value, there):
+                return owner
+        for spans in self._spans.values() if bounds is not None else ():
+            for span, owner in spans:
+                if _overlap(bounds, _addresses(span)):
                     return owner
         return None
 
@@ -154,7 +178,17 @@ def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for item in inner if isinstance(item, torch.Tensor) for part in _plain_parts(item)]
 
 
-def _share_bytes(one: Span, other: Span) -> bool:
+def _addresses(span: Span) -> tuple[int, int] | None:
+    device, pointer = span.storage
+    return (pointer + span.begin, pointer + span.end) if device.type == "cpu" else None
+
+
+def _overlap(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
+    return one is not None and other is not None and max(one[0], other[0]) < min(one[1], other[1])
+
+
+def share_bytes(one: Span, other: Span) -> bool:
+    """Whether two tensors of one storage see a byte in common."""
     if max(one.begin, other.begin) >= min(one.end, other.end):
         return False
     if one.dense and other.dense:

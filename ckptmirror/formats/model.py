@@ -1,8 +1,8 @@
 """Kind ``model``: the whole, unsharded model in one plain file, and the optimizer beside it.
 
 ``model_000200.pt`` is a flat dict of name to tensor that ``torch.load(weights_only=True)`` loads and
-``load_state_dict`` accepts. ``optim_000200_rank3.pt`` is ``{"state": {name: {...}}, "param_groups": [...]}``, with
-sharded tensors as plain pieces.
+``load_state_dict`` accepts, with the versions of the modules as its ``_metadata``. ``optim_000200_rank3.pt`` is
+``{"state": {name: {...}}, "param_groups": [...]}``, with sharded tensors as plain pieces.
 
 Rules:
 * Rank 0 writes the model. Where tensors are sharded every rank writes its own optimizer file, else rank 0 alone.
@@ -23,13 +23,16 @@ from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName, parse_name, tmp_name
 from ckptmirror.formats.artifacts import write_pt
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
-from ckptmirror.formats.live import load_model, warn_missing
+from ckptmirror.formats.live import load_model, warn_missing, warn_unused
 from ckptmirror.formats.names import shard_again
+from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
-from ckptmirror.formats.plain import decode
+from ckptmirror.formats.plain import as_torch_has_it, decode
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.shards import cut
+from ckptmirror.formats.sidecars import is_scheduled
 from ckptmirror.formats.unpickle import check_regular, load_pt
+from ckptmirror.formats.versions import attached, plain_model, versions_in
 
 __all__ = ["FORMAT", "ModelFormat", "read_optimizer"]
 
@@ -49,7 +52,9 @@ class ModelFormat:
         if context.rank == 0:
             if snapshot.full_model is None:
                 raise UsageError('The snapshot was captured without kind "model".')
-            written.append(_write(snapshot.full_model, context.name.model, context))
+            values = {name: as_torch_has_it(value) for name, value in snapshot.full_model.items()}
+            whole = attached(values, versions_in(snapshot.extra, ("model",)))
+            written.append(_write(whole, context.name.model, context))
         if snapshot.optimizer is not None and (snapshot.sharded or context.rank == 0):
             written.append(_write(cut(snapshot.optimizer), context.name.optim(context.rank), context))
         return written
@@ -97,11 +102,14 @@ class ModelFormat:
                 missing.append(warn_missing("optimizer", "it starts without history"))
             else:
                 plans = plan_optimizer(state.model, state.optimizer, optimizer)
+                refuse_other_order(
+                    plans, optimizer, lambda: is_scheduled(root, meta, state, rank=rank, exclude=exclude)
+                )
+        elif "optimizer" not in exclude and _optimizer_files(meta, name):
+            missing.append(warn_unused("optimizer"))
         if "model" not in exclude:
-            saved = load_pt(root / name.model, mmap=True)
-            if not isinstance(saved, dict):
-                raise IntegrityError(f"{name.model} holds a {type(saved).__name__}, not a dict of tensors.")
-            dtypes = load_model(state.model, _values(saved))
+            saved, versions = plain_model(load_pt(root / name.model, mmap=True), name.model)
+            dtypes = load_model(state.model, _values(saved), versions=versions)
             loaded.append("model")
         if optimizer is not None and plans is not None:
             load_optimizer(state.optimizer, plans, optimizer, dtypes)

@@ -16,19 +16,46 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-__all__ = ["bare", "live_parameters", "live_values", "makes_room", "match_names", "shard_again"]
+from ckptmirror.core.errors import UsageError
+
+__all__ = [
+    "LiveValues",
+    "bare",
+    "clean_names",
+    "live_parameters",
+    "live_values",
+    "makes_room",
+    "match_names",
+    "shard_again",
+]
 
 _PREFIX = "module"
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 _ANYWHERE = ("_orig_mod", _CHECKPOINTED, "_fsdp_wrapped_module")
 
 
-def live_values(model: torch.nn.Module) -> dict[str, Any]:
+class LiveValues(dict[str, Any]):
+    """The values of a model by clean name, and what its modules say of their layout, by the names that they have."""
+
+    metadata: Any = None
+
+
+def live_values(model: torch.nn.Module) -> LiveValues:
     """Return the model's persistent tensors and extra state by clean name; tensors are aliases of the live ones."""
-    if next(model.parameters(), None) is None and not model.state_dict():
-        return {}  # torch's helper takes an empty state for a mistake
-    return dict(get_model_state_dict(model))
+    if next(model.parameters(), None) is None and not (empty := model.state_dict()):
+        state = empty  # torch's helper takes an empty state for a mistake
+    else:
+        state = get_model_state_dict(model)
+    if lazy := [name for name, value in state.items() if isinstance(value, torch.Tensor) and is_lazy(value)]:
+        raise UsageError(
+            f"{lazy[0]} is a lazy parameter or buffer that has no shape yet.",
+            hint="Run one forward pass through the model before save() or resume(): that makes it.",
+        )
+    values = LiveValues(state)
+    values.metadata = getattr(state, "_metadata", None)
+    return values
 
 
 def shard_again(model: torch.nn.Module) -> None:
@@ -38,7 +65,7 @@ def shard_again(model: torch.nn.Module) -> None:
 
 def live_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield every parameter under each of its clean names (a tied one more than once)."""
-    clean = _cleaner(model)
+    clean = clean_names(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield clean(name), parameter
 
@@ -49,7 +76,7 @@ def makes_room(model: torch.nn.Module) -> Callable[[str], bool]:
     Extra state may be anything. Observers and fake quantizers size their buffers by the data that they have seen, and
     make room for those of a checkpoint in a ``_load_from_state_dict`` of their own. Parameters always have to fit.
     """
-    clean = _cleaner(model)
+    clean = clean_names(model)
     plain = torch.nn.Module._load_from_state_dict
     own = {
         clean(name)
@@ -65,7 +92,8 @@ def makes_room(model: torch.nn.Module) -> Callable[[str], bool]:
     return answer
 
 
-def _cleaner(model: torch.nn.Module) -> Callable[[str], str]:
+def clean_names(model: torch.nn.Module) -> Callable[[str], str]:
+    """Return what takes the marks of the model's wrappers off a name, of a value or a module."""
     outermost: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):  # from the outside to the inside
         outermost.setdefault(_without_checkpointing(name), module)
@@ -111,10 +139,10 @@ def match_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
     for name in live:
         by_bare[bare(name)] = None if bare(name) in by_bare else name
     known = set(live)
+    taken = known.intersection(saved)
     result: dict[str, str] = {}
-    taken: set[str] = set()
     for name in saved:
         match = name if name in known else by_bare.get(bare(name))
-        result[name] = match if match is not None and match not in taken else name
+        result[name] = match if match is not None and (match == name or match not in taken) else name
         taken.add(result[name])
     return result

@@ -9,6 +9,7 @@ Rules:
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,9 +24,11 @@ from ckptmirror.formats.rank_files import is_mapping, is_sequence
 __all__ = [
     "check_shards",
     "is_split",
+    "not_in_model",
     "refuse_local_state",
     "refuse_more",
     "refuse_second_owner",
+    "refuse_spread",
     "refuse_strays",
     "some",
     "warn_of_shared_state",
@@ -34,6 +37,30 @@ __all__ = [
 _log = logging.getLogger("ckptmirror.formats")
 _IN_EXTRA = 'Give this optimizer as TrainState(extra={"optimizer": …}), where all of its state is kept.'
 _looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def not_in_model(parameter: torch.Tensor, index: int, params: Sequence[torch.Tensor]) -> UsageError:
+    """Return the error for a parameter of group ``index`` that is not the model's."""
+    position = next(place for place, one in enumerate(params) if one is parameter)
+    return UsageError(
+        f"Parameter {position} of group {index}, of shape {tuple(parameter.shape)}, is not in the model: its state has "
+        "no name to be saved under.",
+        hint="Give all that the optimizer trains as one model: TrainState(model=nn.ModuleDict({...})).",
+    )
+
+
+def refuse_spread(one: Any, where: str) -> None:
+    """Refuse an optimizer that keeps the state of each parameter on one rank and gives all of it on none."""
+    package = sys.modules.get("torch.distributed.optim")
+    kind = getattr(package, "ZeroRedundancyOptimizer", None)
+    if kind is not None and isinstance(one, kind):
+        raise UsageError(
+            f"The {where} is a ZeroRedundancyOptimizer: its state is spread over the ranks and put together only "
+            "by a collective of its own.",
+            hint="Shard with fully_shard, under which an ordinary optimizer is sharded too. Or call "
+            "consolidate_state_dict(to=rank) for each rank in turn, have that rank keep its state_dict() as a value in "
+            "extra, and give it back by load_state_dict() after resume().",
+        )
 
 
 def refuse_more(raw: Mapping[str, Any]) -> None:

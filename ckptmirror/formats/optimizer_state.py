@@ -30,9 +30,11 @@ from ckptmirror.formats.names import live_parameters, match_names
 from ckptmirror.formats.optimizer_check import (
     check_shards,
     is_split,
+    not_in_model,
     refuse_local_state,
     refuse_more,
     refuse_second_owner,
+    refuse_spread,
     refuse_strays,
     some,
     warn_of_shared_state,
@@ -88,7 +90,7 @@ def capture_optimizer(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
         for index, (group, saved) in enumerate(zip(one.param_groups, raw["param_groups"], strict=True)):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
                 if id(parameter) not in names:
-                    raise UsageError(f"Parameter group {index} holds a parameter that is not in the model.")
+                    raise not_in_model(parameter, index, group["params"])
                 by_key[key] = names[id(parameter)]
                 refuse_second_owner(by_key[key], owners, number)
                 owners[by_key[key]] = number
@@ -356,10 +358,13 @@ def _moved(value: Any, parameter: torch.Tensor, *, cast: bool, key: Any = None) 
 
 
 def _state_dict(one: Any, where: str = "optimizer") -> Any:
+    refuse_spread(one, where)
     try:
         return one.state_dict()
     except (RuntimeError, NotImplementedError) as error:
-        raise UsageError(f"The {where} gives no state: {error}") from error
+        raise UsageError(
+            f"The {where} gives no state: {error}", hint="Its state_dict() has to work on every rank at every save()."
+        ) from error
 
 
 def _mismatch(what: str) -> CkptMirrorError:

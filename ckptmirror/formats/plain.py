@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from torch.serialization import get_safe_globals
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 
-__all__ = ["MARK", "decode", "encode", "has_shards"]
+__all__ = ["MARK", "as_torch_has_it", "decode", "encode", "has_shards"]
 
 MARK = "__ckptmirror__"
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
+_VERSIONS = (type(None), bool, int, float, str)  # what modules may say of the layout of their state
 _INT_BITS = 1024  # of longer ones pickle makes an opcode (from 2,040 bits on) that the safe loader does not know
 _TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 _FACTORIES: dict[str, Any] = {
@@ -88,7 +89,14 @@ def decode(value: Any, leaf: Callable[[dict[str, Any]], Any] | None = None) -> A
     Raises:
         IntegrityError: A marked value of an unknown name or a wrong form.
     """
-    if type(value) in (dict, OrderedDict):
+    if type(value) is OrderedDict:
+        own = dict(vars(value))
+        metadata = own.pop("_metadata", None)
+        if own or not (metadata is None or isinstance(metadata, Mapping)):
+            raise IntegrityError(f"The save holds a dict that carries {', '.join(map(str, own)) or 'odd metadata'}.")
+        ordered = OrderedDict((key, decode(item, leaf)) for key, item in value.items())
+        return ordered if metadata is None else _carrying(ordered, metadata.items())
+    if type(value) is dict:
         name = value.get(MARK)
         if name is None:
             return {key: decode(item, leaf) for key, item in value.items()}
@@ -104,6 +112,23 @@ def decode(value: Any, leaf: Callable[[dict[str, Any]], Any] | None = None) -> A
     if type(value) in (list, tuple):
         return type(value)(decode(item, leaf) for item in value)
     return value
+
+
+def as_torch_has_it(value: Any) -> Any:
+    """Return an encoded value with its marks taken off wherever the safe loader gives back the value without them."""
+    if type(value) in (list, tuple):
+        return type(value)(map(as_torch_has_it, value))
+    if type(value) is not dict:
+        return value
+    plain = {key: as_torch_has_it(item) for key, item in value.items()}
+    name = value.get(MARK)
+    if name == "ordered":
+        return _decode_ordered(plain)
+    if name == "size":
+        return torch.Size(value["items"])
+    if name == "set" and not any(type(item) in (dict, tuple, torch.Tensor) for item in value["items"]):
+        return set(value["items"])
+    return plain
 
 
 def has_shards(tree: Any) -> bool:
@@ -153,7 +178,10 @@ def _key(key: Any, where: str) -> Any:
         return tuple(_key(item, where) for item in key)
     if _is_numpy(key, "generic"):
         return _key(key.item(), where)
-    raise UsageError(f"{where} has a key of type {kind.__qualname__}, which a safe load could not read back.")
+    raise UsageError(
+        f"{where} has a key of type {kind.__qualname__}, which a safe load could not read back.",
+        hint="Use a list, or a dict whose keys are names or numbers.",
+    )
 
 
 def _items(value: Mapping[Any, Any], where: str) -> list[Any]:
@@ -167,7 +195,8 @@ def _members(value: Any, where: str) -> list[Any]:
 def _encode_marked(value: Any, where: str) -> Any | None:
     kind = type(value)
     if kind is OrderedDict:
-        return {MARK: "ordered", "items": _items(value, where)}
+        metadata = _encode_metadata(value)
+        return {MARK: "ordered", "items": _items(value, where), **({} if metadata is None else {"metadata": metadata})}
     if kind is Counter:
         return {MARK: "counter", "items": _items(value, where)}
     if kind is defaultdict:
@@ -186,6 +215,31 @@ def _encode_marked(value: Any, where: str) -> Any | None:
     if _is_numpy(value, "ndarray"):
         return _encode_array(value, where)
     return None
+
+
+def _encode_metadata(value: OrderedDict[Any, Any]) -> list[Any] | None:
+    """Return what the ``state_dict()`` of a module carries, as far as it is numbers and text."""
+    metadata = vars(value).get("_metadata")
+    if not isinstance(metadata, Mapping):
+        return None
+    of_modules = [(name, of) for name, of in metadata.items() if type(name) is str and isinstance(of, Mapping)]
+    return [
+        [name, [[key, item] for key, item in of.items() if type(key) is str and type(item) in _VERSIONS]]
+        for name, of in of_modules
+    ]
+
+
+def _decode_ordered(value: dict[str, Any]) -> OrderedDict[Any, Any]:
+    result = OrderedDict((key, item) for key, item in value["items"])
+    return _carrying(result, value["metadata"]) if "metadata" in value else result
+
+
+def _carrying(ordered: OrderedDict[Any, Any], metadata: Iterable[Any]) -> OrderedDict[Any, Any]:
+    of_modules = OrderedDict((name, dict(of)) for name, of in metadata)
+    if any(type(item) not in _VERSIONS for of in of_modules.values() for item in of.values()):
+        raise IntegrityError("The save holds versions of modules that are no numbers nor text.")
+    ordered._metadata = of_modules  # type: ignore[attr-defined]  # as torch does it
+    return ordered
 
 
 def _unsharded(tree: Any, where: str, container: str) -> Any:
@@ -274,7 +328,7 @@ def _loads_back(value: Any) -> bool:
 
 _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "dict": lambda v: {k: x for k, x in v["items"]},
-    "ordered": lambda v: OrderedDict((k, x) for k, x in v["items"]),
+    "ordered": _decode_ordered,
     "counter": lambda v: Counter({k: x for k, x in v["items"]}),
     "defaultdict": lambda v: defaultdict(_FACTORIES[v["factory"]], ((k, x) for k, x in v["items"])),
     "deque": lambda v: deque(v["items"], v["maxlen"]),

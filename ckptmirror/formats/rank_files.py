@@ -122,6 +122,10 @@ def is_sequence(value: Any) -> bool:
 
 def rebuilt(like: Any, items: Any) -> Any:
     """Return ``items`` (a dict or a list) in a new container of the kind of ``like``."""
+    if type(like) is OrderedDict:
+        ordered = OrderedDict(items)
+        vars(ordered).update(vars(like))  # the versions of modules
+        return ordered
     if type(like) is defaultdict:
         return defaultdict(like.default_factory, items)
     return deque(items, like.maxlen) if type(like) is deque else type(like)(items)

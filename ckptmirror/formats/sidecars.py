@@ -6,7 +6,7 @@ Rules:
   so; on fewer ranks, the positions of those that are gone are reported. All else (scheduler, scaler, EMA, the user's
   extra) is shared: a new rank takes rank 0's. Where each rank had an extra of its own after all, that is reported.
 * All that is loaded shares the account of what has its values already: memory may belong to several parts.
-* A part that the save lacks is reported and logged, never passed over in silence.
+* A part that the save lacks, or that the state here lacks, is reported and logged, never passed over in silence.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from ckptmirror.core.errors import IntegrityError
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.artifacts import write_json, write_pt
+from ckptmirror.formats.asking import state_of
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
-from ckptmirror.formats.capture import walk_tensors
-from ckptmirror.formats.giving import Giver, state_of
+from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
+from ckptmirror.formats.giving import Giver
+from ckptmirror.formats.learning_rates import follow_schedulers
 from ckptmirror.formats.live import warn_missing, warn_unused
 from ckptmirror.formats.memory import Taken, same
 from ckptmirror.formats.optimizer_state import optimizers_of
@@ -32,8 +34,9 @@ from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import cut, piece_of
 from ckptmirror.formats.tensor_bytes import digest32
+from ckptmirror.formats.versions import versions_in
 
-__all__ = ["load_extra", "load_sidecars", "tensor_list", "write_sidecars"]
+__all__ = ["is_scheduled", "load_extra", "load_sidecars", "takes_schedule", "tensor_list", "write_sidecars"]
 
 log = logging.getLogger(__name__)
 
@@ -104,11 +107,10 @@ def load_sidecars(
         IntegrityError: A file is missing, broken or hostile.
         UsageError: An object does not take its saved state.
     """
-    name = SaveName(meta.step, meta.tag)
-    named = {artifact.path for artifact in meta.artifacts}
-    paths = {r: root / name.extra(r) for r in range(meta.world_size) if name.extra(r) in named}
+    paths = _paths(root, meta)
     if not paths:
-        missing = (warn_missing("extra", f"{name.extra(rank)}: nothing but model and optimizer can be loaded"),)
+        own = SaveName(meta.step, meta.tag).extra(rank)
+        missing = (warn_missing("extra", f"{own}: nothing but model and optimizer can be loaded"),)
         return LoadReport(meta.step, (), missing)
     return load_extra(
         RankFiles(paths, rank),
@@ -119,6 +121,24 @@ def load_sidecars(
         world_size=world_size,
         exclude=exclude,
     )
+
+
+def is_scheduled(root: Path, meta: Meta, state: Any, *, rank: int, exclude: frozenset[str]) -> bool:
+    """Whether :func:`load_sidecars` will load a scheduler."""
+    paths = _paths(root, meta)
+    return bool(paths) and takes_schedule(state, RankFiles(paths, rank).tree(), exclude)
+
+
+def takes_schedule(state: Any, extra: Any, exclude: frozenset[str]) -> bool:
+    """Whether a scheduler of ``state`` will be given what ``extra`` has of it."""
+    wanted = "scheduler" not in exclude and state.scheduler is not None
+    return wanted and isinstance(extra, dict) and "scheduler" in extra
+
+
+def _paths(root: Path, meta: Meta) -> dict[int, Path]:
+    name = SaveName(meta.step, meta.tag)
+    named = {artifact.path for artifact in meta.artifacts}
+    return {r: root / name.extra(r) for r in range(meta.world_size) if name.extra(r) in named}
 
 
 def load_extra(
@@ -148,6 +168,7 @@ def load_extra(
     for name in ("scheduler", "scaler", "ema", "dataloader", "extra"):
         loader.part(name)
     loader.rng()
+    loader.learning_rates()
     return LoadReport(step, tuple(loader.loaded), tuple(loader.missing))
 
 
@@ -175,7 +196,11 @@ class _Loader:
 
     def part(self, name: str) -> None:
         target = getattr(self.state, name)
-        if target is None or name in self.exclude:
+        if name in self.exclude:
+            return
+        if target is None:
+            if self.tree.get(name):  # an empty one has nothing to take
+                self.missing.append(warn_unused(name))
             return
         if name == "dataloader":
             warn_left_alone(target)
@@ -200,7 +225,9 @@ class _Loader:
 
     def _take(self, name: str, target: Any) -> None:
         here = [self.state.model, self.state.ema, self.state.extra]
-        giver = Giver(self.source if name in self.tree else self.source.of(0), self.taken, here)
+        source = self.source if name in self.tree else self.source.of(0)
+        tree = self.tree if name in self.tree else self._tree(0)
+        giver = Giver(source, self.taken, here, lambda path: versions_in(tree, path[len(self.at) :]))
         if name == "extra":
             self.taken.take(state_of(self.state.ema, "ema"), "the average")  # the extra may hold something of it
             giver.give_values(target, (*self.at, name), name)
@@ -250,6 +277,16 @@ class _Loader:
         absent = load_rng(self.source.whole((*self.at, "rng")))
         self.loaded.append("rng")
         self.missing += [f"rng.{name}: the save has it, this process has not" for name in absent]
+
+    def learning_rates(self) -> None:
+        """Have an optimizer that was not loaded follow a scheduler that was."""
+        loaded = []
+        if "optimizer" not in self.exclude and self.tree.get(HAS_OPTIMIZER, True):
+            loaded = optimizers_of(self.state.optimizer)
+        if "scheduler" in self.loaded:
+            self.missing += follow_schedulers(
+                self.state.scheduler, lambda one: any(one is other for other in loaded) or self.taken.knows(one)
+            )
 
     def _lacks(self, name: str, what: str) -> None:
         self.missing.append(warn_missing(name, what))

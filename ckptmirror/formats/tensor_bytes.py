@@ -8,6 +8,7 @@ Rules:
 from __future__ import annotations
 
 import ctypes
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def compact(tree: Any) -> Any:
 
 
 def _count(tree: Any, shown: dict[int, int], seen: set[tuple[Any, ...]]) -> None:
-    if type(tree) is dict:
+    if type(tree) in (dict, OrderedDict):
         for item in tree.values():
             _count(item, shown, seen)
     elif type(tree) in (list, tuple):
@@ -83,6 +84,10 @@ def _rebuild(tree: Any, shown: dict[int, int], made: dict[tuple[Any, ...], Any],
         return {key: _rebuild(item, shown, made, dtypes) for key, item in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(_rebuild(item, shown, made, dtypes) for item in tree)
+    if type(tree) is OrderedDict:
+        ordered = OrderedDict((key, _rebuild(item, shown, made, dtypes)) for key, item in tree.items())
+        vars(ordered).update(vars(tree))  # the versions of a model's modules
+        return ordered
     if isinstance(tree, DTensor):
         local = tree.to_local()
         owned = _rebuild(local, shown, made, dtypes)

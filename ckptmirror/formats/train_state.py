@@ -30,8 +30,8 @@ class TrainState:
         ema: Shadow weights: a module, or anything with ``state_dict`` and ``load_state_dict``, or a list of such.
         dataloader: A data loader that knows its position (``state_dict``, ``load_state_dict``); others are left alone.
         extra: Values of your own: plain values, tensors (sharded ones too), arrays, objects with ``state_dict`` and
-            ``load_state_dict``, and lists and dicts of these. A load writes back into this dict: tensors in place,
-            but for those that share memory with something that was saved with other values.
+            ``load_state_dict``, and lists and dicts of these. A load writes back into this dict: tensors, arrays, sets
+            and byte arrays in place, but for those that share memory with something that was saved with other values.
         training_config: Plain values that describe the run; they go into the meta.
     """
 

@@ -3,6 +3,7 @@
 Rules:
 * The same allow-lists and checks as a load into live objects; nothing is executed, nothing outside the save is opened.
 * Sharded pieces are put together; every tensor is whole.
+* The model carries the versions of its modules as ``state_dict()`` does (``_metadata``), so that these take it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import Any
 
 import torch
 
-from ckptmirror.core.errors import IntegrityError, KindMismatch
+from ckptmirror.core.errors import KindMismatch
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.dcp_read import read_whole_directory
 from ckptmirror.formats.plain import decode
 from ckptmirror.formats.rank_files import RankFiles, is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.unpickle import load_pt
+from ckptmirror.formats.versions import attached, plain_model
 
 __all__ = ["read_extra", "read_whole"]
 
@@ -38,13 +40,11 @@ def read_whole(
         return _moved(tree["model"], map_location), _moved(tree.get("optimizer"), map_location)
     if kind != "model":
         raise KindMismatch(f"Kind {kind} is read by the ranks that wrote it: resume from it.")
-    model = load_pt(root / name.model)
-    if not isinstance(model, dict):
-        raise IntegrityError(f"{name.model} holds a {type(model).__name__}, not a dict of tensors.")
+    model, versions = plain_model(load_pt(root / name.model), name.model)
     files = _rank_files(root, meta, {rank: name.optim(rank) for rank in range(meta.world_size)})
     optimizer = files.whole(()) if files is not None else None
     plain = {key: decode(value) for key, value in model.items()}
-    return _moved(plain, map_location), _moved(optimizer, map_location)
+    return _moved(attached(plain, versions), map_location), _moved(optimizer, map_location)
 
 
 def read_extra(root: Path, meta: Meta, map_location: str = "cpu") -> dict[str, Any] | None:

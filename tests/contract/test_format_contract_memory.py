@@ -97,7 +97,7 @@ def test_values_that_are_one_at_the_start_come_back_as_several(kind: Kind, how: 
     expected = copy.deepcopy(values)
     meta = save(kind, tmp_path, TrainState(model=nn.Linear(2, 2), extra={"x": values}))
     fresh = TrainState(model=nn.Linear(2, 2), extra={"x": placeholder()})
-    assert load(kind, tmp_path, meta, fresh).missing == ()
+    assert len(load(kind, tmp_path, meta, fresh).missing) == (how == "view that overlaps itself")
     found, expected = ([list(x) if isinstance(x, deque) else x] for x in (fresh.extra["x"], expected))  # type: ignore[index]
     same_bits(expected, found)
 

@@ -56,7 +56,7 @@ def test_extra_state_round_trip(kind: Kind, tmp_path: Path) -> None:
     meta = save(kind, tmp_path, state)
     target: dict[str, Any] = {
         "epoch": 0,
-        "nested": {"best": 9.0, "stale": 1},
+        "nested": {"best": 9.0, 8: "of another run"},
         "tensor": torch.zeros(4, dtype=torch.int64),
     }
     kept_dict, kept_tensor = target["nested"], target["tensor"]

@@ -88,8 +88,11 @@ def everything_that_happens(rank: int, base: str) -> dict[str, Any]:
         evaluated(place / f"evaluated-{kind}", kind, found)
         placeholder(place / f"placeholder-{kind}", kind, found)
         own_buffers(rank, place / f"buffers-{kind}", kind, found)
+        versions(place / f"versions-{kind}", kind, found)
+        tied_shards(place / f"tied-{kind}", kind, found)
     stages(rank, place, found)
     looked_at(rank, place / "looked", found)
+    spread(rank, place, found)
     return found
 
 
@@ -154,6 +157,82 @@ def own_buffers(rank: int, root: Path, kind: Kind, found: dict[str, Any]) -> Non
     save(root, kind, state)
     found[f"buffers missing {kind}"] = resume(root, fresh)
     found[f"buffers {kind}"] = dict(state.model.state_dict()), dict(fresh.model.state_dict())
+
+
+class Turned(nn.Linear):
+    """Before version 2 it kept its weight transposed."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if (local_metadata.get("version") or 1) < 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"].t()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def versions(root: Path, kind: Kind, found: dict[str, Any]) -> None:
+    """Modules with versions, replicated and sharded, and in the average too."""
+
+    def build(seed: int, *, shard: bool) -> TrainState:
+        torch.manual_seed(seed)
+        model, ema = nn.Sequential(Turned(4, 4)), nn.Sequential(Turned(4, 4))
+        return TrainState(fully_shard(model) if shard else DistributedDataParallel(model), ema=ema)
+
+    for shard in (False, True):
+        place = root.with_name(f"{root.name}-{shard}")
+        state, fresh = build(0, shard=shard), build(1, shard=shard)
+        save(place, kind, state)
+        resume(place, fresh)
+        for part in ("model", "ema"):
+            values = [full(getattr(one, part).state_dict()) for one in (state, fresh)]
+            found[f"versions {part} {kind} {shard}"] = tuple(values)
+
+
+def tied_shards(root: Path, kind: Kind, found: dict[str, Any]) -> None:
+    """Shards that are tied here and were not when they were saved."""
+
+    def build(*, tie: bool) -> TrainState:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        if tie:
+            model[1].weight = model[0].weight
+        return TrainState(fully_shard(model))
+
+    save(root, kind, build(tie=False))
+    found[f"tied {kind}"] = said(lambda: resume(root, build(tie=True)))
+
+
+def spread(rank: int, place: Path, found: dict[str, Any]) -> None:
+    """An optimizer whose state is spread over the ranks: refused, and kept in the way that the hint tells."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def build() -> tuple[TrainState, Any]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.1)
+        return TrainState(model, extra={}), optimizer
+
+    state, optimizer = build()
+    step(state, 1, optimizer)
+    for where in ("optimizer", "extra"):
+        wrong = TrainState(state.model, optimizer) if where == "optimizer" else state
+        state.extra = {"zero": optimizer}
+        manager = CheckpointManager(place / f"spread-{where}", timeout_s=WAIT_S)
+        manager.resume(TrainState(state.model))
+        found[f"spread {where}"] = said(lambda: manager.save(1, wrong).wait())  # noqa: B023 - called at once
+        manager.close()
+    for to in range(dist.get_world_size()):
+        optimizer.consolidate_state_dict(to=to)
+        if rank == to:
+            state.extra = {"zero": optimizer.state_dict()}
+    save(place / "spread", "model", state)
+    fresh, other = build()
+    resume(place / "spread", fresh)
+    assert fresh.extra is not None
+    other.load_state_dict(fresh.extra["zero"])
+    step(state, 2, optimizer)
+    step(fresh, 2, other)
+    found["spread"] = full(state.model.state_dict()), full(fresh.model.state_dict())
 
 
 def stages(rank: int, place: Path, found: dict[str, Any]) -> None:

@@ -73,3 +73,32 @@ def test_empty_state_on_one_rank_is_no_difference(ranks: Found) -> None:
     assert ranks[0]["steps"] == [1.0, 1.0, 0.0, 0.0]
     for found in ranks:
         assert found["looked at"][0] == "value"
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("part", ["model", "ema"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_modules_with_versions_are_not_migrated_again(
+    ranks: Found, kind: str, part: str, shard: bool
+) -> None:
+    for found in ranks:
+        assert same(*found[f"versions {part} {kind} {shard}"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_that_differ_are_not_given_to_tied_parameters(ranks: Found, kind: str) -> None:
+    for found in ranks:
+        assert found[f"tied {kind}"][0] in ("UsageError", "RankFailed")
+        assert "0.weight and 1.weight share memory in this model" in found[f"tied {kind}"][1]
+
+
+@pytest.mark.parametrize("where", ["optimizer", "extra"])
+def test_an_optimizer_whose_state_is_spread_over_the_ranks_is_refused_on_all(ranks: Found, where: str) -> None:
+    for found in ranks:
+        assert found[f"spread {where}"][0] == "UsageError"
+        assert "is a ZeroRedundancyOptimizer: its state is spread over the ranks" in found[f"spread {where}"][1]
+
+
+def test_the_consolidated_state_of_each_rank_comes_back_in_extra(ranks: Found) -> None:
+    for found in ranks:
+        assert same(*found["spread"])

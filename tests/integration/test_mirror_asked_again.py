@@ -232,6 +232,15 @@ def test_i1_a_start_that_is_refused_changes_nothing_about_what_is_safe(tmp_path:
         assert after.mirrors == before.mirrors == ((ours, True), (behind, True))
         assert after.unsettled == before.unsettled != {}
         assert rotate_root(root, Retention(keep_last=1)).deleted == ()
+    manager = CheckpointManager(root, [ours, MirrorSpec(strange, required=False)], retention=Retention(keep_last=1))
+    with pytest.raises(ConfigError):
+        manager.resume(new_state())
+    report = manager.rotate(timeout_s=0.1)
+    assert report is not None
+    assert report.deleted == ()
+    assert any(behind in reason for reason in report.refused.values())
+    with pytest.raises(DeadlinePassed):
+        manager.close(timeout_s=0.1)
     assert drain(root, timeout_s=30).is_verified
 
 
@@ -291,3 +300,21 @@ def test_an_emergency_snapshot_is_mirrored_nowhere(tmp_path: Path) -> None:
     (line,) = read_status(tmp_path).saves
     assert not line.safe
     assert not read_status(tmp_path).is_mirrored(line.save_id)
+
+
+def test_i8_another_process_is_not_told_that_all_is_mirrored_before_the_leader_has_asked(tmp_path: Path) -> None:
+    url = memory_url()
+    saved_run(tmp_path, (1,), url)
+    assert is_mirrored(tmp_path, None)
+    with CheckpointManager(tmp_path, [url]) as manager:
+        (silent,) = faulty(manager)
+        manager.resume(new_state())
+        manager.wait("mirrored", timeout_s=30)
+        assert is_mirrored(tmp_path, None)
+        silent.go_down()
+        manager._node._recheck.begin_anew()  # type: ignore[union-attr]
+        assert not is_mirrored(tmp_path, None)
+        silent.script()
+        manager._node._rotator.wake()  # type: ignore[union-attr]
+        manager.wait("mirrored", timeout_s=30)
+    assert is_mirrored(tmp_path, None)

@@ -379,3 +379,63 @@ def test_saves_that_somebody_copied_here_are_not_gone_on_from_while_the_mirror_i
         start = manager.resume(new_state())
         assert start is not None
         assert start.step == 4
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_named_step_whose_newer_save_is_not_whole_is_not_given_the_older_in_silence(
+    tmp_path: Path, url: str, is_silent: bool
+) -> None:
+    root = tmp_path / "root"
+    with CheckpointManager(root, [url]) as manager:
+        state = new_state()
+        manager.resume(state)
+        manager.save(2, state).wait()
+        newer = manager.save(2, state).wait().save_id
+        manager.save(3, state).wait()
+    (root / f"extra_000002-{str(newer)[:8]}_rank0.pt").unlink()
+    for path in (tmp_path / "nfs" / "run").glob(f"extra_000002-{str(newer)[:8]}*"):
+        path.unlink()
+    with running(root, url) as manager:
+        if is_silent:
+            faulty(manager, StoreFault(when="before", times=0))
+            with pytest.raises(StoreTemporary, match="may be there"):
+                manager.resume(new_state(), 2)
+            return
+        start = manager.resume(new_state(), 2)
+        assert start is not None
+        assert any(str(newer)[:8] in line for line in start.passed_over)
+
+
+def test_a_save_brought_from_elsewhere_keeps_an_older_one_from_being_gone_on_from(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "first", (1, 2), url)
+    saved_run(tmp_path / "second", (4,), url)
+    stage_checkpoint_step(url, step="latest", dest=tmp_path / "first", full=True)
+    with running(tmp_path / "first", url) as manager:
+        faulty(manager, StoreFault(when="before", times=0))
+        with pytest.raises(StoreTemporary, match="the newest that can be seen"):
+            manager.resume(new_state())
+
+
+def test_a_mirror_that_is_taken_out_of_the_list_is_missed_like_one_that_is_silent(tmp_path: Path, url: str) -> None:
+    other = f"file://{tmp_path}/nfs/other"
+    saved_run(tmp_path / "first", (1, 2), url, other)
+    with running(tmp_path / "second", url, other) as manager:
+        _, behind = faulty(manager)
+        state = new_state()
+        manager.resume(state)
+        behind.script(StoreFault("upload", when="before", times=0))
+        train(state)
+        handle = manager.save(4, state).wait()
+        assert manager._node is not None
+        manager._node.wait_mirrored(handle.save_id, 2.0)
+    with running(tmp_path / "first", other) as manager, pytest.raises(StoreTemporary, match="not configured any more"):
+        manager.resume(new_state())
+
+
+def test_a_mirror_that_is_taken_out_of_the_list_is_named_where_this_root_goes_on(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "root", (1, 2), url)
+    with running(tmp_path / "root", f"file://{tmp_path}/nfs/other") as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 2
+        assert any(url in line and "is not any more" in line for line in start.passed_over)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ckptmirror import CheckpointManager, TrainState, load_checkpoint
-from ckptmirror.core.errors import UsageError
+from ckptmirror import CheckpointManager, TrainState, find_local_checkpoint_steps, load_checkpoint
+from ckptmirror.core.errors import CkptMirrorError, RootLocked, UsageError
 from ckptmirror.flow.handle import Line
+from ckptmirror.flow.save import Saver
+from ckptmirror.local.lock import RootLock
+from tests.mirror_place import memory_url
 from tests.small_training import running
 
 
@@ -84,6 +89,74 @@ def test_a_save_in_the_middle_of_a_save_of_the_same_thread_is_refused_and_spoils
         [1.0],
         [2.0],
     ]
+
+
+class Held:
+    """Keeps the writing of saves from going on, as a slow disk does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        honest = Saver._write_all
+
+        def write_all(saver: Saver, *arguments: Any) -> Any:
+            self.begun.set()
+            assert self.go_on.wait(60)
+            return honest(saver, *arguments)
+
+        monkeypatch.setattr(Saver, "_write_all", write_all)
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_i3_an_interrupt_in_close_neither_ends_the_save_in_flight_nor_frees_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrored: bool
+) -> None:
+    manager = CheckpointManager(tmp_path, [memory_url()] if mirrored else [], kinds=("model",))
+    manager.resume(TrainState(Filled(0.0)))
+    held = Held(monkeypatch)
+    handle = manager.save(1, TrainState(Filled(1.0)))
+    assert held.begun.wait(30)
+    threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        manager.close()
+    with pytest.raises(RootLocked):
+        RootLock(tmp_path).acquire({"verb": "test"})
+    held.go_on.set()
+    handle.wait()
+    manager_state = load_checkpoint(tmp_path)
+    assert manager_state.model["weight"].unique().tolist() == [1.0]
+    with suppress(CkptMirrorError):
+        manager.close()
+    lock = RootLock(tmp_path)
+    lock.acquire({"verb": "test"})
+    lock.release()
+
+
+def test_a_save_that_waits_for_its_turn_is_saved_or_refused_when_the_manager_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path, kinds=("model",))
+    manager.resume(TrainState(Filled(0.0)))
+    held = Held(monkeypatch)
+    manager.save(1, TrainState(Filled(1.0)))
+    assert held.begun.wait(30)
+    accepted: list[str] = []
+    refused: list[UsageError] = []
+
+    def save_again() -> None:
+        try:
+            accepted.append(str(manager.save(2, TrainState(Filled(2.0))).step))
+        except UsageError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=save_again)
+    thread.start()
+    threading.Timer(0.3, held.go_on.set).start()
+    manager.close()
+    thread.join(30)
+    assert len(accepted) + len(refused) == 1
+    assert find_local_checkpoint_steps(tmp_path) == ([1, 2] if accepted else [1])
+    with pytest.raises(UsageError, match="closed"):
+        manager.save(3, TrainState(Filled(3.0)))
 
 
 def test_a_turn_that_was_left_by_an_error_is_free(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ Rules:
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -171,6 +171,22 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
             BrokenTable: The list does not read back as it was written.
         """
         return [MirrorRow(url, required) for url, required in self._database.read_fact("mirrors") or ()]
+
+    def set_unasked(self, mirrors: Collection[str]) -> None:
+        """Keep which mirrors the start that runs has not asked yet for what was verified there before."""
+        wanted = sorted(mirrors)
+        with suppress(BrokenTable):
+            if (self._database.read_fact("unasked") or []) == wanted:
+                return
+        self._database.write_fact("unasked", wanted)
+
+    def unasked(self) -> set[str]:
+        """Return what :meth:`set_unasked` kept.
+
+        Raises:
+            BrokenTable: The fact does not read back as it was written.
+        """
+        return set(self._database.read_fact("unasked") or ())
 
     def mirror_identity(self, url: str) -> str | None:
         """Return which place a mirror was when it was first met; None if it never was.

@@ -125,6 +125,27 @@ def test_a_directory_with_saves_of_two_runs_has_no_newest(tmp_path: Path) -> Non
     assert [line.standing for line in list_checkpoints(tmp_path)] == ["current", "current"]
 
 
+def test_a_save_of_an_attempt_that_the_list_does_not_tell_of_is_not_passed_by_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make_save(tmp_path, 300)
+    make_save(tmp_path, 600, attempt=make_attempt(1, first))
+    put_attempts(tmp_path, [FIRST_ATTEMPT])
+    assert resolve_checkpoint_reference(tmp_path).step == 300
+    assert "passed over step 600" in caplog.text
+
+
+def test_latest_that_names_an_older_save_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_save(tmp_path, 100)
+    make_save(tmp_path, 200, number=2)
+    files.replace_link(tmp_path / "latest", "dcp_000200")
+    assert resolve_checkpoint_reference(tmp_path / "latest").step == 200
+    assert caplog.text == ""
+    files.replace_link(tmp_path / "latest", "dcp_000100")
+    assert resolve_checkpoint_reference(tmp_path / "latest").step == 100
+    assert "the newest of the lineage is step 200" in caplog.text
+
+
 def test_latest_is_followed_to_a_validated_target(tmp_path: Path) -> None:
     make_save(tmp_path, 100)
     make_save(tmp_path, 200, number=2)

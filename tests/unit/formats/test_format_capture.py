@@ -165,3 +165,12 @@ def test_a_parameter_has_the_name_of_its_value_however_it_is_wrapped(model: nn.M
     parameters = dict(live_parameters(model))
     assert parameters.keys() == values.keys()
     assert all(parameter.data_ptr() == values[name].data_ptr() for name, parameter in parameters.items())
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["of its own", "none"])
+def test_an_iterator_of_a_loader_draws_from_the_global_generator_unless_the_loader_has_its_own(own: bool) -> None:
+    """What the guide says of a resume within an epoch, which makes a new iterator."""
+    loader = torch.utils.data.DataLoader([1, 2], generator=torch.Generator() if own else None)  # type: ignore[arg-type]
+    before = torch.get_rng_state()
+    iter(loader)
+    assert torch.equal(before, torch.get_rng_state()) == own

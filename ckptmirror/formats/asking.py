@@ -1,0 +1,72 @@
+"""Asking live values for what to save of them: the state of objects, wherever they lie, and values as they are.
+
+Rules:
+* A save and a load walk the same containers (see ``formats.giving``).
+* Of a module its versions are taken along, to be saved beside its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from ckptmirror.core.errors import UsageError
+from ckptmirror.formats.inside import has, takes_state
+from ckptmirror.formats.names import live_values
+from ckptmirror.formats.optimizer_state import state_by_key
+from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.versions import clean_versions, to_text
+
+__all__ = ["state_of"]
+
+Found = list[list[Any]]
+
+
+def state_of(
+    part: Any,
+    where: str,
+    *,
+    objects_only: bool = False,
+    versions: Found | None = None,
+    path: tuple[Hashable, ...] = (),
+) -> Any:
+    """Return what to save of a part: an object's state, that of each one in a container, a value itself.
+
+    Args:
+        part: A value, an object with ``state_dict`` and ``load_state_dict``, or containers of them.
+        where: Its place in the state, for messages.
+        objects_only: Whether a plain value is a mistake: a load could not give it back.
+        versions: Gets the path of each module and the text of its versions.
+        path: The place of ``part``: keys and positions from the top.
+
+    Raises:
+        UsageError: An object could not be given its state back.
+    """
+
+    def deeper(value: Any, key: Any, place: str) -> Any:
+        return state_of(value, place, objects_only=objects_only, versions=versions, path=(*path, key))
+
+    if isinstance(part, torch.nn.Module):
+        values = live_values(part)
+        known = clean_versions(part, values.metadata)
+        if versions is not None and known is not None:
+            versions.append([list(path), to_text(known)])
+        return dict(values)
+    if isinstance(part, torch.optim.Optimizer):
+        return state_by_key(part, where)
+    if has(part, "state_dict"):
+        if not takes_state(part):
+            raise UsageError(
+                f"{where} is a {type(part).__qualname__} with state_dict() but without load_state_dict().",
+                hint="Give it load_state_dict(), or save what its state_dict() returns.",
+            )
+        return part.state_dict()
+    if is_mapping(part):
+        return rebuilt(part, {key: deeper(value, key, f"{where}.{key}") for key, value in part.items()})
+    if is_sequence(part):
+        return rebuilt(part, [deeper(value, i, f"{where}[{i}]") for i, value in enumerate(part)])
+    if objects_only:
+        raise UsageError(f"{where} is a {type(part).__qualname__}, without state_dict() and load_state_dict().")
+    return part

@@ -1,0 +1,66 @@
+"""The learning rates after a load: an optimizer that was not loaded follows its scheduler that was.
+
+Rules:
+* A scheduler writes its rate into the optimizer's groups as it steps, most of them by a factor on what is there: one
+  that was loaded beside an optimizer that was not would go on from the rate of the constructor.
+* An optimizer that was loaded keeps its rates, whatever its scheduler last set.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ckptmirror.formats.rank_files import is_mapping, is_sequence
+
+__all__ = ["follow_schedulers"]
+
+_log = logging.getLogger("ckptmirror.formats")
+
+
+def follow_schedulers(scheduler: Any, is_loaded: Callable[[Any], bool]) -> list[str]:
+    """Give the groups of optimizers the rates that their schedulers last set; return a line for each that changed.
+
+    Args:
+        scheduler: What was loaded: a scheduler, or containers of them.
+        is_loaded: Whether an optimizer was loaded too.
+    """
+    lines = []
+    for one in _schedulers(scheduler):
+        optimizer, rates = getattr(one, "optimizer", None), getattr(one, "_last_lr", None)
+        groups = getattr(optimizer, "param_groups", None)
+        if not isinstance(groups, list) or not isinstance(rates, (list, tuple)) or is_loaded(optimizer):
+            continue
+        before = [group.get("lr") for group in groups]
+        if len(groups) == len(rates) and _differ(before, rates):
+            was, now = (", ".join(f"{float(rate):g}" for rate in each) for each in (before, rates))
+            for group, rate in zip(groups, rates, strict=True):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(float(rate))
+                else:
+                    group["lr"] = float(rate)
+            lines.append(
+                f"optimizer: it was not loaded, its learning rate is set from {was} to {now}, as the loaded scheduler "
+                "has it"
+            )
+            _log.warning("%s", lines[-1])
+    return lines
+
+
+def _differ(before: list[Any], rates: Any) -> bool:
+    try:
+        return [float(rate) for rate in before] != [float(rate) for rate in rates]
+    except (TypeError, ValueError):  # rates of the user's own making
+        return False
+
+
+def _schedulers(scheduler: Any) -> Iterator[Any]:
+    items = scheduler.values() if is_mapping(scheduler) else scheduler if is_sequence(scheduler) else None
+    if items is None:
+        yield scheduler
+        return
+    for item in items:
+        yield from _schedulers(item)

@@ -1,0 +1,116 @@
+"""Values of a model that share memory here: whether all of them can have what was saved under their names.
+
+Rules:
+* Found out in memory of its own, before anything of the model is written: what was saved as one, or alike, may be one.
+* Only values that share bytes are looked at; the others cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ckptmirror.core.errors import UsageError
+from ckptmirror.formats.memory import Span, holds, share_bytes, span_of
+from ckptmirror.formats.shards import Piece, fill, local_of, region_of
+
+__all__ = ["refuse_two_values", "sharing"]
+
+_ALIGNED = 16  # bytes of the largest item
+
+Pieces = Callable[[str], Iterable[Piece]]
+
+
+def sharing(live: Mapping[str, Any]) -> list[dict[str, Span]]:
+    """Return the names whose tensors share bytes, and where these lie, those of one place together."""
+    by_storage: dict[Any, list[tuple[int, str, Span]]] = {}
+    for name, value in live.items():
+        span = _span_of(value)
+        if span is not None:
+            by_storage.setdefault(span.storage, []).append((span.begin, name, span))
+    found = []
+    for items in by_storage.values():
+        run: dict[str, Span] = {}
+        end = -1
+        for begin, name, span in sorted(items, key=lambda item: item[:2]):
+            if begin >= end:
+                found.append(_those_that_share(run))
+                run = {}
+            run[name] = span
+            end = max(end, span.end)
+        found.append(_those_that_share(run))
+    return [run for run in found if run]
+
+
+def refuse_two_values(live: Mapping[str, Any], pieces: Pieces) -> None:
+    """Refuse a model whose tied values were saved with values that differ.
+
+    Args:
+        live: The tensors that will be filled, in this order.
+        pieces: Gives what was saved under a live name.
+
+    Raises:
+        UsageError: Names two of them.
+    """
+    for run in sharing(live):
+        names = [name for name in live if name in run]
+        firsts = [next(iter(pieces(name)), None) for name in names]
+        if all(first is not None and _is_one(first, firsts[0]) for first in firsts) and _is_one_place(run):
+            continue  # one in the file too
+        views = _like(run)
+        for name in names:
+            fill(views[name], region_of(live[name]), pieces(name), name)
+        for index, name in enumerate(names):
+            if not holds(views[name], region_of(live[name]), pieces(name), name):
+                other = next((n for n in names[index + 1 :] if share_bytes(run[name], run[n])), names[0])
+                raise UsageError(
+                    f"{name} and {other} share memory in this model (they are tied) and were saved with values that "
+                    "differ: they cannot be given both.",
+                    hint="Build the model as it was saved: with memory of its own for each.",
+                )
+
+
+def _span_of(value: Any) -> Span | None:
+    local = local_of(value) if isinstance(value, torch.Tensor) else None
+    return None if local is None or local.layout != torch.strided or local.is_quantized else span_of(local)
+
+
+def _those_that_share(run: dict[str, Span]) -> dict[str, Span]:
+    if len(run) < 2:
+        return {}
+    return {
+        name: span
+        for name, span in run.items()
+        if any(other is not span and share_bytes(span, other) for other in run.values())
+    }
+
+
+def _is_one(piece: Piece, other: Piece | None) -> bool:
+    if other is None or piece.region != other.region:
+        return False
+    one, two = piece.data, other.data
+    return one.layout == torch.strided and (one.data_ptr(), one.stride(), one.dtype) == (
+        two.data_ptr(),
+        two.stride(),
+        two.dtype,
+    )
+
+
+def _is_one_place(run: Mapping[str, Span]) -> bool:
+    places = {(s.begin, s.end, tuple(s.tensor.shape), s.tensor.stride(), s.tensor.dtype) for s in run.values()}
+    return len(places) == 1
+
+
+def _like(run: Mapping[str, Span]) -> dict[str, torch.Tensor]:
+    """Return tensors in host memory that share their bytes as those of ``run`` do."""
+    first = min(span.begin for span in run.values()) // _ALIGNED * _ALIGNED
+    size_bytes = max(span.end for span in run.values()) - first
+    memory = torch.zeros(-(-size_bytes // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device="cpu")
+    views = {}
+    for name, span in run.items():
+        tensor = span.tensor
+        offset = (span.begin - first) // tensor.element_size()
+        views[name] = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), offset)
+    return views

@@ -1,0 +1,181 @@
+"""What modules say of the layout of their state: ``_version`` and the like, by which they migrate an older one.
+
+torch keeps it as ``_metadata`` of a ``state_dict()``. A module that finds none takes what it is given for the oldest
+layout, and changes new weights.
+
+Rules:
+* It is saved under the clean names of the modules, as text in JSON; in ``model_*.pt`` it is ``_metadata`` itself.
+* Only numbers and text, of any file: nothing else is handed to a module.
+* A save that has none is taken to be of the modules as they are here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ckptmirror.core.errors import IntegrityError
+from ckptmirror.formats.names import bare, clean_names
+
+__all__ = [
+    "KEY",
+    "Versions",
+    "attached",
+    "checked",
+    "clean_versions",
+    "for_live",
+    "from_text",
+    "migrating",
+    "plain_model",
+    "to_text",
+    "versions_in",
+]
+
+KEY = "module_versions"
+Versions = dict[str, dict[str, Any]]
+
+_PLAIN = (type(None), bool, int, float, str)
+_log = logging.getLogger("ckptmirror.formats")
+
+
+def clean_versions(model: torch.nn.Module, metadata: Any) -> Versions | None:
+    """Return ``metadata`` of the model's own state under clean names, of wrappers only what they wrap."""
+    if not isinstance(metadata, Mapping):
+        return None
+    clean = clean_names(model)
+    return {clean(name): _plain(values, name) for name, values in metadata.items()}  # from the outside to the inside
+
+
+def for_live(model: torch.nn.Module, metadata: Any, saved: Versions | None) -> Mapping[str, Any] | None:
+    """Return the ``_metadata`` to load a state with: what was saved, under the names that the modules have here.
+
+    Args:
+        model: What takes the state.
+        metadata: What its own state has as ``_metadata``.
+        saved: By clean name; None if the save has none.
+    """
+    own = metadata if isinstance(metadata, Mapping) else None
+    if saved is None:
+        return own
+    names = list(own) if own is not None else [name for name, _ in model.named_modules(remove_duplicate=False)]
+    clean = clean_names(model)
+    innermost = {clean(name): name for name in names}
+    without_marks = {_bare(name): values for name, values in saved.items()}
+    result = {}
+    for name in names:
+        here = clean(name)
+        if innermost[here] == name:
+            result[name] = dict(saved.get(here, without_marks.get(_bare(here), {})))
+        else:
+            result[name] = dict((own or {}).get(name, {}))
+    return result
+
+
+def migrating(model: torch.nn.Module, now: Any, given: Mapping[str, Any] | None) -> Callable[[str], bool]:
+    """Return what says of a clean name whether a module may change its value, being given another version."""
+    plain = torch.nn.Module._load_from_state_dict
+    clean = clean_names(model)
+    own = now if isinstance(now, Mapping) else {}
+    differ = tuple(
+        clean(name)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if type(module)._load_from_state_dict is not plain and (given or {}).get(name) != own.get(name)
+    )
+    return lambda name: any(not at or name.startswith(f"{at}.") for at in differ)
+
+
+def attached(values: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> OrderedDict[str, Any]:
+    """Return ``values`` in a new mapping that carries ``metadata`` in the way of a ``state_dict()``."""
+    result: OrderedDict[str, Any] = OrderedDict(values)
+    if metadata is not None:
+        result._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]  # as torch does it
+    return result
+
+
+def plain_model(saved: Any, name: str) -> tuple[dict[str, Any], Versions | None]:
+    """Return the values and the versions in what was loaded from a file of a model.
+
+    Raises:
+        IntegrityError: It is something else, or carries more than that.
+    """
+    if type(saved) not in (dict, OrderedDict):
+        raise IntegrityError(f"{name} holds a {type(saved).__name__}, not a dict of tensors.")
+    own = vars(saved) if type(saved) is OrderedDict else {}
+    if more := sorted(str(key) for key in own if key != "_metadata"):
+        raise IntegrityError(f"{name} carries {more[0]}, which no state of a model has.")
+    metadata = own.get("_metadata")
+    return dict(saved), None if metadata is None else checked(metadata, name)
+
+
+def checked(metadata: Any, name: str) -> Versions:
+    """Return versions from a file that nobody vouches for.
+
+    Raises:
+        IntegrityError: They are not numbers and text by name.
+    """
+    if isinstance(metadata, Mapping) and all(type(key) is str for key in metadata):
+        result = {key: dict(of) if type(of) in (dict, OrderedDict) else None for key, of in metadata.items()}
+        if all(of is not None and _is_plain(of) for of in result.values()):
+            return {key: of for key, of in result.items() if of is not None}
+    raise IntegrityError(f"The versions of the modules in {name} are not numbers and text by name.")
+
+
+def to_text(versions: Versions) -> str:
+    """Return versions as one text: a host copy need not walk through them."""
+    return json.dumps(versions, sort_keys=True, separators=(",", ":"))
+
+
+def from_text(text: Any, name: str) -> Versions:
+    """Return what :func:`to_text` was given.
+
+    Raises:
+        IntegrityError: It is something else.
+    """
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise IntegrityError(f"The versions of the modules in {name} are broken: {error}") from error
+    return checked(found, name)
+
+
+def versions_in(extra: Mapping[str, Any], path: Iterable[Any], name: str = "the save") -> Versions | None:
+    """Return the versions of the module at ``path`` in a saved extra state; None if it has none of it.
+
+    Raises:
+        IntegrityError: They are broken.
+    """
+    wanted = list(path)
+    kept = extra.get(KEY)
+    for entry in kept if isinstance(kept, list) else ():
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise IntegrityError(f"The versions of the modules in {name} are broken.")
+        if entry[0] == wanted:
+            return from_text(entry[1], name)
+    return None
+
+
+def _bare(name: str) -> str:
+    return bare(f"{name}.x" if name else "x").rpartition(".")[0]
+
+
+def _is_plain(values: Mapping[Any, Any]) -> bool:
+    return all(type(key) is str and type(value) in _PLAIN for key, value in values.items())
+
+
+def _plain(values: Any, name: str) -> dict[str, Any]:
+    items = values.items() if isinstance(values, Mapping) else ()
+    kept = {key: value for key, value in items if type(key) is str and type(value) in _PLAIN}
+    if left := sorted(str(key) for key, _ in items if key not in kept):
+        _warn(name or "the model", ", ".join(left))
+    return kept
+
+
+@functools.cache
+def _warn(name: str, keys: str) -> None:
+    _log.warning("the metadata of %s in its state is not saved where it is no number nor text: %s", name, keys)
