@@ -321,7 +321,7 @@ class Node:
             _log.warning("%s `ckptmirror drain --root %s`, or the next start, sees to it.", line, self.root)
 
     def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> dict[str, str]:
-        """Wait for the uploads unless the run was stopped; return the mirrors that nobody asked, each with the reason."""
+        """Wait for the uploads unless the run was stopped; return the mirrors that nobody asked, with why."""
         deadline = time.monotonic() + timeout_s
         try:
             self.table.mirrors()
