@@ -329,19 +329,21 @@ class Node:
             self.renew_table(error)
         if not stopped and self.wait_mirrored(None, timeout_s):
             if self._recheck is not None and timeout_s > 0:  # else nobody waits for an answer
-                self._ask_once_more(self._recheck, deadline - time.monotonic())
+                return self._ask_once_more(self._recheck, deadline - time.monotonic())
             return {}  # each answered at least once
         return {} if stopped else self._unasked()
 
-    def _ask_once_more(self, recheck: Recheck, timeout_s: float) -> None:
-        """A run ends with its disk: see that nobody emptied a mirror meanwhile, and send what is missed again."""
+    def _ask_once_more(self, recheck: Recheck, timeout_s: float) -> dict[str, str]:
+        """See that nobody emptied a mirror meanwhile, and send what is missed again; return who refuses to say."""
         recheck.begin_anew()
         if self._rotator is not None:
             self._rotator.wake()
         if not self.wait_mirrored(None, min(timeout_s, _ASK_ONCE_MORE_S)) and self.unsafe_saves():
             self.wait_mirrored(None, timeout_s - _ASK_ONCE_MORE_S)
-        for url, why in self._unasked().items():
+        unasked = self._unasked()
+        for url, why in unasked.items():
             _log.warning("%s does not answer any more (%s); what is there was verified earlier", url, why)
+        return {url: str(error) for url, error in recheck.refused().items() if url in unasked}
 
     def close(
         self, limit_s: float | None = None, *, saving: bool = False, services_ended: tuple[bool, bool] | None = None

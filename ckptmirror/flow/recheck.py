@@ -84,6 +84,10 @@ class Recheck:
         """Return what the mirrors said that did not answer."""
         return {url: error for url, error in dict(self._open).items() if error is not None}
 
+    def refused(self) -> dict[str, CkptMirrorError]:
+        """Return the final answers among them: no such bucket, no permission."""
+        return {url: error for url, error in self.errors().items() if not isinstance(error, Temporary)}
+
     def waits_for(self, urls: Collection[str]) -> bool:
         """Whether one of ``urls`` may still answer: it has not yet, and did not refuse for good."""
         return any(url in urls and (e is None or isinstance(e, Temporary)) for url, e in dict(self._open).items())

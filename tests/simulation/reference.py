@@ -79,7 +79,7 @@ def to_try(attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave]) -> list[
     for age, save in enumerate(reversed(in_order(attempts, saves))):
         for kind in save.kinds:
             replaced = table[(save.step, kind)] != save
-            rank = (-save.step, replaced, KINDS_BEST_FIRST.index(kind), age)
+            rank = (-save.step, replaced, age, KINDS_BEST_FIRST.index(kind))
             found.append((rank, (save.step, kind, save, replaced)))
     return [one for _, one in sorted(found, key=lambda item: item[0])]
 
@@ -147,13 +147,14 @@ def expected_start(view: View, policy: str | int, force: bool) -> Expected:
     here = {save_id for (save_id, _), places in view.copies.items() if places[0][0] == "disk"}
     if policy == "auto" and view.silent_required and wanted and wanted[0][2].save_id not in here:
         return Expected(wait=True)
-    blocked: int | None = None
-    tried = unsure = False
+    blocked: str | None = None
+    tried = False
+    unsure = policy == "auto" and view.silent_required  # whether this disk's copy was made here, its own list tells
     for step, kind, save, replaced in wanted:
-        if blocked is not None and (blocked != step or replaced):
+        if blocked is not None and blocked != save.save_id:
             return Expected(wait=True)
-        if policy == "auto" and view.silent_required:
-            if _damaged_before(view, step, kind, replaced):
+        if view.silent_required:
+            if _damaged_before(view, save, replaced, step if isinstance(policy, int) else None):
                 return Expected(wait=True)
             unsure = unsure or view.maybe_odd or any(there >= step for there in view.unreadable_steps)
         for _, right in view.copies[(save.save_id, kind)]:
@@ -161,7 +162,7 @@ def expected_start(view: View, policy: str | int, force: bool) -> Expected:
                 return Expected(save=save, kind=kind, wait=unsure)
             tried = True
             if view.silent_required:
-                blocked = step
+                blocked = save.save_id
     if blocked is not None:
         return Expected(wait=True)
     if isinstance(policy, int):
@@ -178,12 +179,19 @@ def expected_start(view: View, policy: str | int, force: bool) -> Expected:
     return Expected(scratch=allowed, wait=view.silent_required, error=not allowed or view.maybe_odd)
 
 
-def _damaged_before(view: View, step: int, kind: str, replaced: bool) -> bool:
+def _damaged_before(view: View, chosen: SeenSave, replaced: bool, only_step: int | None) -> bool:
     """Whether a save that is whole nowhere would have been tried before this one, if it were whole."""
     for save in view.damaged:
+        if only_step not in (None, save.step):
+            continue
+        order = in_order(view.attempts, [*view.saves, save])
         counted = current(view.attempts, [*view.saves, save])
+        if save not in order or chosen not in order:
+            continue
+        later = replaced or order.index(save) > order.index(chosen)
         for counts in save.kinds:
-            before = replaced or KINDS_BEST_FIRST.index(counts) <= KINDS_BEST_FIRST.index(kind)
-            if counted.get((save.step, counts)) == save and (save.step > step or (save.step == step and before)):
+            if counted.get((save.step, counts)) == save and (
+                save.step > chosen.step or (save.step == chosen.step and later)
+            ):
                 return True
     return False
