@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
+from ckptmirror.formats.aliases import KEY as ALIASES
+from ckptmirror.formats.aliases import aliases_of
 from ckptmirror.formats.asking import state_of
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.names import bare, live_parameters, live_values
@@ -126,7 +128,7 @@ def capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
             )
     optimizer = capture_optimizer(state.model, state.optimizer) if state.optimizer is not None else None
     sharded = has_shards(model) or has_shards(optimizer)
-    extra = _capture_extra(state, step=step, with_ema=sharded or rank == 0)
+    extra = _capture_extra(state, step=step, with_ema=sharded or rank == 0, model=model)
     if versions is not None:
         extra[KEY].append([["model"], to_text(versions)])
     extra[_ARCHITECTURE] = _hash_of_shapes(model)
@@ -237,7 +239,7 @@ def _without_shared_values(live: torch.nn.Module, model: Mapping[str, Any]) -> d
     return {name: value for name, value in model.items() if isinstance(value, DTensor) or name in parameters}
 
 
-def _capture_extra(state: TrainState, *, step: int, with_ema: bool) -> dict[str, Any]:
+def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: Mapping[str, Any]) -> dict[str, Any]:
     versions: list[list[Any]] = []
     extra: dict[str, Any] = {"step": step, "rng": capture_rng(), HAS_OPTIMIZER: state.optimizer is not None}
     for name in ("scheduler", "scaler"):
@@ -247,6 +249,7 @@ def _capture_extra(state: TrainState, *, step: int, with_ema: bool) -> dict[str,
     warn_left_alone(state.dataloader)
     if knows_its_position(state.dataloader):
         extra["dataloader"] = encode(position_of(state.dataloader, "dataloader"), "dataloader")
+    ema = None
     if state.ema is not None:
         ema = encode(state_of(state.ema, "ema", objects_only=True, versions=versions, path=("ema",)), "ema")
         if with_ema or has_shards(ema):  # beside a model that is whole on each rank it may be sharded all the same
@@ -258,6 +261,9 @@ def _capture_extra(state: TrainState, *, step: int, with_ema: bool) -> dict[str,
         }
         extra["extra"] = encode(own, "extra")
     extra[KEY] = encode(versions, KEY)
+    captured = [tensor for _, tensor in walk_tensors(dict(model))], [t for _, t in walk_tensors(ema)]
+    own_tensors = [tensor for _, tensor in walk_tensors(extra.get("extra"))]
+    extra[ALIASES] = encode(aliases_of(state.model, state.ema, state.extra, (*captured, own_tensors)), ALIASES)
     for name, tensor in walk_tensors({key: value for key, value in extra.items() if key != "rng"}):
         if isinstance(tensor, DTensor):
             _check_one_piece(name, tensor)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
+from ckptmirror.formats.aliases import in_order
 from ckptmirror.formats.buffers import fill_buffer, is_buffer
 from ckptmirror.formats.inside import (
     any_in,
@@ -65,6 +66,7 @@ class Giver:
         taken: What has its values already; shared by all that is given in one load.
         all_here: All that lives here, to see whether anything of it is sharded.
         versions: Returns what the modules at a path said of their layout, if the save has it.
+        aliased: Says of a path whether it was one with something before it when it was saved.
     """
 
     def __init__(
@@ -73,11 +75,13 @@ class Giver:
         taken: Taken,
         all_here: Any = None,
         versions: Callable[[Path_], Versions | None] = lambda _: None,
+        aliased: Callable[[Path_], bool] = lambda _: False,
     ) -> None:
         self.source = source
         self.taken = taken
         self.all_here = all_here
         self.versions = versions
+        self.aliased = aliased
         self.missing: list[str] = []
 
     def give(self, now: Any, path: Path_, where: str) -> Any:
@@ -108,8 +112,7 @@ class Giver:
         saved = self.source.value(path)
         if not isinstance(saved, Mapping):
             raise IntegrityError(f"The save holds a {type(saved).__name__} in the place of {where}.")
-        for key in sorted(saved, key=lambda key: not any_in(now.get(key), takes_state)):
-            # Objects first: they can only be filled, and values that share memory with them can be replaced.
+        for key in in_order(now, saved):
             now[key] = self.give(now.get(key), (*path, key), f"{where}.{key}")
         for key in [key for key in now if key not in saved]:
             self.lacks(f"{where}.{key}")
@@ -194,14 +197,18 @@ class Giver:
 
         def check(name: str, saved_name: str, now: torch.Tensor, pieces: Iterable[Piece]) -> None:
             owner = self.taken.owner_of(now)
-            if owner is None or holds(local_of(now), region_of(now), pieces, name):
+            if owner is None:
                 return
             others = self.source.others((*path, saved_name)) if name not in parameters else iter(())
-            if any(isinstance(other, torch.Tensor) and same(now, other) for other in others):
-                return  # each rank has buffers of its own, and the model those of rank 0
+            if self.aliased(path) and (
+                holds(local_of(now), region_of(now), pieces, name)
+                # each rank has buffers of its own, and the model those of rank 0
+                or any(isinstance(other, torch.Tensor) and same(now, other) for other in others)
+            ):
+                return
             raise UsageError(
-                f"{where} shares the memory of its {name} with {owner} here and was saved with other values: giving it "
-                f"those would change {owner}.",
+                f"{where} shares the memory of its {name} with {owner} here, and was saved apart from it: its values "
+                f"would change {owner}, now or later.",
                 hint="Give it memory of its own (copy.deepcopy) before resume().",
             )
 
@@ -228,7 +235,7 @@ class Giver:
                 fill(local_of(now), region_of(now), pieces, where)
                 self.taken.take(now, where)
                 return now
-            if holds(local_of(now), region_of(now), pieces, where):
+            if self.aliased(path) and holds(local_of(now), region_of(now), pieces, where):
                 return now
         if isinstance(now, DTensor) and tuple(now.shape) != first.region.shape:
             raise UsageError(
@@ -240,7 +247,7 @@ class Giver:
     def _give_buffer(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
         """Fill a set, an array or a byte array."""
         if self.taken.knows(now) or self.taken.owner_of_buffer(now) is not None:
-            return now if same(now, saved) else self._fresh(now, path)
+            return now if self.aliased(path) and same(now, saved) else self._fresh(now, path)
         if not same(now, saved) and not fill_buffer(now, saved):
             return self._replaced(now, self._fresh(now, path), where)
         self.taken.remember(now, saved)
@@ -263,9 +270,10 @@ class Giver:
     def _give_container(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
         if not isinstance(now, tuple):
             if self.taken.knows(now):
-                if self.taken.was_given(now, saved):
+                holds_objects = any_in(now, takes_state)  # which can only be filled
+                if (self.aliased(path) or holds_objects) and self.taken.was_given(now, saved):
                     return now
-                if any_in(now, takes_state):
+                if holds_objects:
                     raise _saved_as_two(where, now)
                 return self._fresh(now, path)
             self.taken.remember(now, saved)

@@ -20,11 +20,13 @@ import torch
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.names import SaveName
+from ckptmirror.formats.aliases import aliases_in
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.asking import state_of
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
 from ckptmirror.formats.giving import Giver
+from ckptmirror.formats.inside import any_in, takes_state
 from ckptmirror.formats.learning_rates import follow_schedulers
 from ckptmirror.formats.live import warn_missing, warn_unused
 from ckptmirror.formats.memory import Taken, same
@@ -130,9 +132,17 @@ def is_scheduled(root: Path, meta: Meta, state: Any, *, rank: int, exclude: froz
 
 
 def takes_schedule(state: Any, extra: Any, exclude: frozenset[str]) -> bool:
-    """Whether a scheduler of ``state`` will be given what ``extra`` has of it."""
-    wanted = "scheduler" not in exclude and state.scheduler is not None
-    return wanted and isinstance(extra, dict) and "scheduler" in extra
+    """Whether a scheduler of ``state`` will be given what ``extra`` has of it; one may lie in the user's extra."""
+    if not isinstance(extra, dict):
+        return False
+    known = optimizers_of(state.optimizer)
+
+    def follows(value: Any) -> bool:
+        return takes_state(value) and any(getattr(value, "optimizer", None) is one for one in known)
+
+    if "extra" not in exclude and "extra" in extra and any_in(state.extra, follows):
+        return True
+    return "scheduler" not in exclude and state.scheduler is not None and "scheduler" in extra
 
 
 def _paths(root: Path, meta: Meta) -> dict[int, Path]:
@@ -227,7 +237,14 @@ class _Loader:
         here = [self.state.model, self.state.ema, self.state.extra]
         source = self.source if name in self.tree else self.source.of(0)
         tree = self.tree if name in self.tree else self._tree(0)
-        giver = Giver(source, self.taken, here, lambda path: versions_in(tree, path[len(self.at) :]))
+        above = len(self.at)
+        giver = Giver(
+            source,
+            self.taken,
+            here,
+            lambda path: versions_in(tree, path[above:]),
+            lambda path: aliases_in(tree, path[above:]),
+        )
         if name == "extra":
             self.taken.take(state_of(self.state.ema, "ema"), "the average")  # the extra may hold something of it
             giver.give_values(target, (*self.at, name), name)

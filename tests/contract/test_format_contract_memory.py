@@ -241,3 +241,64 @@ def test_sparse_and_odd_live_tensors_are_replaced(kind: Kind, tmp_path: Path) ->
     load(kind, tmp_path, meta, TrainState(model=nn.Linear(2, 2), extra=into))
     assert torch.equal(into["sparse"].to_dense(), torch.eye(3))
     assert into["meta"].tolist() == [1.0, 1.0]
+
+
+def test_what_was_saved_apart_with_equal_values_comes_apart(kind: Kind, tmp_path: Path) -> None:
+    """The best weights so far equal the live ones when they are saved, and are not them."""
+    torch.manual_seed(0)
+    saved = nn.Linear(2, 2)
+    apart = {
+        "best": copy.deepcopy(saved.state_dict()),
+        "last": saved.weight.detach().clone(),
+        "array": saved.weight.detach().numpy().copy(),
+        "hist": [torch.ones(2), torch.ones(2)],
+        "lists": [[1], [1]],
+        "one": saved.bias.data,  # and this is it
+    }
+    meta = save(kind, tmp_path, TrainState(model=saved, extra=apart))
+    model = nn.Linear(2, 2)
+    zeros, numbers = torch.zeros(2), [0]
+    into: dict[str, Any] = {
+        "best": model.state_dict(),
+        "last": model.weight.data,
+        "array": model.weight.detach().numpy(),
+        "hist": [zeros, zeros],
+        "lists": [numbers, numbers],
+        "one": model.bias.data,
+    }
+    assert load(kind, tmp_path, meta, TrainState(model=model, extra=into)).missing == ()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    into["hist"][0].add_(1)
+    into["lists"][0].append(2)
+    assert torch.equal(into["best"]["weight"], saved.weight)
+    assert torch.equal(into["last"], saved.weight)
+    assert into["array"].tolist() == saved.weight.tolist()
+    assert [one.tolist() for one in into["hist"]] == [[2.0, 2.0], [1.0, 1.0]]
+    assert into["lists"] == [[1, 2], [1]]
+    assert torch.equal(into["one"], model.bias)
+
+
+def test_a_module_that_was_saved_apart_is_not_given_its_values_in_the_models_memory(kind: Kind, tmp_path: Path) -> None:
+    saved = nn.Linear(2, 2)
+    meta = save(kind, tmp_path, TrainState(model=saved, extra={"best": copy.deepcopy(saved)}))
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"extra\.best shares the memory.*was saved apart"):
+        load(kind, tmp_path, meta, TrainState(model=model, extra={"best": model}))
+    (tmp_path / "one").mkdir()
+    once_more = save(kind, tmp_path / "one", TrainState(model=saved, extra={"net": saved}))
+    load(kind, tmp_path / "one", once_more, TrainState(model=model, extra={"net": model}))
+
+
+def test_a_schedule_in_extra_is_refused_with_groups_in_another_order_too(kind: Kind, tmp_path: Path) -> None:
+    def build(*names: str) -> TrainState:
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.get_parameter(name)], "lr": rate} for name, rate in zip(names, (1.0, 0.1))]  # noqa: B905
+        optimizer = torch.optim.SGD(groups)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        return TrainState(model=model, optimizer=optimizer, extra={"schedule": schedule})
+
+    meta = save(kind, tmp_path, build("weight", "bias"))
+    with pytest.raises(UsageError, match="another order"):
+        load(kind, tmp_path, meta, build("bias", "weight"))

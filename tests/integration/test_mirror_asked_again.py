@@ -318,3 +318,15 @@ def test_i8_another_process_is_not_told_that_all_is_mirrored_before_the_leader_h
         manager._node._rotator.wake()  # type: ignore[union-attr]
         manager.wait("mirrored", timeout_s=30)
     assert is_mirrored(tmp_path, None)
+
+
+def test_i8_a_run_does_not_end_well_when_its_mirror_says_at_the_end_that_there_is_no_bucket(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, [memory_url()])
+    (gone,) = faulty(manager)
+    state = new_state()
+    manager.resume(state)
+    manager.save(1, state).wait("mirrored", timeout_s=30)
+    gone.script(StoreFault("list", when="before", times=0, error=lambda: BucketNotFound("The bucket is gone.")))
+    with pytest.raises(DeadlinePassed, match="The bucket is gone"):
+        manager.close(timeout_s=5)
+    assert json.loads((tmp_path / names.STATUS_NAME).read_text())["status"] == "incomplete"

@@ -1,0 +1,129 @@
+"""Which values of the extra state are one with others, told by the save: a load leaves those as one, and no others.
+
+Equal values say nothing: the best weights so far equal the live ones when they are saved, and are not them. So a save
+writes the paths of what shares memory with the model, with the average or with a value before it, or is the same
+container as one before it.
+
+Rules:
+* A save and a load walk in the same order (``formats.giving``).
+* Looking costs little where nothing is shared: addresses are compared first, bytes only if two are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+
+from ckptmirror.formats.asking import state_of
+from ckptmirror.formats.buffers import is_array
+from ckptmirror.formats.inside import any_in, takes_state
+from ckptmirror.formats.memory import Taken
+from ckptmirror.formats.rank_files import is_mapping, is_sequence
+from ckptmirror.formats.shards import local_of
+
+__all__ = ["KEY", "aliases_in", "aliases_of", "in_order"]
+
+KEY = "aliases"
+
+Path_ = tuple[Hashable, ...]
+
+
+def aliases_of(model: torch.nn.Module, ema: Any, extra: Any, captured: tuple[Any, Any, Any]) -> list[list[Any]]:
+    """Return the paths, from the top of the extra state, of what is one with something before it.
+
+    Args:
+        model: The live model.
+        ema: The live average, or averages.
+        extra: The live extra state.
+        captured: The tensors of these three as they were captured, which are aliases of the live ones.
+    """
+    if not _may_share(extra, *(list(tensors) for tensors in captured)):
+        return []
+    found: list[list[Any]] = []
+    taken = Taken()
+    taken.take(model, "the model")
+    _walk(ema, ("ema",), taken, found)
+    if ema is not None:
+        taken.take(state_of(ema, "ema"), "the average")
+    for key in in_order(extra or {}):
+        _walk(extra[key], ("extra", key), taken, found)
+    return found
+
+
+def aliases_in(tree: Any, path: Path_) -> bool:
+    """Whether the save of the extra state ``tree`` says that what is at ``path`` is one with something before it."""
+    told = tree.get(KEY) if isinstance(tree, dict) else None
+    return isinstance(told, list) and any(isinstance(one, list) and tuple(one) == path for one in told)
+
+
+def in_order(values: dict[Any, Any], keys: Iterable[Any] | None = None) -> list[Any]:
+    """Return the keys of the extra state in the order of a walk.
+
+    Objects first: they can only be filled, and values that share memory with them can be replaced.
+    """
+    return sorted(values if keys is None else keys, key=lambda key: not any_in(values.get(key), takes_state))
+
+
+def _walk(value: Any, path: Path_, taken: Taken, found: list[list[Any]]) -> None:
+    if isinstance(value, torch.nn.Module):
+        if any(taken.owner_of(tensor) is not None for tensor in (*value.parameters(), *value.buffers())):
+            found.append(list(path))
+        taken.take(value, "")
+    elif takes_state(value):
+        taken.take(value, "")
+    elif isinstance(value, torch.Tensor):
+        _note(taken.owner_of(value) is not None, path, found, lambda: taken.take(value, ""))
+    elif is_mapping(value) or is_sequence(value):
+        if not isinstance(value, tuple):
+            if taken.knows(value):
+                found.append(list(path))
+                return
+            taken.remember(value, value)
+        items = value.items() if is_mapping(value) else enumerate(value)
+        for key, item in items:
+            _walk(item, (*path, key), taken, found)
+    elif isinstance(value, (set, bytearray)) or is_array(value):
+        shared = taken.knows(value) or taken.owner_of_buffer(value) is not None
+        _note(shared, path, found, lambda: taken.remember(value, value))
+        if not shared:
+            taken.take_buffer(value, "")
+
+
+def _note(is_shared: bool, path: Path_, found: list[list[Any]], otherwise: Callable[[], None]) -> None:
+    if is_shared:
+        found.append(list(path))
+    else:
+        otherwise()
+
+
+def _may_share(extra: Any, model: list[Any], ema: list[Any], own: list[Any]) -> bool:
+    """Whether anything may be one with something else; rarely wrong where it says so, never where it does not."""
+    seen = set(map(_address, model))
+    if not seen.isdisjoint(averages := set(map(_address, ema))):
+        return True
+    addresses = list(map(_address, own))
+    if len(set(addresses)) < len(addresses) or not (seen | averages).isdisjoint(addresses):
+        return True
+    ids: list[int] = []
+    return _has_arrays_or_twins(extra, ids)
+
+
+def _has_arrays_or_twins(value: Any, ids: list[int]) -> bool:
+    if is_array(value) or isinstance(value, bytearray):
+        return True
+    if isinstance(value, set) or is_mapping(value) or (is_sequence(value) and not isinstance(value, tuple)):
+        if id(value) in ids:
+            return True
+        ids.append(id(value))
+    items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
+    return any(_has_arrays_or_twins(item, ids) for item in items)
+
+
+def _address(tensor: torch.Tensor) -> object:
+    local = local_of(tensor)
+    try:
+        return local.untyped_storage().data_ptr() or object()
+    except (RuntimeError, ValueError, NotImplementedError):  # made of other tensors
+        return object()
