@@ -175,9 +175,7 @@ class Node:
         self.write_status("running", last_step=meta.step)
 
     def wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
-        """Wait until a save is verified on every mirror that counts, or everything (None).
-
-        Everything includes what was verified before this start: each mirror was asked for it.
+        """Wait until a save is verified on every mirror that counts, or everything (None), earlier saves included.
 
         Returns:
             False if it is not by then, or as soon as what is left has failed for good.
@@ -327,7 +325,7 @@ class Node:
             self.table.mirrors()
         except (BrokenTable, NoTable) as error:
             self.renew_table(error)
-        if not stopped and self.wait_mirrored(None, timeout_s):
+        if not stopped and (self.wait_mirrored(None, timeout_s) or self._workers is None):
             if self._recheck is not None and timeout_s > 0:  # else nobody waits for an answer
                 return self._ask_once_more(self._recheck, deadline - time.monotonic())
             return {}  # each answered at least once
@@ -335,15 +333,17 @@ class Node:
 
     def _ask_once_more(self, recheck: Recheck, timeout_s: float) -> dict[str, str]:
         """See that nobody emptied a mirror meanwhile, and send what is missed again; return who refuses to say."""
+        ends_s = time.monotonic() + timeout_s
         recheck.begin_anew()
-        if self._rotator is not None:
-            self._rotator.wake()
-        if not self.wait_mirrored(None, min(timeout_s, _ASK_ONCE_MORE_S)) and self.unsafe_saves():
-            self.wait_mirrored(None, timeout_s - _ASK_ONCE_MORE_S)
+        asking = threading.Thread(target=recheck.ask, name="ckptmirror-ask", daemon=True)  # a rotation may take long
+        asking.start()
+        asking.join(max(0.0, min(timeout_s, _ASK_ONCE_MORE_S)))
+        if self.unsafe_saves():
+            self.wait_mirrored(None, ends_s - time.monotonic())
         unasked = self._unasked()
-        for url, why in unasked.items():
-            _log.warning("%s does not answer any more (%s); what is there was verified earlier", url, why)
-        return {url: str(error) for url, error in recheck.refused().items() if url in unasked}
+        for url in unasked.keys() & recheck.silent():
+            _log.warning("%s does not answer any more (%s); all of it was verified earlier", url, unasked[url])
+        return {url: why for url, why in unasked.items() if url not in recheck.silent()}
 
     def close(
         self, limit_s: float | None = None, *, saving: bool = False, services_ended: tuple[bool, bool] | None = None

@@ -84,9 +84,9 @@ class Recheck:
         """Return what the mirrors said that did not answer."""
         return {url: error for url, error in dict(self._open).items() if error is not None}
 
-    def refused(self) -> dict[str, CkptMirrorError]:
-        """Return the final answers among them: no such bucket, no permission."""
-        return {url: error for url, error in self.errors().items() if not isinstance(error, Temporary)}
+    def silent(self) -> set[str]:
+        """Return those that were asked and may yet answer."""
+        return {url for url, error in self.errors().items() if isinstance(error, Temporary)}
 
     def waits_for(self, urls: Collection[str]) -> bool:
         """Whether one of ``urls`` may still answer: it has not yet, and did not refuse for good."""
@@ -134,10 +134,15 @@ def _verified(table: UploadsTable) -> list[UploadRecord]:
 
 
 def forget_verified(table: UploadsTable, record: UploadRecord, reason: str) -> None:
-    """What the mirror no longer has is pending again: it will be sent once more."""
+    """What the mirror no longer has is pending again: it will be sent once more.
+
+    So is the meta of its save, which may have to name it otherwise: a damaged object keeps its name.
+    """
     if record.state is not RecordState.VERIFIED:
         return
-    try:
-        table.unverify(record.save_id, record.path, record.mirror, reason)
-    except (CheckpointNotFound, IllegalTransition) as error:  # it was rotated, or found missing by another, meanwhile
-        _log.info("%s on %s is no longer to be there: %s", record.path, record.mirror, error)
+    metas = [r for r in table.records(save_id=record.save_id, mirror=record.mirror) if r.role == "meta"]
+    for one in [record, *(meta for meta in metas if meta.path != record.path and meta.state is RecordState.VERIFIED)]:
+        try:
+            table.unverify(one.save_id, one.path, one.mirror, reason)
+        except (CheckpointNotFound, IllegalTransition) as error:  # rotated, or found missing by another, meanwhile
+            _log.info("%s on %s is no longer to be there: %s", one.path, one.mirror, error)

@@ -70,7 +70,7 @@ class MetaUpload(Sending):
                 return
             if there != data and not _covers(found, meta):
                 raise IntegrityError(f"{name} on {context.mirror.url} names this save with other contents.")
-            self._verify_meta(info, there)
+            self._verify_meta(*self._naming_what_was_verified(found, mine, info, there))
             return
         if meta.partial:
             raise StorePermanent(
@@ -78,6 +78,31 @@ class MetaUpload(Sending):
                 hint="Mirror it from where all of it lies.",
             )
         raise StorePermanent(f"Both names for the meta of step {meta.step} are taken on {context.mirror.url}.")
+
+    def _naming_what_was_verified(
+        self, there: Meta, mine: Meta, info: ObjectInfo, data: bytes
+    ) -> tuple[ObjectInfo, bytes]:
+        """Have the mirror's meta of this save name the objects that were verified; return it as it stands then.
+
+        An object that was damaged keeps its name, and what is sent in its stead has another. Nothing but names of
+        objects changes, at the generation that was read.
+
+        Raises:
+            Temporary: Somebody else changed it meanwhile.
+        """
+        verified = {names.untagged(artifact.path): artifact.object_name for artifact in mine.artifacts}
+        wanted = [verified.get(names.untagged(a.path), a.object_name) for a in there.artifacts]
+        if wanted == [artifact.object_name for artifact in there.artifacts]:
+            return info, data
+        artifacts = tuple(
+            replace(a, object=name if name != a.path else None) for a, name in zip(there.artifacts, wanted, strict=True)
+        )
+        data = meta_to_bytes(replace(there, artifacts=artifacts))
+        try:
+            info = self._store.write(info.name, data, if_generation=info.generation, metadata=info.metadata)
+        except PreconditionFailed as error:
+            raise Temporary(f"{info.name} on {self._context.mirror.url} was changed meanwhile.") from error
+        return info, data
 
     def _check_artifacts(self, meta: Meta) -> None:
         """Ask for every artifact once more: some were verified long ago, and the bucket may be another since.

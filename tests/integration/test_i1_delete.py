@@ -107,13 +107,17 @@ def test_i1_the_same_bytes_at_another_generation_keep_the_save(place: MirroredRo
 
 
 @pytest.mark.parametrize("data", [b"another size", b"x" * 3000])
-def test_i1_other_bytes_under_the_name_keep_the_save_for_good(place: MirroredRoot, data: bytes) -> None:
+def test_i1_other_bytes_under_the_name_keep_the_save_until_the_meta_names_what_was_sent_again(
+    place: MirroredRoot, data: bytes
+) -> None:
     old, _ = two_saves(place)
     place.upload()
     replace_object(place, "model_000100.pt", data)
     assert_refused(place, old, "model_000100.pt")
-    place.upload()  # goes to the other name, but the mirror's meta, which is never replaced, names the first
-    assert_refused(place, old, "its meta there names model_000100.pt")
+    meta = next(record for record in place.records(save_id=old.save_id) if record.role == "meta")
+    assert meta.state is RecordState.PENDING, "what it names is not there any more"
+    place.upload()  # goes to the other name, and the mirror's meta of this save names it then
+    assert place.rotate().deleted == ((100, old.save_id),)
 
 
 def test_i1_an_object_with_another_crc32c_keeps_it(open_root: Callable[..., MirroredRoot], tmp_path: Path) -> None:

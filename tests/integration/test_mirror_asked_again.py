@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager, Retention
+from ckptmirror import CheckpointManager, Retention, load_checkpoint
 from ckptmirror.core import names
 from ckptmirror.core.errors import (
     BucketNotFound,
@@ -21,19 +21,23 @@ from ckptmirror.core.errors import (
     StoreTemporary,
     WaitTimeout,
 )
+from ckptmirror.core.model import Kind
+from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.drain import drain, push
-from ckptmirror.flow.mirrors import MirrorSpec
+from ckptmirror.flow.mirrors import MirrorSpec, open_mirrors
 from ckptmirror.flow.rotate import rotate_root
+from ckptmirror.flow.safety import why_not_safe
 from ckptmirror.flow.stage import stage_checkpoint_step
 from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.lock import RootLock
+from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import GcsServerProcess
 from tests.cli_place import run as cli
 from tests.mirror_place import memory_url
-from tests.small_training import faulty, new_state, running, saved_run, train
+from tests.small_training import faulty, new_state, running, same, saved_run, train
 from tests.stage_place import Place, whole_saves
 
 
@@ -330,3 +334,62 @@ def test_i8_a_run_does_not_end_well_when_its_mirror_says_at_the_end_that_there_i
     with pytest.raises(DeadlinePassed, match="The bucket is gone"):
         manager.close(timeout_s=5)
     assert json.loads((tmp_path / names.STATUS_NAME).read_text())["status"] == "incomplete"
+
+
+@pytest.mark.parametrize("kind", ["dcp", "model"])
+@pytest.mark.parametrize("who", ["drain", "start", "end", "start without a table"])
+def test_i6_what_is_sent_again_beside_a_damaged_object_is_what_the_meta_names(
+    tmp_path: Path, kind: Kind, who: str
+) -> None:
+    url = f"file://{tmp_path}/nfs/run"
+    (tmp_path / "nfs").mkdir()
+    root = tmp_path / "root"
+    states = saved_run(root, (3,), url)
+    victim = next((tmp_path / "nfs" / "run").glob("dcp_000003/*.distcp" if kind == "dcp" else "model_000003.pt"))
+
+    def damage() -> None:
+        victim.write_bytes(victim.read_bytes()[:-7])
+
+    if who == "end":
+        with CheckpointManager(root, [url]) as manager:
+            manager.resume(new_state())
+            manager.wait("mirrored", timeout_s=30)
+            damage()
+    else:
+        damage()
+        if who == "drain":
+            assert drain(root, timeout_s=30).is_verified
+        else:
+            for path in root.glob(f"{names.TABLE_NAME}*" if "table" in who else "none"):
+                path.unlink()
+            with CheckpointManager(root, [url]) as manager:
+                manager.resume(new_state())
+                manager.wait("mirrored", timeout_s=30)
+    assert not why_open(root, url)
+    shutil.rmtree(root)
+    staged = stage_checkpoint_step(url, step=3, dest=tmp_path / "eval", require_kind=kind)
+    assert same(dict(load_checkpoint(staged.path).model), dict(states[3]["model"]))
+
+
+def why_open(root: Path, url: str) -> str | None:
+    """What rotation would say of the newest save."""
+    with UploadsTable.open(root / names.TABLE_NAME) as table:
+        mirrors = open_mirrors([MirrorSpec(url)], root, table)
+        (save_id,) = local_catalog(root).saves
+        return why_not_safe(table, mirrors, save_id)
+
+
+def test_i8_a_run_whose_second_start_failed_asks_its_mirrors_before_it_ends(tmp_path: Path) -> None:
+    url = memory_url()
+    manager = CheckpointManager(tmp_path, [url])
+    state = new_state()
+    manager.resume(state)
+    manager.save(3, state).wait("mirrored", timeout_s=30)
+    with pytest.raises(CheckpointNotFound):
+        manager.resume(new_state(), 99)
+    store = open_store(url)
+    for info in list(store.list()):
+        if info.name != names.WRITER_NAME:
+            store.delete(info.name, generation=info.generation)
+    with pytest.raises(DeadlinePassed, match="not verified"):
+        manager.close(timeout_s=5)
