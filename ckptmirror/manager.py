@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from ckptmirror.flow.status import Status, is_mirrored, read_status
 from ckptmirror.formats.train_state import checked_parts
 from ckptmirror.local import files
 from ckptmirror.local.lock import RankLock
+from ckptmirror.observe.journal import Journal
 from ckptmirror.observe.log import LogListener
 from ckptmirror.ranks import Ranks, StopRequest, node_key_of, open_ranks
 
@@ -86,6 +88,7 @@ class CheckpointManager:
         self.mode = mode
         self.events = events.EventBus(on_failure=_log_failure)
         self.events.subscribe(LogListener())
+        self.events.subscribe(Journal(self.root, "trainer"))
         self._specs = mirror_specs(mirrors)
         self._state_dir = Path(state_dir) if state_dir is not None else None
         self._node: Node | None = None
@@ -274,6 +277,8 @@ class CheckpointManager:
         self._closed = True
         stopped = stop is not None and stop.requested
         deadline = time.monotonic() + timeout_s
+        if stop is not None and stopped:
+            self.events.emit(_told_of(stop, self.ranks.rank))
         try:
             if self._saver is not None:
                 self._saver.end(timeout_s)
@@ -369,6 +374,13 @@ def _node_key(root: Path) -> tuple[str, BaseException | None]:
 
 def _log_failure(failure: events.ListenerFailure) -> None:
     _log.error("a listener failed at %s: %s", type(failure.event).__name__, failure.error)
+
+
+def _told_of(stop: StopRequest, rank: int) -> events.StopRequested:
+    left_s = stop.remaining_s
+    if math.isinf(left_s):
+        return events.StopRequested(reason=stop.reason or "", rank=rank)
+    return events.StopRequested(reason=stop.reason or "", rank=rank, deadline_s=left_s, age_s=stop.grace_s - left_s)
 
 
 def _checked_kinds(kinds: Sequence[Kind]) -> tuple[Kind, ...]:

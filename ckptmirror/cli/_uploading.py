@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["print_report", "telling_bus"]
 
 
-def telling_bus() -> events.EventBus:
-    """Return a bus that says on stderr why files wait: once for each mirror and sort of fault."""
+def telling_bus(root: Path, verb: str) -> events.EventBus:
+    """Return a bus that says on stderr why files wait, once for each mirror and sort of fault; it keeps the journal."""
+    from ckptmirror.observe.journal import Journal
+
     bus = events.EventBus()
+    bus.subscribe(Journal(root, verb))
     told: set[tuple[str, str]] = set()
 
     def tell(event: events.Event) -> None:

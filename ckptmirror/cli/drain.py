@@ -31,7 +31,7 @@ def command(root: Path, mirrors: tuple[str, ...], timeout_s: float, as_json: boo
             root,
             only=mirrors,
             timeout_s=timeout_s,
-            bus=telling_bus(),
+            bus=telling_bus(root, "drain"),
             on_progress=lambda at: show(at.bytes_done, at.bytes_total),
         )
     return print_report(root, report, as_json)

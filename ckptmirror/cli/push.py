@@ -34,7 +34,7 @@ def command(root: Path, mirror: str | None, step: int | None, timeout_s: float, 
             url,
             step=step,
             timeout_s=timeout_s,
-            bus=telling_bus(),
+            bus=telling_bus(root, "push"),
             on_progress=lambda at: show(at.bytes_done, at.bytes_total),
         )
     return print_report(root, report, as_json)

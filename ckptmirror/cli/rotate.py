@@ -12,6 +12,7 @@ from ckptmirror.cli._options import json_option, print_json, root_option
 from ckptmirror.core.errors import RefusedOnlyCopy
 
 if TYPE_CHECKING:
+    from ckptmirror.core.events import EventBus
     from ckptmirror.flow.rotate import RotationReport
 
 
@@ -58,7 +59,7 @@ def command(
         _print_plan(plan)
     for warning in plan.plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    report = plan if dry_run else rotate_root(root, retention)
+    report = plan if dry_run else rotate_root(root, retention, bus=_journal(root))
     if as_json:
         print_json(_facts(report, dry_run))
     if dry_run:
@@ -69,6 +70,15 @@ def command(
     if report.refused:
         print(f"  {RefusedOnlyCopy.hint}", file=sys.stderr)
     return RefusedOnlyCopy.exit_code if report.refused else 0
+
+
+def _journal(root: Path) -> EventBus:
+    from ckptmirror.core.events import EventBus
+    from ckptmirror.observe.journal import Journal
+
+    bus = EventBus()
+    bus.subscribe(Journal(root, "rotate"))
+    return bus
 
 
 def _print_plan(plan: RotationReport) -> None:

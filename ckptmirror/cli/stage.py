@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ckptmirror.cli._options import json_option, mirror_option, need_mirror, print_json, seconds_option, step_option
 from ckptmirror.cli._progress import progress
+
+if TYPE_CHECKING:
+    from ckptmirror.core.events import EventBus
 
 
 @click.command()
@@ -53,6 +57,7 @@ def command(
             full=full,
             superseded=superseded,
             wait_s=wait_s,
+            bus=_journal(dest.absolute()),
             on_progress=lambda at: show(at.received_bytes + at.kept_bytes, at.total_bytes),
         )
     if as_json:
@@ -60,3 +65,16 @@ def command(
     else:
         print(staged.path)
     return 0
+
+
+def _journal(dest: Path) -> EventBus:
+    """A stage into a directory that a trainer saves to is a part of that run's history; any other is not."""
+    from ckptmirror.core.events import EventBus
+    from ckptmirror.flow.destination import is_training_root
+
+    bus = EventBus()
+    if is_training_root(dest):
+        from ckptmirror.observe.journal import Journal
+
+        bus.subscribe(Journal(dest, "stage"))
+    return bus

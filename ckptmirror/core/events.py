@@ -18,6 +18,7 @@ from ckptmirror.core.model import Kind
 
 __all__ = [
     "AttemptDecided",
+    "AttemptEnded",
     "AttemptFencedEvent",
     "CopyBroken",
     "EmergencySaved",
@@ -37,9 +38,11 @@ __all__ = [
     "SaveGone",
     "SaveRotated",
     "SaveStarted",
+    "StageFailed",
     "StageFinished",
     "StageStarted",
     "StopRequested",
+    "StoreCalled",
 ]
 
 
@@ -149,12 +152,13 @@ class MirrorUnreachable(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRotated(Event):
-    """A local save was deleted by policy."""
+    """A local save was deleted by policy. ``duration_s`` includes asking the mirrors."""
 
     step: int
     save_id: str = ""
     kinds: tuple[Kind, ...] = ()
     reason: str = ""
+    duration_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,11 +182,28 @@ class SaveGone(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptDecided(Event):
-    """An attempt recorded where it starts from; ``step`` is None for a start from scratch."""
+    """An attempt recorded where it starts from.
+
+    Attributes:
+        step: None for a start from scratch.
+        place: ``"disk"``, or the mirror that the save was brought from; empty for a start from scratch.
+        duration_s: From the claim of the run to the decision, with all that was read and loaded between.
+    """
 
     attempt: int
     step: int | None = None
     save_id: str = ""
+    place: str = ""
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnded(Event):
+    """A trainer closed in order; ``status`` is ``finished``, ``stopped`` or ``incomplete``, as in ``status.json``."""
+
+    attempt: int
+    status: str
+    pending: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,6 +239,16 @@ class StageFinished(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StageFailed(Event):
+    """A step could not be brought; what has arrived of it stays for the next try."""
+
+    mirror: str
+    step: int
+    kinds: tuple[Kind, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CopyBroken(Event):
     """One copy of a save cannot be trusted; ``place`` is a directory or a mirror's URL."""
 
@@ -229,11 +260,35 @@ class CopyBroken(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRequested(Event):
-    """A signal or a caller asked the run to stop; ``deadline_s`` is what is left of the grace period, if known."""
+    """A signal or a caller asked the run to stop; told once the training loop acts on it.
+
+    Attributes:
+        deadline_s: What is left of the grace period, if there is one.
+        age_s: How long ago it was asked, if there is a grace period; else 0.
+    """
 
     reason: str
     rank: int = 0
     deadline_s: float | None = None
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreCalled(Event):
+    """One call to a mirror is over.
+
+    Attributes:
+        operation: ``stat``, ``list``, ``read``, ``write``, ``upload``, ``download`` or ``delete``.
+        name: The object; of a listing, its prefix.
+        error: Kind and text of what it raised; "" if it went well.
+    """
+
+    mirror: str
+    operation: str
+    name: str = ""
+    size_bytes: int = 0
+    duration_s: float = 0.0
+    error: str = ""
 
 
 Listener = Callable[[Event], None]

@@ -21,9 +21,11 @@ from ckptmirror.core.paths import check_relative_path
 __all__ = [
     "ATTEMPTS_NAME",
     "CONTROL_DIR",
+    "EVENTS_NAME",
     "LATEST_NAME",
     "LOCK_NAME",
     "MAX_STEP",
+    "OLDER_EVENTS_NAME",
     "PARTS_DIR",
     "PINS_DIR",
     "STATUS_NAME",
@@ -57,6 +59,8 @@ TABLE_NAME = f"{CONTROL_DIR}/uploads.db"
 TABLE_NOTE_NAME = f"{CONTROL_DIR}/table.json"  # where the table lies instead
 LOCK_NAME = f"{CONTROL_DIR}/lock"
 TRASH_DIR = f"{CONTROL_DIR}/trash"
+EVENTS_NAME = f"{CONTROL_DIR}/events.jsonl"
+OLDER_EVENTS_NAME = f"{CONTROL_DIR}/events.older.jsonl"
 LATEST_NAME = "latest"
 WRITER_NAME = "writer.json"  # on a mirror
 PARTS_DIR = "parts"  # on a mirror

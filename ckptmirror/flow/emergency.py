@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +58,7 @@ def save_emergency(
     """
     from ckptmirror.formats.emergency import write_emergency
 
+    started = time.monotonic()
     save_id = emergency_save_id(attempt, number, step)
     name = _agreed_name(root, save_id, step)
     parsed = names.parse_name(name)
@@ -87,7 +89,11 @@ def save_emergency(
             _log.warning("the emergency snapshot of step %d is durable, but latest does not name it: %s", step, error)
     bus.emit(
         events.EmergencySaved(
-            step=step, rank=rank, save_id=save_id, size_bytes=sum(a.digest.size_bytes for a in artifacts)
+            step=step,
+            rank=rank,
+            save_id=save_id,
+            size_bytes=sum(a.digest.size_bytes for a in artifacts),
+            duration_s=time.monotonic() - started,
         )
     )
     return directory

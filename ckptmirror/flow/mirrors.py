@@ -13,11 +13,12 @@ import hashlib
 import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenTable, ConfigError, IntegrityError, NameTaken, StoreTemporary
+from ckptmirror.core.events import EventBus
 from ckptmirror.core.lifecycle import WAITING
 from ckptmirror.core.model import new_id
 from ckptmirror.core.sealed_json import open_sealed, seal
@@ -47,10 +48,18 @@ _log = logging.getLogger("ckptmirror")
 
 @dataclass(frozen=True)
 class MirrorSpec:
-    """A mirror as configured: its URL, and whether a save must be there before its local copy may go."""
+    """A mirror as configured.
+
+    Attributes:
+        required: Whether a save must be there before its local copy may go.
+        bytes_per_s: What uploads and downloads may take of the wire, together; None: all of it.
+        requests_per_s: How many calls may be made; None: no limit.
+    """
 
     url: str
     required: bool = True
+    bytes_per_s: float | None = None
+    requests_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,27 +82,30 @@ def mirror_specs(mirrors: Iterable[str | MirrorSpec]) -> list[MirrorSpec]:
     specs: list[MirrorSpec] = []
     for given in mirrors:
         spec = given if isinstance(given, MirrorSpec) else MirrorSpec(given)
-        spec = MirrorSpec(normalise_url(spec.url), spec.required)
+        spec = replace(spec, url=normalise_url(spec.url))
         if any(other.url == spec.url for other in specs):
             raise ConfigError(f"The mirror {spec.url} is configured twice.", hint="List each mirror once.")
         specs.append(spec)
     return specs
 
 
-def open_mirrors(specs: Iterable[MirrorSpec], root: Path, table: UploadsTable | None) -> list[Mirror]:
+def open_mirrors(
+    specs: Iterable[MirrorSpec], root: Path, table: UploadsTable | None, bus: EventBus | None = None
+) -> list[Mirror]:
     """Open the store behind each mirror of a root, in order; nothing is asked of them before their first use.
 
     Args:
         specs: The mirrors.
         root: The root that they mirror.
         table: What remembers which place each mirror is; None where the root has no table yet.
+        bus: Told of every call to a mirror.
 
     Raises:
         ConfigError: A required mirror cannot compare and swap, or a mirror lies where it must not (``check_places``).
     """
     mirrors = []
     for spec in specs:
-        store = open_store(spec.url)
+        store = open_store(spec.url, bytes_per_s=spec.bytes_per_s, requests_per_s=spec.requests_per_s, bus=bus)
         if spec.required and not store.capabilities.compare_and_swap:
             raise ConfigError(
                 f"The mirror {spec.url} cannot replace an object at a given generation, so two writers could not see "

@@ -1,8 +1,7 @@
 """What the leader of a node owns: the lock, the table, the claim of the run, the uploader, the rotator.
 
 Rules:
-* Opened in an order in which a failure leaves nothing held: lock, table, reconcile, mirrors, claim. A table that is
-  another root's is left as it is, and so is a directory in which the root is not mounted now.
+* Opened in an order in which a failure leaves nothing held: lock, table, reconcile, mirrors, claim.
 * A node whose lock file somebody took away commits nothing more: another may lead this root by now.
 * Whether something is safe is answered by ``settled``, never by a count of what is pending.
 * Closing needs no other rank and no mirror. What is not uploaded stays in the table, and the next start carries on.
@@ -106,7 +105,7 @@ class Node:
                 self.table = open_table(root, state_dir, clock)
             undo.callback(self.table.close)
             self.reconciled = reconcile(root, self.table, known_mirrors(self.table, self.specs))
-            self.mirrors: list[Mirror] = open_mirrors(self.specs, root, self.table)
+            self.mirrors: list[Mirror] = open_mirrors(self.specs, root, self.table, bus)
             undo.pop_all()
         for step, save_id, reason in self.reconciled.gone:
             bus.emit(events.SaveGone(step=step, save_id=save_id, reason=reason))
@@ -306,9 +305,11 @@ class Node:
             unasked = self._see_to_the_rest(timeout_s, stopped)
             services_ended = self._stop_services(limit_s)
             pending = open_files(self.unsafe_saves())  # only now: what was at work may still have missed something
-            ended = "finished" if not (pending or unasked) else "incomplete"
+            status = "stopped" if stopped else "incomplete" if pending or unasked else "finished"
             if self._is_decided():
-                self.write_status("stopped" if stopped else ended, pending=pending)
+                self.write_status(status, pending=pending)
+                number = self._claimed().attempt.number
+                self._bus.emit(events.AttemptEnded(attempt=number, status=status, pending=pending))
         finally:
             self.close(limit_s, saving=saving, services_ended=services_ended)
         lines = [f"{pending} files of {self.root} are not verified on their mirrors."] if pending else []

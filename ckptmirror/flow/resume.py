@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,7 @@ def resume_run(
         RefusedOnlyCopy: There are saves and none can be resumed.
         Temporary: A required mirror that may hold more does not answer, or a newer save cannot be read now.
     """
+    started = time.monotonic()
     proposer: Proposer | None = None
     failure: BaseException | None = None
     if node is not None:
@@ -101,6 +103,7 @@ def resume_run(
         proposal = _propose(ranks, proposer, node)
         if proposal.meta is None:
             attempt = _decide(ranks, node, None)
+            _tell(bus, node, attempt, proposal, started)
             return None, proposal.run_id, attempt
         try:
             _vote_on_bytes(root, ranks, proposal.meta, proposal.kind)
@@ -110,6 +113,7 @@ def resume_run(
                 proposer.reject(proposal, found.reason, touched=found.touched, unreadable=found.unreadable)
             continue
         attempt = _decide(ranks, node, proposal.meta.ref)
+        _tell(bus, node, attempt, proposal, started)
         return _info(proposal, report, left_out(state, exclude)), proposal.run_id, attempt
 
 
@@ -243,6 +247,22 @@ def _decide(ranks: Ranks, node: Node | None, parent: SaveRef | None) -> Attempt:
         given for given in ranks.exchange(attempt, what="decide the attempt", error=failure) if given is not None
     ]
     return decided[0]
+
+
+def _tell(bus: events.EventBus, node: Node | None, attempt: Attempt, proposal: Proposal, started: float) -> None:
+    """The leader tells for all."""
+    if node is None:
+        return
+    meta = proposal.meta
+    bus.emit(
+        events.AttemptDecided(
+            attempt=attempt.number,
+            step=meta.step if meta is not None else None,
+            save_id=meta.save_id if meta is not None else "",
+            place=proposal.place if meta is not None else "",
+            duration_s=time.monotonic() - started,
+        )
+    )
 
 
 def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -> ResumeInfo:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,7 @@ def rotate(
         deleted = []
         absent = _required_and_absent(table, mirrors)
         for save_id in plan.delete if not dry_run else ():
-            meta = metas[save_id]
+            meta, began = metas[save_id], time.monotonic()
             successor = metas.get(plan.successors.get(save_id, save_id))
             assert successor is not None
             reason = absent or _why_not_ours(root, meta) or _why_not_elsewhere(table, mirrors, successor)
@@ -142,7 +143,8 @@ def rotate(
                 refused[save_id] = reason
                 continue
             deleted.append((meta.step, save_id))
-            bus.emit(events.SaveRotated(step=meta.step, save_id=save_id, reason=plan.delete[save_id]))
+            reason, took_s = plan.delete[save_id], time.monotonic() - began
+            bus.emit(events.SaveRotated(step=meta.step, save_id=save_id, reason=reason, duration_s=took_s))
         for save_id, reason in refused.items():
             bus.emit(events.RotationRefused(step=metas[save_id].step, save_id=save_id, reason=reason))
         return RotationReport(plan, tuple(deleted), refused, {save_id: meta.step for save_id, meta in metas.items()})
@@ -369,7 +371,12 @@ def _is_still_ours(root: Path, name: str, records: Sequence[UploadRecord]) -> bo
 
 
 def rotate_root(
-    root: Path, retention: Retention, *, state_dir: Path | None = None, dry_run: bool = False
+    root: Path,
+    retention: Retention,
+    *,
+    state_dir: Path | None = None,
+    dry_run: bool = False,
+    bus: events.EventBus | None = None,
 ) -> RotationReport:
     """Rotate a root from outside its trainer, with the mirrors that its table names.
 
@@ -385,7 +392,7 @@ def rotate_root(
         table.check_root(root)
         mirrors = open_mirrors((MirrorSpec(row.url, row.required) for row in table.mirrors()), root, table)
         try:
-            return rotate(root, table, mirrors, retention, dry_run=dry_run)
+            return rotate(root, table, mirrors, retention, bus=bus, dry_run=dry_run)
         finally:
             close_mirrors(mirrors)
     finally:

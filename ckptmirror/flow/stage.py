@@ -20,7 +20,7 @@ from typing import Literal
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import CheckpointNotFound, ConfigError, KindMismatch
-from ckptmirror.core.model import Kind, Meta
+from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.flow.attempts import read_local_attempts
 from ckptmirror.flow.catalog import mirror_catalog
 from ckptmirror.flow.choose import choose
@@ -164,16 +164,26 @@ def stage_save(
     make_control_dir(dest)
     lock_path = dest / names.CONTROL_DIR / f"stage_{names.SaveName(meta.step).stem}.lock"
     with exclusive(lock_path, timeout_s=_OTHER_STAGE_WAIT_S):
-        staging = Staging(mirror, dest, refresh or repair, on_progress, bus or events.EventBus())
-        place = staging.destination(meta)
-        stale, repairs = staging.judge(place, meta) if refresh else ([], [])
-        staged = staging.bring(place, meta, wanted, kinds, stale)
-        place.finish_replacing()
-        for other in repairs:
-            again = staging.destination(other)
-            staging.bring(again, other, [], (), [])
-            again.finish_replacing()
-        return staged
+        bus = bus or events.EventBus()
+        staging = Staging(mirror, dest, refresh or repair, on_progress, bus)
+        try:
+            return _bring(staging, meta, wanted, kinds, refresh)
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            bus.emit(events.StageFailed(mirror=mirror.url, step=meta.step, kinds=tuple(kinds), reason=reason))
+            raise
+
+
+def _bring(staging: Staging, meta: Meta, wanted: Sequence[Artifact], kinds: Sequence[Kind], refresh: bool) -> Meta:
+    place = staging.destination(meta)
+    stale, repairs = staging.judge(place, meta) if refresh else ([], [])
+    staged = staging.bring(place, meta, wanted, kinds, stale)
+    place.finish_replacing()
+    for other in repairs:
+        again = staging.destination(other)
+        staging.bring(again, other, [], (), [])
+        again.finish_replacing()
+    return staged
 
 
 def _check_run(dest: Path, meta: Meta, mirror: Mirror) -> None:

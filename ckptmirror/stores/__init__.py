@@ -15,23 +15,43 @@ import re
 from types import ModuleType
 
 from ckptmirror.core.errors import ConfigError
+from ckptmirror.core.events import EventBus
 from ckptmirror.stores.base import Store
 
 __all__ = ["normalise_url", "open_store"]
 
 
-def open_store(url: str, *, retry: bool = True) -> Store:
+def open_store(
+    url: str,
+    *,
+    retry: bool = True,
+    bytes_per_s: float | None = None,
+    requests_per_s: float | None = None,
+    bus: EventBus | None = None,
+) -> Store:
     """Open the mirror at ``url``; nothing is asked of it before its first use.
 
     Args:
-        url: ``gs://bucket/prefix``, ``file:///directory`` (or the directory's absolute path), ``memory://name``.
+        url: ``gs://bucket/prefix``, ``file:///directory`` (or the directory's absolute path), ``memory://name``, or a
+            URL that fsspec knows (``s3://bucket/prefix``; ``gcsfs+gs://bucket/prefix`` for gcsfs).
         retry: Repeat what failed temporarily, a stated number of times (``RetryingStore``).
+        bytes_per_s: Limit of uploads and downloads together (``ThrottledStore``).
+        requests_per_s: Limit of calls of any kind.
+        bus: Told of every call (``ObservedStore``).
 
     Raises:
-        ConfigError: The URL is not understood.
+        ConfigError: The URL is not understood, or a limit is not above 0.
     """
     module = _module_for(url)
     store: Store = module.open(module.normalise(_with_scheme(url)))
+    if bus is not None:
+        from ckptmirror.stores.observed import ObservedStore
+
+        store = ObservedStore(store, bus)
+    if bytes_per_s is not None or requests_per_s is not None:
+        from ckptmirror.stores.throttled import ThrottledStore
+
+        store = ThrottledStore(store, bytes_per_s=bytes_per_s, requests_per_s=requests_per_s)
     if retry:
         from ckptmirror.stores.retrying import RetryingStore
 

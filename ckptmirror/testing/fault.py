@@ -24,11 +24,24 @@ OPERATIONS = (
     "bucket.insert",
     "bucket.list",
     "bucket.delete",
+    "bucket.patch",
+    "bucket.layout",
+    "bucket.permissions",
     "object.get",
     "object.media",
     "object.list",
     "object.delete",
     "object.patch",
+    "object.compose",
+    "object.rewrite",
+    "object.copy",
+    "object.move",
+    "object.restore",
+    "folder.get",
+    "folder.list",
+    "folder.insert",
+    "folder.delete",
+    "batch",
     "upload.media",
     "upload.multipart",
     "upload.start",
@@ -40,12 +53,13 @@ OPERATIONS = (
 
 _UPLOADS = frozenset({"upload.media", "upload.multipart", "upload.put"})  # requests that carry an object's bytes
 _BYTES = _UPLOADS | {"object.media"}
+_BODYLESS = frozenset({"bucket.delete", "object.delete", "folder.delete", "upload.start", "upload.cancel"})
 _WHERE: Mapping[str, frozenset[str]] = {  # what is not named here can happen everywhere
     "after_bytes": _BYTES,
     "reset_after_bytes": _BYTES,
     "keep_bytes": frozenset({"upload.put"}),
     "slow_bytes_per_s": _BYTES,
-    "truncate_after_bytes": frozenset(OPERATIONS) - {"bucket.delete", "object.delete", "upload.start", "upload.cancel"},
+    "truncate_after_bytes": frozenset(OPERATIONS) - _BODYLESS,
     "corrupt_byte_at": _BYTES | {"upload.status"},
     "corrupt_received_byte_at": _UPLOADS,
     "unauthorised_after_s": frozenset(OPERATIONS) - {"token"},
@@ -88,7 +102,8 @@ class Fault:
     Attributes:
         operation: One of ``OPERATIONS``, or a pattern such as ``upload.*``.
         method: HTTP method.
-        object: A regular expression searched in the object's name.
+        object: A regular expression searched in the object's name: of a copy, the source's, of a composition, the
+            destination's.
         nth: The first matching request that suffers, counted from 1.
         times: How many matching requests suffer from there on; 0 means all. One whose body ends before the byte at
             which the fault would strike takes its turn too, but does not count as ``fired``.

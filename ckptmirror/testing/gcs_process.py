@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -35,29 +36,45 @@ class GcsServerProcess:
         directory: Where it keeps everything; a temporary directory, removed at the end, if None.
         buckets: Created if they are missing.
         options: More arguments of the command line (``["--no-md5"]``).
+        access: Who may do what, as in a tokens file: ``{"tokens": {"SECRET": {"name": …, "roles": […]}}}``.
+        certificate: A PEM file with a key and a certificate for 127.0.0.1 that is its own authority: answer over TLS.
     """
 
     def __init__(
-        self, directory: Path | None = None, *, buckets: Sequence[str] = (), options: Sequence[str] = ()
+        self,
+        directory: Path | None = None,
+        *,
+        buckets: Sequence[str] = (),
+        options: Sequence[str] = (),
+        access: Mapping[str, Any] | None = None,
+        certificate: Path | None = None,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="gcs-server-") if directory is None else None
         self.directory = Path(self._temporary.name) if self._temporary else Path(directory or ".")
         self._arguments = [argument for name in buckets for argument in ("--bucket", name)] + list(options)
+        self._access = access
+        self._certificate = certificate
+        if access is not None:
+            self._arguments += ["--tokens-file", str(self.directory / "tokens.json")]
+        if certificate is not None:
+            self._arguments += ["--tls-cert", str(certificate)]
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
 
     @property
     def url(self) -> str:
         """For ``STORAGE_EMULATOR_HOST`` or ``client_options={"api_endpoint": …}``."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self._certificate else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def environment(self) -> dict[str, str]:
         """What makes the Google libraries of a child process talk to this server and to nothing else."""
+        trust = dict.fromkeys(("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"), str(self._certificate))
         return {
             "STORAGE_EMULATOR_HOST": self.url,
             "DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA": "true",
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+            **(trust if self._certificate else {}),
         }
 
     @property
@@ -78,6 +95,8 @@ class GcsServerProcess:
     def start(self) -> GcsServerProcess:
         """Start and wait until it listens."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        if self._access is not None:
+            (self.directory / "tokens.json").write_text(json.dumps(self._access))
         command = [sys.executable, "-m", "ckptmirror.testing.gcs", "--exit-with-stdin", "--dir", str(self.directory)]
         command += ["--port", str(self.port), *self._arguments]
         package_root = str(Path(__file__).resolve().parents[2])
@@ -152,20 +171,21 @@ class GcsServerProcess:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def _call(self, method: str, path: str, body: Any = None) -> Any:
+    def _call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, method=method)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        request = urllib.request.Request(self.url + path, data=data, headers=headers or {}, method=method)
+        context = ssl.create_default_context(cafile=self._certificate) if self._certificate else None
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
         with opener.open(request, timeout=30) as answer:
             raw = answer.read()
         return json.loads(raw) if raw else None
 
-    def create_bucket(self, name: str, *, token: str | None = None) -> None:
-        """Create a bucket."""
-        data = json.dumps({"name": name}).encode()
+    def create_bucket(self, name: str, *, token: str | None = None, **settings: Any) -> None:
+        """Create a bucket; ``settings`` are fields of its resource (``versioning={"enabled": True}``)."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        request = urllib.request.Request(f"{self.url}/storage/v1/b?project=test", data=data, headers=headers)
-        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30).close()
+        self._call("POST", "/storage/v1/b?project=test", {"name": name, **settings}, headers)
 
     def faults(self, script: Iterable[Fault]) -> None:
         """Add to the fault script."""

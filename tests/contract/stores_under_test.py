@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptmirror.core.events import EventBus
 from ckptmirror.core.model import Digest
 from ckptmirror.local.checksums import BlockDigest
-from ckptmirror.stores import faulty, gs, memory, remembering, retrying
+from ckptmirror.stores import faulty, fsspec_any, gs, memory, observed, remembering, retrying, throttled
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores.base import Store, Upload
 from ckptmirror.stores.gs_http import Endpoint, Limits
@@ -96,6 +97,26 @@ def _gs(_directory: Path, server: GcsServerProcess) -> Opener:
     return Opener("gs", lambda: gs_store(server, prefix), code)
 
 
+def _gcsfs(_directory: Path, server: GcsServerProcess) -> Opener:
+    url = f"gcsfs+gs://{BUCKET}/gcsfs-{next(_numbers)}"
+    code = (
+        f"import os; os.environ['STORAGE_EMULATOR_HOST'] = {server.url!r}\n"
+        f"from ckptmirror.stores import open_store; store = open_store({url!r})"
+    )
+    return Opener("gcsfs", lambda: fsspec_any.open(url, endpoint_url=server.url), code)
+
+
+def _fsspec_memory(_directory: Path, _server: GcsServerProcess) -> Opener:
+    url = f"fsspec+memory://contract-{next(_numbers)}/run"
+    return Opener("fsspec+memory", lambda: fsspec_any.open(url))
+
+
+def _fsspec_local(directory: Path, _server: GcsServerProcess) -> Opener:
+    url = f"fsspec+local://{directory}/mirror"
+    code = f"from ckptmirror.stores import open_store; store = open_store({url!r})"
+    return Opener("fsspec+local", lambda: fsspec_any.open(url), code)
+
+
 def _decorated(opener: Opener, name: str, decorate: Callable[[Store], Store]) -> Opener:
     return replace(opener, name=f"{name}({opener.name})", open=lambda: decorate(opener.open()))
 
@@ -106,7 +127,7 @@ def _remembering(store: Store) -> Store:
 
 
 Make = Callable[[Path, GcsServerProcess], Opener]
-_BARE: dict[str, Make] = {"memory": _memory, "file": _file, "gs": _gs}
+_BARE: dict[str, Make] = {"memory": _memory, "file": _file, "gs": _gs, "gcsfs": _gcsfs, "fsspec+memory": _fsspec_memory}
 OPENERS: dict[str, Make] = {
     **_BARE,
     **{
@@ -117,6 +138,8 @@ OPENERS: dict[str, Make] = {
             ("retrying", retrying.RetryingStore),
             ("faulty", faulty.FaultyStore),
             ("remembering", _remembering),
+            ("throttled", lambda store: throttled.ThrottledStore(store, bytes_per_s=1e9, requests_per_s=1e6)),
+            ("observed", lambda store: observed.ObservedStore(store, EventBus())),
         )
         for name, make in _BARE.items()
     },

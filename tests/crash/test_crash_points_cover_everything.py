@@ -8,8 +8,8 @@ from tests.crash.trace import Call, covered_labels, uncovered
 
 EXPECTED = {
     "dir.fsync", "dir.mkdir", "dir.publish", "file.create", "file.fsync", "file.publish", "file.replace", "file.write",
-    "link.create", "link.replace", "lock.create", "lock.write", "mirror.create", "mirror.fsync", "mirror.link",
-    "mirror.fsync_directory", "save.publish", "table.add_save", "table.claim", "table.forget_save",
+    "line.append", "link.create", "link.replace", "lock.create", "lock.write", "mirror.create", "mirror.fsync",
+    "mirror.link", "mirror.fsync_directory", "save.publish", "table.add_save", "table.claim", "table.forget_save",
     "table.release_save", "table.verify", "trash.rename", "trash.unlink",
 }  # fmt: skip
 

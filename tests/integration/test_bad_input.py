@@ -47,7 +47,7 @@ def new_state() -> TrainState:
 # -- the local disk -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", ["size=240k", "size=8m,nr_inodes=24"], ids=["no space", "no inodes"])
+@pytest.mark.parametrize("options", ["size=240k", "size=8m,nr_inodes=26"], ids=["no space", "no inodes"])
 def test_a_disk_that_fills_up_while_saving_fails_the_save_and_keeps_the_earlier_one(
     options: str,
     mounted: Callable[..., Path],  # noqa: F811
@@ -146,13 +146,19 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path):
     with pytest.raises(errors.LocalStorageUnwritable) as caught:
         CheckpointManager(place)
     assert_explains(caught.value, 10, f"{place} is a file, not a directory")
-    for arguments in (["status"], ["drain"], ["push", "--mirror", "file:///m"], ["rotate", "--keep-last", "1"]):
+    for arguments in (
+        ["status"],
+        ["timeline"],
+        ["drain"],
+        ["push", "--mirror", "file:///m"],
+        ["rotate", "--keep-last", "1"],
+    ):
         assert_tells(run(*arguments, "--root", place), 2, "is a file")
     assert_tells(run("ls", place), 3, "is not a directory")
     assert place.read_text() == "mine"
 
 
-@pytest.mark.parametrize("verb", ["status", "drain", "rotate"])
+@pytest.mark.parametrize("verb", ["status", "drain", "rotate", "timeline"])
 def test_a_directory_that_no_trainer_saved_to_has_no_table(verb: str, tmp_path: Path):
     ended = run(verb, "--root", tmp_path, *(["--keep-last", "1"] if verb == "rotate" else []))
     assert_tells(ended, 10, "has no pending-uploads table", "Pass the root that the trainer saves to.")

@@ -33,7 +33,7 @@ from tests.cli_place import (
 )
 from tests.factory import make_save
 
-VERBS = ["demo", "drain", "ls", "push", "rotate", "stage", "status"]
+VERBS = ["demo", "drain", "ls", "push", "rotate", "stage", "status", "timeline"]
 
 
 # -- every verb ---------------------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
 
 from ckptmirror.cli._program import program
 from ckptmirror.core import errors, names
+from ckptmirror.flow.bars import BarKind, Outcome
 from tests.cli_place import make_mirrored, require, run
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
@@ -93,17 +95,19 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object
         "status": ["status", "--root", root],
         "stage": ["stage", "--step", "100", "--mirror", url, "--dest", folder / "eval"],
         "rotate": ["rotate", "--root", root, "--keep-last", "1"],
+        "timeline": ["timeline", "--root", root],
     }
     return {verb: json.loads(run(*arguments, "--json").stdout) for verb, arguments in commands.items()}
 
 
 def test_the_fields_of_json_are_those_of_the_page(said: dict[str, dict[str, object]]):
-    assert set(sections("json.md")) == {"stage", "ls", "status", "drain and push", "rotate"}
+    assert set(sections("json.md")) == {"stage", "ls", "status", "drain and push", "rotate", "timeline"}
     assert set(said["stage"]) == fields("stage")
     assert shape(said["ls"]) == fields("ls")
     assert set(said["drain"]) == set(said["push"]) == fields("drain and push")
     assert set(said["rotate"]) == {field for field in fields("rotate")}
     assert set(said["status"]) == fields("status")
+    assert shape(said["timeline"]) | {"clock_jumps.at_utc", "clock_jumps.by_s"} == fields("timeline")
 
 
 def test_the_objects_inside_json_have_the_fields_of_the_page(said: dict[str, dict[str, object]]):
@@ -113,6 +117,12 @@ def test_the_objects_inside_json_have_the_fields_of_the_page(said: dict[str, dic
         inner = said[verb][field]
         assert isinstance(inner, list)
         assert set(inner[0]) == set(re.findall(r"`([^`]+)`", cells[field])), field
+
+
+def test_every_kind_and_outcome_of_a_bar_is_on_the_page():
+    cells = {row[0].strip("`"): row[2] for row in rows(sections("json.md")["timeline"])}
+    assert re.findall(r"`([^`]+)`", cells["bars.kind"]) == list(get_args(BarKind))
+    assert re.findall(r"`([^`]+)`", cells["bars.outcome"]) == list(get_args(Outcome))
 
 
 def test_the_names_on_disk_are_those_that_the_code_makes():
@@ -135,6 +145,8 @@ def test_the_names_on_disk_are_those_that_the_code_makes():
         names.TABLE_NOTE_NAME,
         names.LOCK_NAME,
         names.TRASH_DIR,
+        names.EVENTS_NAME,
+        names.OLDER_EVENTS_NAME,
         names.WRITER_NAME,
         names.tmp_name(plain.model, "1f0c9a2e" + "0" * 24),
     }

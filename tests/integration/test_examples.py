@@ -3,6 +3,7 @@
 Rules:
 * ``<!-- example: name -->`` stands above a block that is run; ``after other`` in it names an example, of another page,
   that is run first. The examples of one page are run in order, in one folder.
+* ``needs program`` at its end names what must be installed; without it the example is passed over.
 * ``<!-- not run: reason -->`` stands above one that is not.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,11 +51,15 @@ class Block:
 
     @property
     def name(self) -> str:
-        return self.mark.removeprefix("example:").partition(" after ")[0].strip()
+        return self.mark.removeprefix("example:").split()[0]
 
     @property
     def after(self) -> str:
-        return self.mark.partition(" after ")[2].strip()
+        return self.mark.partition(" after ")[2].partition(" needs ")[0].strip()
+
+    @property
+    def needs(self) -> str:
+        return self.mark.partition(" needs ")[2].strip()
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -103,6 +109,8 @@ def test_the_examples_of_a_page_run_as_they_stand_there(page: Path, tmp_path: Pa
         (tmp_path / place.lstrip("/")).mkdir()
     done: dict[str, str] = {}
     for block in [block for block in EXAMPLES if block.page == page]:
+        if block.needs and shutil.which(block.needs) is None:
+            continue
         if block.after and block.after not in done:
             (needed,) = [other for other in EXAMPLES if other.name == block.after]
             done[needed.name] = run_block(needed, tmp_path, server.environment)
@@ -127,7 +135,9 @@ def test_examples_have_names_of_their_own_and_the_readme_has_its_three():
 def test_every_block_of_code_is_run_or_says_why_not(page: Path):
     for block in blocks_of(page):
         if block.language in ("python", "py", "sh", "bash", "console"):
-            assert re.fullmatch(r"example: [a-z-]+( after [a-z-]+)?|not run: .{10,}", block.mark), block.text
+            assert re.fullmatch(r"example: [a-z-]+( after [a-z-]+)?( needs [a-z]+)?|not run: .{10,}", block.mark), (
+                block.text
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))

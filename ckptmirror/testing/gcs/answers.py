@@ -36,6 +36,7 @@ _REASONS = {
     503: "backendError",
     504: "backendError",
 }
+_LOCATIONS = {401: "Authorization", 412: "If-Match"}  # the header that the service blames
 
 
 class ApiError(Exception):
@@ -57,6 +58,8 @@ class ApiError(Exception):
                 status=self.status, text=self.message, content_type="text/html", charset="UTF-8", headers=self.headers
             )
         detail = {"message": self.message, "domain": "global", "reason": self.reason}
+        if self.status in _LOCATIONS:
+            detail |= {"locationType": "header", "location": _LOCATIONS[self.status]}
         body = {"error": {"code": self.status, "message": self.message, "errors": [detail]}}
         return json_answer(body, status=self.status, headers=self.headers)
 

@@ -1,26 +1,61 @@
 """Bearer tokens (https://cloud.google.com/storage/docs/authentication).
 
 Rules:
-* Without ``--token``, ``--denied-token`` and ``--require-auth`` everybody may do everything.
-* No token or an unknown or expired one: 401. A denied one: 403.
+* Without ``--token``, ``--denied-token``, ``--tokens-file`` and ``--require-auth`` everybody may do everything.
+* No token or an unknown or expired one: 401. A denied one: 403. One of the tokens file may do what stands there.
 * An upload session's URI is its own credential: a request on it needs no token, but a bad one is refused.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 from aiohttp import web
 
+from ckptmirror.testing.gcs.access import ANYONE, CHALLENGE, Caller, Grants
 from ckptmirror.testing.gcs.answers import ApiError, json_answer
 from ckptmirror.testing.gcs.exchange import Exchange
 from ckptmirror.testing.gcs.state import State
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "read_tokens_file"]
 
 _GRANTS = ("urn:ietf:params:oauth:grant-type:jwt-bearer", "refresh_token", "client_credentials")
+
+
+def read_tokens_file(path: Path) -> dict[str, Caller]:
+    """The callers of a tokens file, by token; the one without a token under ``""``.
+
+    The file is JSON: ``{"tokens": {"SECRET": {"name": "a@b", "roles": […], "permissions": […], "buckets": […]}},
+    "anonymous": {"roles": […]}}``. ``buckets`` limits the grants to some buckets.
+
+    Raises:
+        ValueError: It is not such a file.
+        OSError: It cannot be read.
+    """
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or set(content) - {"tokens", "anonymous"}:
+        raise ValueError(f"{path}: a tokens file has the keys tokens and anonymous")
+    try:
+        callers = {token: _caller(token, item) for token, item in content.get("tokens", {}).items()}
+        if "anonymous" in content:
+            callers[""] = Caller("", Grants.from_json(content["anonymous"]))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return callers
+
+
+def _caller(token: str, item: Mapping[str, Any]) -> Caller:
+    if not token:
+        raise ValueError("a token is not empty")
+    name = item.get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError("a token needs a name, as it shall stand in refusals")
+    return Caller(name, Grants.from_json({key: value for key, value in item.items() if key != "name"}))
 
 
 class Gate:
@@ -32,17 +67,19 @@ class Gate:
         *,
         tokens: Iterable[str] = (),
         denied: Iterable[str] = (),
+        callers: Mapping[str, Caller] | None = None,
         required: bool = False,
         lifetime_s: float = 3600.0,
     ) -> None:
         self._state = state
-        self._tokens = frozenset(tokens)
+        self._callers: dict[str, Caller] = {token: ANYONE for token in tokens}
+        self._callers.update(callers or {})
         self._denied = frozenset(denied)
-        self._required = required or bool(self._tokens or self._denied)
+        self._required = required or bool(self._callers or self._denied)
         self._lifetime_s = lifetime_s
 
     def admit(self, exchange: Exchange, *, on_session: bool) -> None:
-        """Let a request in, and note when its token was issued.
+        """Let a request in, and note who sends it and when its token was issued.
 
         Raises:
             ApiError: 401 or 403.
@@ -56,18 +93,16 @@ class Gate:
         if token in self._denied and token:
             raise ApiError(403, "The caller does not have the storage permission that this request needs.")
         expired = times_s is not None and times_s[1] <= time.time()
-        if not token or expired or (times_s is None and token not in self._tokens):
-            message = "Invalid Credentials" if token else "Anonymous caller does not have access to this resource."
-            challenge = {"WWW-Authenticate": 'Bearer realm="https://accounts.google.com/"'}
-            raise ApiError(401, message, reason="authError" if token else "required", headers=challenge)
+        if not expired and (times_s is not None or (token in self._callers and (token or not scheme))):
+            exchange.caller = self._callers.get(token, ANYONE)
+            return
+        message = "Invalid Credentials" if token else "Anonymous caller does not have access to this resource."
+        raise ApiError(401, message, reason="authError" if token else "required", headers=CHALLENGE)
 
     async def token(self, exchange: Exchange) -> web.StreamResponse:
         """``POST /token``: what an OAuth 2.0 token endpoint answers to a service account's or a refresh grant."""
         await exchange.identify("")
-        raw = bytearray()
-        async for chunk in exchange.body():
-            raw += chunk
-        grant = parse_qs(raw.decode("utf-8", "replace")).get("grant_type", [""])[0]
+        grant = parse_qs((await exchange.whole_body()).decode("utf-8", "replace")).get("grant_type", [""])[0]
         if grant not in _GRANTS:
             return json_answer({"error": "unsupported_grant_type"}, status=400)
         token = self._state.issue_token(self._lifetime_s)

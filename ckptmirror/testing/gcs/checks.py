@@ -2,8 +2,9 @@
 
 Rules:
 * A parameter that cannot be read is refused with 400, never ignored.
-* ``ifGenerationMatch=0`` means: no live object. A generation that does not match answers 412, one that must not match
-  and does answers 304 (https://cloud.google.com/storage/docs/request-preconditions).
+* ``ifGenerationMatch=0`` means: no live object; where there is none, ``ifGenerationNotMatch`` fails. A generation that
+  does not match answers 412, one that must not match and does answers 304
+  (https://cloud.google.com/storage/docs/request-preconditions).
 * Checksums are compared as decoded bytes.
 """
 
@@ -15,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptmirror.testing.gcs.answers import ApiError, bad_request
+from ckptmirror.testing.gcs.answers import ApiError, bad_request, not_served
 
 __all__ = [
     "ByteRange",
@@ -25,6 +26,7 @@ __all__ = [
     "check_bucket_name",
     "check_object_name",
     "declared_checksums",
+    "flag",
     "integer",
     "parse_content_range",
     "parse_range",
@@ -41,6 +43,14 @@ def integer(query: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
+def flag(query: Mapping[str, str], name: str) -> bool:
+    """A query parameter that is ``true`` or ``false``; false without it."""
+    text = query.get(name, "false")
+    if text.lower() not in ("true", "false"):
+        raise bad_request(f"Invalid value for {name}: {text}", reason="invalidParameter")
+    return text.lower() == "true"
+
+
 @dataclass(frozen=True, slots=True)
 class Preconditions:
     """The four generation preconditions of one request."""
@@ -51,13 +61,13 @@ class Preconditions:
     metageneration_not_match: int | None = None
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> Preconditions:
-        """Read them from a query."""
+    def of(cls, query: Mapping[str, str], of: str = "") -> Preconditions:
+        """Read them from a query; ``of="Source"`` for those on the source of a copy."""
         return cls(
-            integer(query, "ifGenerationMatch"),
-            integer(query, "ifGenerationNotMatch"),
-            integer(query, "ifMetagenerationMatch"),
-            integer(query, "ifMetagenerationNotMatch"),
+            integer(query, f"if{of}GenerationMatch"),
+            integer(query, f"if{of}GenerationNotMatch"),
+            integer(query, f"if{of}MetagenerationMatch"),
+            integer(query, f"if{of}MetagenerationNotMatch"),
         )
 
     def check(self, generation: int, metageneration: int) -> None:
@@ -70,7 +80,7 @@ class Preconditions:
             raise ApiError(412, "At least one of the pre-conditions you specified did not hold.")
         if self.metageneration_match is not None and self.metageneration_match != metageneration:
             raise ApiError(412, "At least one of the pre-conditions you specified did not hold.")
-        if self.generation_not_match is not None and self.generation_not_match == generation:
+        if self.generation_not_match is not None and generation in (0, self.generation_not_match):
             raise ApiError(304, "Not Modified")
         if self.metageneration_not_match is not None and self.metageneration_not_match == metageneration:
             raise ApiError(304, "Not Modified")
@@ -129,14 +139,19 @@ def declared_checksums(metadata: Mapping[str, object], goog_hash: str | None, co
     return declared.over(header).over(Checksums(md5=_digest(content_md5, 16, "Content-MD5")))
 
 
-def check_object_name(name: str) -> str:
-    """The naming rules of objects (https://cloud.google.com/storage/docs/objects)."""
+def check_object_name(name: str, *, hierarchical: bool = False) -> str:
+    """The naming rules of objects (https://cloud.google.com/storage/docs/objects).
+
+    What an object whose name ends in a slash is in a bucket with hierarchical namespace is not modelled: 501.
+    """
     if not name:
         raise ApiError(400, "Required parameter: name", reason="required")
     if len(name.encode()) > 1024:
         raise bad_request("The maximum object length is 1024 characters, but got a name with more.")
     if "\r" in name or "\n" in name or name in (".", "..") or name.startswith(".well-known/acme-challenge/"):
         raise bad_request(f"Disallowed unicode characters or reserved words present in object name '{name}'")
+    if hierarchical and name.endswith("/"):
+        raise not_served("objects whose names end in a slash, in a bucket with hierarchical namespace")
     return name
 
 

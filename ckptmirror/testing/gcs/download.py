@@ -17,8 +17,9 @@ from ckptmirror.testing.fault import Fault
 from ckptmirror.testing.gcs.checks import ByteRange, parse_range
 from ckptmirror.testing.gcs.exchange import Exchange
 from ckptmirror.testing.gcs.faults import Dropped
+from ckptmirror.testing.gcs.records import StoredObject
 from ckptmirror.testing.gcs.resources import object_headers
-from ckptmirror.testing.gcs.state import State, StoredObject
+from ckptmirror.testing.gcs.state import State
 
 __all__ = ["send_media"]
 

@@ -20,10 +20,11 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from ckptmirror.testing.fault import Fault
+from ckptmirror.testing.gcs.access import ANYONE, CHALLENGE, Caller
 from ckptmirror.testing.gcs.answers import ApiError, bad_request
 from ckptmirror.testing.gcs.faults import ArmedFault, Dropped, Script, kill_self, reset_connection, throttle
 
-__all__ = ["Broken", "Exchange"]
+__all__ = ["Broken", "Exchange", "body_of", "parse_object"]
 
 _MAX_JSON_BYTES = 4 * 1024 * 1024
 _PIECE_BYTES = 64 * 1024
@@ -37,16 +38,34 @@ class Broken(Exception):
 
 
 class Exchange:
-    """A request on its way through the server."""
+    """A request on its way through the server.
 
-    def __init__(self, request: web.Request, operation: str, query: dict[str, str], script: Script) -> None:
+    Attributes:
+        caller: Who sends it.
+        operation: One of ``OPERATIONS``.
+        query: Its parameters.
+        fault: What it suffers.
+        entry: Its line in the log.
+    """
+
+    def __init__(
+        self,
+        request: web.Request,
+        operation: str,
+        query: dict[str, str],
+        script: Script,
+        *,
+        part_body: bytes | None = None,
+    ) -> None:
         self.request = request
+        self.caller: Caller = ANYONE
         self.operation = operation
         self.query = query
         self.fault: Fault | None = None
         self.token_issued_s: float | None = None
         self.as_text = operation == "object.media"
         self._script = script
+        self._part_body = part_body
         self._armed: ArmedFault | None = None
         self._suffered: set[str] = set()
         self.entry: dict[str, Any] = {
@@ -67,7 +86,7 @@ class Exchange:
     @property
     def host(self) -> str:
         """How the client calls this server."""
-        return f"http://{self.request.headers.get('Host', 'localhost')}"
+        return f"{self.request.scheme}://{self.request.headers.get('Host', 'localhost')}"
 
     async def identify(self, name: str) -> None:
         """The object's name (or a bucket's, or nothing) is known: suffer what the script has for it."""
@@ -103,9 +122,7 @@ class Exchange:
             kill_self()
         if fault.unauthorised_after_s is not None:
             self.suffered("unauthorised_after_s", "status")
-            raise ApiError(
-                401, "Invalid Credentials", headers={"WWW-Authenticate": 'Bearer realm="https://accounts.google.com/"'}
-            )
+            raise ApiError(401, "Invalid Credentials", headers=CHALLENGE)
         if fault.status is not None:
             self.suffered("status")
             raise ScriptedError(fault)
@@ -131,6 +148,9 @@ class Exchange:
         Raises:
             Broken: It ended before its announced length.
         """
+        if self._part_body is not None:
+            yield self._part_body
+            return
         try:
             while chunk := await self.request.content.readany():
                 self.entry["request_bytes"] += len(chunk)
@@ -170,31 +190,43 @@ class Exchange:
 
     async def json_body(self) -> dict[str, Any]:
         """The request's body as a JSON object; empty if there is none."""
+        return parse_object(await self.whole_body())
+
+    async def whole_body(self, limit_bytes: int = _MAX_JSON_BYTES) -> bytes:
+        """The request's body at once; 413 for one that is too long."""
         raw = bytearray()
         async for chunk in self.body():
             raw += chunk
-            if len(raw) > _MAX_JSON_BYTES:
+            if len(raw) > limit_bytes:
                 raise ApiError(413, "The request is too large.")
-        return parse_object(bytes(raw))
+        return bytes(raw)
 
     async def send(self, response: web.StreamResponse) -> web.StreamResponse:
         """Let the answer go, or what the script leaves of it."""
         if response.prepared:
             return response
-        self.entry["status"] = response.status
-        size_bytes = response.content_length if isinstance(response, web.Response) else 0
-        self.entry["response_bytes"] = size_bytes or 0
-        if self.fault is None or (response.status >= 400 and response.status != _CANCELLED):
-            return response
         try:
-            await self.before_answer()
+            cut_at = await self.suffer_answer(response)
         except Dropped:
             return self.drop()
-        body = response.body if isinstance(response, web.Response) and isinstance(response.body, bytes) else b""
+        return response if cut_at is None else await self._truncated(response, body_of(response), cut_at)
+
+    async def suffer_answer(self, response: web.StreamResponse) -> int | None:
+        """Note the answer, and suffer what the script has for it: how much of its body may leave, None for all.
+
+        Raises:
+            Dropped: The answer is lost.
+        """
+        self.entry["status"] = response.status
+        self.entry["response_bytes"] = len(body_of(response))
+        if self.fault is None or (response.status >= 400 and response.status != _CANCELLED):
+            return None
+        await self.before_answer()
         cut_at = self.fault.truncate_after_bytes
-        if cut_at is not None and cut_at < len(body):
-            return await self._truncated(response, body, cut_at)
-        return response
+        if cut_at is None or cut_at >= len(body_of(response)):
+            return None
+        self.suffered("truncate_after_bytes")
+        return cut_at
 
     async def before_answer(self) -> None:
         """What a fault does when the work is done and nothing of the answer has left.
@@ -215,7 +247,6 @@ class Exchange:
             raise Dropped
 
     async def _truncated(self, response: web.StreamResponse, body: bytes, size_bytes: int) -> web.StreamResponse:
-        self.suffered("truncate_after_bytes")
         headers = {key: value for key, value in response.headers.items() if key != "Content-Length"}
         cut = web.StreamResponse(status=response.status, headers=headers)
         cut.content_length = len(body)
@@ -250,9 +281,14 @@ class ScriptedError(ApiError):
         return super().answer(as_text=as_text)
 
 
+def body_of(response: web.StreamResponse) -> bytes:
+    """What an answer says, if it is not a stream."""
+    return response.body if isinstance(response, web.Response) and isinstance(response.body, bytes) else b""
+
+
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """A JSON object, or 400; nothing at all is an empty one."""
-    if not raw.strip():
+    """A JSON object, or 400; nothing at all, and ``null``, is an empty one."""
+    if raw.strip() in (b"", b"null"):
         return {}
     try:
         value = json.loads(raw)

@@ -1,30 +1,40 @@
-"""Objects: get, list, patch, update, delete.
+"""One object: get, patch, update, delete, restore.
 
-Sources: https://cloud.google.com/storage/docs/json_api/v1/objects/get, …/list, …/patch, …/update, …/delete
+Sources: https://cloud.google.com/storage/docs/json_api/v1/objects/get, …/patch, …/update, …/delete, …/restore
+
+Rules:
+* Without a generation the live version is meant; with one, the live or noncurrent version that has it.
+* A soft-deleted version is seen only by who says ``softDeleted=true`` and its generation. Its bytes cannot be read.
+* A restored object is a new version; the soft-deleted one stays until its time is over.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-from typing import Any
+from dataclasses import replace
 
 from aiohttp import web
 
 from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer, not_served, select
-from ckptmirror.testing.gcs.checks import Preconditions, integer
+from ckptmirror.testing.gcs.checks import Preconditions, flag, integer
 from ckptmirror.testing.gcs.download import send_media
 from ckptmirror.testing.gcs.exchange import Exchange
+from ckptmirror.testing.gcs.params import check_predefined_acl
+from ckptmirror.testing.gcs.records import StoredObject
 from ckptmirror.testing.gcs.resources import etag, object_resource, settable
-from ckptmirror.testing.gcs.state import State, StoredObject
+from ckptmirror.testing.gcs.state import State
 
-__all__ = ["delete_object", "get_object", "list_objects", "patch_object"]
-
-_MAX_PAGE = 1000
+__all__ = ["answer_object", "delete_object", "get_object", "patch_object", "restore_object"]
 
 
-def _live(exchange: Exchange, state: State, bucket: str, name: str) -> StoredObject:
-    item = state.live(bucket, name, integer(exchange.query, "generation"))
+def answer_object(exchange: Exchange, item: StoredObject) -> web.StreamResponse:
+    """200 with the object's resource."""
+    resource = object_resource(item, exchange.host)
+    return json_answer(select(resource, exchange.query.get("fields")), headers={"ETag": resource["etag"]})
+
+
+def _wanted(exchange: Exchange, state: State, bucket: str, name: str, *, kept: str = "versions") -> StoredObject:
+    state.bucket(bucket)
+    item = state.objects.version(bucket, name, integer(exchange.query, "generation"), kept)
     Preconditions.of(exchange.query).check(item.generation, item.metageneration)
     return item
 
@@ -32,12 +42,26 @@ def _live(exchange: Exchange, state: State, bucket: str, name: str) -> StoredObj
 async def get_object(exchange: Exchange, state: State, bucket: str, name: str) -> web.StreamResponse:
     """The resource, or with ``alt=media`` the bytes."""
     await exchange.identify(name)
-    item = _live(exchange, state, bucket, name)
+    is_soft = flag(exchange.query, "softDeleted")
+    if is_soft and "generation" not in exchange.query:
+        raise ApiError(400, "Required parameter: generation", reason="required")
+    item = _wanted(exchange, state, bucket, name, kept="soft-deleted" if is_soft else "versions")
     _check_etags(exchange, etag(item.generation, item.metageneration))
     if exchange.operation == "object.media":
+        _check_transcoding(exchange, item)
         return await send_media(exchange, state, item)
-    resource = object_resource(item, exchange.host)
-    return json_answer(select(resource, exchange.query.get("fields")), headers={"ETag": resource["etag"]})
+    return answer_object(exchange, item)
+
+
+def _check_transcoding(exchange: Exchange, item: StoredObject) -> None:
+    """Refuse to unpack a gzip-encoded object for a client that does not take gzip; the service would.
+
+    Source: https://cloud.google.com/storage/docs/transcoding
+    """
+    takes_gzip = "gzip" in exchange.request.headers.get("Accept-Encoding", "")
+    is_fixed = "no-transform" in item.metadata.get("cacheControl", "")
+    if item.metadata.get("contentEncoding") == "gzip" and not takes_gzip and not is_fixed:
+        raise not_served("gzip-encoded objects to a client that does not take gzip")
 
 
 def _check_etags(exchange: Exchange, current: str) -> None:
@@ -52,94 +76,38 @@ def _check_etags(exchange: Exchange, current: str) -> None:
 
 
 async def delete_object(exchange: Exchange, state: State, bucket: str, name: str) -> web.StreamResponse:
-    """204 without a body."""
+    """204 without a body; with a generation, that version goes and does not become noncurrent."""
     await exchange.identify(name)
-    state.delete(_live(exchange, state, bucket, name))
+    item = _wanted(exchange, state, bucket, name)
+    state.objects.delete(state.bucket(bucket), item, for_good="generation" in exchange.query)
     return web.Response(status=204)
 
 
 async def patch_object(exchange: Exchange, state: State, bucket: str, name: str) -> web.StreamResponse:
     """Change metadata: PATCH merges, PUT (update) replaces. The metageneration rises."""
     await exchange.identify(name)
+    exchange.caller.require("storage.objects.get", bucket)
     change = await exchange.json_body()
-    item = _live(exchange, state, bucket, name)
-    earlier = item.metadata if exchange.request.method == "PATCH" else None
-    resource = object_resource(state.change_metadata(item, settable(change, earlier)), exchange.host)
-    return json_answer(select(resource, exchange.query.get("fields")))
+    item = _wanted(exchange, state, bucket, name)
+    check_predefined_acl(state.bucket(bucket), exchange.query.get("predefinedAcl"))
+    storage_class = item.metadata.get("storageClass", "STANDARD")
+    if change.get("storageClass", storage_class) != storage_class:
+        raise bad_request("The storage class of an object is changed by rewriting it.")
+    fixed = {key: value for key, value in item.metadata.items() if key == "storageClass"}
+    earlier = item.metadata if exchange.request.method == "PATCH" else fixed
+    return answer_object(exchange, state.objects.change_metadata(item, settable(change, earlier)))
 
 
-async def list_objects(exchange: Exchange, state: State, bucket: str) -> web.StreamResponse:
-    """One page of names in UTF-8 order, at most 1,000 items and prefixes together."""
-    await exchange.identify("")
-    query = exchange.query
-    for unserved in ("matchGlob", "softDeleted", "filter"):
-        if query.get(unserved, "false") not in ("", "false"):
-            raise not_served(unserved)
-    limit = integer(query, "maxResults")
-    if limit is not None and limit < 0:
-        raise bad_request(f"Invalid value for maxResults: {limit}", reason="invalidParameter")
-    state.bucket(bucket)
-    items, prefixes, token = _page(state, bucket, query, min(limit or _MAX_PAGE, _MAX_PAGE))
-    body: dict[str, Any] = {"kind": "storage#objects"}
-    if token is not None:
-        body["nextPageToken"] = token
-    if prefixes:
-        body["prefixes"] = prefixes
-    if items:
-        body["items"] = [object_resource(item, exchange.host) for item in items]
-    return json_answer(select(body, query.get("fields")))
-
-
-def _page(
-    state: State, bucket: str, query: dict[str, str], limit: int
-) -> tuple[list[StoredObject], list[str], str | None]:
-    prefix, delimiter, end = query.get("prefix", ""), query.get("delimiter", ""), query.get("endOffset", "")
-    trailing = query.get("includeTrailingDelimiter") == "true"
-    start = max(query.get("startOffset", ""), prefix, _read_token(query.get("pageToken", "")), key=str.encode)
-    items: list[StoredObject] = []
-    prefixes: list[str] = []
-    while True:
-        found = state.names_from(bucket, start, end, limit + 1)
-        for item in found:
-            if not item.name.startswith(prefix):
-                return items, prefixes, None
-            if len(items) + len(prefixes) >= limit:
-                return items, prefixes, _write_token(item.name)
-            cut = item.name.find(delimiter, len(prefix)) if delimiter else -1
-            if cut < 0:
-                items.append(item)
-                start = item.name + "\0"
-                continue
-            folded = item.name[: cut + len(delimiter)]
-            if item.name == folded and trailing:
-                items.append(item)
-            prefixes.append(folded)
-            start = _after_prefix(folded)
-            break
-        else:
-            if len(found) <= limit:
-                return items, prefixes, None
-
-
-def _after_prefix(prefix: str) -> str:
-    """The first name, in UTF-8 order, after all that begin with ``prefix``."""
-    last = ord(prefix[-1]) + 1
-    if 0xD800 <= last <= 0xDFFF:
-        last = 0xE000
-    return prefix[:-1] + chr(last) if last <= 0x10FFFF else _after_prefix(prefix[:-1])
-
-
-def _write_token(name: str) -> str:
-    return base64.urlsafe_b64encode(b"\x0a" + name.encode()).decode()
-
-
-def _read_token(token: str) -> str:
-    if not token:
-        return ""
-    try:
-        raw = base64.b64decode(token, altchars=b"-_", validate=True)
-        if raw[:1] != b"\x0a":
-            raise ValueError(token)
-        return raw[1:].decode()
-    except (ValueError, binascii.Error) as error:
-        raise bad_request(f"Invalid value for pageToken: {token}", reason="invalid") from error
+async def restore_object(exchange: Exchange, state: State, bucket: str, name: str) -> web.StreamResponse:
+    """Make a soft-deleted version the live object again, under a new generation."""
+    await exchange.identify(name)
+    generation = integer(exchange.query, "generation")
+    if generation is None:
+        raise ApiError(400, "Required parameter: generation", reason="required")
+    place = state.bucket(bucket)
+    exchange.caller.require("storage.objects.create", bucket)
+    item = state.objects.version(bucket, name, generation, "soft-deleted")
+    again = replace(item, metageneration=1, deleted_us=None, soft_deleted_us=None, hard_delete_us=None)
+    conditions = Preconditions.of(exchange.query)
+    refusal = exchange.caller.no_replacing(bucket)
+    return answer_object(exchange, state.objects.put(place, again, conditions, no_replacing=refusal))

@@ -10,10 +10,10 @@ import base64
 from typing import Any
 from urllib.parse import quote
 
-from ckptmirror.testing.gcs.answers import bad_request, rfc3339
-from ckptmirror.testing.gcs.state import Bucket, StoredObject
+from ckptmirror.testing.gcs.answers import bad_request, not_served, rfc3339
+from ckptmirror.testing.gcs.records import Bucket, Folder, StoredObject
 
-__all__ = ["bucket_resource", "etag", "object_headers", "object_resource", "settable"]
+__all__ = ["bucket_resource", "etag", "folder_resource", "object_headers", "object_resource", "settable"]
 
 _SETTABLE_TEXT = (
     "cacheControl",
@@ -25,6 +25,15 @@ _SETTABLE_TEXT = (
     "storageClass",
 )
 _SETTABLE_FLAGS = ("eventBasedHold", "temporaryHold")
+_READ_ONLY = frozenset(
+    {
+        "kind", "id", "selfLink", "mediaLink", "name", "bucket", "generation", "metageneration", "size", "crc32c",
+        "md5Hash", "etag", "timeCreated", "updated", "timeStorageClassUpdated", "timeFinalized", "timeDeleted",
+        "softDeleteTime", "hardDeleteTime", "componentCount", "retentionExpirationTime", "owner",
+    }
+)  # fmt: skip
+_NOT_SERVED = ("acl", "retention", "customerEncryption", "kmsKeyName", "contexts", "restoreToken")
+_CLASSES = ("STANDARD", "NEARLINE", "COLDLINE", "ARCHIVE")
 _MAX_CUSTOM_METADATA_BYTES = 8192
 
 
@@ -37,9 +46,17 @@ def settable(resource: dict[str, Any], earlier: dict[str, Any] | None = None) ->
     """The fields of a resource that a client may set, merged over ``earlier`` as a patch is: null removes.
 
     Raises:
-        ApiError: 400 for a field of the wrong type, or more custom metadata than 8 KiB.
+        ApiError: 400 for a field that there is not or of the wrong type, or more custom metadata than 8 KiB; 501 for a
+            field that is not served.
     """
     kept = dict(earlier or {})
+    for name in resource.keys() - _READ_ONLY - {*_SETTABLE_TEXT, *_SETTABLE_FLAGS, "metadata"}:
+        if name not in _NOT_SERVED:
+            raise bad_request(f"An object has no field {name}.")
+        if resource[name] not in (None, [], {}):
+            raise not_served(f"the field {name} of an object")
+    if resource.get("storageClass", "STANDARD") not in (*_CLASSES, None):
+        raise bad_request(f"Invalid value for storageClass: {resource['storageClass']}")
     for name in (*_SETTABLE_TEXT, *_SETTABLE_FLAGS):
         if name not in resource:
             continue
@@ -95,6 +112,14 @@ def object_resource(item: StoredObject, host: str) -> dict[str, Any]:
     }
     if item.md5 is not None:
         resource["md5Hash"] = base64.b64encode(item.md5).decode()
+    if item.components:
+        resource["componentCount"] = item.components
+    times = {
+        "timeDeleted": item.deleted_us if item.soft_deleted_us is None else None,
+        "softDeleteTime": item.soft_deleted_us,
+        "hardDeleteTime": item.hard_delete_us,
+    }
+    resource |= {key: rfc3339(time_us) for key, time_us in times.items() if time_us is not None}
     return {**resource, **item.metadata}
 
 
@@ -118,23 +143,38 @@ def object_headers(item: StoredObject) -> dict[str, str]:
 
 def bucket_resource(bucket: Bucket, host: str) -> dict[str, Any]:
     """The JSON of a bucket."""
-    created = rfc3339(bucket.created_us)
+    access = {"uniformBucketLevelAccess": {"enabled": False}, "publicAccessPrevention": "inherited"}
+    location = bucket.place[0]
     return {
         "kind": "storage#bucket",
         "id": bucket.name,
         "selfLink": f"{host}/storage/v1/b/{bucket.name}",
         "name": bucket.name,
         "projectNumber": "1",
-        "metageneration": "1",
-        "location": "US",
-        "locationType": "multi-region",
+        "generation": str(bucket.created_us),
+        "metageneration": str(bucket.metageneration),
+        "location": location,
+        "locationType": "multi-region" if location in ("US", "EU", "ASIA") else "region",
         "storageClass": "STANDARD",
-        "etag": etag(bucket.created_us, 1),
-        "timeCreated": created,
-        "updated": created,
+        "etag": etag(bucket.created_us, bucket.metageneration),
+        "timeCreated": rfc3339(bucket.created_us),
+        "updated": rfc3339(bucket.updated_us),
         "softDeletePolicy": {"retentionDurationSeconds": "0"},
-        "iamConfiguration": {
-            "uniformBucketLevelAccess": {"enabled": True},
-            "publicAccessPrevention": "inherited",
-        },
+        **bucket.settings,
+        "iamConfiguration": {**access, **bucket.settings.get("iamConfiguration", {})},
+    }
+
+
+def folder_resource(folder: Folder, host: str) -> dict[str, Any]:
+    """The JSON of a folder (https://cloud.google.com/storage/docs/json_api/v1/folders#resource-representations)."""
+    created = rfc3339(folder.created_us)
+    return {
+        "kind": "storage#folder",
+        "id": f"{folder.bucket}/{folder.name}",
+        "selfLink": f"{host}/storage/v1/b/{folder.bucket}/folders/{quote(folder.name, safe='')}",
+        "name": folder.name,
+        "bucket": folder.bucket,
+        "createTime": created,
+        "updateTime": created,
+        "metageneration": "1",
     }

@@ -30,9 +30,10 @@ from ckptmirror.testing.gcs.checks import (
 from ckptmirror.testing.gcs.exchange import Broken, Exchange
 from ckptmirror.testing.gcs.faults import Dropped, reset_connection
 from ckptmirror.testing.gcs.intake import GRANULE_BYTES, Intake
-from ckptmirror.testing.gcs.state import Session, State, StoredObject
+from ckptmirror.testing.gcs.objects import answer_object
+from ckptmirror.testing.gcs.records import Session, StoredObject
+from ckptmirror.testing.gcs.state import State
 from ckptmirror.testing.gcs.uploads import (
-    answer_object,
     checksums_to_json,
     commit,
     declare,
@@ -82,13 +83,13 @@ class ResumableUploads:
         """POST: a new session; its URI is in the Location header."""
         headers = exchange.request.headers
         resource = await exchange.json_body()
-        name, metadata = declare(exchange, resource, headers.get("X-Upload-Content-Type"))
+        name, metadata = declare(exchange, self._state.bucket(bucket), resource, headers.get("X-Upload-Content-Type"))
         await exchange.identify(name)
-        self._state.bucket(bucket)
         declared: dict[str, Any] = {
             "metadata": metadata,
             "preconditions": preconditions_to_json(Preconditions.of(exchange.query)),
             "checksums": checksums_to_json(declared_checksums(resource, headers.get("X-Goog-Hash"), None)),
+            "no_replacing": exchange.caller.no_replacing(bucket),
         }
         session = self._state.start_session(bucket, name, declared, _length(headers.get("X-Upload-Content-Length")))
         place = f"/upload/storage/v1/b/{quote(bucket, safe='')}/o"
@@ -222,7 +223,7 @@ class ResumableUploads:
             _check_kept(kept_bytes, total)
             if total == kept_bytes:
                 return await self._finish(exchange, session, feed)
-            return _incomplete(kept_bytes)
+            return _incomplete(exchange, kept_bytes)
 
     async def _wait_for_broken(self, upload_id: str) -> None:
         """If the feeding request's connection is gone, let it first keep what it had."""
@@ -255,7 +256,7 @@ class ResumableUploads:
             if short and session.total == end:
                 exchange.suffered("keep_bytes")
             await self._only_if_owner(feed, exchange, feed.intake.keep_multiple)
-            return _incomplete(feed.intake.kept_bytes)
+            return _incomplete(exchange, feed.intake.kept_bytes)
         async with feed.lock:
             if feed.owner is not exchange:
                 raise Dropped
@@ -306,10 +307,12 @@ class ResumableUploads:
                 feed.intake,
                 checksums,
                 preconditions,
-                session.upload_id,
+                no_replacing=declared["no_replacing"],
+                upload_id=session.upload_id,
             )
-        except ApiError:
-            await self._end(session, feed, "dead")
+        except ApiError as error:
+            if error.status != 429:  # too fast is not refused: the bytes stay, the end may be asked for again
+                await self._end(session, feed, "dead")
             raise
         except OSError as error:
             raise self._storage_failed(session, feed, error) from error
@@ -361,6 +364,12 @@ def _gap(first: int, kept_bytes: int) -> web.Response:
     return web.Response(status=503, text=message)
 
 
-def _incomplete(kept_bytes: int) -> web.Response:
+def _incomplete(exchange: Exchange, kept_bytes: int) -> web.Response:
+    """308; a client that says ``X-GUploader-No-308`` (Go's) gets 200 and the 308 in a header.
+
+    That header is in the source of Google's Go client (``internal/gensupport/resumable.go``), on no page.
+    """
     headers = {"Range": f"bytes=0-{kept_bytes - 1}"} if kept_bytes else {}
+    if exchange.request.headers.get("X-GUploader-No-308", "").lower() == "yes":
+        return web.Response(status=200, headers={**headers, "X-Http-Status-Code-Override": "308"})
     return web.Response(status=308, headers=headers)

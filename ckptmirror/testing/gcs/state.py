@@ -1,11 +1,10 @@
-"""What the server knows: buckets, objects, upload sessions and tokens, in one directory.
+"""What the server knows: buckets, objects, upload sessions, rewrites and tokens, in one directory.
 
 Rules:
 * Every change is one SQLite transaction; the bytes it names are complete in their file before it. So a kill at any
   instruction leaves a change whole or absent. Nothing is fsynced: this outlives a process, not a machine.
-* A file of bytes has a name of its own from its first byte on and never moves; at start, files that nobody names are
-  removed.
-* Generations rise strictly, over deletions and restarts too.
+* A file of bytes has a name of its own from its first byte on and never moves or changes; versions may share one. At
+  start, files that nobody names are removed.
 * Only the event loop's thread calls this module, and only one server uses a directory.
 """
 
@@ -16,25 +15,29 @@ import json
 import secrets
 import sqlite3
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckptmirror.testing.gcs.answers import ApiError, not_found
-from ckptmirror.testing.gcs.checks import Preconditions
+from ckptmirror.testing.gcs.pace import Pace
+from ckptmirror.testing.gcs.records import Bucket, Rewrite, Session, object_from_text
+from ckptmirror.testing.gcs.versions import VersionTable, now_us
 
-__all__ = ["Bucket", "Session", "State", "StoredObject"]
+__all__ = ["State"]
 
+_LAYOUT = 2
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS buckets (name TEXT PRIMARY KEY, created_us INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS objects (
-    bucket TEXT NOT NULL, name TEXT NOT NULL, generation INTEGER NOT NULL, metageneration INTEGER NOT NULL,
-    size_bytes INTEGER NOT NULL, crc32c BLOB NOT NULL, md5 BLOB, created_us INTEGER NOT NULL,
-    updated_us INTEGER NOT NULL, file TEXT NOT NULL, metadata TEXT NOT NULL, PRIMARY KEY (bucket, name)
+CREATE TABLE IF NOT EXISTS buckets (
+    name TEXT PRIMARY KEY, created_us INTEGER NOT NULL, updated_us INTEGER NOT NULL, metageneration INTEGER NOT NULL,
+    settings TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sessions (
     upload_id TEXT PRIMARY KEY, bucket TEXT NOT NULL, name TEXT NOT NULL, file TEXT NOT NULL,
     started_us INTEGER NOT NULL, state TEXT NOT NULL, total INTEGER, declared TEXT NOT NULL, result TEXT
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rewrites (
+    token TEXT PRIMARY KEY, started_us INTEGER NOT NULL, done_bytes INTEGER NOT NULL, request TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS tokens (
     token TEXT PRIMARY KEY, issued_s REAL NOT NULL, expires_s REAL NOT NULL
@@ -43,60 +46,10 @@ CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NU
 """
 
 
-def _now_us() -> int:
-    return time.time_ns() // 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A bucket."""
-
-    name: str
-    created_us: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """A live object; ``metadata`` holds the resource fields that a client may set (``contentType``, ``metadata`` …)."""
-
-    bucket: str
-    name: str
-    generation: int
-    metageneration: int
-    size_bytes: int
-    crc32c: bytes
-    md5: bytes | None
-    created_us: int
-    updated_us: int
-    file: str
-    metadata: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A resumable upload.
-
-    Attributes:
-        state: ``open``, ``done`` (``result`` is the object it made), ``cancelled`` or ``dead`` (its end was refused).
-        total: The object's length as soon as the client has said it.
-        declared: ``metadata`` (resource fields), ``preconditions`` and ``checksums`` (base64) from the start.
-    """
-
-    upload_id: str
-    bucket: str
-    name: str
-    file: str
-    started_us: int
-    declared: dict[str, Any]
-    state: str = "open"
-    total: int | None = None
-    result: StoredObject | None = None
-
-
 class State:
-    """The directory of one server."""
+    """The directory of one server; its objects are in ``objects``."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, mutations_per_s: float | None = None, day_s: float = 86400.0) -> None:
         self._data = directory / "data"
         self._data.mkdir(parents=True, exist_ok=True)
         self._lock = (directory / "lock").open("w")
@@ -108,15 +61,25 @@ class State:
         self._db = sqlite3.connect(directory / "index.db", isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=OFF")
+        self._check_layout(directory)
         self._db.executescript(_SCHEMA)
+        self.objects = VersionTable(self._db, self.remove_file, Pace(mutations_per_s), day_s)
         self._remove_unnamed_files()
+
+    def _check_layout(self, directory: Path) -> None:
+        """Refuse a directory whose tables another version of this server made."""
+        (layout,) = self._db.execute("PRAGMA user_version").fetchone()
+        has_tables = self._db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
+        if has_tables and layout != _LAYOUT:
+            raise ValueError(f"{directory} was written by another version of this server: use an empty one")
+        self._db.execute(f"PRAGMA user_version = {_LAYOUT}")
 
     def close(self) -> None:
         self._db.close()
         self._lock.close()
 
     def _remove_unnamed_files(self) -> None:
-        rows = self._db.execute("SELECT file FROM objects UNION SELECT file FROM sessions WHERE state = 'open'")
+        rows = self._db.execute("SELECT file FROM versions UNION SELECT file FROM sessions WHERE state = 'open'")
         named = {row[0] for row in rows}
         for path in self._data.iterdir():
             if path.name not in named:
@@ -136,95 +99,40 @@ class State:
 
     # Buckets
 
-    def insert_bucket(self, name: str) -> Bucket:
+    def insert_bucket(self, name: str, settings: dict[str, Any] | None = None) -> Bucket:
         if self._db.execute("SELECT 1 FROM buckets WHERE name = ?", (name,)).fetchone():
             raise ApiError(409, "Your previous request to create the named bucket succeeded and you already own it.")
-        self._db.execute("INSERT INTO buckets VALUES (?, ?)", (name, _now_us()))
+        now = now_us()
+        row = (name, now, now, 1, json.dumps(settings or {}))
+        self._db.execute("INSERT INTO buckets VALUES (?, ?, ?, ?, ?)", row)
         return self.bucket(name)
 
     def bucket(self, name: str) -> Bucket:
-        row = self._db.execute("SELECT name, created_us FROM buckets WHERE name = ?", (name,)).fetchone()
+        row = self._db.execute("SELECT * FROM buckets WHERE name = ?", (name,)).fetchone()
         if row is None:
             raise not_found("The specified bucket does not exist.")
-        return Bucket(*row)
+        return _bucket(row)
 
     def buckets(self) -> list[Bucket]:
-        return [Bucket(*row) for row in self._db.execute("SELECT name, created_us FROM buckets ORDER BY name")]
+        rows = self._db.execute("SELECT * FROM buckets ORDER BY name")
+        return [_bucket(row) for row in rows]
 
-    def delete_bucket(self, name: str) -> None:
-        self.bucket(name)
-        if self._db.execute("SELECT 1 FROM objects WHERE bucket = ? LIMIT 1", (name,)).fetchone():
+    def change_bucket(self, bucket: Bucket, settings: dict[str, Any]) -> Bucket:
+        """Give a bucket other settings: its metageneration rises."""
+        query = "UPDATE buckets SET settings = ?, updated_us = ?, metageneration = metageneration + 1 WHERE name = ?"
+        self._db.execute(query, (json.dumps(settings), max(now_us(), bucket.updated_us), bucket.name))
+        return self.bucket(bucket.name)
+
+    def delete_bucket(self, bucket: Bucket) -> None:
+        if not self.objects.is_empty(bucket.name):
             raise ApiError(409, "The bucket you tried to delete is not empty.")
-        self._db.execute("DELETE FROM buckets WHERE name = ?", (name,))
-
-    # Objects
-
-    def find(self, bucket: str, name: str) -> StoredObject | None:
-        row = self._db.execute("SELECT * FROM objects WHERE bucket = ? AND name = ?", (bucket, name)).fetchone()
-        return None if row is None else _object(row)
-
-    def live(self, bucket: str, name: str, generation: int | None = None) -> StoredObject:
-        """The live object, which must be at ``generation`` if one is given; 404 otherwise."""
-        self.bucket(bucket)
-        found = self.find(bucket, name)
-        if found is None or generation not in (None, found.generation):
-            raise not_found(f"No such object: {bucket}/{name}")
-        return found
-
-    def names_from(self, bucket: str, start: str, end: str, limit: int) -> list[StoredObject]:
-        """Objects with ``start`` <= name (< ``end`` if given), in the order of their names' UTF-8 bytes."""
-        query = "SELECT * FROM objects WHERE bucket = ? AND name >= ? AND (? = '' OR name < ?) ORDER BY name LIMIT ?"
-        return [_object(row) for row in self._db.execute(query, (bucket, start, end, end, limit))]
-
-    def put(self, new: StoredObject, preconditions: Preconditions, upload_id: str | None = None) -> StoredObject:
-        """Make complete bytes the live object, and its session done, in one transaction.
-
-        Raises:
-            ApiError: 412 or 304; nothing changed.
-        """
-        self.bucket(new.bucket)
-        old = self.find(new.bucket, new.name)
-        preconditions.check(*((old.generation, old.metageneration) if old else (0, 0)))
-        with self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            now_us = _now_us()
-            new = replace(new, generation=self._next_generation(now_us), created_us=now_us, updated_us=now_us)
-            self._write(new)
-            if upload_id is not None:
-                done = "UPDATE sessions SET state = 'done', result = ? WHERE upload_id = ?"
-                self._db.execute(done, (_to_text(new), upload_id))
-        if old is not None:
-            self.remove_file(old.file)
-        return new
-
-    def _next_generation(self, now_us: int) -> int:
-        row = self._db.execute("SELECT value FROM counters WHERE name = 'generation'").fetchone()
-        generation = max(now_us, (row[0] if row else 0) + 1)
-        self._db.execute("INSERT OR REPLACE INTO counters VALUES ('generation', ?)", (generation,))
-        return generation
-
-    def _write(self, item: StoredObject) -> None:
-        values = asdict(item)
-        values["metadata"] = json.dumps(item.metadata)
-        marks = ", ".join(f":{name}" for name in values)
-        self._db.execute(f"INSERT OR REPLACE INTO objects ({', '.join(values)}) VALUES ({marks})", values)
-
-    def change_metadata(self, item: StoredObject, metadata: dict[str, Any]) -> StoredObject:
-        """Give a live object other metadata: the metageneration rises, the generation stays."""
-        changed = replace(
-            item, metadata=metadata, metageneration=item.metageneration + 1, updated_us=max(_now_us(), item.updated_us)
-        )
-        self._write(changed)
-        return changed
-
-    def delete(self, item: StoredObject) -> None:
-        self._db.execute("DELETE FROM objects WHERE bucket = ? AND name = ?", (item.bucket, item.name))
-        self.remove_file(item.file)
+        self._db.execute("DELETE FROM buckets WHERE name = ?", (bucket.name,))
+        self.objects.forget_bucket(bucket.name)
 
     # Upload sessions
 
     def start_session(self, bucket: str, name: str, declared: dict[str, Any], total: int | None) -> Session:
-        session = Session(secrets.token_urlsafe(48), bucket, name, self.new_file(), _now_us(), declared, total=total)
+        session = Session(secrets.token_urlsafe(48), bucket, name, self.new_file(), now_us(), declared, total=total)
         row = (session.upload_id, bucket, name, session.file, session.started_us, "open", total, json.dumps(declared))
         self._db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, NULL)", row)
         return session
@@ -233,7 +141,7 @@ class State:
         row = self._db.execute("SELECT * FROM sessions WHERE upload_id = ?", (upload_id,)).fetchone()
         if row is None:
             return None
-        result = None if row[8] is None else _from_text(row[8])
+        result = None if row[8] is None else object_from_text(row[8])
         upload_id, bucket, name, file, started_us, state, total, declared = row[:8]
         return Session(upload_id, bucket, name, file, started_us, json.loads(declared), state, total, result)
 
@@ -246,6 +154,22 @@ class State:
         """``cancelled`` or ``dead``: what arrived is dropped."""
         self._db.execute("UPDATE sessions SET state = ? WHERE upload_id = ?", (state, session.upload_id))
         self.remove_file(session.file)
+
+    # Rewrites
+
+    def start_rewrite(self, done_bytes: int, request: dict[str, Any]) -> Rewrite:
+        rewrite = Rewrite(secrets.token_urlsafe(48), now_us(), done_bytes, request)
+        row = (rewrite.token, rewrite.started_us, done_bytes, json.dumps(request, sort_keys=True))
+        self._db.execute("INSERT INTO rewrites VALUES (?, ?, ?, ?)", row)
+        return rewrite
+
+    def rewrite(self, token: str) -> Rewrite | None:
+        row = self._db.execute("SELECT * FROM rewrites WHERE token = ?", (token,)).fetchone()
+        return None if row is None else Rewrite(row[0], row[1], row[2], json.loads(row[3]))
+
+    def advance_rewrite(self, rewrite: Rewrite, done_bytes: int) -> Rewrite:
+        self._db.execute("UPDATE rewrites SET done_bytes = ? WHERE token = ?", (done_bytes, rewrite.token))
+        return replace(rewrite, done_bytes=done_bytes)
 
     # Tokens
 
@@ -261,23 +185,6 @@ class State:
         return None if row is None else (row[0], row[1])
 
 
-def _object(row: tuple[Any, ...]) -> StoredObject:
-    values = dict(zip(_OBJECT_COLUMNS, row, strict=True))
-    return StoredObject(**{**values, "metadata": json.loads(values["metadata"])})
-
-
-_OBJECT_COLUMNS = tuple(column.name for column in fields(StoredObject))
-
-
-def _to_text(item: StoredObject) -> str:
-    values = asdict(item)
-    values["crc32c"] = item.crc32c.hex()
-    values["md5"] = None if item.md5 is None else item.md5.hex()
-    return json.dumps(values)
-
-
-def _from_text(text: str) -> StoredObject:
-    values = json.loads(text)
-    values["crc32c"] = bytes.fromhex(values["crc32c"])
-    values["md5"] = None if values["md5"] is None else bytes.fromhex(values["md5"])
-    return StoredObject(**values)
+def _bucket(row: tuple[Any, ...]) -> Bucket:
+    name, created_us, updated_us, metageneration, settings = row
+    return Bucket(name, created_us, updated_us, metageneration, json.loads(settings))

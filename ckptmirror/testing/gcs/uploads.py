@@ -18,16 +18,18 @@ from typing import Any
 
 from aiohttp import web
 
-from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer, select
+from ckptmirror.testing.gcs.answers import ApiError, bad_request
 from ckptmirror.testing.gcs.checks import Checksums, Preconditions, check_object_name, declared_checksums
 from ckptmirror.testing.gcs.exchange import Broken, Exchange, parse_object
 from ckptmirror.testing.gcs.faults import Dropped
 from ckptmirror.testing.gcs.intake import Intake, invert_byte
-from ckptmirror.testing.gcs.resources import object_resource, settable
-from ckptmirror.testing.gcs.state import State, StoredObject
+from ckptmirror.testing.gcs.objects import answer_object
+from ckptmirror.testing.gcs.params import check_predefined_acl
+from ckptmirror.testing.gcs.records import Bucket, StoredObject
+from ckptmirror.testing.gcs.resources import settable
+from ckptmirror.testing.gcs.state import State
 
 __all__ = [
-    "answer_object",
     "checksums_to_json",
     "commit",
     "declare",
@@ -39,19 +41,24 @@ __all__ = [
 _MAX_HEAD_BYTES = 1024 * 1024
 
 
-def declare(exchange: Exchange, resource: dict[str, Any], content_type: str | None) -> tuple[str, dict[str, Any]]:
+def declare(
+    exchange: Exchange, bucket: Bucket, resource: dict[str, Any], content_type: str | None
+) -> tuple[str, dict[str, Any]]:
     """The object's name and the resource fields that an upload sets.
 
     Raises:
-        ApiError: 400 for a bad or missing name.
+        ApiError: 400 for a bad or missing name, or an access list that the bucket does not take.
     """
     query_name, name = exchange.query.get("name"), resource.get("name")
     if query_name is not None and name is not None and name != query_name:
         raise bad_request(f"Value '{name}' in content does not agree with value '{query_name}'.")
+    check_predefined_acl(bucket, exchange.query.get("predefinedAcl"))
     metadata = settable(resource)
     if "contentType" not in metadata and content_type:
         metadata["contentType"] = content_type
-    return check_object_name(str(query_name or name or "")), metadata
+    if exchange.query.get("contentEncoding"):
+        metadata["contentEncoding"] = exchange.query["contentEncoding"]
+    return check_object_name(str(query_name or name or ""), hierarchical=bucket.hierarchical), metadata
 
 
 async def commit(
@@ -62,12 +69,15 @@ async def commit(
     intake: Intake,
     checksums: Checksums,
     preconditions: Preconditions,
+    *,
+    no_replacing: str | None,
     upload_id: str | None = None,
 ) -> StoredObject:
     """Make the bytes of ``intake`` the live object of ``target`` (bucket, name, file).
 
     Raises:
-        ApiError: 400 for a wrong checksum, 412 or 304 for a precondition; nothing changed.
+        ApiError: 400 for a wrong checksum, 412 or 304 for a precondition, 403 for an object that the caller may not
+            replace (``no_replacing`` says why), 429 for one that changes too often; nothing changed.
     """
     await intake.finish()
     md5 = intake.md5
@@ -76,24 +86,17 @@ async def commit(
     checksums.check(intake.crc32c, md5)
     bucket, name, file = target
     new = StoredObject(bucket, name, 0, 1, intake.kept_bytes, intake.crc32c, intake.md5, 0, 0, file, metadata)
-    done = state.put(new, preconditions, upload_id)
+    done = state.objects.put(state.bucket(bucket), new, preconditions, no_replacing=no_replacing, upload_id=upload_id)
     rotten_at = exchange.fault.corrupt_byte_at if exchange.fault is not None else None
     if rotten_at is not None and invert_byte(state.path(file), rotten_at):
         exchange.suffered("corrupt_byte_at")
     return done
 
 
-def answer_object(exchange: Exchange, item: StoredObject) -> web.StreamResponse:
-    """200 with the object's resource."""
-    resource = object_resource(item, exchange.host)
-    return json_answer(select(resource, exchange.query.get("fields")), headers={"ETag": resource["etag"]})
-
-
 async def upload_media(exchange: Exchange, state: State, bucket: str, *, md5: bool) -> web.StreamResponse:
     """``uploadType=media``: the body is the object, the name is in the query."""
-    state.bucket(bucket)
     headers = exchange.request.headers
-    name, metadata = declare(exchange, {}, headers.get("Content-Type"))
+    name, metadata = declare(exchange, state.bucket(bucket), {}, headers.get("Content-Type"))
     await exchange.identify(name)
     checksums = declared_checksums({}, headers.get("X-Goog-Hash"), headers.get("Content-MD5"))
     return await _receive(exchange, state, (bucket, name), metadata, checksums, exchange.body(), md5)
@@ -101,14 +104,14 @@ async def upload_media(exchange: Exchange, state: State, bucket: str, *, md5: bo
 
 async def upload_multipart(exchange: Exchange, state: State, bucket: str, *, md5: bool) -> web.StreamResponse:
     """``uploadType=multipart``: the resource as JSON, then the object."""
-    state.bucket(bucket)
+    place = state.bucket(bucket)
     parts = _RelatedParts(exchange.request.headers.get("Content-Type", ""), exchange.body())
     try:
         head, media_headers = await parts.read_head()
     except Broken as error:
         raise Dropped from error
     resource = parse_object(head)
-    name, metadata = declare(exchange, resource, media_headers.get("content-type"))
+    name, metadata = declare(exchange, place, resource, media_headers.get("content-type"))
     await exchange.identify(name)
     checksums = declared_checksums(resource, exchange.request.headers.get("X-Goog-Hash"), None)
     return await _receive(exchange, state, (bucket, name), metadata, checksums, parts.media(), md5)
@@ -124,13 +127,15 @@ async def _receive(
     md5: bool,
 ) -> web.StreamResponse:
     preconditions = Preconditions.of(exchange.query)
+    refusal = exchange.caller.no_replacing(target[0])
     file = state.new_file()
     intake = Intake(state.path(file), md5=md5)
     done: StoredObject | None = None
     try:
         async for chunk in exchange.object_bytes(stream):
             await intake.add(chunk)
-        done = await commit(exchange, state, (*target, file), metadata, intake, checksums, preconditions)
+        place = (*target, file)
+        done = await commit(exchange, state, place, metadata, intake, checksums, preconditions, no_replacing=refusal)
     except Broken as error:
         raise Dropped from error
     finally:

@@ -18,6 +18,7 @@ from ckptmirror.testing.fault import OPERATIONS
 KIB256 = 256 * 1024
 DATA = os.urandom(2 * KIB256)
 AT = 100_003
+BATCH = b"--b\r\nContent-Type: application/http\r\n\r\nGET /storage/v1/b/absent-bucket HTTP/1.1\r\n\r\n\r\n--b--"
 RELATED = {"Content-Type": "multipart/related; boundary=b"}
 MATCHERS = {"operation", "method", "object", "nth", "times"}
 
@@ -38,7 +39,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "slow": ({"slow_bytes_per_s": len(DATA) / 0.3}, BYTES),
     "truncated": (
         {"truncate_after_bytes": 5},
-        ALL - {"bucket.delete", "object.delete", "upload.start", "upload.cancel"},
+        ALL - {"bucket.delete", "object.delete", "folder.delete", "upload.start", "upload.cancel"},
     ),
     "corrupt": ({"corrupt_byte_at": AT}, {*BYTES, "upload.status"}),
     "corrupt on the way in": ({"corrupt_received_byte_at": AT}, UPLOADS),
@@ -58,9 +59,52 @@ def multipart(data: bytes) -> bytes:
     return b"--b\r\n\r\n" + b" " * 150_000 + head + b"\r\n--b\r\n\r\n" + data + b"\r\n--b--"
 
 
+def folder_request_of(raw, operation: str) -> tuple[Any, ...]:
+    """A request for a folder, which is there unless it is to be inserted."""
+    bucket, uniform = f"{raw.bucket}-folders", {"uniformBucketLevelAccess": {"enabled": True}}
+    resource = {"name": bucket, "hierarchicalNamespace": {"enabled": True}, "iamConfiguration": uniform}
+    assert raw("POST", "/storage/v1/b?project=p", json.dumps(resource)).status == 200
+    folders = f"/storage/v1/b/{bucket}/folders"
+    insert = ("POST", folders, '{"name": "a/"}')
+    if operation != "folder.insert":
+        assert raw(*insert).status == 200
+    requests = {"insert": insert, "list": ("GET", folders)}
+    requests |= {"get": ("GET", f"{folders}/a%2F"), "delete": ("DELETE", f"{folders}/a%2F")}
+    return requests[operation.partition(".")[2]]
+
+
+def restore_request_of(raw) -> tuple[Any, ...]:
+    """A request to restore ``x``."""
+    policy = {"softDeletePolicy": {"retentionDurationSeconds": 7 * 86400}}
+    assert raw("PATCH", f"/storage/v1/b/{raw.bucket}", json.dumps(policy)).status == 200
+    generation = raw.put("x", DATA).json()["generation"]
+    assert raw("DELETE", raw.object_path("x")).status == 204
+    return ("POST", f"{raw.object_path('x')}/restore?generation={generation}")
+
+
+def copy_request_of(raw, operation: str) -> tuple[Any, ...]:
+    """A request that makes ``y`` of ``x``."""
+    raw.put("x", DATA)
+    if operation == "object.compose":
+        return ("POST", f"{raw.object_path('y')}/compose", '{"sourceObjects": [{"name": "x"}]}')
+    if operation == "object.move":
+        return ("POST", f"{raw.object_path('x')}/moveTo/o/y")
+    word = {"object.rewrite": "rewriteTo", "object.copy": "copyTo"}[operation]
+    return ("POST", f"{raw.object_path('x')}/{word}/b/{raw.bucket}/o/y")
+
+
 def request_of(raw, operation: str) -> Callable[[], Any]:
     """Prepare a request of that operation, which succeeds on a healthy server, and return what sends it."""
     path, media = raw.object_path("x"), {"Content-Type": "x/y"}
+    if operation == "object.restore":
+        made = restore_request_of(raw)
+        return lambda: raw(*made)
+    if operation.startswith("folder."):
+        made = folder_request_of(raw, operation)
+        return lambda: raw(*made)
+    if operation in ("object.compose", "object.rewrite", "object.copy", "object.move"):
+        made = copy_request_of(raw, operation)
+        return lambda: raw(*made)
     if operation in ("object.get", "object.media", "object.delete", "object.patch"):
         raw.put("x", DATA)
     session = raw.start("x") if operation in ("upload.put", "upload.status", "upload.cancel") else ""
@@ -71,6 +115,13 @@ def request_of(raw, operation: str) -> Callable[[], Any]:
         "bucket.insert": ("POST", "/storage/v1/b?project=p", json.dumps({"name": f"{raw.bucket}-2"})),
         "bucket.list": ("GET", "/storage/v1/b?project=p"),
         "bucket.delete": ("DELETE", f"/storage/v1/b/{raw.bucket}"),
+        "bucket.patch": ("PATCH", f"/storage/v1/b/{raw.bucket}", '{"labels": {"a": "b"}}'),
+        "bucket.layout": ("GET", f"/storage/v1/b/{raw.bucket}/storageLayout"),
+        "bucket.permissions": (
+            "GET",
+            f"/storage/v1/b/{raw.bucket}/iam/testPermissions?permissions=storage.objects.get",
+        ),
+        "batch": ("POST", "/batch/storage/v1", BATCH, {"Content-Type": "multipart/mixed; boundary=b"}),
         "object.get": ("GET", path),
         "object.media": ("GET", f"{path}?alt=media"),
         "object.list": ("GET", f"/storage/v1/b/{raw.bucket}/o"),

@@ -136,3 +136,25 @@ def test_an_illegal_bucket_name_is_refused(raw, name):
     import json
 
     assert raw("POST", "/storage/v1/b?project=p", json.dumps({"name": name})).status == 400
+
+
+@pytest.mark.parametrize(("value", "status"), [("projectPrivate", 200), ("publicReadWrite", 501), ("nonsense", 400)])
+def test_a_bucket_is_not_opened_to_all_in_silence(raw, value, status):
+    """Documented at https://cloud.google.com/storage/docs/json_api/v1/buckets/insert."""
+    import json
+
+    body = json.dumps({"name": f"{raw.bucket}-acl"})
+    assert raw("POST", f"/storage/v1/b?project=p&predefinedAcl={value}", body).status == status
+    assert raw("GET", f"/storage/v1/b/{raw.bucket}-acl").status == (200 if status == 200 else 404)
+
+
+def test_buckets_come_in_pages(raw):
+    """Documented at https://cloud.google.com/storage/docs/json_api/v1/buckets/list."""
+    for number in range(3):
+        raw.server.create_bucket(f"{raw.bucket}-p{number}")
+    path = f"/storage/v1/b?project=p&prefix={raw.bucket}-p&maxResults=2"
+    page = raw("GET", path).json()
+    assert [item["name"] for item in page["items"]] == [f"{raw.bucket}-p0", f"{raw.bucket}-p1"]
+    rest = raw("GET", f"{path}&pageToken={page['nextPageToken']}").json()
+    assert [item["name"] for item in rest["items"]] == [f"{raw.bucket}-p2"]
+    assert "nextPageToken" not in rest

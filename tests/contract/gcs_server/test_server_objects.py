@@ -364,9 +364,9 @@ def test_a_reader_gets_all_of_the_object_it_began_to_read(raw):
     connection.close()
 
 
-@pytest.mark.parametrize("sub", ["compose", "rewriteTo/b/c/o/d", "acl"])
-def test_what_is_not_served_is_refused_and_not_ignored(raw, sub):
-    """Documented at https://cloud.google.com/storage/docs/json_api/v1/objects."""
+def test_a_generation_that_must_not_match_wants_a_live_object(raw):
+    """Documented at https://cloud.google.com/storage/docs/json_api/v1/objects/insert."""
+    assert raw.put("x", b"data", ifGenerationNotMatch="5").status == 304
+    assert raw.put("x", b"data", ifGenerationNotMatch="0").status == 304
     raw.put("x", b"data")
-    assert raw("POST", f"{raw.object_path('x')}/{sub}", b"{}").status == 501
-    assert raw("GET", f"/storage/v1/b/{raw.bucket}/o?matchGlob=*").status == 501
+    assert raw.put("x", b"more", ifGenerationNotMatch="0").status == 200

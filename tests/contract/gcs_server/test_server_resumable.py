@@ -287,3 +287,16 @@ def test_the_name_may_be_in_the_query_but_not_another_one(raw):
     assert both.status == 400
     assert raw("POST", raw.upload_path("resumable"), b"{}").status == 400
     assert raw("POST", raw.upload_path("resumable", name="x"), b"{nonsense").status == 400
+
+
+def test_a_client_that_wants_no_308_gets_it_in_a_header(raw):
+    """Documented at https://cloud.google.com/storage/docs/resumable-uploads; the header is the Go client's."""
+    data, session = os.urandom(2 * KIB256), raw.start("x")
+    no_308 = {"X-GUploader-No-308": "yes"}
+    answer = raw.chunk(session, data[:KIB256], f"0-{KIB256 - 1}/{2 * KIB256}", **no_308)
+    assert (answer.status, answer.headers["x-http-status-code-override"]) == (200, "308")
+    assert answer.headers["range"] == f"bytes=0-{KIB256 - 1}"
+    answer = raw.chunk(session, data[KIB256:], f"{KIB256}-{2 * KIB256 - 1}/{2 * KIB256}", **no_308)
+    assert answer.status == 200
+    assert "x-http-status-code-override" not in answer.headers
+    assert answer.json()["size"] == str(2 * KIB256)

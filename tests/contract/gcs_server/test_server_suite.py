@@ -14,7 +14,19 @@ from ckptmirror.testing.fixtures import GCS_BUCKET
 _HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("module", ["test_server_objects.py", "test_server_listing.py", "test_server_resumable.py"])
+_OWN = (
+    "test_server_suite.py",
+    "test_server_survives.py",
+    "test_server_survives_copies.py",
+    "test_server_reference.py",
+    "test_server_faults.py",
+    "test_server_fault_fields.py",
+)
+
+
+@pytest.mark.parametrize(
+    "module", sorted({path.name for path in _HERE.glob("test_*.py")} - {*_OWN, "test_server_auth.py"})
+)
 def test_every_behaviour_names_the_page_that_documents_it(module):
     tree = ast.parse((_HERE / module).read_text())
     tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
@@ -46,6 +58,34 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
 
     with pytest.raises(OSError, match="unrecognized arguments"):
         GcsServerProcess(tmp_path, options=["--nonsense"]).start()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--mutations-per-s", "0"], "more than 0"),
+        (["--bucket-settings", "[]"], "not a JSON object"),
+        (["--bucket", "bucket-1", "--bucket-settings", '{"lifecycle": {"rule": [{}]}}'], "lifecycle"),
+        (["--bucket", "UPPER"], "Invalid bucket name"),
+        (["--tls-cert", "/absent.pem"], "No such file"),
+    ],
+)
+def test_options_that_make_no_sense_stop_the_start(tmp_path, options, reason):
+    from ckptmirror.testing import GcsServerProcess
+
+    with pytest.raises(OSError, match=reason):
+        GcsServerProcess(tmp_path, options=options).start()
+
+
+def test_a_directory_of_another_version_of_the_server_is_refused(tmp_path):
+    import sqlite3
+
+    from ckptmirror.testing import GcsServerProcess
+
+    with sqlite3.connect(tmp_path / "index.db") as db:
+        db.execute("CREATE TABLE objects (name TEXT)")
+    with pytest.raises(OSError, match="another version of this server"):
+        GcsServerProcess(tmp_path).start()
 
 
 def test_two_servers_do_not_share_a_directory(tmp_path):

@@ -44,7 +44,7 @@ def test_urls_are_normalised() -> None:
         "gs://b//x",
         "gs://bucket/../x",
         "gs://bucket/x?y",
-        "ftp://h/x",
+        "nowhere://h/x",
     ],
 )
 def test_urls_that_name_no_mirror_are_refused(url: str) -> None:

@@ -1,0 +1,132 @@
+"""Which bars of a timeline lie in which lane of its drawing, and in which row of it.
+
+Rules:
+* A lane is one sort of work: the host copy of one rank, write and commit of the node, the uploads to one mirror, and so
+  on. Attempts are no lane: they are the background.
+* Bars of one lane that would touch lie in rows below one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptmirror.flow.bars import Bar
+
+__all__ = ["LEAST_WIDTH", "Lane", "Placed", "lanes_of"]
+
+LEAST_WIDTH = 3.0
+"""No bar is narrower than this, in the drawing's units."""
+_GAP = 0.75
+_ROW_HEIGHT = 14.0
+_MOST_HEIGHT = 220.0
+_LEAST_ROW_HEIGHT = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A bar and where it lies."""
+
+    bar: Bar
+    left: float
+    right: float
+    row: int
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One lane.
+
+    Attributes:
+        name: As it stands beside the lane.
+        title: The same in full.
+        rows: How many rows it has.
+    """
+
+    name: str
+    title: str
+    placed: tuple[Placed, ...]
+    rows: int
+    row_height: float = field(default=_ROW_HEIGHT)
+
+    @property
+    def height(self) -> float:
+        """How high its rows are together."""
+        return self.rows * self.row_height
+
+
+def lanes_of(bars: Sequence[Bar], x: Callable[[float], float]) -> list[Lane]:
+    """Return the lanes that hold something, from top to bottom; ``x`` says where a moment lies."""
+    lanes = [
+        _lane("resume, stage", bars, x, "resume", "stage"),
+        *(
+            _lane(f"host copy, rank {rank}", [bar for bar in bars if bar.rank == rank], x, "host_copy")
+            for rank in _ranks(bars)
+        ),
+        _lane("emergency snapshot", bars, x, "emergency"),
+        _lane("write + commit", _of_the_node(bars), x, "commit"),
+        *(
+            _lane(f"upload, {url}", [bar for bar in bars if bar.mirror == url], x, *_ON_A_MIRROR)
+            for url in _mirrors(bars)
+        ),
+        _lane("rotation", bars, x, "rotation"),
+        _lane("stops and faults", bars, x, "stop", "fence", "broken_copy", "gone"),
+    ]
+    return [lane for lane in lanes if lane.placed]
+
+
+_ON_A_MIRROR = ("upload", "mirror_commit", "unreachable")
+
+
+def _ranks(bars: Iterable[Bar]) -> list[int]:
+    return sorted({bar.rank for bar in bars if bar.kind == "host_copy" and bar.rank is not None})
+
+
+def _mirrors(bars: Iterable[Bar]) -> list[str]:
+    return list(dict.fromkeys(bar.mirror for bar in bars if bar.kind in _ON_A_MIRROR and bar.mirror))
+
+
+def _of_the_node(bars: Iterable[Bar]) -> list[Bar]:
+    """Join the bars of the ranks of one save: from the first that begins to the last that ends."""
+    joined: dict[object, Bar] = {}
+    for bar in bars:
+        if bar.kind != "commit":
+            continue
+        key = bar.save_id or (bar.attempt, bar.step, bar.outcome)
+        one = joined.get(key)
+        if one is None:
+            joined[key] = replace(bar, rank=None)
+            continue
+        end_s = None if one.end_s is None or bar.end_s is None else max(one.end_s, bar.end_s)
+        joined[key] = replace(
+            one, begin_s=min(one.begin_s, bar.begin_s), end_s=end_s, until_s=max(one.until_s, bar.until_s)
+        )
+    return list(joined.values())
+
+
+def _lane(name: str, bars: Iterable[Bar], x: Callable[[float], float], *kinds: str) -> Lane:
+    mine = sorted((bar for bar in bars if bar.kind in kinds), key=lambda bar: (bar.begin_s, bar.until_s))
+    ends: list[float] = []
+    placed: list[Placed] = []
+    of_uploads: dict[str, int] = {}
+    for bar in mine:
+        left = x(bar.begin_s)
+        right = max(x(bar.until_s), left + LEAST_WIDTH)
+        row = of_uploads.get(bar.save_id) if bar.kind == "mirror_commit" else None
+        if row is None:  # the commit on a mirror is a mark at the end of its upload's bar
+            row = next((number for number, end in enumerate(ends) if end + _GAP <= left), len(ends))
+            ends[row : row + 1] = [right]
+        if bar.kind == "upload":
+            of_uploads[bar.save_id] = row
+        placed.append(Placed(bar, left, right, row))
+    height = _ROW_HEIGHT
+    if ends:
+        height = max(_LEAST_ROW_HEIGHT, min(_ROW_HEIGHT, _MOST_HEIGHT / len(ends)))
+    return Lane(_short(name), name, tuple(placed), len(ends), height)
+
+
+def _short(name: str, longest: int = 30) -> str:
+    if len(name) <= longest:
+        return name
+    keep = longest - 1
+    return name[: keep // 2] + "…" + name[len(name) - (keep - keep // 2) :]

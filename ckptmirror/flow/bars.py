@@ -1,0 +1,64 @@
+"""A bar of the timeline: one thing that took time, or one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Bar", "BarKind", "Outcome"]
+
+BarKind = Literal[
+    "attempt",
+    "resume",
+    "stage",
+    "host_copy",
+    "emergency",
+    "commit",
+    "upload",
+    "mirror_commit",
+    "unreachable",
+    "rotation",
+    "stop",
+    "fence",
+    "broken_copy",
+    "gone",
+]
+Outcome = Literal["done", "failed", "refused", "unfinished"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One thing that happened.
+
+    Attributes:
+        begin_s: Seconds since 1970, on a line without jumps.
+        end_s: None if no end is known: it goes on, or its process was killed.
+        until_s: When it ended; where no end is known, the last moment that it can have lasted to.
+        step: None where it concerns no step.
+        rank: Where one rank did it.
+        mirror: URL, where a mirror had a part in it.
+        save_id: 32 hex digits, or empty where it is not known.
+        attempt: Number of the attempt that ran then; None before the first one.
+        by: ``trainer``, a verb's name, or empty where only the table tells of it.
+        reason: Why it failed or happened, in words.
+        tries: How often a file of an upload was begun; 0 for what is no upload.
+    """
+
+    kind: BarKind
+    begin_s: float
+    end_s: float | None
+    until_s: float
+    outcome: Outcome = "done"
+    step: int | None = None
+    rank: int | None = None
+    mirror: str | None = None
+    save_id: str = ""
+    attempt: int | None = None
+    by: str = ""
+    reason: str = ""
+    tries: int = 0
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it took no time that is known."""
+        return self.end_s is not None and self.end_s <= self.begin_s

@@ -1,0 +1,78 @@
+"""A file that grows by lines and has a greatest size: whoever may write appends, the older half is one file beside it.
+
+Rules:
+* A line is one append of one system call, so lines of several processes do not mix. It is not made durable: a power
+  loss may cost the last ones, and nothing else rests on them.
+* A line that a crash or a full disk tore stays as it is; the next one begins on a line of its own.
+* At ``limit_bytes`` the file becomes the older one, in place of the one before: at most twice the limit is kept. Who
+  renames holds the file's lock and has seen that the name still means this file, so no two processes do it twice.
+* Nothing is written through a link, into what is no regular file, or where the directory is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from ckptmirror.core.errors import IntegrityError, LocalStorageUnwritable
+from ckptmirror.local import crashpoints
+from ckptmirror.local.files import read_limited
+from ckptmirror.local.storage_errors import disk_error, explained
+
+__all__ = ["append_line", "read_lines"]
+
+_OVERSHOOT = 2  # a file may grow beyond the limit while nobody could rename it; this far it is still read
+
+
+def append_line(path: Path, line: bytes, *, older: Path, limit_bytes: int) -> None:
+    """Append one line, which ends with a line feed; past the limit, make the file the older one.
+
+    Raises:
+        LocalStorageFull: No room; a part of the line may be there.
+        LocalStorageUnwritable: It cannot be written.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with explained("append to", path), crashpoints.around("line.append"):
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise LocalStorageUnwritable(f"Cannot append to {path}: it is not a regular file.")
+            if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b"\n":
+                line = b"\n" + line
+            written = os.write(descriptor, line)
+            if written < len(line):
+                raise disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "append to", path)
+            if status.st_size + written >= limit_bytes:
+                _make_older(descriptor, path, older)
+        finally:
+            os.close(descriptor)
+
+
+def _make_older(descriptor: int, path: Path, older: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # another process is about to, or locks do not work here: the next line tries again
+        return
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+            with crashpoints.around("line.make_older"):
+                os.rename(path, older)  # noqa: PTH104
+
+
+def read_lines(path: Path, *, older: Path, limit_bytes: int) -> tuple[list[bytes], list[str]]:
+    """Return the lines of both files, older ones first, and what could not be read, in sentences."""
+    found: dict[Path, list[bytes]] = {older: [], path: []}
+    problems = []
+    for one in (path, older):  # in this order nothing is missed if it becomes the older one meanwhile
+        try:
+            found[one] = read_limited(one, _OVERSHOOT * limit_bytes).split(b"\n")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (IntegrityError, OSError) as error:
+            problems.append(str(error))
+    return [line for lines in found.values() for line in lines if line], problems

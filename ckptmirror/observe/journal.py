@@ -1,0 +1,121 @@
+"""The journal of a root: one line for each event that no table keeps, for whoever asks later what happened when.
+
+Rules:
+* Every process that acts on the root appends to ``.ckptmirror/events.jsonl``: each rank of the trainer, and each verb.
+  At ``FILE_LIMIT_BYTES`` the file becomes ``events.older.jsonl``, in place of the one before.
+* Who emits an event neither waits for the disk's answer (nothing is fsynced) nor ever sees an error: a line that cannot
+  be written is lost, the first loss is logged, and the numbers of the lines show the gap.
+* What the uploads table's history has is not written twice. What repeats itself is written once in a while.
+* The root's control directory is not made here: where it is gone, the root is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptmirror.core import events, names
+from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.core.journal import FILE_LIMIT_BYTES, Told, line_of
+from ckptmirror.local.line_file import append_line
+from ckptmirror.local.uploads.lease_clock import BootClock
+
+__all__ = ["Journal"]
+
+_IN_THE_TABLE = (events.SaveStarted, events.RecordVerified, events.RecordFailed)
+_UNREACHABLE_EVERY_S = 60.0
+_REFUSED_EVERY_S = 3600.0
+_KEYS_KEPT = 1000
+_WAIT_S = 1.0  # for another thread of this process that writes a line
+_log = logging.getLogger("ckptmirror.events")
+
+
+class Journal:
+    """Listens to a bus and writes what it hears.
+
+    Args:
+        root: The root; its control directory must be there.
+        by: ``trainer``, or the name of a verb.
+        wall: The wall clock, in seconds since 1970.
+        boot: The boot's id and the milliseconds since it.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        by: str,
+        *,
+        wall: Callable[[], float] = time.time,
+        boot: BootClock | None = None,
+        limit_bytes: int = FILE_LIMIT_BYTES,
+    ) -> None:
+        self._path, self._older = root / names.EVENTS_NAME, root / names.OLDER_EVENTS_NAME
+        self._by = by
+        self._wall = wall
+        self._boot = boot if boot is not None else BootClock()
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._writer = secrets.token_hex(4)
+        self._number = 0
+        self._lost = False
+        self._told_at: dict[object, float] = {}
+
+    def __call__(self, event: events.Event) -> None:
+        """Write one event."""
+        if isinstance(event, _IN_THE_TABLE) or not self._lock.acquire(timeout=_WAIT_S):
+            return
+        try:
+            if os.getpid() != self._pid:  # a forked child is a writer of its own
+                self._begin()
+            if self._is_due(event):
+                self._append(self._next_line(event))
+        finally:
+            self._lock.release()
+
+    def _next_line(self, event: events.Event) -> bytes:
+        self._number += 1
+        return line_of(
+            Told(
+                event=event,
+                at_s=self._wall(),
+                boot=self._boot.boot_id,
+                boot_s=self._boot.now_ms() / 1000,
+                by=self._by,
+                writer=self._writer,
+                number=self._number,
+                pid=self._pid,
+            )
+        )
+
+    def _append(self, line: bytes) -> None:
+        try:
+            append_line(self._path, line, older=self._older, limit_bytes=self._limit_bytes)
+        except (CkptMirrorError, OSError) as error:
+            if not self._lost:
+                self._lost = True
+                _log.warning("the journal of events misses a line, which costs `ckptmirror timeline` a bar: %s", error)
+
+    def _is_due(self, event: events.Event) -> bool:
+        if isinstance(event, events.MirrorUnreachable):
+            return self._once(("unreachable", event.mirror), _UNREACHABLE_EVERY_S)
+        if isinstance(event, events.RotationRefused):
+            return self._once(("refused", event.save_id), _REFUSED_EVERY_S)
+        return True
+
+    def _once(self, key: object, every_s: float) -> bool:
+        now_s = self._boot.now_ms() / 1000
+        if now_s - self._told_at.get(key, -every_s) < every_s:
+            return False
+        if len(self._told_at) >= _KEYS_KEPT:
+            self._told_at.clear()
+        self._told_at[key] = now_s
+        return True

@@ -1,0 +1,368 @@
+"""Any fsspec URL (``s3://``, ``az://``, ``sftp://`` …; ``gcsfs+gs://`` for a bucket through gcsfs) as a mirror.
+
+Rules:
+* Of all file systems alike fsspec promises neither a create that cannot replace, nor a replace at a generation, nor a
+  checksum. So nothing is declared: such a mirror is never required, and every upload is read back.
+* A create looks first, and is exclusive where the file system can. Where it cannot, two that create one name at once
+  may both succeed; what is verified is what was read back, and what is staged is checked like everywhere.
+* A generation is made from what changes with an object (its generation, its ETag, else its times).
+* No answer comes from a cache. Each thread has a file system of its own.
+* Credentials come from where each file system finds them (its environment variables and files, fsspec's own
+  configuration), never from the URL. ``fsspec+`` before a scheme says that fsspec is to open it.
+* Time limits and further tries are the file system's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+from ckptmirror.core.errors import (
+    BucketNotFound,
+    CkptMirrorError,
+    ConfigError,
+    IntegrityError,
+    NotAuthorised,
+    ObjectNotFound,
+    PreconditionFailed,
+    StorePermanent,
+    StoreTemporary,
+)
+from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
+from ckptmirror.stores.locations import BucketLocation, is_object_name, parse_location
+
+__all__ = ["SCHEMES", "FsspecStore", "normalise", "open"]
+
+SCHEMES = ("*",)
+_ASKED_FOR = ("fsspec+", "gcsfs+")
+_OURS = ("file", "local")
+_BUCKET_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:-]{0,252}"
+_BLOCK_BYTES = 8 * 1024 * 1024
+_BLOCKS_LIMIT = 9_000  # S3 takes 10,000 parts
+_IDENTIFIES = ("generation", "ETag", "etag", "VersionId", "version_id")
+_CHANGES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created", "ino")
+
+
+def normalise(url: str) -> str:
+    """Return the normalised URL.
+
+    Raises:
+        ConfigError: fsspec knows no such scheme, or the URL carries what could be a secret.
+    """
+    return _located(url).url
+
+
+def open(url: str, **options: Any) -> FsspecStore:
+    """Open ``scheme://bucket/prefix`` with the file system that fsspec has for the scheme."""
+    return FsspecStore(_located(url), options)
+
+
+def _located(url: str) -> BucketLocation:
+    location = parse_location(url, _BUCKET_PATTERN)
+    from fsspec import available_protocols
+
+    protocol = _protocol(location)
+    if protocol in _OURS:
+        raise ConfigError(f"{url!r} is a directory.", hint="Write file:///directory.")
+    if protocol not in available_protocols():
+        raise ConfigError(
+            f"There is no store for {location.scheme}:// URLs.",
+            hint="gs://, file://, memory:// and the schemes of fsspec (s3://, az://, sftp:// …) are known.",
+        )
+    return location
+
+
+def _protocol(location: BucketLocation) -> str:
+    return location.scheme.removeprefix(_ASKED_FOR[0]).removeprefix(_ASKED_FOR[1])
+
+
+class _OfThread(threading.local):
+    """A thread's file system and the process that opened it."""
+
+    fs: Any = None
+    process = 0
+
+
+class FsspecStore:
+    """A mirror in a file system of fsspec.
+
+    Args:
+        location: Scheme, bucket (or host) and prefix.
+        options: Options of the file system beside those of fsspec's own configuration.
+    """
+
+    def __init__(self, location: BucketLocation, options: Mapping[str, Any] | None = None) -> None:
+        self._location = location
+        self._options = dict(options or {})
+        self._of_thread = _OfThread()
+        self._made: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        """The mirror's URL."""
+        return self._location.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """None of them."""
+        return Capabilities(False, False, False, False, False)
+
+    @property
+    def local_directory(self) -> None:
+        """None: no directory of this machine holds the objects."""
+
+    def identity(self, expected: str | None = None) -> None:
+        """See :meth:`Store.identity`. None: the URL names one place."""
+        del expected
+
+    # -- asking ---------------------------------------------------------------------------------------------
+
+    def stat(self, name: str) -> ObjectInfo | None:
+        """See :meth:`Store.stat`."""
+        with self._explained(f"stat of {self.url}/{name}"):
+            fs, path = self._fs(), self._path(name)
+            fs.invalidate_cache()
+            try:
+                found = fs.info(path)
+            except FileNotFoundError:
+                return None
+            return self._info(name, found) if found.get("type") != "directory" else None
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See :meth:`Store.list`."""
+        with self._explained(f"listing of {self.url}/{prefix}"):
+            found = self._find(prefix)
+        base = self._base() + "/"
+        named = {path[len(base) :]: info for path, info in found.items() if path.startswith(base + prefix)}
+        return iter([self._info(name, named[name]) for name in sorted(named) if is_object_name(name)])
+
+    def _find(self, prefix: str) -> Mapping[str, Any]:
+        fs = self._fs()
+        fs.invalidate_cache()
+        directory, _, rest = prefix.rpartition("/")
+        top = f"{self._base()}/{directory}".rstrip("/")
+        by_prefix = {"prefix": rest} if rest and "prefix" in _find_parameters(fs) else {}
+        try:
+            found: dict[str, Any] = fs.find(top, detail=True, withdirs=False, **by_prefix)
+        except FileNotFoundError:
+            found = {}
+        if not found and fs.async_impl and not fs.exists(self._location.bucket):
+            raise BucketNotFound(f"The bucket of {self.url} does not exist.")
+        return {path if path.startswith(self._base()) else "/" + path: info for path, info in found.items()}
+
+    def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
+        """See :meth:`Store.read`."""
+        info = self._at(name, generation)
+        if info.size_bytes > limit_bytes:
+            raise StorePermanent(f"{self.url}/{name} has {info.size_bytes} bytes, more than {limit_bytes}.")
+        data = bytearray(info.size_bytes)
+        if data:
+            self._fill(name, 0, memoryview(data))
+        if self.stat(name) != info:
+            raise StoreTemporary(f"{self.url}/{name} changed while it was read.")
+        return bytes(data), info
+
+    def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
+        """See :meth:`Store.download`."""
+        self._at(name, generation)
+        if len(buffer):
+            self._fill(name, offset, buffer)
+
+    def _at(self, name: str, generation: int | None) -> ObjectInfo:
+        info = self.stat(name)
+        if info is None or generation not in (None, info.generation):
+            raise ObjectNotFound(f"There is no object {name} on {self.url}" + (" any more." if generation else "."))
+        return info
+
+    def _fill(self, name: str, offset: int, buffer: memoryview) -> None:
+        with self._explained(f"download of {self.url}/{name}"):
+            data = self._fs().cat_file(self._path(name), start=offset, end=offset + len(buffer))
+        buffer[: len(data)] = data
+        if len(data) < len(buffer):
+            raise StoreTemporary(f"{self.url}/{name} ends before byte {offset + len(buffer)}.")
+
+    # -- changing -------------------------------------------------------------------------------------------
+
+    def write(
+        self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
+    ) -> ObjectInfo:
+        """See :meth:`Store.write`. A replace looks at the generation first, and no more than that."""
+        del metadata
+        there = self.stat(name)
+        if (there.generation if there else 0) != if_generation:
+            raise PreconditionFailed(f"{self.url}/{name} is not at generation {if_generation}.")
+        with self._explained(f"write of {self.url}/{name}"), self._writing(name, len(data), if_generation == 0) as file:
+            file.write(data)
+        return self._at(name, None)
+
+    def upload(self, upload: Upload) -> ObjectInfo:
+        """See :meth:`Store.upload`. What arrived is read back."""
+        if self.stat(upload.name) is not None:
+            raise PreconditionFailed(f"{self.url}/{upload.name} exists.")
+        size_bytes = upload.digest.size_bytes
+        with (
+            self._explained(f"upload of {self.url}/{upload.name}"),
+            self._writing(upload.name, size_bytes, create=True) as file,
+        ):
+            self._send(upload, file)
+        info = self._at(upload.name, None)
+        if (info.size_bytes, self._crc32c_of(info)) != (size_bytes, upload.digest.crc32c):
+            self.delete(upload.name, generation=info.generation)
+            raise IntegrityError(f"{self.url}/{upload.name}: other bytes arrived than were sent.")
+        upload.on_progress(size_bytes)
+        return info
+
+    def _send(self, upload: Upload, file: Any) -> None:
+        from ckptmirror.local.checksums import crc32c
+
+        buffer = memoryview(bytearray(min(_BLOCK_BYTES, max(1, upload.digest.size_bytes))))
+        sent, crc = 0, 0
+        while sent < upload.digest.size_bytes:
+            count = upload.source.read_into(sent, buffer[: upload.digest.size_bytes - sent])
+            if count == 0:
+                break
+            crc = crc32c(buffer[:count], crc)
+            file.write(bytes(buffer[:count]))
+            sent += count
+            upload.on_progress(sent)
+        if (sent, crc) != (upload.digest.size_bytes, upload.digest.crc32c):
+            raise IntegrityError(f"The bytes of {upload.name} are not those that were committed; nothing was stored.")
+
+    @contextmanager
+    def _writing(self, name: str, size_bytes: int, create: bool) -> Iterator[Any]:
+        """Lend a file that gets its name when the body went well, and is discarded otherwise."""
+        fs, path = self._fs(), self._path(name)
+        parent = path.rpartition("/")[0]
+        if not fs.async_impl and parent not in self._made:  # object stores have no directories to make
+            fs.makedirs(parent, exist_ok=True)
+            self._made.add(parent)
+        block_bytes = max(_BLOCK_BYTES, -(-size_bytes // _BLOCKS_LIMIT))
+        file, is_ours = _opened(fs, path, create, block_bytes)
+        try:
+            yield file
+            file.close()
+            file.commit()
+        except BaseException:
+            with contextlib.suppress(Exception):  # what fails to be discarded was never published
+                file.discard()
+                file.closed = True  # else its end would send what is left
+            if is_ours and fs.exists(path):  # it was shown from its first byte
+                fs.rm_file(path)
+            raise
+
+    def delete(self, name: str, *, generation: int) -> None:
+        """See :meth:`Store.delete`."""
+        there = self.stat(name)
+        if there is None:
+            return
+        if there.generation != generation:
+            raise PreconditionFailed(f"{self.url}/{name} is not at generation {generation}.")
+        with self._explained(f"delete of {self.url}/{name}"):
+            try:
+                self._fs().rm_file(self._path(name))
+            except FileNotFoundError:
+                return
+
+    def close(self) -> None:
+        """Nothing to free: fsspec keeps its connections for itself."""
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _fs(self) -> Any:
+        kept = self._of_thread
+        if kept.fs is None or kept.process != os.getpid():  # a forked child must not share its parent's connections
+            protocol = _protocol(self._location)
+            options = dict(self._options)
+            if protocol in ("gs", "gcs") and os.environ.get("STORAGE_EMULATOR_HOST"):
+                options.setdefault("token", "anon")  # nobody's credentials are sent to an emulator
+            try:
+                kept.fs = _file_system(protocol)(skip_instance_cache=True, **options)
+            except ImportError as error:
+                raise ConfigError(f"{self.url}: {error}", hint="Install what it names, beside ckptmirror.") from error
+            kept.process = os.getpid()
+        return kept.fs
+
+    def _base(self) -> str:
+        location = self._location
+        url = f"{_protocol(location)}://{location.bucket}/{location.prefix}"
+        return str(self._fs()._strip_protocol(url)).rstrip("/")
+
+    def _path(self, name: str) -> str:
+        self._location.object_name(name)  # refuses what would leave the prefix
+        return f"{self._base()}/{name}"
+
+    def _info(self, name: str, found: Mapping[str, Any]) -> ObjectInfo:
+        return ObjectInfo(name, int(found["size"]), _generation(found), None)
+
+    def _crc32c_of(self, info: ObjectInfo) -> int:
+        from ckptmirror.local.checksums import crc32c
+
+        buffer = memoryview(bytearray(min(_BLOCK_BYTES, max(1, info.size_bytes))))
+        crc = 0
+        for offset in range(0, info.size_bytes, len(buffer)):
+            piece = buffer[: min(len(buffer), info.size_bytes - offset)]
+            self._fill(info.name, offset, piece)
+            crc = crc32c(piece, crc)
+        return crc
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Turn what a file system raises in the body into the error that it means."""
+        try:
+            yield
+        except CkptMirrorError:
+            raise
+        except FileExistsError as error:
+            raise PreconditionFailed(f"{what}: it exists.") from error
+        except FileNotFoundError as error:
+            raise ObjectNotFound(f"{what}: it is not there.") from error
+        except PermissionError as error:
+            raise NotAuthorised(f"{what}: {error}") from error
+        except NotImplementedError as error:
+            raise StorePermanent(f"{what}: this file system cannot do that.") from error
+        except Exception as error:  # a file system may raise anything of the libraries below it
+            raise StoreTemporary(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _file_system(protocol: str) -> Any:
+    if protocol in ("gs", "gcs"):  # the class that fsspec would take asks over gRPC what kind of bucket it is
+        from gcsfs.core import GCSFileSystem
+
+        return GCSFileSystem
+    import fsspec
+
+    return fsspec.get_filesystem_class(protocol)
+
+
+def _opened(fs: Any, path: str, create: bool, block_bytes: int) -> tuple[Any, bool]:
+    """Open a file that is published by ``commit``, exclusively where the file system can.
+
+    Returns:
+        The file, and whether what is seen under its name, from now on, is surely this one.
+    """
+    options = {"block_size": block_bytes, "autocommit": False}
+    if create:
+        with contextlib.suppress(NotImplementedError, ValueError):
+            return fs.open(path, "xb", **options), not fs.async_impl
+    return fs.open(path, "wb", **options), False
+
+
+def _find_parameters(fs: Any) -> Mapping[str, Any]:
+    """The parameters of the listing behind ``find``, which passes on whatever it is given."""
+    return inspect.signature(getattr(fs, "_find", fs.find)).parameters
+
+
+def _generation(found: Mapping[str, Any]) -> int:
+    """Make a number from what tells one version of an object from the next; never 0."""
+    telling = next((found[key] for key in _IDENTIFIES if found.get(key)), None)
+    if telling is None:
+        times = (found[key] for key in _CHANGES if found.get(key))
+        telling = [found["size"], *(str(at.timestamp() if isinstance(at, datetime) else at) for at in times)]
+    return int.from_bytes(hashlib.sha256(repr(telling).encode()).digest()[:7], "big") + 1

@@ -1,0 +1,101 @@
+"""A store that tells what it did: one event for each call, for metrics, the log and the timeline.
+
+Rules:
+* An event is told when the call is over, whether it went well or not; what is told decides nothing.
+* It sits next to the store itself, inside the retrying one: every try is told.
+* A listing is told once, when its last object was yielded or it failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ckptmirror.core.events import EventBus, StoreCalled
+from ckptmirror.stores.base import ObjectInfo, Store, Upload
+from ckptmirror.stores.decorator import StoreDecorator
+
+__all__ = ["ObservedStore"]
+
+
+@dataclass
+class _Call:
+    """What is not known before a call is over."""
+
+    size_bytes: int = 0
+
+
+class ObservedStore(StoreDecorator):
+    """``store``, with an event for each call.
+
+    Args:
+        store: The store behind.
+        bus: Where to tell.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, store: Store, bus: EventBus, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(store)
+        self._bus = bus
+        self._clock = clock
+
+    def stat(self, name: str) -> ObjectInfo | None:
+        """See :meth:`Store.stat`."""
+        with self._told("stat", name):
+            return self._store.stat(name)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See :meth:`Store.list`."""
+        with self._told("list", prefix):
+            yield from self._store.list(prefix)
+
+    def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
+        """See :meth:`Store.read`."""
+        with self._told("read", name) as call:
+            data, info = self._store.read(name, generation=generation, limit_bytes=limit_bytes)
+            call.size_bytes = len(data)
+            return data, info
+
+    def write(
+        self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
+    ) -> ObjectInfo:
+        """See :meth:`Store.write`."""
+        with self._told("write", name, len(data)):
+            return self._store.write(name, data, if_generation=if_generation, metadata=metadata)
+
+    def upload(self, upload: Upload) -> ObjectInfo:
+        """See :meth:`Store.upload`. The bytes told are those of the object; a continued session sends fewer."""
+        with self._told("upload", upload.name, upload.digest.size_bytes):
+            return self._store.upload(upload)
+
+    def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
+        """See :meth:`Store.download`."""
+        with self._told("download", name, len(buffer)):
+            self._store.download(name, generation=generation, offset=offset, buffer=buffer)
+
+    def delete(self, name: str, *, generation: int) -> None:
+        """See :meth:`Store.delete`."""
+        with self._told("delete", name):
+            self._store.delete(name, generation=generation)
+
+    @contextmanager
+    def _told(self, operation: str, name: str, size_bytes: int = 0) -> Iterator[_Call]:
+        call, began, error = _Call(size_bytes), self._clock(), ""
+        try:
+            yield call
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            raise
+        finally:
+            self._bus.emit(
+                StoreCalled(
+                    mirror=self.url,
+                    operation=operation,
+                    name=name,
+                    size_bytes=call.size_bytes if not error else 0,
+                    duration_s=self._clock() - began,
+                    error=error,
+                )
+            )

@@ -1,0 +1,139 @@
+"""A store that takes its time: the decorator that keeps a mirror from taking the whole wire, or a bucket's whole quota.
+
+Rules:
+* A budget is a rate. What was not used in one second is there in the next, and no longer: nothing saves up a burst that
+  the rate would not allow.
+* Who comes first goes first, whichever thread it is: each takes its place on the time line and waits for it.
+* Bytes of an upload are paid as they are read, those of a download before they are asked for. Control objects are
+  small, and pay as requests only.
+* A wait ends at once, with a temporary error, when the store is closed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from ckptmirror.core.errors import ConfigError, StoreTemporary
+from ckptmirror.stores.base import ObjectInfo, Source, Store, Upload
+from ckptmirror.stores.decorator import StoreDecorator
+
+__all__ = ["Budget", "ThrottledStore"]
+
+_BURST_S = 1.0
+_LARGEST_PIECE_BYTES = 1024 * 1024
+_SMALLEST_PIECE_BYTES = 4096
+
+
+class Budget:
+    """So many units a second, shared by all threads (the generic cell rate algorithm: a time line, no timer).
+
+    Args:
+        per_s: The rate; more than 0.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if not per_s > 0:
+            raise ConfigError(f"A limit is a number of units per second above 0, not {per_s}.")
+        self._per_s = per_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._paid_until_s = clock() - _BURST_S
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much to take at once, where the units are bytes: no more than a second's worth, as far as sensible."""
+        return min(max(int(self._per_s), _SMALLEST_PIECE_BYTES), _LARGEST_PIECE_BYTES)
+
+    def take(self, units: float) -> float:
+        """Take ``units`` and return how long to wait before they are used, in seconds."""
+        with self._lock:
+            now_s = self._clock()
+            begins_s = max(self._paid_until_s, now_s - _BURST_S)
+            self._paid_until_s = begins_s + units / self._per_s
+            return max(0.0, self._paid_until_s - now_s)
+
+
+class ThrottledStore(StoreDecorator):
+    """``store``, within limits.
+
+    Args:
+        store: The store behind.
+        bytes_per_s: Of uploads and downloads together; None for no limit.
+        requests_per_s: Calls of any kind, a listing counted as one; None for no limit.
+        clock: Seconds, monotonic.
+        wait: Waits so many seconds, or until the store is closed, and says whether it was; tests pass their own.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        bytes_per_s: float | None = None,
+        requests_per_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], bool] | None = None,
+    ) -> None:
+        super().__init__(store)
+        self._bytes = None if bytes_per_s is None else Budget(bytes_per_s, clock)
+        self._requests = None if requests_per_s is None else Budget(requests_per_s, clock)
+        self._closed = threading.Event()
+        self._wait = wait if wait is not None else self._closed.wait
+
+    def upload(self, upload: Upload) -> ObjectInfo:
+        """See :meth:`Store.upload`."""
+        if self._bytes is None:
+            return self._behind().upload(upload)
+        source = _PaidSource(upload.source, self._pay_bytes, self._bytes.piece_bytes)
+        return self._behind().upload(replace(upload, source=source))
+
+    def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
+        """See :meth:`Store.download`."""
+        self._pay_bytes(len(buffer))
+        self._behind().download(name, generation=generation, offset=offset, buffer=buffer)
+
+    def close(self) -> None:
+        """End all waits, and close the store behind."""
+        self._closed.set()
+        self._store.close()
+
+    def _behind(self) -> Store:
+        self._pay(self._requests, 1)
+        return self._store
+
+    def _pay_bytes(self, size_bytes: int) -> None:
+        self._pay(self._bytes, size_bytes)
+
+    def _pay(self, budget: Budget | None, units: int) -> None:
+        delay_s = budget.take(units) if budget is not None else 0.0
+        if delay_s > 0 and self._wait(delay_s):
+            raise StoreTemporary(f"{self.url} was closed while a call waited for its turn.")
+
+
+class _PaidSource:
+    """Bytes that are paid for as they are read, in pieces, so that no thread waits for a whole chunk at once."""
+
+    def __init__(self, source: Source, pay: Callable[[int], None], piece_bytes: int) -> None:
+        self._source = source
+        self._pay = pay
+        self._piece_bytes = piece_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Length in bytes."""
+        return self._source.size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` from ``offset``, once it is paid for."""
+        done = 0
+        while done < len(buffer):
+            piece = buffer[done : done + self._piece_bytes]
+            self._pay(min(len(piece), max(0, self.size_bytes - offset - done)))
+            count = self._source.read_into(offset + done, piece)
+            done += count
+            if count < len(piece):
+                break
+        return done
