@@ -285,6 +285,9 @@ class CheckpointManager:
                 self._saver.release()
             elif self._last_before is not None:
                 self._last_before.raise_unobserved()
+        except (KeyboardInterrupt, SystemExit):
+            stopped = True  # nobody waits for uploads any more, and this is not to be hidden by what is pending
+            raise
         finally:
             # Whatever ended the wait, an interrupt too: a save in flight needs all this until the process ends.
             saving = self._saver is not None and self._saver.is_saving

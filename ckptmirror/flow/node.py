@@ -55,7 +55,6 @@ _SHORT_VERBS = ("drain", "stage")
 _SHORT_VERB_S = 60.0  # a start waits so long for such a verb to let go of the root
 _STOP_BRINGING_S = 2.0
 _MENDING_WAIT_S = 5.0
-_ASK_ONCE_MORE_S = 30.0
 _STOPPED_LIMIT_S = 2.0  # after a stop request the grace period runs
 
 
@@ -335,10 +334,10 @@ class Node:
     def _ask_once_more(self, recheck: Recheck, timeout_s: float) -> dict[str, str]:
         """See that nobody emptied a mirror meanwhile, and send what is missed again; return who refuses to say."""
         ends_s = time.monotonic() + timeout_s
-        recheck.begin_anew()
+        recheck.begin_anew(self._counting())
         asking = threading.Thread(target=recheck.ask, name="ckptmirror-ask", daemon=True)  # a rotation may take long
         asking.start()
-        asking.join(max(0.0, min(timeout_s, _ASK_ONCE_MORE_S)))
+        asking.join(max(0.0, timeout_s))
         if self.unsafe_saves():
             self.wait_mirrored(None, ends_s - time.monotonic())
         unasked = self._unasked()

@@ -57,7 +57,7 @@ class Recheck:
         self._asked_s = float("-inf")
 
     def ask(self) -> bool:
-        """Ask every mirror that has not answered yet; return whether all have by now, and one did just now."""
+        """Ask every mirror that has not answered yet; return whether one did just now."""
         with self._lock:
             answered = [url for url in list(self._open) if self._is_answered(self._mirrors[url])]
             self._asked_s = self._clock()
@@ -70,10 +70,10 @@ class Recheck:
         if self.waits_for(self._mirrors) and self._clock() - self._asked_s >= ASK_AGAIN_S:
             self.ask()
 
-    def begin_anew(self) -> None:
-        """Let all mirrors be asked once more."""
+    def begin_anew(self, urls: Collection[str]) -> None:
+        """Let these mirrors be asked once more."""
         with self._lock:
-            self._open = {**dict.fromkeys(self._mirrors), **self._open}
+            self._open = {url: self._open.get(url) for url in self._mirrors if url in urls or url in self._open}
         self._note()
 
     def unasked(self, urls: Collection[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from ckptmirror.flow.handle import Line
 from ckptmirror.flow.save import Saver
 from ckptmirror.local.lock import RootLock
 from tests.mirror_place import memory_url
-from tests.small_training import running
+from tests.small_training import faulty, running
 
 
 class Filled(nn.Module):
@@ -111,7 +111,10 @@ def test_i3_an_interrupt_in_close_neither_ends_the_save_in_flight_nor_frees_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrored: bool
 ) -> None:
     manager = CheckpointManager(tmp_path, [memory_url()] if mirrored else [], kinds=("model",))
+    mirrors = faulty(manager)
     manager.resume(TrainState(Filled(0.0)))
+    for mirror in mirrors:
+        mirror.go_down()  # what is pending then does not hide the interrupt, and nobody waits for it
     held = Held(monkeypatch)
     handle = manager.save(1, TrainState(Filled(1.0)))
     assert held.begun.wait(30)

@@ -1,0 +1,163 @@
+"""Resume while a mirror is silent, takes nothing or is not configured any more: nothing newer is left behind unseen."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptmirror import CheckpointManager, stage_checkpoint_step
+from ckptmirror.core.errors import StoreTemporary
+from ckptmirror.flow.mirrors import MirrorSpec
+from ckptmirror.stores.faulty import StoreFault
+from tests.small_training import everything, faulty, new_state, running, same, saved_run, train
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    (tmp_path / "nfs").mkdir()
+    return f"file://{tmp_path}/nfs/run"
+
+
+def test_a_copy_that_somebody_staged_is_not_gone_on_from_while_the_mirror_is_silent(tmp_path: Path, url: str) -> None:
+    states = saved_run(tmp_path / "first", (2, 3, 4), url)
+    root = tmp_path / "second"
+    stage_checkpoint_step(url, step=3, dest=root, require_kind="dcp", full=True)
+    with running(root, url) as manager:
+        faulty(manager, StoreFault(when="before", times=0))
+        with pytest.raises(StoreTemporary, match="the newest that can be seen"):
+            manager.resume(new_state())
+    state = new_state()
+    with running(root, url) as manager:
+        start = manager.resume(state)
+    assert start is not None
+    assert start.step == 4
+    assert same(everything(state), states[4])
+
+
+def test_what_an_earlier_start_here_continued_from_is_gone_on_from_while_the_mirror_is_silent(
+    tmp_path: Path, url: str
+) -> None:
+    saved_run(tmp_path / "first", (2,), url)
+    root = tmp_path / "second"
+    with running(root, url) as manager:
+        manager.resume(new_state())
+    for faults in ((StoreFault(when="before", times=0),), ()):  # and that start went on from it as well
+        with running(root, url) as manager:
+            faulty(manager, *faults)
+            start = manager.resume(new_state())
+            assert start is not None
+            assert start.step == 2
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_nothing_older_is_brought_while_a_mirror_that_counts_is_silent(tmp_path: Path, required: bool) -> None:
+    ahead, behind = f"memory://m-{tmp_path.name}-a/run", f"memory://m-{tmp_path.name}-b/run"
+    saved_run(tmp_path / "first", (2,), ahead, behind)
+    saved_run(tmp_path / "first", (4,), ahead)
+    mirrors = [MirrorSpec(ahead, required), MirrorSpec(behind, required)]
+    with running(tmp_path / "second", *mirrors) as manager:
+        silent, _ = faulty(manager)
+        silent.go_down()
+        with pytest.raises(StoreTemporary, match="not on this disk"):
+            manager.resume(new_state())
+    with running(tmp_path / "second", *mirrors) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 4
+
+
+def test_a_mirror_that_answers_and_takes_nothing_does_not_let_a_run_fork_from_an_old_save(
+    tmp_path: Path, url: str
+) -> None:
+    """It lists the attempt that went on elsewhere, so nothing would fence this one later."""
+    saved_run(tmp_path / "first", (1, 2), url)
+    saved_run(tmp_path / "second", (3, 4), url)
+    with running(tmp_path / "first", url) as manager:
+        faulty(manager, StoreFault("write", when="before", times=0))
+        with pytest.raises(StoreTemporary, match="the newest that can be seen"):
+            manager.resume(new_state())
+    with running(tmp_path / "third", url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 4
+
+
+def test_saves_that_somebody_copied_here_are_not_gone_on_from_while_the_mirror_is_silent(
+    tmp_path: Path, url: str
+) -> None:
+    saved_run(tmp_path / "first", (2, 4), url)
+    root = tmp_path / "second"
+    root.mkdir()
+    for path in (tmp_path / "nfs" / "run").glob("*000002*"):
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, root / path.name)
+    for _ in range(2):  # nor by a second start, after the first has left a list of its own
+        with running(root, url) as manager:
+            faulty(manager, StoreFault(when="before", times=0))
+            with pytest.raises(StoreTemporary, match="the newest that can be seen"):
+                manager.resume(new_state())
+    with running(root, url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 4
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_named_step_whose_newer_save_is_not_whole_is_not_given_the_older_in_silence(
+    tmp_path: Path, url: str, is_silent: bool
+) -> None:
+    root = tmp_path / "root"
+    with CheckpointManager(root, [url]) as manager:
+        state = new_state()
+        manager.resume(state)
+        manager.save(2, state).wait()
+        newer = manager.save(2, state).wait().save_id
+        manager.save(3, state).wait()
+    (root / f"extra_000002-{str(newer)[:8]}_rank0.pt").unlink()
+    for path in (tmp_path / "nfs" / "run").glob(f"extra_000002-{str(newer)[:8]}*"):
+        path.unlink()
+    with running(root, url) as manager:
+        if is_silent:
+            faulty(manager, StoreFault(when="before", times=0))
+            with pytest.raises(StoreTemporary, match="may be there"):
+                manager.resume(new_state(), 2)
+            return
+        start = manager.resume(new_state(), 2)
+        assert start is not None
+        assert any(str(newer)[:8] in line for line in start.passed_over)
+
+
+def test_a_save_brought_from_elsewhere_keeps_an_older_one_from_being_gone_on_from(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "first", (1, 2), url)
+    saved_run(tmp_path / "second", (4,), url)
+    stage_checkpoint_step(url, step="latest", dest=tmp_path / "first", full=True)
+    with running(tmp_path / "first", url) as manager:
+        faulty(manager, StoreFault(when="before", times=0))
+        with pytest.raises(StoreTemporary, match="the newest that can be seen"):
+            manager.resume(new_state())
+
+
+def test_a_mirror_that_is_taken_out_of_the_list_is_missed_like_one_that_is_silent(tmp_path: Path, url: str) -> None:
+    other = f"file://{tmp_path}/nfs/other"
+    saved_run(tmp_path / "first", (1, 2), url, other)
+    with running(tmp_path / "second", url, other) as manager:
+        _, behind = faulty(manager)
+        state = new_state()
+        manager.resume(state)
+        behind.script(StoreFault("upload", when="before", times=0))
+        train(state)
+        handle = manager.save(4, state).wait()
+        assert manager._node is not None
+        manager._node.wait_mirrored(handle.save_id, 2.0)
+    with running(tmp_path / "first", other) as manager, pytest.raises(StoreTemporary, match="not configured any more"):
+        manager.resume(new_state())
+
+
+def test_a_mirror_that_is_taken_out_of_the_list_is_named_where_this_root_goes_on(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "root", (1, 2), url)
+    with running(tmp_path / "root", f"file://{tmp_path}/nfs/other") as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 2
+        assert any(url in line and "is not any more" in line for line in start.passed_over)
