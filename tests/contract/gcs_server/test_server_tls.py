@@ -8,10 +8,10 @@ import urllib.error
 import urllib.request
 
 import pytest
-from certificates import make_certificate
 from raw_http import Raw
 
 from ckptmirror.testing import Fault, GcsServerProcess
+from tests.certificates import make_certificate
 
 _PROGRAM = """
 import os
