@@ -49,6 +49,9 @@ def _verdict(status: Status) -> str:
         failed = f", {status.failed_files} of them failed" if status.failed_files else ""
         what = f"{status.unsafe_files} files ({size(status.unsafe_bytes)})"
         return f"NOT SAFE: {what} are not verified on every required mirror{failed}"
+    if status.unasked and not status.unsettled:
+        silent = ", ".join(status.unasked)
+        return f"NOT SAFE: {silent} has yet to say what it still has; `ckptmirror drain` asks"
     if not status.is_mirrored(None):
         return "NOT SAFE: there are saves without upload records; `ckptmirror drain` makes and finishes them"
     return "safe: every save is verified on every required mirror"
@@ -73,6 +76,7 @@ def _facts(status: Status) -> dict[str, Any]:
         "unsafe_files": status.unsafe_files,
         "unsafe_bytes": status.unsafe_bytes,
         "failed_files": status.failed_files,
+        "unasked": list(status.unasked),
         "saves": [
             {
                 "step": line.step,

@@ -33,7 +33,8 @@ class Recheck:
         table: What is to be there.
         mirrors: Whom to ask, in this order.
         bus: Told of mirrors that do not answer.
-        notes: Whether the table notes who has not answered yet, for other processes: of the trainer's.
+        notes: Whether the table is told, for other processes, who has not answered yet. So it is by the trainer; anyone
+            else only takes back from it who has.
         clock: Seconds, monotonic.
     """
 
@@ -93,10 +94,10 @@ class Recheck:
         return any(url in urls and (e is None or isinstance(e, Temporary)) for url, e in dict(self._open).items())
 
     def _note(self) -> None:
-        if not self._notes:
-            return
+        still_open = set(self._open)
         try:
-            self._table.set_unasked(list(self._open))
+            noted = still_open if self._notes else self._table.unasked() - (self._mirrors.keys() - still_open)
+            self._table.set_unasked(noted)
         except CkptMirrorError as error:
             _log.error("other ranks do not know which mirrors are yet to answer: %s", error)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ class Status:
         trainer: What the trainer last wrote to ``status.json``.
         problems: Things under the root that look like saves and are not whole.
         unsettled: Save id -> why it is not on every required mirror: of whole saves, and of all that the table knows.
+        unasked: Mirrors that count and have yet to say that they still have what was verified there.
     """
 
     root: Path
@@ -73,6 +74,7 @@ class Status:
     trainer: Mapping[str, Any]
     problems: Mapping[str, str]
     unsettled: Mapping[str, str]
+    unasked: tuple[str, ...] = ()
 
     def is_mirrored(self, save_id: str | None) -> bool:
         """Whether a save (all of them, if None) waits for no mirror that counts (so always where none is configured).
@@ -80,7 +82,7 @@ class Status:
         Of a save that is not on this disk nothing is known here; :func:`is_mirrored` also asks the table's history.
         """
         if save_id is None or not self.mirrors:
-            return not self.unsettled
+            return not (self.unsettled or self.unasked)
         mirrored = {line.save_id for line in self.saves if line.kinds != ("emergency",)}
         return save_id in mirrored and save_id not in self.unsettled
 
@@ -115,6 +117,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         records = table.records()
         catalog = local_catalog(root)
         missing = open_saves(table, catalog.saves.values(), _counting(mirrors))
+        unasked = table.unasked().intersection(_counting(mirrors))
     gaps: dict[str, dict[str, str]] = {}
     for one in missing:
         gaps.setdefault(one.save_id, {})[one.mirror] = one.reason
@@ -124,7 +127,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         by_save.setdefault(record.save_id, []).append(record)
     saves = []
     for meta in sorted(catalog.saves.values(), key=lambda meta: (meta.step, meta.attempt.number, meta.save_number)):
-        waiting = _waiting(by_save.get(meta.save_id, []), required, gaps.get(meta.save_id, {}))
+        waiting = _waiting(by_save.get(meta.save_id, []), required, gaps.get(meta.save_id, {}), unasked)
         saves.append(
             SaveLine(
                 step=meta.step,
@@ -150,6 +153,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         trainer=_trainer(root),
         problems={name: str(why) for name, why in catalog.problems.items()},
         unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in missing},
+        unasked=tuple(url for url, _ in mirrors if url in unasked),
     )
 
 
@@ -179,7 +183,9 @@ def _opened(root: Path, state_dir: Path | None) -> UploadsTable:
     return table
 
 
-def _waiting(records: list[UploadRecord], required: list[str], gaps: Mapping[str, str]) -> dict[str, str]:
+def _waiting(
+    records: list[UploadRecord], required: list[str], gaps: Mapping[str, str], unasked: Collection[str]
+) -> dict[str, str]:
     waiting = {}
     for url in required:
         mine = [record for record in records if record.mirror == url]
@@ -194,6 +200,8 @@ def _waiting(records: list[UploadRecord], required: list[str], gaps: Mapping[str
             )
         elif url in gaps:
             waiting[url] = gaps[url]
+        elif url in unasked:
+            waiting[url] = "it has yet to say that it still has what was verified there"
     return waiting
 
 

@@ -31,7 +31,7 @@ from ckptmirror.formats.plain import encode
 from ckptmirror.formats.positions import knows_its_position, position_of, warn_left_alone
 from ckptmirror.formats.rng import capture_rng
 from ckptmirror.formats.shards import has_shards, piece_of, region_of
-from ckptmirror.formats.tensor_bytes import digest32
+from ckptmirror.formats.tensor_bytes import digest32, is_wrapper
 from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
 
@@ -82,6 +82,8 @@ def capture(
     agree = before_collectives if "model" in kinds and _has_shards_to_gather(state.model) else None
     try:
         snapshot = capture_local(state, step=step, rank=rank)
+        if "dcp" in kinds:
+            _check_for_dcp(snapshot)
     except BaseException as error:
         if agree is not None:
             agree(error)
@@ -182,7 +184,8 @@ def fingerprint(snapshot: Snapshot) -> str:
     for name, value in walk_tensors({"model": snapshot.model, "optimizer": snapshot.optimizer}, plain=True):
         if isinstance(value, torch.Tensor):
             piece = piece_of(value)
-            digest.update(f"{name} {value.dtype} {piece.region} {digest32(piece.data.cpu())}\n".encode())
+            sums = digest32(piece.data.cpu()) if not is_wrapper(value) else type(value).__qualname__
+            digest.update(f"{name} {value.dtype} {piece.region} {sums}\n".encode())
         else:
             digest.update(f"{name} {value!r}\n".encode())
     return digest.hexdigest()
@@ -268,6 +271,15 @@ def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: Mappi
         if isinstance(tensor, DTensor):
             _check_one_piece(name, tensor)
     return extra
+
+
+def _check_for_dcp(snapshot: Snapshot) -> None:
+    for name, tensor in walk_tensors({"model": snapshot.model, "optimizer": snapshot.optimizer}):
+        if is_wrapper(tensor):
+            raise UsageError(
+                f"{name} is a tensor of type {type(tensor).__qualname__}, whose parts kind dcp does not keep.",
+                hint='Save it with kinds=("model",).',
+            )
 
 
 def _check_one_piece(name: str, tensor: DTensor) -> None:

@@ -103,8 +103,10 @@ class Giver:
             return self._give_buffer(now, saved, path, where)
         if (alive := kind_alive(now)) is not None:
             raise _cannot_take(where, alive, saved)
-        if dist.is_available() and dist.is_initialized() and any_leaf(saved, lambda leaf: isinstance(leaf, Piece)):
-            log.warning("%s was saved sharded; nothing here says how to shard it, so every rank holds all of it", where)
+        if dist.is_available() and dist.is_initialized() and any_leaf(saved, _is_piece):
+            line = f"{where} was saved sharded; nothing here says how to shard it, so every rank holds all of it"
+            log.warning("%s", line)
+            self.missing.append(line)
         return self._replaced(now, self.source.whole(path), where)
 
     def give_values(self, now: dict[str, Any], path: Path_, where: str) -> None:
@@ -302,7 +304,7 @@ class Giver:
         live = list(now)
         given = (
             list(self.source.whole(path))
-            if all(map(is_plain, live))
+            if all(map(is_plain, live)) and not any_leaf(saved, _is_piece)
             else [
                 self.give(live[index] if index < len(live) else None, (*path, index), f"{where}[{index}]")
                 for index in range(len(saved))
@@ -346,6 +348,10 @@ def _saved_as_two(where: str, now: Any) -> UsageError:
         "values there: it cannot be given both.",
         hint="Build one for each place before resume().",
     )
+
+
+def _is_piece(leaf: Any) -> bool:
+    return isinstance(leaf, Piece)
 
 
 def _kind(saved: Any) -> str:

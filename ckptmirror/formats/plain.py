@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals
 
 from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.formats.tensor_bytes import is_wrapper
 
 __all__ = ["MARK", "as_torch_has_it", "decode", "encode", "has_shards"]
 
@@ -147,6 +148,12 @@ def _encode_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
         raise UsageError(
             f"{where} is a tensor of type {kind.__module__}.{kind.__qualname__}: a safe load could not read it back.",
             hint="Allow it by torch.serialization.add_safe_globals, here and in the program that loads, or convert it.",
+        )
+    if isinstance(tensor, DTensor) and is_wrapper(tensor):
+        raise UsageError(
+            f"{where} is sharded, and each shard a tensor of type {type(tensor.to_local()).__qualname__}: its pieces "
+            "could not be put together.",
+            hint="Convert it to plain tensors for the save.",
         )
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         raise UsageError(

@@ -35,7 +35,7 @@ from ckptmirror.formats.positions import has_position, knows_its_position, warn_
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import cut, piece_of
-from ckptmirror.formats.tensor_bytes import digest32
+from ckptmirror.formats.tensor_bytes import digest32, is_wrapper
 from ckptmirror.formats.versions import versions_in
 
 __all__ = ["is_scheduled", "load_extra", "load_sidecars", "takes_schedule", "tensor_list", "write_sidecars"]
@@ -77,7 +77,7 @@ def _describe(name: str, tensor: torch.Tensor, sums: bool) -> dict[str, Any]:
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
     }
-    if tensor.layout != torch.strided or tensor.is_quantized:
+    if tensor.layout != torch.strided or tensor.is_quantized or is_wrapper(tensor):
         return described  # no plain row of bytes to sum
     piece = piece_of(tensor)
     described |= {"offsets": list(piece.region.offsets), "sizes": list(piece.region.sizes)}

@@ -14,18 +14,35 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptmirror.core.errors import UsageError
 from ckptmirror.local.checksums import crc32c
 
-__all__ = ["byte_view", "compact", "digest32", "sum32"]
+__all__ = ["byte_view", "compact", "digest32", "is_wrapper", "sum32"]
 
 _WORDS_PER_CHUNK = 1 << 15  # up to here torch sums in the calling thread, which is faster than waiting for its pool
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor keeps its values in other tensors and has no bytes of its own, as quantised ones do.
+
+    A DTensor is none: its local part is asked.
+    """
+    if isinstance(tensor, DTensor):
+        return is_wrapper(tensor.to_local())
+    return hasattr(tensor, "__tensor_flatten__") and type(tensor).__name__ != "AsyncCollectiveTensor"
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor as writable bytes; the view keeps the tensor alive."""
+    """Return the memory of a contiguous CPU tensor as writable bytes; the view keeps the tensor alive.
+
+    Raises:
+        UsageError: It has none of its own.
+    """
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes == 0:
         return memoryview(bytearray())
+    if tensor.data_ptr() == 0:
+        raise UsageError(f"A tensor of type {type(tensor).__qualname__} has no bytes of its own.")
     memory: Any = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
     memory.owner = tensor
     return memoryview(memory).cast("B")

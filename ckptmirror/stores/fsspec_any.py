@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -36,6 +35,7 @@ from ckptmirror.core.errors import (
     StoreTemporary,
 )
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
+from ckptmirror.stores.fsspec_find import find
 from ckptmirror.stores.locations import BucketLocation, is_object_name, parse_location
 
 __all__ = ["SCHEMES", "FsspecStore", "normalise", "open"]
@@ -66,12 +66,12 @@ def open(url: str, **options: Any) -> FsspecStore:
 
 def _located(url: str) -> BucketLocation:
     location = parse_location(url, _BUCKET_PATTERN)
-    from fsspec import available_protocols
+    from fsspec.registry import available_protocols, registry
 
     protocol = _protocol(location)
     if protocol in _OURS:
         raise ConfigError(f"{url!r} is a directory.", hint="Write file:///directory.")
-    if protocol not in available_protocols():
+    if protocol not in available_protocols() and protocol not in registry:
         raise ConfigError(
             f"There is no store for {location.scheme}:// URLs.",
             hint="gs://, file://, memory:// and the schemes of fsspec (s3://, az://, sftp:// …) are known.",
@@ -146,13 +146,8 @@ class FsspecStore:
     def _find(self, prefix: str) -> Mapping[str, Any]:
         fs = self._fs()
         fs.invalidate_cache()
-        directory, _, rest = prefix.rpartition("/")
-        top = f"{self._base()}/{directory}".rstrip("/")
-        by_prefix = {"prefix": rest} if rest and "prefix" in _find_parameters(fs) else {}
-        try:
-            found: dict[str, Any] = fs.find(top, detail=True, withdirs=False, **by_prefix)
-        except FileNotFoundError:
-            found = {}
+        directory = prefix.rpartition("/")[0]
+        found = find(fs, f"{self._base()}/{directory}".rstrip("/"), prefix[len(directory) :].lstrip("/"))
         if not found and fs.async_impl and not fs.exists(self._location.bucket):
             raise BucketNotFound(f"The bucket of {self.url} does not exist.")
         return {path if path.startswith(self._base()) else "/" + path: info for path, info in found.items()}
@@ -283,7 +278,9 @@ class FsspecStore:
             if protocol in ("gs", "gcs") and os.environ.get("STORAGE_EMULATOR_HOST"):
                 options.setdefault("token", "anon")  # nobody's credentials are sent to an emulator
             try:
-                kept.fs = _file_system(protocol)(skip_instance_cache=True, **options)
+                kind = _file_system(protocol)
+                of_url = kind._get_kwargs_from_urls(f"{protocol}://{self._location.bucket}/{self._location.prefix}")
+                kept.fs = kind(skip_instance_cache=True, **{**of_url, **options})
             except ImportError as error:
                 raise ConfigError(f"{self.url}: {error}", hint="Install what it names, beside ckptmirror.") from error
             kept.process = os.getpid()
@@ -345,18 +342,14 @@ def _opened(fs: Any, path: str, create: bool, block_bytes: int) -> tuple[Any, bo
     """Open a file that is published by ``commit``, exclusively where the file system can.
 
     Returns:
-        The file, and whether what is seen under its name, from now on, is surely this one.
+        The file, and whether what is seen under its name, from now on, is this one: nothing else may be removed.
     """
     options = {"block_size": block_bytes, "autocommit": False}
     if create:
         with contextlib.suppress(NotImplementedError, ValueError):
-            return fs.open(path, "xb", **options), not fs.async_impl
+            file = fs.open(path, "xb", **options)
+            return file, not fs.async_impl and fs.exists(path)  # else it is not shown before it is published
     return fs.open(path, "wb", **options), False
-
-
-def _find_parameters(fs: Any) -> Mapping[str, Any]:
-    """The parameters of the listing behind ``find``, which passes on whatever it is given."""
-    return inspect.signature(getattr(fs, "_find", fs.find)).parameters
 
 
 def _generation(found: Mapping[str, Any]) -> int:

@@ -300,7 +300,10 @@ def extra_round_trip(how: str, directory: Path, group: Any) -> dict[str, Any]:
         load(directory, "model", meta, lazy, rank, 2)
     except UsageError as error:
         refused["lazy"] = error.message
-    return {"expected": expected, "found": found, "refused": refused, "meta": meta}
+    empty = make_state(how)
+    empty.extra = {"list": []}
+    whole = load(directory, "model", meta, empty, rank, 2).missing
+    return {"expected": expected, "found": found, "refused": refused, "meta": meta, "whole": whole}
 
 
 def refused_shards(how: str, rank: int) -> dict[str, str]:

@@ -147,6 +147,8 @@ def test_sharded_values_of_the_users_own_come_back_sharded_and_in_place(tmp_path
             same_bits(result["expected"], found["tensors"], kind)
             assert found["in_place"], kind
             assert found["missing"] == (), kind
+        told = [line for line in result["whole"] if "so every rank holds all of it" in line]
+        assert {line.split(" ")[0] for line in told} >= {"extra.dict", "extra.list[0]", "extra.tuple"}
         refused = result["refused"]
         assert refused["lazy"].startswith("extra.object.weights.embed.weight was saved sharded, and the state here")
         assert refused["set"].startswith("extra.here is a set that holds a DTensor")
