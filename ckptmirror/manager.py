@@ -349,7 +349,7 @@ class CheckpointManager:
         if self._node is not None:
             return self._node.wait_mirrored(save_id, timeout_s)
         deadline = time.monotonic() + timeout_s
-        while not is_mirrored(self.root, save_id, self._state_dir):
+        while not is_mirrored(self.root, save_id, self._state_dir, [spec.url for spec in self._specs]):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)

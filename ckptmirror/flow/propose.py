@@ -180,7 +180,8 @@ class Proposer:
             raise
         if self._is_auto() and self._silent_asked:
             newest = next(iter(self._order.way), None)
-            self._need_every_mirror = need_every_mirror(found, self._places.went_on_from(newest, self._claim.told_here))
+            went_on_from = self._places.went_on_from(newest, self._claim.told_here, self._claim.known)
+            self._need_every_mirror = need_every_mirror(found, went_on_from)
         return [(candidate, place) for candidate in found for place in candidate.places]
 
     def _is_auto(self) -> bool:

@@ -52,13 +52,14 @@ def open_saves(
 
     Args:
         metas: The whole saves of this disk.
-        mirrors: Mirrors to ask about. One that is not required counts only where it has a record of a save.
+        mirrors: Mirrors to ask about. Beside required ones, another counts only where it has a record of a save.
         save_ids: Only these saves; None: all of them.
 
     Raises:
         BrokenTable: The list of mirrors is broken.
     """
-    required = {row.url for row in table.mirrors() if row.required}
+    known = table.mirrors()
+    required = {row.url for row in known if row.required} or {row.url for row in known}
     released = [save.save_id for save in table.saves() if save.released]
     metas = list(metas)
     local = [meta.save_id for meta in metas if not is_emergency(meta)]

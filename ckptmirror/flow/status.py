@@ -87,10 +87,12 @@ class Status:
         return save_id in mirrored and save_id not in self.unsettled
 
 
-def is_mirrored(root: Path, save_id: str | None, state_dir: Path | None = None) -> bool:
+def is_mirrored(
+    root: Path, save_id: str | None, state_dir: Path | None = None, configured: Collection[str] | None = None
+) -> bool:
     """Whether a save (all of them, if None) is on every mirror that counts, or was when rotation deleted it here.
 
-    The required mirrors count; where none is required, all do.
+    Of the ``configured`` mirrors (None: of all that the table knows) the required ones count; where none is, all do.
 
     Raises:
         NoTable: ckptmirror has not saved here.
@@ -99,7 +101,8 @@ def is_mirrored(root: Path, save_id: str | None, state_dir: Path | None = None) 
         if not table.knows_mirrors():
             return False  # it is being made anew just now
         metas = local_catalog(root).saves.values()
-        counting = _counting([(row.url, row.required) for row in table.mirrors()])
+        rows = [row for row in table.mirrors() if configured is None or row.url in configured]
+        counting = _counting([(row.url, row.required) for row in rows])
         if save_id is None and table.unasked().intersection(counting):
             return False  # what was verified there earlier may be gone
         return not open_saves(table, metas, counting, None if save_id is None else [save_id])

@@ -181,10 +181,16 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
 
 
 def _layout(snapshot: Snapshot) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": {name: _flattenable(value) for name, value in snapshot.model.items()}}
+    model = snapshot.model
+    state: dict[str, Any] = {
+        "model": {name: v if isinstance(v, torch.Tensor) else _flattenable(v) for name, v in model.items()}
+    }
     if snapshot.optimizer is not None:
+        shapes = {name: value.shape for name, value in model.items() if isinstance(value, torch.Tensor)}
         state["optimizer"] = {
-            "state": {name: _flattenable(v) for name, v in snapshot.optimizer["state"].items() if v != {}},
+            "state": {
+                name: _flattenable(v, shapes.get(name)) for name, v in snapshot.optimizer["state"].items() if v != {}
+            },
             "param_groups": _flattenable(snapshot.optimizer["param_groups"]),
         }
     if (versions := versions_in(snapshot.extra, ("model",))) is not None:
@@ -192,17 +198,27 @@ def _layout(snapshot: Snapshot) -> dict[str, Any]:
     return cast(dict[str, Any], compact(state))
 
 
-def _flattenable(tree: Any) -> Any:
-    """Return ``tree`` so that DCP's flattening keeps it whole: it drops empty dicts and turns every key into text."""
+def _flattenable(tree: Any, shape: torch.Size | None = None) -> Any:
+    """Return ``tree`` so that DCP keeps it whole.
+
+    Its flattening drops empty dicts and turns every key into text; and a load makes every tensor anew, row by row. What
+    lies otherwise in memory keeps that by a mark, unless it has the parameter's ``shape``: that lies as the parameter.
+    """
     if type(tree) is dict:
         if any(type(key) is not str for key in tree):
-            items = [[key, _flattenable(value)] for key, value in tree.items()]
+            items = [[key, _flattenable(value, shape)] for key, value in tree.items()]
             return {MARK: "dict", "items": items}
-        return {key: _flattenable(value) for key, value in tree.items()} or {MARK: "dict", "items": []}
+        return {key: _flattenable(value, shape) for key, value in tree.items()} or {MARK: "dict", "items": []}
     if type(tree) is list:
-        return [_flattenable(item) for item in tree]
+        return [_flattenable(item, shape) for item in tree]
     if type(tree) is tuple and any(isinstance(leaf, torch.Tensor) for leaf in _leaves(tree)):
-        return {MARK: "tuple", "items": [_flattenable(item) for item in tree]}  # else it is pickled with its tensors
+        # else it is pickled with its tensors
+        return {MARK: "tuple", "items": [_flattenable(item, shape) for item in tree]}
+    if type(tree) is torch.Tensor and not tree.is_contiguous() and tree.shape != shape:
+        strides = tree.stride()
+        order = sorted(range(tree.dim()), key=lambda axis: -strides[axis])
+        in_rows = tree.permute(order)
+        return {MARK: "permuted", "order": order, "data": in_rows} if in_rows.is_contiguous() else tree
     return tree
 
 

@@ -166,6 +166,8 @@ def read_whole_directory(directory: Path) -> dict[str, Any]:
     flat = {entry.key: _allocate(entry.described, None) for entry in entries}
     _read(flat, reader)
     tree = decode(_assemble([(entry.path, flat[entry.key]) for entry in entries]))
+    if isinstance(tree, dict) and KEY in tree:
+        tree.setdefault("model", {})  # of our own saves one without tensors leaves nothing
     if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
         raise UsageError(f"{directory} holds no model.")
     versions = from_text(tree.pop(KEY), str(directory)) if KEY in tree else None
@@ -223,9 +225,9 @@ def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: SafeRead
     for entry in entries:
         if entry.path[0] == "model" and len(entry.path) > 1:
             saved.setdefault(str(entry.path[1]), []).append(entry)
-    if not saved:
-        raise UsageError(f"{reader.path} holds no model.")
     live = live_values(module)
+    if live and not saved:
+        raise UsageError(f"{reader.path} holds no model.")
     names = pair_names(saved, live)
     is_free = makes_room(module)
     flat: dict[str, Any] = {}

@@ -236,6 +236,12 @@ def _encode_metadata(value: OrderedDict[Any, Any]) -> list[Any] | None:
     ]
 
 
+def _decode_permuted(value: dict[str, Any]) -> torch.Tensor:
+    """Return a tensor whose axes lie in the order of its memory: ``order`` has the axis that came to each place."""
+    data: torch.Tensor = value["data"]
+    return data.permute([value["order"].index(axis) for axis in range(data.dim())])
+
+
 def _decode_ordered(value: dict[str, Any]) -> OrderedDict[Any, Any]:
     result = OrderedDict((key, item) for key, item in value["items"])
     return _carrying(result, value["metadata"]) if "metadata" in value else result
@@ -344,6 +350,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "object": lambda v: v["items"][0],
     "tuple": lambda v: tuple(v["items"]),
     "size": lambda v: torch.Size(v["items"]),
+    "permuted": _decode_permuted,
     "bytes": lambda _: b"",
     "int": lambda v: int(v["hex"], 16),
     "scalar": _decode_scalar,

@@ -11,14 +11,16 @@ from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.catalog import mirror_catalog
 from ckptmirror.flow.drain import drain, push
-from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.rotate import rotate_root
+from ckptmirror.flow.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.rotate import ROTATE_LOCK_NAME, rotate_root
 from ckptmirror.flow.stage import stage_checkpoint_step, stage_save
-from ckptmirror.flow.status import is_mirrored, table_path
+from ckptmirror.flow.status import is_mirrored, read_status, table_path
+from ckptmirror.local.lock import exclusive
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 from tests.factory import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
 from tests.mirror_place import MirroredRoot, memory_url
+from tests.small_training import new_state, running, saved_run
 
 LIMIT_S = 30.0
 
@@ -138,3 +140,33 @@ def test_i6_a_part_of_a_save_never_becomes_the_mirrors_meta(tmp_path: Path) -> N
     (record,) = [record for record in place.records() if record.role == "meta"]
     assert record.state.value == "failed"
     assert "a part of the save" in (record.last_error or "")
+
+
+def test_i8_where_no_mirror_is_required_a_save_without_a_record_is_not_mirrored(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/mirror"
+    with running(tmp_path / "root") as manager:
+        manager.resume(new_state())
+        for step in (1, 2):
+            manager.save(step, new_state()).wait()
+        assert push(tmp_path / "root", url, step=1, timeout_s=LIMIT_S).is_verified
+        report = drain(tmp_path / "root", timeout_s=LIMIT_S)  # the trainer alone gives its saves records
+        assert report.pending
+        assert not read_status(tmp_path / "root").is_mirrored(None)
+        assert not is_mirrored(tmp_path / "root", None)
+        manager.wait("mirrored", timeout_s=LIMIT_S)  # of the mirrors that it was given, which are none
+        manager.save(3, new_state()).wait()
+    assert drain(tmp_path / "root", timeout_s=LIMIT_S).is_verified
+    assert is_mirrored(tmp_path / "root", None)
+    mirror = Mirror(url, False, open_store(url))
+    assert sorted(meta.step for meta in mirror_catalog(mirror).saves.values()) == [1, 2, 3]
+
+
+def test_i8_a_start_that_could_not_add_its_records_does_not_call_its_saves_mirrored(tmp_path: Path) -> None:
+    saved_run(tmp_path / "root", (1, 2), MirrorSpec(memory_url(), required=False))
+    other = memory_url()
+    with running(tmp_path / "root", MirrorSpec(other, required=False)) as manager:
+        with exclusive(tmp_path / "root" / ROTATE_LOCK_NAME, timeout_s=LIMIT_S):  # a long rotation
+            manager.resume(new_state())
+        manager.wait("mirrored", timeout_s=LIMIT_S)
+    there = mirror_catalog(Mirror(other, False, open_store(other))).saves.values()
+    assert sorted(meta.step for meta in there) == [1, 2]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from ckptmirror import CheckpointManager, stage_checkpoint_step
+from ckptmirror.core import names
 from ckptmirror.core.errors import StoreTemporary
-from ckptmirror.flow.mirrors import MirrorSpec
-from ckptmirror.stores.faulty import StoreFault
+from ckptmirror.core.events import MirrorCommitted
+from ckptmirror.flow.mirrors import Mirror, MirrorSpec
+from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from tests.small_training import everything, faulty, new_state, running, same, saved_run, train
 
 
@@ -79,6 +82,32 @@ def test_a_mirror_that_answers_and_takes_nothing_does_not_let_a_run_fork_from_an
         with pytest.raises(StoreTemporary, match="the newest that can be seen"):
             manager.resume(new_state())
     with running(tmp_path / "third", url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 4
+
+
+def test_an_attempt_that_is_known_as_undecided_alone_may_have_gone_on_where_nobody_answers(tmp_path: Path) -> None:
+    """It was decided on the one mirror while the other took nothing; then the one is silent and the other is back."""
+    urls = [f"file://{tmp_path}/{name}/run" for name in ("one", "other")]
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    saved_run(tmp_path / "first", (1, 2), *urls)
+    is_there = threading.Event()
+    with running(tmp_path / "second", *urls) as manager:
+        one, other = manager._node.mirrors  # type: ignore[union-attr]
+        takes_the_claim_alone = StoreFault("write", name=names.WRITER_NAME, nth=2, times=0, when="before")
+        manager._node.mirrors = [one, Mirror(other.url, True, FaultyStore(other.store, [takes_the_claim_alone]))]  # type: ignore[union-attr, arg-type]
+        manager.events.subscribe(lambda event: is_there.set() if isinstance(event, MirrorCommitted) else None)
+        state = new_state()
+        manager.resume(state)
+        manager.save(4, state).wait()
+        assert is_there.wait(60.0)
+    with running(tmp_path / "first", *urls) as manager:
+        faulty(manager)[0].go_down()
+        with pytest.raises(StoreTemporary, match="the newest that can be seen"):
+            manager.resume(new_state())
+    with running(tmp_path / "first", *urls) as manager:
         start = manager.resume(new_state())
         assert start is not None
         assert start.step == 4

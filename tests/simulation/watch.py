@@ -2,7 +2,8 @@
 
 Rules (the letters stand in the messages):
 * a: what was acknowledged stays whole; a local copy goes only if every required mirror has it.
-* b: nothing on a mirror is ever overwritten or deleted; lists of attempts only grow.
+* b: nothing on a mirror is ever overwritten or deleted, but that a meta may come to name what was sent in the stead of
+  an object that the mirror lost; lists of attempts only grow.
 * c: no catalog advertises what is not all there, and none hides what is.
 * f: on a mirror a meta exists only if all that it names does, with the right bytes.
 * g: nobody touches foreign files.
@@ -11,9 +12,13 @@ Rules (the letters stand in the messages):
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ckptmirror.core import names
+from ckptmirror.core.codec import meta_from_bytes
+from ckptmirror.core.errors import BrokenMeta
+from ckptmirror.core.model import Meta
 from ckptmirror.flow.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.mirrors import Mirror
 from tests.simulation.sight import Object, Seen, look_at_disk, look_at_mirror, objects_of
@@ -58,7 +63,10 @@ class Watch:
         place = next(place for place in world.mirrors if place.url == url)
         objects = objects_of(place)
         for name, there in self._objects.get(url, {}).items():
-            if name != names.WRITER_NAME and objects.get(name) != there and (url, name) not in world.lost_objects:
+            now = objects.get(name)
+            if name == names.WRITER_NAME or now == there or (url, name) in world.lost_objects:
+                continue
+            if now is None or not self._names_what_replaces_the_lost(url, there[0], now[0]):
                 raise Broken(f"b: {name} on {url} was {'overwritten' if name in objects else 'deleted'}")
         self._objects[url] = objects
         seen = self.mirrored[url] = look_at_mirror(world, objects)
@@ -78,6 +86,14 @@ class Watch:
         for (there, name), data in world.foreign_objects.items():
             if there == url and objects[name][0] != data:
                 raise Broken(f"g: {name} on {url} was not ours")
+
+    def _names_what_replaces_the_lost(self, url: str, before: bytes, after: bytes) -> bool:
+        try:
+            old, new = meta_from_bytes(before), meta_from_bytes(after)
+        except BrokenMeta:
+            return False
+        lost = {(url, artifact.object_name) for artifact in old.artifacts} & self._world.lost_objects
+        return bool(lost) and _without_objects(old) == _without_objects(new)
 
     def _look_at_root(self, root: Path) -> Seen:
         world = self._world
@@ -132,6 +148,10 @@ class Watch:
             for copy in self._copies
             if (copy[0], copy[2]) != (host.number, save_id) or (path is not None and copy[3] != path)
         }
+
+
+def _without_objects(meta: Meta) -> Meta:
+    return replace(meta, artifacts=tuple(replace(artifact, object=None) for artifact in meta.artifacts))
 
 
 def _short(saves: object) -> list[str]:

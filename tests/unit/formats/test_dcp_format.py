@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorageFull, UnsafePickle
+from ckptmirror import CheckpointManager
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorageFull, UnsafePickle, UsageError
 from ckptmirror.core.model import Meta
 from ckptmirror.formats import TrainState, get_format
 from ckptmirror.formats.artifacts import ArtifactStream
@@ -304,3 +305,49 @@ def test_a_tensor_of_an_absurd_size_is_an_integrity_error(saved: Saved, tmp_path
 def test_reading_the_metadata_of_a_missing_directory_says_so(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="missing"):
         read_directory_metadata(tmp_path / "nowhere")
+
+
+def test_a_model_without_tensors_comes_back(tmp_path: Path) -> None:
+    def new(value: float) -> TrainState:
+        critic = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(critic.weight, value)
+        return TrainState(model=torch.nn.Identity(), extra={"critic": critic})
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.resume(new(1.0))
+        manager.save(1, new(2.0)).wait()
+    state = new(3.0)
+    with CheckpointManager(tmp_path) as manager:
+        start = manager.resume(state)
+    assert start is not None
+    assert start.missing == ()
+    assert state.extra is not None
+    assert state.extra["critic"].weight.eq(2.0).all()
+    assert read_whole_directory(tmp_path / "dcp_000001")["model"] == {}
+    with pytest.raises(UsageError, match="holds no model"), CheckpointManager(tmp_path) as manager:
+        manager.resume(TrainState(model=torch.nn.Linear(2, 2)))
+
+
+def test_tensors_of_an_optimizer_keep_the_order_of_their_axes_in_memory(tmp_path: Path) -> None:
+    def new() -> TrainState:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3, bias=False)
+        return TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    state = new()
+    weight = state.model.weight
+    basis = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
+    state.optimizer.state[weight] = {"basis": basis, "like": torch.ones(4, 3).t(), "nested": [{"row": basis[0].t()}]}
+    with CheckpointManager(tmp_path, kinds=("dcp",)) as manager:
+        manager.resume(new())
+        manager.save(1, state).wait()
+    other = new()
+    with CheckpointManager(tmp_path, kinds=("dcp",)) as manager:
+        manager.resume(other)
+    back = other.optimizer.state[other.model.weight]
+    assert back["basis"].equal(basis)
+    assert back["basis"].stride() == basis.stride()
+    assert back["like"].equal(torch.ones(3, 4))
+    assert back["nested"][0]["row"].equal(basis[0].t())
+    plain = read_directory_metadata(tmp_path / "dcp_000001").state_dict_metadata
+    assert "optimizer.state.weight.like" in plain  # as any reader of the format expects it
