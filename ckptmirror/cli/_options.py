@@ -22,6 +22,7 @@ __all__ = [
     "json_option",
     "mirror_option",
     "need_mirror",
+    "on_this_disk_alone",
     "print_json",
     "root_option",
     "seconds_option",
@@ -122,3 +123,9 @@ def size(size_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def on_this_disk_alone(step: int) -> str:
+    """Say what an emergency snapshot that is newer than all else means for who gives this machine back."""
+    what = f"the newest state, step {step}, is an emergency snapshot on this disk alone"
+    return f"{what}; the next start goes on from it"

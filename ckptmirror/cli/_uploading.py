@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptmirror.cli._options import print_json, size
+from ckptmirror.cli._options import on_this_disk_alone, print_json, size
 from ckptmirror.core import events
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
 
@@ -51,6 +51,7 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
                 "failed": list(report.failed),
                 "refused": dict(report.refused),
                 "left": dict(report.left),
+                "emergency_step": report.emergency_step,
                 "unasked": {url: str(error) for url, error in report.unasked.items()},
             }
         )
@@ -60,6 +61,8 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
         print(f"failed: {line}", file=sys.stderr)
     for url, count in report.left.items():
         print(f"{count} files wait for {url}, which is no mirror of {root} any more.", file=sys.stderr)
+    if report.emergency_step is not None:
+        print(f"ckptmirror: {on_this_disk_alone(report.emergency_step)}.", file=sys.stderr)
     if report.pending:
         print(f"{report.pending} files are still pending; the same command carries on.", file=sys.stderr)
     for url, reason in report.refused.items():

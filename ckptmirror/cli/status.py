@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptmirror.cli._options import json_option, print_json, root_option, size
+from ckptmirror.cli._options import json_option, on_this_disk_alone, print_json, root_option, size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.status import SaveLine, Status
@@ -54,6 +54,8 @@ def _verdict(status: Status) -> str:
         return f"NOT SAFE: {silent} has yet to say what it still has; `ckptmirror drain` asks"
     if not status.is_mirrored(None):
         return "NOT SAFE: there are saves without upload records; `ckptmirror drain` makes and finishes them"
+    if status.emergency_step is not None:
+        return f"NOT SAFE: {on_this_disk_alone(status.emergency_step)}"
     return "safe: every save is verified on every required mirror"
 
 
@@ -77,6 +79,7 @@ def _facts(status: Status) -> dict[str, Any]:
         "unsafe_bytes": status.unsafe_bytes,
         "failed_files": status.failed_files,
         "unasked": list(status.unasked),
+        "emergency_step": status.emergency_step,
         "saves": [
             {
                 "step": line.step,

@@ -54,6 +54,7 @@ __all__ = [
 
 CONTROL_DIR = ".ckptmirror"
 ATTEMPTS_NAME = f"{CONTROL_DIR}/attempts.json"
+MET_NAME = f"{CONTROL_DIR}/met.json"  # attempts that fenced one of this root
 STATUS_NAME = f"{CONTROL_DIR}/status.json"
 TABLE_NAME = f"{CONTROL_DIR}/uploads.db"
 TABLE_NOTE_NAME = f"{CONTROL_DIR}/table.json"  # where the table lies instead

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.codec import attempts_from_bytes
+from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
 from ckptmirror.core.errors import (
     BrokenMeta,
+    CkptMirrorError,
     ConfigError,
     IntegrityError,
     LineageError,
@@ -26,7 +27,7 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.lineage import attempts_of_metas, join_lists, merge_attempts
-from ckptmirror.core.model import AttemptList
+from ckptmirror.core.model import Attempt, AttemptList, new_id
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local import files
 from ckptmirror.local.checksums import crc32c
@@ -36,7 +37,9 @@ __all__ = [
     "attempts_here",
     "check_run",
     "join",
+    "met_here",
     "not_one_run",
+    "note_met",
     "read_local_attempts",
     "read_mirror_attempts",
     "told_here",
@@ -57,6 +60,27 @@ def read_local_attempts(root: Path) -> AttemptList | None:
     except FileNotFoundError:
         return None
     return attempts_from_bytes(data)
+
+
+def met_here(root: Path, run_id: str) -> AttemptList:
+    """Return the attempts that fenced one of this root: of them the root's own list does not tell."""
+    try:
+        met = attempts_from_bytes(files.read_limited(root / names.MET_NAME, _LIST_LIMIT_BYTES))
+    except FileNotFoundError:
+        return AttemptList(run_id)
+    except (BrokenMeta, IntegrityError) as error:
+        _log.warning("%s is left out: %s", names.MET_NAME, error)
+        return AttemptList(run_id)
+    return met if met.run_id == run_id else AttemptList(run_id)
+
+
+def note_met(root: Path, run_id: str, attempts: Sequence[Attempt]) -> None:
+    """Keep for the next start, when the mirror may be silent, that the run went on elsewhere. A failure is logged."""
+    try:
+        met = merge_attempts(met_here(root, run_id), AttemptList(run_id, tuple(attempts)))
+        files.write_bytes(root / names.MET_NAME, attempts_to_bytes(met), save_id=new_id(), replace=True)
+    except CkptMirrorError as error:
+        _log.error("the next start will not know that the run went on elsewhere: %s", error)
 
 
 def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[AttemptList | None, int]:

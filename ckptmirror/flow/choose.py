@@ -2,7 +2,8 @@
 
 Rules:
 * Only what the lineage calls current is chosen; a superseded save, or one it cannot place, only if asked for.
-* Without a kind: the newest step, then dcp, then model. An explicit kind is never replaced by another (I4).
+* Without a kind: the newest step, then dcp, then model, and a later save of the step in another kind is told of. An
+  explicit kind is never replaced by another (I4).
 * What is broken is not passed by in silence: a newer one is logged, and the one that was asked for is an error.
 * A place without a list of attempts rebuilds one from its metas. A directory that was filled by ``stage`` has none, and
   everything in it was asked for by someone: there, what the rebuilt order cannot place is chosen too, after the rest.
@@ -117,11 +118,28 @@ def choose(
         if wanted in there:
             if not superseded:
                 _mind_what_is_broken(catalog, table[step, wanted], wanted, is_asked_for=asked != "latest")
+            if kind is None:
+                _tell_of_a_later_save(table, step, wanted)
             return table[step, wanted], wanted
     if there:
         what = f"kind {kind}" if kind is not None else "kind dcp or model"
         raise KindMismatch(f"Step {step} has no {what} in {catalog.place}; it has {', '.join(there)}.")
     raise _missing(catalog, step, sorted({s for s, _ in table}))
+
+
+def _tell_of_a_later_save(table: Mapping[tuple[int, Kind], Meta], step: int, taken: Kind) -> None:
+    mine = table[step, taken]
+    for (other_step, kind), meta in table.items():
+        later = (meta.attempt.number, meta.save_number) > (mine.attempt.number, mine.save_number)
+        if other_step == step and later:
+            _log.warning(
+                "step %d is taken in kind %s from save %s; a later one, %s, has it in kind %s: ask for that to get it",
+                step,
+                taken,
+                mine.save_id[:8],
+                meta.save_id[:8],
+                kind,
+            )
 
 
 def warn_of_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind) -> None:

@@ -9,7 +9,7 @@ Rules:
   voted or loaded; its parent is written when that is known, here first. Undecided attempts do not count in the lineage.
 * Until it is decided the root's list gains nothing but this attempt: what it did not know is how a branch that ran
   apart is told from the mirrors' (``core.lineage.join_lists``).
-* Whoever meets an attempt that it did not know when it claimed is fenced, for good.
+* Whoever meets an attempt that it did not know when it claimed is fenced, for good, and notes it for the next start.
 * A mirror that was down is claimed later, before anything is uploaded there.
 * A list that is lost is rebuilt from the metas of its place, before anything is written there; an old one of the root
   is completed from the metas of what was saved there. One of a later version is never taken for lost.
@@ -39,7 +39,16 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.lineage import merge_attempts, next_number, told_by_drain
 from ckptmirror.core.model import Attempt, AttemptList, SaveRef, new_id
-from ckptmirror.flow.attempts import attempts_here, check_run, join, not_one_run, read_mirror_attempts, told_here
+from ckptmirror.flow.attempts import (
+    attempts_here,
+    check_run,
+    join,
+    met_here,
+    not_one_run,
+    note_met,
+    read_mirror_attempts,
+    told_here,
+)
 from ckptmirror.flow.catalog import rebuild_attempts
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local import files
@@ -64,6 +73,7 @@ class RunClaim:
         known: Every attempt known when the claim was made, without this one, and those that it adopted.
         apart: Those of them that ran apart from the mirrors (``core.lineage.join_lists``), or were adopted.
         told_here: The root's own list as this start found it, nothing of it rebuilt; empty where it cannot be read.
+        met: What earlier attempts of this root were fenced by, as far as they noted it.
         lost: What a list that was lost may have told, and nothing else does; in words.
         unclaimed: Mirrors that did not answer yet, by URL, with the reason.
         fenced: The reason, once a newer attempt was met.
@@ -75,6 +85,7 @@ class RunClaim:
         self.attempt = attempt
         self.apart: frozenset[str] = frozenset()
         self.told_here = AttemptList(known.run_id)
+        self.met = AttemptList(known.run_id)
         self.lost: tuple[str, ...] = ()
         self.unclaimed: dict[str, str] = {}
         self.fenced: str | None = None
@@ -174,6 +185,7 @@ class RunClaim:
         claim.apart = apart
         claim.lost = tuple(f"{place} had no list of attempts, and it was rebuilt: {_UNKNOWN}" for place in lost)
         claim.told_here = told or AttemptList(known.run_id)
+        claim.met = met_here(root, known.run_id)
         claim.unclaimed = {url: str(error) for url, error in silent.items()}
         return claim
 
@@ -290,6 +302,7 @@ class RunClaim:
 
     def _fence(self, met: _MetUnknownAttempt) -> AttemptFenced:
         newest = max(met.unknown, key=lambda attempt: (attempt.number, attempt.id))
+        note_met(self.root, self.run_id, met.unknown)
         self.fenced = (
             f"Attempt {newest.number} ({newest.id[:8]}) of this run has started and is listed on {met.mirror.url}; "
             f"this is attempt {self.attempt.number} ({self.attempt.id[:8]})."

@@ -28,9 +28,11 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.flow.catalog import local_catalog
+from ckptmirror.flow.catalog import Catalog, local_catalog
+from ckptmirror.flow.choose import lineage_of
 from ckptmirror.flow.claim import publish_attempts
 from ckptmirror.flow.destination import is_training_root
+from ckptmirror.flow.emergency_files import is_emergency
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, left_behind, mirror_specs, open_mirrors
 from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
@@ -70,6 +72,7 @@ class DrainReport:
         refused: Mirrors that do not accept the credentials, with what they said.
         unasked: Other mirrors that could not be asked for what was verified there before, with what they said.
         left: How many files wait for each mirror that is configured no more; nobody sends them.
+        emergency_step: The step of an emergency snapshot that is newer than all other saves here: no mirror gets it.
     """
 
     drained: Drained
@@ -78,6 +81,7 @@ class DrainReport:
     refused: Mapping[str, str] = field(default_factory=dict)
     unasked: Mapping[str, CkptMirrorError] = field(default_factory=dict)
     left: Mapping[str, int] = field(default_factory=dict)
+    emergency_step: int | None = None
 
     @property
     def is_verified(self) -> bool:
@@ -164,7 +168,8 @@ def push(
         ConfigError: It holds another run.
     """
     (spec,) = mirror_specs([mirror])
-    found = [meta for meta in local_catalog(root).saves.values() if step is None or meta.step == step]
+    mirrored = [meta for meta in local_catalog(root).saves.values() if not is_emergency(meta)]
+    found = [meta for meta in mirrored if step is None or meta.step == step]
     metas = [meta for meta in found if not meta.partial or meta.staged_from == spec.url]
     if not metas:
         of_step = f" of step {step}" if step is not None else ""
@@ -276,7 +281,8 @@ def _run(
     workers.stop(_STOP_S)
     given_up = [record for record in table.records(state=RecordState.FAILED) if record.mirror in urls]
     failed = [f"{record.mirror}: {record.path}: {record.last_error}" for record in given_up]
-    still_open = open_saves(table, local_catalog(root).saves.values(), urls, save_ids)
+    here = local_catalog(root)
+    still_open = open_saves(table, here.saves.values(), urls, save_ids)
     wanted = [record for record in given_up if save_ids is None or record.save_id in save_ids]
     pending = max(0, open_files(still_open) - len(wanted))
     refused = {url: reason for url, reason in refusals.final.items() if url in {one.mirror for one in still_open}}
@@ -284,7 +290,13 @@ def _run(
     refused |= {url: str(error) for url, error in unasked.items() if isinstance(error, NotAuthorised)}
     unasked = {url: error for url, error in unasked.items() if url not in refused}
     left = left_behind(table, {row.url for row in table.mirrors()})
-    return DrainReport(_progress(table, urls), pending, tuple(failed), refused, unasked, left)
+    return DrainReport(_progress(table, urls), pending, tuple(failed), refused, unasked, left, _emergency_step(here))
+
+
+def _emergency_step(here: Catalog) -> int | None:
+    """The newest step of the lineage, if an emergency snapshot holds it."""
+    newest = max(lineage_of(here).current.values(), key=lambda save: save.step, default=None)
+    return newest.step if newest is not None and newest.kinds == ("emergency",) else None
 
 
 class _Refusals:

@@ -34,6 +34,7 @@ __all__ = [
     "check_destination",
     "check_places",
     "close_mirrors",
+    "counting",
     "known_mirrors",
     "left_behind",
     "mirror_specs",
@@ -69,6 +70,12 @@ class Mirror:
     url: str
     required: bool
     store: Store
+
+
+def counting(mirrors: Iterable[tuple[str, bool]]) -> list[str]:
+    """Of (URL, whether it is required): the mirrors that a save must be on to be safe; all, where none is required."""
+    given = list(mirrors)
+    return [url for url, required in given if required] or [url for url, _ in given]
 
 
 def mirror_specs(mirrors: Iterable[str | MirrorSpec]) -> list[MirrorSpec]:

@@ -32,7 +32,15 @@ from ckptmirror.core.model import Meta, SaveRef
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.claim import RunClaim
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, known_mirrors, open_mirrors, set_mirrors
+from ckptmirror.flow.mirrors import (
+    Mirror,
+    MirrorSpec,
+    close_mirrors,
+    counting,
+    known_mirrors,
+    open_mirrors,
+    set_mirrors,
+)
 from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.rotate import ROTATE_LOCK_NAME, RotationReport, rotate
@@ -86,15 +94,9 @@ class Node:
         check_place(root, state_dir)
         files.make_dirs(root / names.CONTROL_DIR)
         self.lock = RootLock(root)
-        self.lock.acquire(
-            {
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "since": datetime.now(UTC).isoformat(timespec="seconds"),
-            },
-            wait_s=_SHORT_VERB_S,
-            wait_for_verbs=_SHORT_VERBS,
-        )
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        self.lock.acquire(owner, wait_s=_SHORT_VERB_S, wait_for_verbs=_SHORT_VERBS)
         with contextlib.ExitStack() as undo:
             undo.callback(self.lock.release)
             try:
@@ -246,12 +248,12 @@ class Node:
     def _counting(self) -> set[str]:
         """The mirrors that a save must be on to be safe: the required ones; all, where none is.
 
-        Until this start has succeeded, those that the last one required count too.
+        Until this start has succeeded, those that counted for the last one count too.
         """
-        required = {spec.url for spec in self.specs if spec.required}
+        urls = set(counting((spec.url, spec.required) for spec in self.specs))
         if not self._is_decided():
-            required |= {row.url for row in self.table.mirrors() if row.required}
-        return required or {spec.url for spec in self.specs}
+            urls |= set(counting((row.url, row.required) for row in self.table.mirrors()))
+        return urls
 
     def rotate_now(self, timeout_s: float) -> RotationReport:
         """Wait up to ``timeout_s`` seconds for pending uploads, then rotate."""
@@ -334,10 +336,7 @@ class Node:
     def _ask_once_more(self, recheck: Recheck, timeout_s: float) -> dict[str, str]:
         """See that nobody emptied a mirror meanwhile, and send what is missed again; return who refuses to say."""
         ends_s = time.monotonic() + timeout_s
-        recheck.begin_anew(self._counting())
-        asking = threading.Thread(target=recheck.ask, name="ckptmirror-ask", daemon=True)  # a rotation may take long
-        asking.start()
-        asking.join(max(0.0, timeout_s))
+        recheck.ask_once_more(self._counting(), timeout_s)
         if self.unsafe_saves():
             self.wait_mirrored(None, ends_s - time.monotonic())
         unasked = self._unasked()

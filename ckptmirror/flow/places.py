@@ -9,7 +9,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptmirror.core import names
@@ -54,22 +54,22 @@ class Places:
                 places[DISK] = places.pop(DISK)
         return found
 
-    def went_on_from(self, newest: Attempt | None, told_here: AttemptList, known: AttemptList) -> set[str]:
+    def went_on_from(self, newest: Attempt | None, told_here: AttemptList, heard_of: Collection[Attempt]) -> set[str]:
         """The saves on this disk that were made here, or that the newest attempt of the run continued from.
 
         None of them count if the root's own list does not tell of that attempt: then the run went on elsewhere, or the
-        list is lost, and what lies here may have come from anywhere. Nor if it does not tell of a newer one that is
-        known as undecided: a mirror that is silent may know what became of it.
+        list is lost, and what lies here may have come from anywhere. Nor if it does not tell of a newer one that was
+        heard of, undecided or when it fenced an attempt of this root: a mirror that is silent knows what became of it.
 
         Args:
             newest: The newest decided attempt of all that are known.
             told_here: The root's own list, as this start found it.
-            known: What all lists together told then.
+            heard_of: What all lists together told then, and what earlier attempts of this root have met.
         """
         told = {attempt.id for attempt in told_here.attempts}
         if newest is None or newest.id not in told:
             return set()
-        if any((a.number, a.id) > (newest.number, newest.id) and a.id not in told for a in known.attempts):
+        if any((a.number, a.id) > (newest.number, newest.id) and a.id not in told for a in heard_of):
             return set()
         ours = [meta for meta in self.disk.saves.values() if meta.run_id == self.run_id]
         if any(meta.attempt.number >= newest.number and meta.attempt.id not in told for meta in ours):

@@ -47,7 +47,7 @@ from ckptmirror.core.resumption import (
     strangers,
 )
 from ckptmirror.flow.catalog import local_catalog, mirror_catalog
-from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.mirrors import Mirror, counting
 from ckptmirror.flow.node import Node
 from ckptmirror.flow.places import Places
 from ckptmirror.flow.reconcile import BRINGING_NAME, add_missing_records, being_brought
@@ -120,17 +120,16 @@ class Proposer:
 
     def _asked(self) -> Collection[str]:
         """The mirrors whose word is needed: the required ones; all, if none is required."""
-        mirrors = self._node.mirrors
-        return [mirror.url for mirror in mirrors if mirror.required] or [mirror.url for mirror in mirrors]
+        return counting([(mirror.url, mirror.required) for mirror in self._node.mirrors])
 
     def _dropped(self) -> dict[str, str]:
-        """The mirrors that the last start required, that have saves, and that this one is not to ask."""
-        configured = {mirror.url for mirror in self._node.mirrors}
-        required = {row.url for row in self._node.table.mirrors() if row.required} - configured
+        """The mirrors that counted for the last start, that have saves, and that do not count or answer any more."""
         used = {record.mirror for record in self._node.table.records(state=RecordState.VERIFIED)}
-        for url in required & used:
+        counted = set(counting([(row.url, row.required) for row in self._node.table.mirrors()]))
+        dropped = (counted & used) - set(self._asked()) - self._places.mirrors.keys()
+        for url in dropped - self._places.silent.keys():
             self._say(f"{url}, which this root was mirrored to and is not any more: what it alone holds was not seen")
-        return {url: "it is not configured any more" for url in required & used}
+        return {url: self._places.silent.get(url, "it is not configured any more") for url in dropped}
 
     def _problems_in_line(self) -> dict[str, Problem]:
         found = self._places.problems() | self._places.gone(self._node.table)
@@ -180,7 +179,8 @@ class Proposer:
             raise
         if self._is_auto() and self._silent_asked:
             newest = next(iter(self._order.way), None)
-            went_on_from = self._places.went_on_from(newest, self._claim.told_here, self._claim.known)
+            heard_of = (*self._claim.known.attempts, *self._claim.met.attempts)
+            went_on_from = self._places.went_on_from(newest, self._claim.told_here, heard_of)
             self._need_every_mirror = need_every_mirror(found, went_on_from)
         return [(candidate, place) for candidate in found for place in candidate.places]
 
@@ -237,7 +237,8 @@ class Proposer:
         if self._is_auto() or isinstance(self._policy, int):
             self._look_past(candidate)
         if save.save_id in self._need_every_mirror:
-            raise self._not_answering(f"Step {save.step}, the newest that can be seen, is not on this disk. ")
+            what = "may have come from elsewhere" if DISK in candidate.places else "is not on this disk"
+            raise self._not_answering(f"Step {save.step}, the newest that can be seen, {what}. ")
         if candidate.replaced_by:
             self._say(
                 f"step {save.step} (save {candidate.replaced_by[:8]}): no copy in kind {candidate.kind} can be used; "

@@ -71,6 +71,13 @@ class Recheck:
         if self.waits_for(self._mirrors) and self._clock() - self._asked_s >= ASK_AGAIN_S:
             self.ask()
 
+    def ask_once_more(self, urls: Collection[str], timeout_s: float) -> None:
+        """Ask these mirrors anew, and wait so long at most: a rotation may hold up the answers."""
+        self.begin_anew(urls)
+        asking = threading.Thread(target=self.ask, name="ckptmirror-ask", daemon=True)
+        asking.start()
+        asking.join(max(0.0, timeout_s))
+
     def begin_anew(self, urls: Collection[str]) -> None:
         """Let these mirrors be asked once more."""
         with self._lock:

@@ -152,7 +152,8 @@ def _latest(link: Path, kind: Kind | None) -> CheckpointReference:
     with contextlib.suppress(CkptMirrorError):
         newest, _ = choose(local_catalog(link.parent), "latest", staged=True)
         if newest.save_id != found.save_id and found.kind != "emergency":
-            _log.warning("%s names step %d; the newest of the lineage is step %d", link, found.step, newest.step)
+            saves = (found.step, found.save_id, newest.step, newest.save_id)
+            _log.warning("%s names step %d (save %.8s); a reader would take step %d (save %.8s)", link, *saves)
     return found
 
 

@@ -18,6 +18,7 @@ from ckptmirror.core.errors import BrokenTable
 from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.emergency_files import is_emergency
+from ckptmirror.flow.mirrors import counting
 from ckptmirror.local.uploads import MirrorStanding, UploadsTable
 
 __all__ = ["OpenSave", "is_settled", "left_settled", "open_files", "open_saves"]
@@ -58,8 +59,7 @@ def open_saves(
     Raises:
         BrokenTable: The list of mirrors is broken.
     """
-    known = table.mirrors()
-    required = {row.url for row in known if row.required} or {row.url for row in known}
+    required = counting((row.url, row.required) for row in table.mirrors())
     released = [save.save_id for save in table.saves() if save.released]
     metas = list(metas)
     local = [meta.save_id for meta in metas if not is_emergency(meta)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Kind, new_id
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.choose import lineage_of
+from ckptmirror.flow.mirrors import counting
 from ckptmirror.flow.settled import open_saves
 from ckptmirror.flow.table_place import table_path
 from ckptmirror.local import files
@@ -60,6 +61,7 @@ class Status:
         trainer: What the trainer last wrote to ``status.json``.
         problems: Things under the root that look like saves and are not whole.
         unsettled: Save id -> why it is not on every required mirror: of whole saves, and of all that the table knows.
+        emergency_step: The step of an emergency snapshot that is newer than all that is safe; it lies here alone.
         unasked: Mirrors that count and have yet to say that they still have what was verified there.
     """
 
@@ -75,6 +77,7 @@ class Status:
     problems: Mapping[str, str]
     unsettled: Mapping[str, str]
     unasked: tuple[str, ...] = ()
+    emergency_step: int | None = None
 
     def is_mirrored(self, save_id: str | None) -> bool:
         """Whether a save (all of them, if None) waits for no mirror that counts (so always where none is configured).
@@ -102,10 +105,10 @@ def is_mirrored(
             return False  # it is being made anew just now
         metas = local_catalog(root).saves.values()
         rows = [row for row in table.mirrors() if configured is None or row.url in configured]
-        counting = _counting([(row.url, row.required) for row in rows])
-        if save_id is None and table.unasked().intersection(counting):
+        asked = counting((row.url, row.required) for row in rows)
+        if save_id is None and table.unasked().intersection(asked):
             return False  # what was verified there earlier may be gone
-        return not open_saves(table, metas, counting, None if save_id is None else [save_id])
+        return not open_saves(table, metas, asked, None if save_id is None else [save_id])
 
 
 def read_status(root: Path, state_dir: Path | None = None) -> Status:
@@ -119,8 +122,8 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         required = [url for url, is_required in mirrors if is_required]
         records = table.records()
         catalog = local_catalog(root)
-        missing = open_saves(table, catalog.saves.values(), _counting(mirrors))
-        unasked = table.unasked().intersection(_counting(mirrors))
+        missing = open_saves(table, catalog.saves.values(), counting(mirrors))
+        unasked = table.unasked().intersection(counting(mirrors))
     gaps: dict[str, dict[str, str]] = {}
     for one in missing:
         gaps.setdefault(one.save_id, {})[one.mirror] = one.reason
@@ -144,11 +147,13 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         )
     unsafe = [record for record in records if record.mirror in required and record.state in WAITING]
     current = [line for line in saves if line.standing == "current"]
+    safe = max((line.step for line in current if line.safe), default=None)
+    snapshots = [line.step for line in current if line.kinds == ("emergency",) and (safe is None or line.step > safe)]
     return Status(
         root=root,
         mirrors=tuple(mirrors),
         newest_step=max((line.step for line in current), default=None),
-        newest_safe_step=max((line.step for line in current if line.safe), default=None),
+        newest_safe_step=safe,
         unsafe_files=len(unsafe),
         unsafe_bytes=sum(record.size_bytes or 0 for record in unsafe),
         failed_files=sum(record.state is RecordState.FAILED for record in unsafe),
@@ -157,6 +162,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         problems={name: str(why) for name, why in catalog.problems.items()},
         unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in missing},
         unasked=tuple(url for url, _ in mirrors if url in unasked),
+        emergency_step=max(snapshots, default=None),
     )
 
 
@@ -167,10 +173,6 @@ def write_status(root: Path, facts: Mapping[str, Any]) -> None:
         files.write_bytes(root / names.STATUS_NAME, data, save_id=new_id(), replace=True)
     except CkptMirrorError as error:
         _log.warning("status.json was not written: %s", error)
-
-
-def _counting(mirrors: Sequence[tuple[str, bool]]) -> list[str]:
-    return [url for url, is_required in mirrors if is_required] or [url for url, _ in mirrors]
 
 
 def _opened(root: Path, state_dir: Path | None) -> UploadsTable:

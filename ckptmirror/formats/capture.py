@@ -32,7 +32,7 @@ from ckptmirror.formats.positions import knows_its_position, position_of, warn_l
 from ckptmirror.formats.rng import capture_rng
 from ckptmirror.formats.shards import has_shards, piece_of, region_of
 from ckptmirror.formats.tensor_bytes import digest32, is_wrapper
-from ckptmirror.formats.train_state import TrainState
+from ckptmirror.formats.train_state import PARTS, TrainState
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
 
 __all__ = [
@@ -108,6 +108,12 @@ def capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
     """Return what this rank holds, without talking to any other rank and without the whole model."""
     if not isinstance(state.model, torch.nn.Module):
         raise UsageError(f"TrainState.model is a {type(state.model).__qualname__}, not a torch.nn.Module.")
+    others = [n for n, v in vars(state).items() if n not in (*PARTS, "training_config") and v is not None]
+    if unknown := [name for name in others if not name.startswith("_")]:
+        raise UsageError(
+            f"The state has {', '.join(unknown)}, which no save would keep.",
+            hint="Put it in TrainState(extra={...}).",
+        )
     if FullyShardedDataParallel.fsdp_modules(state.model):
         raise UsageError(
             "The model is wrapped by FullyShardedDataParallel, whose flat parameters cannot be saved by name.",

@@ -223,6 +223,8 @@ class _Loader:
             if state_of(target, name) == {}:
                 return  # it is disabled here too
             self._lacks(name, "state, it was disabled; it starts at its default")
+        elif name == "scaler" and self.tree.get(name) and state_of(target, name) == {}:
+            self.missing.append(warn_unused(name))  # it is disabled here, and takes nothing
         elif name in self.tree or (name == "ema" and name in self._tree(0)):
             self._take(name, target)
             self.loaded.append(name)

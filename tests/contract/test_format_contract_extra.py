@@ -302,6 +302,14 @@ def test_a_scaler_that_was_disabled_is_missed_only_where_it_is_enabled(kind: Kin
     assert [line.partition(":")[0] for line in missing] == (["scaler"] if here else [])
 
 
+def test_a_scaler_that_is_disabled_here_is_not_said_to_be_loaded(kind: Kind, tmp_path: Path) -> None:
+    on, off = (torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (True, False))
+    meta = save(kind, tmp_path, TrainState(model=nn.Linear(2, 2), scaler=on))
+    report = load(kind, tmp_path, meta, TrainState(model=nn.Linear(2, 2), scaler=off))
+    assert [line.partition(":")[0] for line in report.missing] == ["scaler"]
+    assert "scaler" not in report.loaded
+
+
 def _as_of_three_ranks(kind: Kind, root: Path, meta: Meta) -> Meta:
     """Return the meta of the same save by three ranks that hold alike what rank 0 holds."""
     mine = next(a for a in meta.artifacts if Path(a.path).name.startswith("rank" if kind == "emergency" else "extra"))

@@ -140,6 +140,7 @@ def test_the_names_on_disk_are_those_that_the_code_makes():
         tagged.meta,
         names.SaveName(1234567).model,
         names.ATTEMPTS_NAME,
+        names.MET_NAME,
         names.STATUS_NAME,
         names.TABLE_NAME,
         names.TABLE_NOTE_NAME,

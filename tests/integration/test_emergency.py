@@ -18,8 +18,10 @@ import pytest
 from ckptmirror import StopRequest
 from ckptmirror.core.errors import RefusedOnlyCopy
 from ckptmirror.core.resumption import DISK
+from ckptmirror.flow.status import read_status
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import memory
+from tests.cli_place import run as cli
 from tests.factory import flip_bit
 from tests.small_training import everything, faulty, new_state, refusing, running, same, saved_run, train
 
@@ -146,6 +148,26 @@ def test_an_emergency_stays_where_it_is_and_blocks_no_end_of_the_run(tmp_path: P
     _emergency(tmp_path, 5, mirror)
     saved_run(tmp_path, (6,), mirror)
     assert [path.name for path in tmp_path.glob("emergency_*")]
+
+
+def test_i8_an_emergency_on_this_disk_alone_is_not_called_safe(tmp_path: Path) -> None:
+    memory.drop("test-emergency")
+    root, mirror = tmp_path / "root", f"file://{tmp_path}/mirror"
+    saved_run(root, (3,), mirror)
+    _emergency(root, 5, mirror)
+    status = read_status(root)
+    assert (status.newest_safe_step, status.emergency_step) == (3, 5)
+    assert cli("status", "--root", root).stdout.startswith(
+        "NOT SAFE: the newest state, step 5, is an emergency snapshot"
+    )
+    drained = cli("drain", "--root", root)
+    assert drained.returncode == 0
+    assert "step 5, is an emergency snapshot on this disk alone" in drained.stderr
+    pushed = cli("push", "--root", root, "--mirror", f"file://{tmp_path}/another")
+    assert pushed.returncode == 0, pushed.stderr
+    saved_run(root, (6,), mirror)
+    assert read_status(root).emergency_step is None
+    assert cli("status", "--root", root).stdout.startswith("safe")
 
 
 def test_a_stopped_run_ends_in_order_with_uploads_pending(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import pytest
 from ckptmirror import CheckpointManager, stage_checkpoint_step
 from ckptmirror.core import names
 from ckptmirror.core.errors import StoreTemporary
-from ckptmirror.core.events import MirrorCommitted
+from ckptmirror.core.events import Fenced, MirrorCommitted
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
+from tests.factory import flip_bit
 from tests.small_training import everything, faulty, new_state, running, same, saved_run, train
 
 
@@ -98,7 +99,9 @@ def test_an_attempt_that_is_known_as_undecided_alone_may_have_gone_on_where_nobo
         one, other = manager._node.mirrors  # type: ignore[union-attr]
         takes_the_claim_alone = StoreFault("write", name=names.WRITER_NAME, nth=2, times=0, when="before")
         manager._node.mirrors = [one, Mirror(other.url, True, FaultyStore(other.store, [takes_the_claim_alone]))]  # type: ignore[union-attr, arg-type]
-        manager.events.subscribe(lambda event: is_there.set() if isinstance(event, MirrorCommitted) else None)
+        manager.events.subscribe(
+            lambda event: is_there.set() if isinstance(event, MirrorCommitted) and event.step == 4 else None
+        )
         state = new_state()
         manager.resume(state)
         manager.save(4, state).wait()
@@ -190,3 +193,48 @@ def test_a_mirror_that_is_taken_out_of_the_list_is_named_where_this_root_goes_on
         assert start is not None
         assert start.step == 2
         assert any(url in line and "is not any more" in line for line in start.passed_over)
+
+
+@pytest.mark.parametrize("now", ["removed", "replaced", "demoted"])
+def test_a_mirror_that_counts_no_more_is_missed_where_it_may_have_what_is_broken_here(tmp_path: Path, now: str) -> None:
+    """Demoted: it was required and is not, and does not answer. Else: it was the only one, and never required."""
+    place, other = (f"file://{tmp_path}/nfs/{name}" for name in ("run", "other"))
+    (tmp_path / "nfs").mkdir()
+    root = tmp_path / "root"
+    saved_run(root, (1, 2), MirrorSpec(place, required=now == "demoted"))
+    flip_bit(next(root.glob("dcp_000002/__0_0.distcp")))
+    flip_bit(root / "model_000002.pt")
+    if now == "demoted":
+        (tmp_path / "nfs" / "run").rename(tmp_path / "aside")
+    mirrors = {"removed": [], "replaced": [other], "demoted": [MirrorSpec(place, required=False), other]}[now]
+    for _ in range(2):  # nor does the start that is refused change what the next one goes by
+        with running(root, *mirrors) as manager, pytest.raises(StoreTemporary, match="The copy of step 2 is broken"):
+            manager.resume(new_state())
+    if now == "demoted":
+        (tmp_path / "aside").rename(tmp_path / "nfs" / "run")
+    with running(root, MirrorSpec(place, required=False)) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 2
+
+
+def test_what_ended_an_attempt_here_is_known_to_the_next_start_though_the_mirror_is_silent(
+    tmp_path: Path, url: str
+) -> None:
+    is_fenced = threading.Event()
+    with running(tmp_path / "first", url) as manager:
+        manager.events.subscribe(lambda event: is_fenced.set() if isinstance(event, Fenced) else None)
+        state = new_state()
+        manager.resume(state)
+        manager.save(1, state).wait("mirrored", timeout_s=60.0)
+        saved_run(tmp_path / "second", (3,), url)
+        manager.save(2, state).wait()
+        assert is_fenced.wait(60.0)
+    with running(tmp_path / "first", url) as manager:
+        faulty(manager, StoreFault(when="before", times=0))
+        with pytest.raises(StoreTemporary, match="may have come from elsewhere"):
+            manager.resume(new_state())
+    with running(tmp_path / "first", url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 3

@@ -12,6 +12,7 @@ Rules:
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import threading
@@ -115,6 +116,8 @@ class Database:
                 found = connection.execute(statement("look over the pages")).fetchall()
                 if found != [("ok",)]:
                     raise BrokenTable(f"{self.path} is not a sound table: {found[0][0]}")
+                if connection.execute(statement("read the schema")).fetchall() != _schema():
+                    raise BrokenTable(f"{self.path} is not a sound table: its schema is not the one that was made")
 
     def _open(self) -> apsw.Connection:
         if not self.path.exists():
@@ -321,6 +324,15 @@ class _Closing:
 
     def __exit__(self, *error: object) -> None:
         self._connection.close()
+
+
+@functools.cache
+def _schema() -> list[tuple[Any, ...]]:
+    """What the migrations make. A letter that was flipped there is in the way of every change that it forbids."""
+    with _Closing(apsw.Connection(":memory:")) as connection:
+        for migration in migrations():
+            connection.execute(migration)
+        return connection.execute(statement("read the schema")).fetchall()
 
 
 def _number(connection: apsw.Connection, name: str) -> int:

@@ -143,7 +143,19 @@ def test_latest_that_names_an_older_save_says_so(tmp_path: Path, caplog: pytest.
     assert caplog.text == ""
     files.replace_link(tmp_path / "latest", "dcp_000100")
     assert resolve_checkpoint_reference(tmp_path / "latest").step == 100
-    assert "the newest of the lineage is step 200" in caplog.text
+    assert "a reader would take step 200" in caplog.text
+
+
+def test_a_later_save_of_the_step_in_another_kind_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = make_save(tmp_path, 100, ("dcp", "model"))
+    assert resolve_checkpoint_reference(tmp_path).save_id == first.save_id
+    assert caplog.text == ""
+    later = make_save(tmp_path, 100, ("model",), number=2)
+    assert resolve_checkpoint_reference(tmp_path).save_id == first.save_id
+    assert f"a later one, {later.save_id[:8]}, has it in kind model" in caplog.text
+    caplog.clear()
+    assert resolve_checkpoint_reference(tmp_path, require_kind="model").save_id == later.save_id
+    assert caplog.text == ""
 
 
 def test_latest_is_followed_to_a_validated_target(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,14 @@ def test_an_iterator_of_a_loader_draws_from_the_global_generator_unless_the_load
     before = torch.get_rng_state()
     iter(loader)
     assert torch.equal(before, torch.get_rng_state()) == own
+
+
+def test_a_field_that_no_save_would_keep_is_refused() -> None:
+    @dataclass
+    class WithMore(TrainState):
+        curriculum: object = None
+        _cache: object = None
+
+    take(WithMore(model=nn.Linear(2, 2), _cache=1))
+    with pytest.raises(UsageError, match="curriculum, which no save would keep"):
+        take(WithMore(model=nn.Linear(2, 2), curriculum=3))

@@ -306,3 +306,14 @@ def test_the_lease_clock_is_injectable(clock: HandClock, table: UploadsTable, ad
     claim = table.claim("worker", GS, lease_s=5)
     assert claim is not None
     assert claim.record.lease_until_ms == clock.time_ms + 5000
+
+
+def test_a_letter_flipped_in_the_schema_is_a_broken_table(tmp_path: Path) -> None:
+    """It would forbid every change that it does not name, for ever."""
+    path = tmp_path / "uploads.db"
+    UploadsTable.open(path, create=True).close()
+    data = path.read_bytes()
+    assert data.count(b"'verified'") > 0
+    path.write_bytes(data.replace(b"'verified'", b"'verif\xe9ed'", 1))
+    with pytest.raises(BrokenTable, match="its schema"):
+        UploadsTable.open(path)

@@ -33,6 +33,9 @@ PRAGMA trusted_schema = OFF;
 -- name: look over the pages
 PRAGMA quick_check(1);
 
+-- name: read the schema
+SELECT name, CAST(sql AS BLOB) FROM sqlite_schema ORDER BY name;
+
 -- name: look over pages and indexes
 PRAGMA integrity_check(10);
 
