@@ -158,6 +158,9 @@ class Giver:
             self.unused(where)
 
     def _give_object(self, target: Any, saved: Any, path: Path_, where: str) -> None:
+        if isinstance(target, torch.amp.GradScaler) and saved and not target.is_enabled():
+            self.unused(where)  # it would take nothing, and say nothing
+            return
         if not isinstance(target, torch.nn.Module):  # of modules their memory is known
             if self.taken.knows(target):
                 if not self.taken.was_given(target, saved):

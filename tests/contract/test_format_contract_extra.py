@@ -308,6 +308,12 @@ def test_a_scaler_that_is_disabled_here_is_not_said_to_be_loaded(kind: Kind, tmp
     report = load(kind, tmp_path, meta, TrainState(model=nn.Linear(2, 2), scaler=off))
     assert [line.partition(":")[0] for line in report.missing] == ["scaler"]
     assert "scaler" not in report.loaded
+    other = tmp_path / "several"
+    other.mkdir()
+    meta = save(kind, other, TrainState(model=nn.Linear(2, 2), scaler=[on, on], extra={"amp": {"own": on}}))
+    state = TrainState(model=nn.Linear(2, 2), scaler=[on, off], extra={"amp": {"own": off}})
+    missing = load(kind, other, meta, state).missing
+    assert [line.partition(":")[0] for line in missing] == ["scaler[1]", "extra.amp.own"]
 
 
 def _as_of_three_ranks(kind: Kind, root: Path, meta: Meta) -> Meta:
