@@ -18,6 +18,7 @@ from ckptmirror.core.model import AttemptList, Digest, Meta
 from ckptmirror.core.retention import MirrorSafety
 from ckptmirror.flow import claim, commit, reconcile, rotate
 from ckptmirror.flow.upload_artifact import ArtifactUpload
+from ckptmirror.flow.upload_meta import MetaUpload
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores.base import ObjectInfo
 
@@ -84,7 +85,10 @@ SEEDED_BUGS: dict[str, list[Bug]] = {
     ],
     "rotation trusts the table and does not ask the mirror again": [(rotate, "why_not_safe", _no_reason)],
     "the lineage ignores where an attempt was left": [(lineage, "_on_lineage", _fork_ignored)],
-    "the meta goes to the mirror before its artifacts": [(ArtifactUpload, "_create", _fault_is_success)],
+    "the meta goes to the mirror before its artifacts": [
+        (ArtifactUpload, "_create", _fault_is_success),
+        (MetaUpload, "_check_artifacts", _no_reason),  # which would notice, and have them sent again
+    ],
     "what a crash left is discarded by name": [(commit, "_holds", _deletes_by_name)],
     "a reconcile releases records without a meta": [
         (UploadsTable, "discard_unreleased", _releases_without_meta),
