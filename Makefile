@@ -6,10 +6,11 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DOCS   := $(VENV)/.docs-installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench campaign build clean
+.PHONY: help setup demo test check docs bench campaign build clean
 
 help:      ## Show the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -30,10 +31,17 @@ test: setup  ## Run every test, in WORKERS processes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: setup  ## Lint, types, layers
-	$(BIN)/ruff check ckptmirror tests
-	$(BIN)/ruff format --check ckptmirror tests
+	$(BIN)/ruff check ckptmirror tests docs/site
+	$(BIN)/ruff format --check ckptmirror tests docs/site
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(DOCS)  ## Build the site of the documentation in build/docs; a broken link is an error
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --fresh-env -c docs/site -d build/doctrees . build/docs
+
+$(DOCS): $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
 
 bench: setup  ## Measure against what you would use instead, as ratios, beside the physical limit
 	$(BIN)/python -m tests.bench
@@ -46,4 +54,4 @@ build: setup  ## Build the wheel and the source archive
 	$(BIN)/python -m build
 
 clean:     ## Remove what the targets made
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

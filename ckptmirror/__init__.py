@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptmirror.config import load_settings
     from ckptmirror.core import errors
     from ckptmirror.core.retention import Retention
     from ckptmirror.flow.handle import SaveHandle
@@ -43,6 +44,7 @@ _HOMES = {
     "find_local_checkpoint_steps": "ckptmirror.flow.resolve",
     "list_checkpoints": "ckptmirror.flow.resolve",
     "load_checkpoint": "ckptmirror.flow.load",
+    "load_settings": "ckptmirror.config",
     "resolve_checkpoint_reference": "ckptmirror.flow.resolve",
     "resolve_resume_path": "ckptmirror.flow.resolve",
     "stage_checkpoint_step": "ckptmirror.flow.stage",
@@ -63,6 +65,7 @@ __all__ = [
     "find_local_checkpoint_steps",
     "list_checkpoints",
     "load_checkpoint",
+    "load_settings",
     "resolve_checkpoint_reference",
     "resolve_resume_path",
     "stage_checkpoint_step",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptmirror.core import events
 from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError, WaitTimeout
-from ckptmirror.core.model import Kind
+from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.names import MAX_STEP
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.emergency import save_emergency
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("ckptmirror")
-_SAVED_KINDS: tuple[Kind, ...] = ("dcp", "model")
 _POLL_S = 0.2
 _LEAVING_SAVE_S = 60.0
 
@@ -73,7 +72,7 @@ class CheckpointManager:
         root: str | Path,
         mirrors: Iterable[str | MirrorSpec] = (),
         *,
-        kinds: Sequence[Kind] = _SAVED_KINDS,
+        kinds: Sequence[Kind] = SAVED_KINDS,
         retention: Retention | None = None,
         process_group: Any = None,
         mode: Literal["async", "blocking"] = "async",
@@ -387,9 +386,9 @@ def _told_of(stop: StopRequest, rank: int) -> events.StopRequested:
 
 
 def _checked_kinds(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
-    if isinstance(kinds, str) or not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= set(_SAVED_KINDS):
-        raise ConfigError(f"kinds is {kinds!r}; it is a sequence of {' and '.join(map(repr, _SAVED_KINDS))}.")
-    return tuple(kind for kind in _SAVED_KINDS if kind in kinds)
+    if isinstance(kinds, str) or not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= set(SAVED_KINDS):
+        raise ConfigError(f"kinds is {kinds!r}; it is a sequence of {' and '.join(map(repr, SAVED_KINDS))}.")
+    return tuple(kind for kind in SAVED_KINDS if kind in kinds)
 
 
 def _checked_step(step: int) -> int:

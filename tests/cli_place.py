@@ -14,7 +14,7 @@ from ckptmirror.core.model import Meta
 from ckptmirror.flow.mirrors import mirror_specs
 from ckptmirror.flow.reconcile import add_missing_records
 from ckptmirror.flow.status import table_path
-from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.local.uploads import Claim, UploadsTable
 from ckptmirror.stores import open_store
 from tests.factory import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
 
@@ -85,6 +85,22 @@ def make_pending(folder: Path, url: str, *steps: int, **more: Any) -> tuple[Path
     add_missing_records(table, specs, metas)
     table.close()
     return root, metas
+
+
+def fail_uploads(root: Path, *paths: str, reason: str = "the bucket said 400") -> int:
+    """Have the root's table say that the uploads of these files (of all, if none is named) failed for good."""
+    table = UploadsTable.open(table_path(root))
+    claims: list[Claim] = []
+    for url in [row.url for row in table.mirrors()]:
+        while (claim := table.claim("test", url, lease_s=60.0)) is not None:
+            claims.append(claim)
+    for claim in claims:
+        if not paths or claim.record.path in paths:
+            table.fail(claim, reason)
+        else:
+            table.put_back(claim, "left for later", not_before_s=0.0)
+    table.close()
+    return sum(not paths or claim.record.path in paths for claim in claims)
 
 
 def assert_tells(ended: subprocess.CompletedProcess[str], exit_code: int, *words: str, stdout: str | None = "") -> None:

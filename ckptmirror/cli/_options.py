@@ -2,7 +2,8 @@
 
 Rules:
 * A wrong value is a usage error (exit code 2) that names the option, found before anything is opened.
-* ``CKPTMIRROR_ROOT`` and ``CKPTMIRROR_MIRROR`` stand in for ``--root`` and ``--mirror``, and the option wins.
+* What no option says, the settings say (``ckptmirror/config.py``). A verb with an option that is a setting reads them
+  in any case, so that a broken file is told of at once, not on the day when the option is left out.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ckptmirror.core.errors import ConfigError, UsageError
 from ckptmirror.core.names import parse_step
+
+if TYPE_CHECKING:
+    from ckptmirror.config import Settings
+    from ckptmirror.flow.mirrors import MirrorSpec
 
 __all__ = [
     "json_option",
@@ -26,12 +31,14 @@ __all__ = [
     "print_json",
     "root_option",
     "seconds_option",
+    "settings",
     "show_verbose",
     "size",
     "step_option",
     "verbose_option",
 ]
 
+_SETTINGS = "ckptmirror.settings"
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any] | click.Command)
 
 
@@ -49,26 +56,36 @@ def step_option(what: str, *, latest: bool = False, required: bool = False) -> C
     return click.option("--step", callback=parse, required=required, metavar="N|latest" if latest else "N", help=what)
 
 
+def settings() -> Settings:
+    """Return the settings of this call, as file and environment say; they are read once."""
+    kept = click.get_current_context().meta
+    if _SETTINGS not in kept:
+        from ckptmirror.config import load_settings
+
+        kept[_SETTINGS] = load_settings()
+    found: Settings = kept[_SETTINGS]
+    return found
+
+
 def root_option(function: _Decorated) -> _Decorated:
     """Add ``--root``, as an absolute path."""
+
+    def resolve(context: click.Context, _parameter: click.Parameter, root: Path | None) -> Path:
+        configured = None if context.resilient_parsing else settings()["root"]
+        return (root or configured or Path()).absolute()
+
     return click.option(
         "--root",
         type=click.Path(path_type=Path, file_okay=False),
-        envvar="CKPTMIRROR_ROOT",
-        default=Path(),
-        callback=lambda _context, _parameter, value: value.absolute(),
-        help="The directory that the trainer saves to.  [env: CKPTMIRROR_ROOT; default: here]",
+        callback=resolve,
+        help="The directory that the trainer saves to.  [default: the setting root, else here]",
     )(function)
 
 
 def mirror_option(function: _Decorated) -> _Decorated:
-    """Add ``--mirror``."""
-    return click.option(
-        "--mirror",
-        envvar="CKPTMIRROR_MIRROR",
-        metavar="URL",
-        help="The mirror, such as gs://bucket/run-17.  [env: CKPTMIRROR_MIRROR]",
-    )(function)
+    """Add ``--mirror``; what it stands for without a value is said by :func:`need_mirror`."""
+    what = "The mirror, such as gs://bucket/run-17.  [default: from the setting mirrors]"
+    return click.option("--mirror", metavar="URL", help=what)(function)
 
 
 def seconds_option(name: str, target: str, what: str, *, default: float) -> Callable[[_Decorated], _Decorated]:
@@ -103,11 +120,28 @@ def show_verbose() -> bool:
     return logging.getLogger().isEnabledFor(logging.INFO)
 
 
-def need_mirror(mirror: str | None) -> str:
-    """Return the mirror, or say how to give one."""
-    if not mirror:
-        raise ConfigError("No mirror is given.", hint="Pass --mirror URL, or set CKPTMIRROR_MIRROR.")
-    return mirror
+def need_mirror(url: str | None, *, to_read: bool) -> MirrorSpec:
+    """Return the mirror of ``--mirror``, with the limits that are set for it, or the one that is set.
+
+    Args:
+        url: What ``--mirror`` says.
+        to_read: Whether the first will do where several are set.
+    """
+    from ckptmirror.flow.mirrors import mirror_specs
+
+    known: tuple[MirrorSpec, ...] = settings()["mirrors"]
+    if url is not None:
+        (given,) = mirror_specs([url])
+        return next((spec for spec in known if spec.url == given.url), given)
+    if not known:
+        raise ConfigError(
+            "No mirror is given.", hint="Pass --mirror URL, or set mirrors in ckptmirror.toml, or CKPTMIRROR_MIRROR."
+        )
+    if len(known) > 1 and not to_read:
+        raise ConfigError(
+            f"{len(known)} mirrors are set: {', '.join(s.url for s in known)}.", hint="Pass --mirror URL."
+        )
+    return known[0]
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ def command(keep: bool) -> int:
       ckptmirror demo --keep
     """
     folder = Path(tempfile.mkdtemp(prefix="ckptmirror-demo-"))
+    _leave_settings()
     told = False
     try:
         with _server(folder) as server:
@@ -63,6 +64,13 @@ def command(keep: bool) -> int:
         else:
             print(f"the demo's files are in {folder}", file=sys.stderr)
     return 0
+
+
+def _leave_settings() -> None:
+    """Let no setting of the user's reach the demo's processes."""
+    for variable in [name for name in os.environ if name.startswith("CKPTMIRROR_")]:
+        del os.environ[variable]
+    os.environ["CKPTMIRROR_CONFIG"] = os.devnull
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptmirror.cli._options import json_option, root_option, seconds_option
+from ckptmirror.cli._options import json_option, root_option, seconds_option, settings
 from ckptmirror.cli._progress import progress
 from ckptmirror.cli._uploading import print_report, telling_bus
 
@@ -30,6 +30,7 @@ def command(root: Path, mirrors: tuple[str, ...], timeout_s: float, as_json: boo
         report = drain(
             root,
             only=mirrors,
+            limits=settings()["mirrors"],
             timeout_s=timeout_s,
             bus=telling_bus(root, "drain"),
             on_progress=lambda at: show(at.bytes_done, at.bytes_total),

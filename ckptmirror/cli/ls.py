@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptmirror.cli._options import json_option, print_json, size
+from ckptmirror.cli._options import json_option, print_json, settings, size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.resolve import ListedCheckpoint
 
 
 @click.command()
-@click.argument("place", envvar=["CKPTMIRROR_MIRROR", "CKPTMIRROR_ROOT"], default=".", metavar="[DIR|URL]")
+@click.argument("place", required=False, metavar="[DIR|URL]")
 @json_option
-def command(place: str, as_json: bool) -> int:
+def command(place: str | None, as_json: bool) -> int:
     """List the saves of a directory or a mirror: current, replaced, superseded, and what is incomplete, with why.
 
-    Without DIR or URL: the mirror in CKPTMIRROR_MIRROR, else the root in CKPTMIRROR_ROOT, else this directory.
+    Without DIR or URL: the first mirror that is set, else the root that is set, else this directory.
 
     \b
     Examples:
@@ -28,6 +28,7 @@ def command(place: str, as_json: bool) -> int:
     """
     from ckptmirror.flow.resolve import list_checkpoints
 
+    place = place if place is not None else _place()
     listed = list_checkpoints(place)
     if as_json:
         print_json({"place": place, "saves": [_facts(line) for line in listed]})
@@ -40,6 +41,11 @@ def command(place: str, as_json: bool) -> int:
     if not listed:
         print(f"{place} holds no saves", file=sys.stderr)
     return 0
+
+
+def _place() -> str:
+    known = settings()
+    return known["mirrors"][0].url if known["mirrors"] else str(known["root"] or ".")
 
 
 def _facts(line: ListedCheckpoint) -> dict[str, Any]:

@@ -27,11 +27,11 @@ def command(root: Path, mirror: str | None, step: int | None, timeout_s: float, 
     """
     from ckptmirror.flow.drain import push
 
-    url = need_mirror(mirror)
+    spec = need_mirror(mirror, to_read=False)
     with progress("push") as show:
         report = push(
             root,
-            url,
+            spec,
             step=step,
             timeout_s=timeout_s,
             bus=telling_bus(root, "push"),

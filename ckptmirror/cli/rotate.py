@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptmirror.cli._options import json_option, print_json, root_option
-from ckptmirror.core.errors import RefusedOnlyCopy
+from ckptmirror.cli._options import json_option, print_json, root_option, settings
+from ckptmirror.core.errors import RefusedOnlyCopy, UsageError
 
 if TYPE_CHECKING:
     from ckptmirror.core.events import EventBus
@@ -18,25 +19,27 @@ if TYPE_CHECKING:
 
 @click.command()
 @root_option
-@click.option("--keep-last", type=click.IntRange(min=1), required=True, metavar="N", help="Keep the newest N steps.")
+@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the newest N steps.")
 @click.option("--keep-every", type=click.IntRange(min=1), metavar="N", help="Keep every step divisible by N.")
 @click.option("--keep-best", type=click.IntRange(min=1), metavar="N", help="Keep the N best steps by --metric.")
 @click.option("--metric", help="The metric that --keep-best goes by.")
-@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="What is best.")
+@click.option("--mode", type=click.Choice(["min", "max"]), help="What is best.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and delete nothing.")
 @json_option
 def command(
     root: Path,
-    keep_last: int,
+    keep_last: int | None,
     keep_every: int | None,
     keep_best: int | None,
     metric: str | None,
-    mode: str,
+    mode: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> int:
     """Delete local saves that are verified, now, on every required mirror. Everything else is kept, with the reason.
 
+    What an option does not say, the setting of its name under retention says, if the settings name this very root (or
+    none, and it is the directory here); keep-last has to be one of them.
     The plan is printed first. Exit code 7 says that something was kept because it may be the only copy.
 
     \b
@@ -44,16 +47,18 @@ def command(
       ckptmirror rotate --root /local-ssd/run-17 --keep-last 2 --dry-run
       ckptmirror rotate --root /local-ssd/run-17 --keep-last 2 --keep-best 1 --metric val_loss
     """
-    from ckptmirror.core.retention import Retention
+    from ckptmirror.config import load_settings
     from ckptmirror.flow.rotate import rotate_root
 
-    retention = Retention(
-        keep_last=keep_last,
-        keep_every=keep_every,
-        keep_best=keep_best or 0,
-        metric=metric,
-        mode="max" if mode == "max" else "min",
-    )
+    is_of_the_settings = root == (settings()["root"] or Path()).absolute()
+    environ = None if is_of_the_settings else {"CKPTMIRROR_CONFIG": os.devnull}  # what else they say is of another run
+
+    flags = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best, "metric": metric, "mode": mode}
+    retention = load_settings({f"retention.{name}": given for name, given in flags.items()}, environ=environ).retention
+    if retention.keep_last is None:
+        raise UsageError(
+            "Nothing says how many steps to keep.", hint="Pass --keep-last N, or set retention.keep_last for the run."
+        )
     plan = rotate_root(root, retention, dry_run=True)
     if not as_json:
         _print_plan(plan)

@@ -46,10 +46,10 @@ def command(
     """
     from ckptmirror.flow.stage import stage_checkpoint_step
 
-    url = need_mirror(mirror)
+    spec = need_mirror(mirror, to_read=True)
     with progress("stage") as show:
         staged = stage_checkpoint_step(
-            url,
+            spec,
             step=step,  # type: ignore[arg-type]  # an int or "latest": the option sees to it
             dest=dest,
             require_kind=kind,  # type: ignore[arg-type]  # click.Choice has checked it

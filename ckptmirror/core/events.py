@@ -199,7 +199,10 @@ class AttemptDecided(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded(Event):
-    """A trainer closed in order; ``status`` is ``finished``, ``stopped`` or ``incomplete``, as in ``status.json``."""
+    """A trainer closed in order; ``status`` is ``finished``, ``stopped`` or ``incomplete``, as in ``status.json``.
+
+    It is ``rewound`` of the attempt by which a person went back, which trains nothing.
+    """
 
     attempt: int
     status: str

@@ -17,6 +17,7 @@ __all__ = [
     "KINDS",
     "MAX_BLOCKS",
     "MIN_BLOCK_SIZE_BYTES",
+    "SAVED_KINDS",
     "Artifact",
     "Attempt",
     "AttemptList",
@@ -30,6 +31,7 @@ __all__ = [
 
 Kind = Literal["dcp", "model", "emergency"]
 KINDS: tuple[Kind, ...] = ("dcp", "model", "emergency")
+SAVED_KINDS: tuple[Kind, ...] = ("dcp", "model")
 
 ALL_NODES = -1  # the ``node`` of a meta merged from the parts of several nodes
 MIN_BLOCK_SIZE_BYTES = 4 * 1024 * 1024

@@ -64,6 +64,7 @@ class Catalog:
         saves: Whole saves by save id.
         problems: Metas that are broken and saves that are incomplete, by name (on a disk: by path).
         tombstones: Saves that retention removed, by save id.
+        meta_names: Of a mirror: under which name each whole save's meta lies, by save id.
         others: Names that no meta of the place explains; of a disk those that look like a save's, of a mirror all.
     """
 
@@ -73,6 +74,7 @@ class Catalog:
     problems: Mapping[str, Problem] = field(default_factory=dict)
     tombstones: Mapping[str, Tombstone] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    meta_names: Mapping[str, str] = field(default_factory=dict)
 
     def lineage(self, attempts: AttemptList | None = None) -> Lineage:
         """Order the saves, by the place's own attempts unless others are given."""
@@ -124,6 +126,7 @@ def mirror_catalog(mirror: Mirror, *, step: int | None = None, with_attempts: bo
     saves: dict[str, Meta] = {}
     problems: dict[str, Problem] = {}
     tombstones: dict[str, Tombstone] = {}
+    meta_names: dict[str, str] = {}
     answers = _read_metas(mirror.store, metas)
     found = [(name, meta) for name, meta in zip(metas, answers, strict=True) if isinstance(meta, Meta)]
     for name, answer in zip(metas, answers, strict=True):
@@ -142,7 +145,8 @@ def mirror_catalog(mirror: Mirror, *, step: int | None = None, with_attempts: bo
             problems[name] = Problem.of(meta, f"a second meta of save {meta.save_id[:8]}")
         else:
             saves[meta.save_id] = meta
-    return Catalog(mirror.url, attempts, saves, problems, tombstones, others)
+            meta_names[meta.save_id] = name
+    return Catalog(mirror.url, attempts, saves, problems, tombstones, others, meta_names)
 
 
 def _hindrance(error: CkptMirrorError) -> Hindrance:

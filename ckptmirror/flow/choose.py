@@ -21,7 +21,7 @@ from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.resumption import Candidate, facts_of, first_in_line, not_readable, passed_by, strangers
 from ckptmirror.flow.catalog import Catalog
 
-__all__ = ["READ_ORDER", "choosable", "choose", "lineage_of", "not_superseded", "warn_of_what_is_broken"]
+__all__ = ["READ_ORDER", "attempts_of", "choosable", "choose", "lineage_of", "not_superseded", "warn_of_what_is_broken"]
 
 READ_ORDER: tuple[Kind, ...] = ("dcp", "model")
 _NEAREST = 4
@@ -33,10 +33,10 @@ def lineage_of(catalog: Catalog) -> Lineage:
     """Order a place's saves by its own list of attempts, or by one rebuilt from its metas where it has none."""
     if catalog.attempts is not None or not catalog.saves:
         return catalog.lineage()
-    return catalog.lineage(AttemptList(next(iter(catalog.saves.values())).run_id, _attempts_of(catalog)))
+    return catalog.lineage(AttemptList(next(iter(catalog.saves.values())).run_id, attempts_of(catalog)))
 
 
-def _attempts_of(catalog: Catalog) -> tuple[Attempt, ...]:
+def attempts_of(catalog: Catalog) -> tuple[Attempt, ...]:
     """The place's own attempts, or those of which its metas tell, also the metas of what is not whole."""
     if catalog.attempts is not None:
         return catalog.attempts.attempts
@@ -148,7 +148,7 @@ def warn_of_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind) -> None:
 
 
 def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_for: bool) -> None:
-    for save in strangers(lineage_of(catalog), _attempts_of(catalog)):
+    for save in strangers(lineage_of(catalog), attempts_of(catalog)):
         if save.step >= meta.step and kind in save.kinds:
             _log.warning(
                 "passed over step %d (save %s) in %s: no list there tells of its attempt, which went on elsewhere, or "
@@ -158,7 +158,7 @@ def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_f
                 catalog.place,
             )
     saves = [facts_of(other) for other in catalog.saves.values()]
-    decided = [attempt for attempt in _attempts_of(catalog) if attempt.decided]
+    decided = [attempt for attempt in attempts_of(catalog) if attempt.decided]
     in_line = first_in_line(catalog.problems, decided, saves)
     for name, problem in passed_by(
         Candidate(facts_of(meta), kind, (catalog.place,), age=(meta.attempt.number, meta.save_number)), in_line

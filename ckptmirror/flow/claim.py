@@ -137,6 +137,15 @@ class RunClaim:
         raise AttemptFenced("Other attempts of this run keep starting at the same time.")
 
     @classmethod
+    def look(cls, root: Path, mirrors: Sequence[Mirror]) -> RunClaim | None:
+        """Read all lists as :meth:`make` does, and write nothing; None where nothing tells of any run.
+
+        Raises what :meth:`make` raises for what it reads.
+        """
+        claim = cls._read(root, mirrors)
+        return claim if claim.known.attempts else None
+
+    @classmethod
     def _read(cls, root: Path, mirrors: Sequence[Mirror]) -> RunClaim:
         lists: list[AttemptList] = []
         silent: dict[str, CkptMirrorError] = {}

@@ -22,7 +22,6 @@ from ckptmirror.core.errors import (
     CheckpointNotFound,
     CkptMirrorError,
     ConfigError,
-    NoTable,
     NotAuthorised,
     RootLocked,
     Temporary,
@@ -37,7 +36,7 @@ from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, left_behi
 from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.settled import open_files, open_saves
-from ckptmirror.flow.table_place import note_place, table_path
+from ckptmirror.flow.table_place import note_place, open_known_table, table_path
 from ckptmirror.flow.workers import UploadWorkers, free_dead_workers, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
@@ -93,6 +92,7 @@ def drain(
     root: Path,
     *,
     only: Sequence[str] = (),
+    limits: Sequence[MirrorSpec] = (),
     retry: bool = True,
     timeout_s: float = float("inf"),
     state_dir: Path | None = None,
@@ -103,6 +103,7 @@ def drain(
 
     Args:
         only: Mirror URLs to serve; empty: all that the table knows.
+        limits: Mirrors as they are configured, for how much of the wire each may take.
         retry: Try failed uploads once more.
         timeout_s: Give up waiting after so many seconds; what is pending stays pending.
 
@@ -110,14 +111,15 @@ def drain(
         NoTable: ckptmirror has not saved here.
         ForeignTable: The table is another root's.
     """
-    table = _open(root, state_dir)
+    table = open_known_table(root, state_dir)
     try:
         if not table.knows_mirrors():
             raise Temporary(
                 f"The table of {root} was just made and does not know the mirrors yet.",
                 hint="Start the trainer, which tells it, or name the mirror with `ckptmirror push`.",
             )
-        specs = [MirrorSpec(row.url, row.required) for row in table.mirrors()]
+        limited = {spec.url: spec for spec in mirror_specs(limits)}
+        specs = [replace(limited.get(row.url, MirrorSpec(row.url)), required=row.required) for row in table.mirrors()]
         if not specs:
             left = left_behind(table, ())
             waiting = "".join(f" {count} files wait for {url}, which was one." for url, count in left.items())
@@ -147,7 +149,7 @@ def drain(
 
 def push(
     root: Path,
-    mirror: str,
+    mirror: str | MirrorSpec,
     *,
     step: int | None = None,
     timeout_s: float = float("inf"),
@@ -184,7 +186,7 @@ def push(
         known = [(row.url, row.required) for row in table.mirrors()]
         if spec.url not in [url for url, _ in known]:
             is_only_word = not known and not is_training_root(root)  # else what is required is the trainer's to say
-            table.set_mirrors([*known, (spec.url, is_only_word)])
+            table.set_mirrors([*known, (spec.url, is_only_word and spec.required)])
         add_missing_records(table, [spec], metas)
         table.retry_failed(mirror=spec.url)
         mirrors = open_mirrors([spec], root, table)
@@ -211,19 +213,6 @@ def _ask(root: Path, spec: MirrorSpec, path: Path) -> None:
         opened.callback(close_mirrors, mirrors)
         mirrors[0].store.identity()  # the first contact, at which a directory is made
         publish_attempts(root, mirrors[0])
-
-
-def _open(root: Path, state_dir: Path | None) -> UploadsTable:
-    path = table_path(root, state_dir)
-    if not path.exists():
-        raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
-    table = UploadsTable.open(path)
-    try:
-        table.check_root(root)
-    except BaseException:
-        table.close()
-        raise
-    return table
 
 
 def _reconcile_if_free(

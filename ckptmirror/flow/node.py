@@ -59,7 +59,7 @@ __all__ = ["Node", "open_table"]
 _log = logging.getLogger("ckptmirror")
 _STOP_WORKERS_S = 10.0
 _STOP_ROTATOR_S = 60.0
-_SHORT_VERBS = ("drain", "stage")
+_SHORT_VERBS = ("drain", "stage", "rewind")
 _SHORT_VERB_S = 60.0  # a start waits so long for such a verb to let go of the root
 _STOP_BRINGING_S = 2.0
 _MENDING_WAIT_S = 5.0
@@ -79,6 +79,7 @@ class Node:
         state_dir: Path | None = None,
         workers_per_mirror: int = 2,
         clock: LeaseClock | None = None,
+        verb: str | None = None,
     ) -> None:
         self.root = root
         self.specs = list(specs)
@@ -94,8 +95,7 @@ class Node:
         check_place(root, state_dir)
         files.make_dirs(root / names.CONTROL_DIR)
         self.lock = RootLock(root)
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        owner = {"verb": verb} if verb is not None else {}
         self.lock.acquire(owner, wait_s=_SHORT_VERB_S, wait_for_verbs=_SHORT_VERBS)
         with contextlib.ExitStack() as undo:
             undo.callback(self.lock.release)

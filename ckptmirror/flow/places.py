@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from ckptmirror.core import names
+from ckptmirror.core.errors import BrokenMeta, NotAuthorised, StorePermanent, Temporary
 from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.resumption import DISK, Problem, unexplained
-from ckptmirror.flow.catalog import Catalog
-from ckptmirror.flow.reconcile import REMOVED_REASON
+from ckptmirror.flow.catalog import Catalog, local_catalog, mirror_catalog
+from ckptmirror.flow.claim import RunClaim
+from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.reconcile import REMOVED_REASON, being_brought
 from ckptmirror.local.uploads import UploadsTable
 
-__all__ = ["Places"]
+__all__ = ["Places", "look_everywhere"]
 
 
 @dataclass
@@ -193,3 +197,23 @@ class Places:
         catalogs = (self.disk, *self.mirrors.values())
         broken = [problem.meta for there in catalogs for problem in there.problems.values()]
         return [meta for there in catalogs for meta in there.saves.values()] + [m for m in broken if m is not None]
+
+
+def look_everywhere(root: Path, mirrors: Sequence[Mirror], claim: RunClaim) -> Places:
+    """Look at the disk and at every mirror that answers.
+
+    Raises:
+        StoreTemporary: A required mirror answered a moment ago, and does not any more.
+    """
+    places = Places(claim.run_id, local_catalog(root), unfinished=being_brought(root))
+    for mirror in mirrors:
+        if mirror.url in claim.unclaimed:
+            places.silent[mirror.url] = claim.unclaimed[mirror.url]
+            continue
+        try:
+            places.mirrors[mirror.url] = mirror_catalog(mirror)
+        except (Temporary, NotAuthorised, BrokenMeta, StorePermanent) as error:
+            if mirror.required:  # it answered a moment ago: what it holds is asked for, not guessed
+                raise
+            places.silent[mirror.url] = str(error)
+    return places

@@ -25,10 +25,7 @@ from ckptmirror.core.errors import (
     CkptMirrorError,
     IntegrityError,
     LocalStorageFull,
-    NotAuthorised,
-    StorePermanent,
     StoreTemporary,
-    Temporary,
 )
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Attempt, Kind, Meta, new_id
@@ -46,12 +43,12 @@ from ckptmirror.core.resumption import (
     passed_by,
     strangers,
 )
-from ckptmirror.flow.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.mirrors import Mirror, counting
 from ckptmirror.flow.node import Node
-from ckptmirror.flow.places import Places
-from ckptmirror.flow.reconcile import BRINGING_NAME, add_missing_records, being_brought
+from ckptmirror.flow.places import look_everywhere
+from ckptmirror.flow.reconcile import BRINGING_NAME, add_missing_records
 from ckptmirror.flow.stage import stage_save
+from ckptmirror.flow.staging import OnProgress
 from ckptmirror.local import files
 
 __all__ = ["Policy", "Proposal", "Proposer"]
@@ -76,9 +73,17 @@ class Proposal:
 class Proposer:
     """Proposes one copy after the other, on the leader."""
 
-    def __init__(self, node: Node, policy: Policy, force: bool, bus: events.EventBus) -> None:
+    def __init__(
+        self,
+        node: Node,
+        policy: Policy,
+        force: bool,
+        bus: events.EventBus,
+        on_progress: OnProgress | None = None,
+    ) -> None:
         self._node = node
         self._bus = bus
+        self._on_progress = on_progress
         self._policy = policy
         self._force = force
         self._passed_over: list[str] = []  # copies that were tried
@@ -87,7 +92,8 @@ class Proposer:
         self._made_room = False
         self._only: str | None = None  # the one save that may still be loaded, once the state was touched
         self._claim = node.start_claim()
-        self._places = self._look()
+        self._places = look_everywhere(node.root, node.mirrors, self._claim)
+        self._places.learn_save_ids(node.table)
         self._metas = self._places.metas()
         self._order = self._places.order(self._claim.attempts.attempts)
         self._strangers = strangers(self._order, self._claim.known.attempts)
@@ -101,22 +107,6 @@ class Proposer:
         for line in self._claim.lost:
             _log.error("%s", line)
             self._not_seen.append(line)
-
-    def _look(self) -> Places:
-        root = self._node.root
-        places = Places(self._claim.run_id, local_catalog(root), unfinished=being_brought(root))
-        for mirror in self._node.mirrors:
-            if mirror.url in self._claim.unclaimed:
-                places.silent[mirror.url] = self._claim.unclaimed[mirror.url]
-                continue
-            try:
-                places.mirrors[mirror.url] = mirror_catalog(mirror)
-            except (Temporary, NotAuthorised, BrokenMeta, StorePermanent) as error:
-                if mirror.required:  # it answered a moment ago: what it holds is asked for, not guessed
-                    raise
-                places.silent[mirror.url] = str(error)
-        places.learn_save_ids(self._node.table)
-        return places
 
     def _asked(self) -> Collection[str]:
         """The mirrors whose word is needed: the required ones; all, if none is required."""
@@ -359,7 +349,16 @@ class Proposer:
         files.write_bytes(self._node.root / BRINGING_NAME, note, save_id=new_id(), replace=True)
         try:
             kinds = (kind,) if self._is_on_all_mirrors(meta) else meta.kinds
-            staged = stage_save(mirror, meta, self._node.root, kinds=kinds, full=True, repair=True, bus=self._bus)
+            staged = stage_save(
+                mirror,
+                meta,
+                self._node.root,
+                kinds=kinds,
+                full=True,
+                repair=True,
+                on_progress=self._on_progress,
+                bus=self._bus,
+            )
         except CheckpointNotFound as error:
             raise BrokenMeta(f"{url} no longer has all of it: {error}") from error
         self._node.table.forget_save(meta.save_id)  # its records named the paths of the copy that stepped aside

@@ -43,6 +43,7 @@ from ckptmirror.stores import normalise_url, open_store
 __all__ = [
     "CheckpointReference",
     "ListedCheckpoint",
+    "by_run",
     "find_local_checkpoint_steps",
     "list_checkpoints",
     "main_path",
@@ -301,7 +302,7 @@ def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
 
 
 def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
-    lines = [line for one in _by_run(catalog) for line in _listed_whole(one)]
+    lines = [line for one in by_run(catalog) for line in _listed_whole(one)]
     for name, why in catalog.problems.items():
         parsed = names.parse_name(Path(name).name)
         step = parsed.step if parsed is not None and parsed.step is not None else -1
@@ -313,7 +314,7 @@ def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
     return sorted(lines, key=lambda line: (line.step, line.attempt, line.number, line.save_id))
 
 
-def _by_run(catalog: Catalog) -> list[Catalog]:
+def by_run(catalog: Catalog) -> list[Catalog]:
     """A place without a list of attempts may hold saves of several runs, which are put in order each by itself."""
     if catalog.attempts is not None:
         return [catalog]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmirror.core import events
+from ckptmirror.core import events, names
 from ckptmirror.core.errors import IntegrityError, KindMismatch
 from ckptmirror.core.model import Attempt, Kind, Meta, SaveRef
 from ckptmirror.flow.node import Node
@@ -103,7 +103,7 @@ def resume_run(
         proposal = _propose(ranks, proposer, node)
         if proposal.meta is None:
             attempt = _decide(ranks, node, None)
-            _tell(bus, node, attempt, proposal, started)
+            _tell(bus, node, attempt, proposal, started, policy)
             return None, proposal.run_id, attempt
         try:
             _vote_on_bytes(root, ranks, proposal.meta, proposal.kind)
@@ -113,7 +113,7 @@ def resume_run(
                 proposer.reject(proposal, found.reason, touched=found.touched, unreadable=found.unreadable)
             continue
         attempt = _decide(ranks, node, proposal.meta.ref)
-        _tell(bus, node, attempt, proposal, started)
+        _tell(bus, node, attempt, proposal, started, policy)
         return _info(proposal, report, left_out(state, exclude)), proposal.run_id, attempt
 
 
@@ -249,11 +249,38 @@ def _decide(ranks: Ranks, node: Node | None, parent: SaveRef | None) -> Attempt:
     return decided[0]
 
 
-def _tell(bus: events.EventBus, node: Node | None, attempt: Attempt, proposal: Proposal, started: float) -> None:
+def _tell_of_latest(root: Path, chosen: Meta) -> None:
+    """Where ``latest`` names an older step, somebody may have re-pointed it to go back: it is not followed."""
+    try:
+        named = names.parse_name((root / names.LATEST_NAME).readlink().name)
+    except OSError:  # there is none, or it is no link
+        return
+    if named is not None and named.step is not None and named.step < chosen.step:
+        _log.warning(
+            "%s names step %d, and is not followed: training continues from step %d. To go back, stop it and run "
+            "`ckptmirror rewind --root %s --step %d`.",
+            root / names.LATEST_NAME,
+            named.step,
+            chosen.step,
+            root,
+            named.step,
+        )
+
+
+def _tell(
+    bus: events.EventBus,
+    node: Node | None,
+    attempt: Attempt,
+    proposal: Proposal,
+    started: float,
+    policy: Policy,
+) -> None:
     """The leader tells for all."""
     if node is None:
         return
     meta = proposal.meta
+    if policy == "auto" and meta is not None:
+        _tell_of_latest(node.root, meta)
     bus.emit(
         events.AttemptDecided(
             attempt=attempt.number,

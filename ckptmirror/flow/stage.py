@@ -25,12 +25,12 @@ from ckptmirror.flow.attempts import read_local_attempts
 from ckptmirror.flow.catalog import mirror_catalog
 from ckptmirror.flow.choose import choose
 from ckptmirror.flow.destination import is_training_root, make_control_dir
-from ckptmirror.flow.mirrors import Mirror, check_destination
+from ckptmirror.flow.mirrors import Mirror, MirrorSpec, check_destination, mirror_specs
 from ckptmirror.flow.resolve import main_path
 from ckptmirror.flow.staging import OnProgress, StageProgress, Staging, wanted_artifacts
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock, exclusive
-from ckptmirror.stores import normalise_url, open_store
+from ckptmirror.stores import open_store
 
 __all__ = ["StageProgress", "StagedCheckpoint", "stage_checkpoint_step", "stage_save"]
 
@@ -53,7 +53,7 @@ class StagedCheckpoint:
 
 
 def stage_checkpoint_step(
-    mirror: str | Mirror,
+    mirror: str | MirrorSpec | Mirror,
     *,
     step: int | Literal["latest"],
     dest: Path | str,
@@ -68,7 +68,7 @@ def stage_checkpoint_step(
     """Bring one step from a mirror into a local directory, verified; at once if it is there already.
 
     Args:
-        mirror: The mirror, or its URL.
+        mirror: The mirror, or its URL; as a :class:`MirrorSpec` with its limits.
         step: A step, or ``"latest"``: the newest of the lineage that has the required kind.
         dest: The directory; made if it is missing.
         require_kind: Never replaced by another kind. Without it: dcp, then model.
@@ -90,7 +90,7 @@ def stage_checkpoint_step(
         RefusedOnlyCopy: ``refresh`` meets a save that this mirror does not hold.
         ConfigError: ``dest`` lies in the mirror itself, or a trainer saves another run there.
     """
-    opened = _open(mirror) if isinstance(mirror, str) else mirror
+    opened = mirror if isinstance(mirror, Mirror) else _open(mirror)
     root = Path(dest).absolute()
     try:
         check_destination(root, opened)
@@ -108,13 +108,14 @@ def stage_checkpoint_step(
                 lock.release()
         return StagedCheckpoint(main_path(root, staged, kind), staged.step, kind)
     finally:
-        if isinstance(mirror, str):
+        if opened is not mirror:
             opened.store.close()
 
 
-def _open(url: str) -> Mirror:
-    url = normalise_url(url)
-    return Mirror(url, False, open_store(url))
+def _open(mirror: str | MirrorSpec) -> Mirror:
+    (spec,) = mirror_specs([mirror])
+    store = open_store(spec.url, bytes_per_s=spec.bytes_per_s, requests_per_s=spec.requests_per_s)
+    return Mirror(spec.url, False, store)
 
 
 def _find(

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import CkptMirrorError, NoTable
+from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Kind, new_id
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.choose import lineage_of
 from ckptmirror.flow.mirrors import counting
 from ckptmirror.flow.settled import open_saves
-from ckptmirror.flow.table_place import table_path
+from ckptmirror.flow.table_place import open_known_table, table_path
 from ckptmirror.local import files
-from ckptmirror.local.uploads import UploadRecord, UploadsTable
+from ckptmirror.local.uploads import UploadRecord
 
 __all__ = ["SaveLine", "Status", "is_mirrored", "read_status", "table_path", "write_status"]
 
@@ -100,7 +100,7 @@ def is_mirrored(
     Raises:
         NoTable: ckptmirror has not saved here.
     """
-    with _opened(root, state_dir) as table:
+    with open_known_table(root, state_dir, read_only=True) as table:
         if not table.knows_mirrors():
             return False  # it is being made anew just now
         metas = local_catalog(root).saves.values()
@@ -117,7 +117,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     Raises:
         NoTable: ckptmirror has not saved here.
     """
-    with _opened(root, state_dir) as table:
+    with open_known_table(root, state_dir, read_only=True) as table:
         mirrors = [(row.url, row.required) for row in table.mirrors()]
         required = [url for url, is_required in mirrors if is_required]
         records = table.records()
@@ -173,19 +173,6 @@ def write_status(root: Path, facts: Mapping[str, Any]) -> None:
         files.write_bytes(root / names.STATUS_NAME, data, save_id=new_id(), replace=True)
     except CkptMirrorError as error:
         _log.warning("status.json was not written: %s", error)
-
-
-def _opened(root: Path, state_dir: Path | None) -> UploadsTable:
-    path = table_path(root, state_dir)
-    if not path.exists():
-        raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
-    table = UploadsTable.open(path, read_only=True)
-    try:
-        table.check_root(root)  # what another root's table says would pass for this one's
-    except BaseException:
-        table.close()
-        raise
-    return table
 
 
 def _waiting(

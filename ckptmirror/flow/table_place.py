@@ -31,7 +31,7 @@ from ckptmirror.core.model import new_id
 from ckptmirror.local import files
 from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
 
-__all__ = ["check_place", "note_place", "open_table", "table_path"]
+__all__ = ["check_place", "note_place", "open_known_table", "open_table", "table_path"]
 
 _NOTE_LIMIT_BYTES = 64 * 1024
 _log = logging.getLogger("ckptmirror")
@@ -120,6 +120,25 @@ def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | No
         table = _open_own(root, path, clock)
     try:
         note_place(root, path)
+    except BaseException:
+        table.close()
+        raise
+    return table
+
+
+def open_known_table(root: Path, state_dir: Path | None = None, *, read_only: bool = False) -> UploadsTable:
+    """Open the root's pending-uploads table, which must be there.
+
+    Raises:
+        NoTable: ckptmirror has not saved here.
+        ForeignTable: The table is another root's.
+    """
+    path = table_path(root, state_dir)
+    if not path.exists():
+        raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
+    table = UploadsTable.open(path, read_only=read_only)
+    try:
+        table.check_root(root)  # what another root's table says would pass for this one's
     except BaseException:
         table.close()
         raise

@@ -32,7 +32,7 @@ from ckptmirror.local.directories import make_dirs
 from ckptmirror.local.files import read_limited
 from ckptmirror.local.storage_errors import explained
 
-__all__ = ["RANKS_LOCK_NAME", "RankLock", "RootLock", "exclusive", "read_owner"]
+__all__ = ["RANKS_LOCK_NAME", "RankLock", "RootLock", "exclusive", "is_held", "read_owner"]
 
 RANKS_LOCK_NAME = f"{names.CONTROL_DIR}/ranks.lock"
 
@@ -279,6 +279,11 @@ def read_owner(root: Path) -> dict[str, Any]:
     except (OSError, IntegrityError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds a lock on ``path`` now, by what the kernel lists. For messages: it may change at once."""
+    return bool(_holders(path))
 
 
 def _with_defaults(owner: Mapping[str, object]) -> dict[str, object]:

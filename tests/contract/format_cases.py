@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptmirror.core.model import KINDS as ALL_KINDS
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
 from ckptmirror.core.names import SaveName, emergency_dir_name, tmp_name
 from ckptmirror.formats import LoadReport, TrainState, WriteContext, get_format
@@ -19,7 +20,7 @@ from ckptmirror.formats.emergency import load_emergency, write_emergency
 from ckptmirror.formats.sidecars import load_sidecars, write_sidecars
 from ckptmirror.local.files import rename_noreplace
 
-KINDS: tuple[Kind, ...] = ("dcp", "model", "emergency")
+KINDS: tuple[Kind, ...] = ALL_KINDS
 SAVE_ID = "1f0c9a2e" * 4
 STEP = 200
 

@@ -1,8 +1,14 @@
-"""Every store, bare and decorated, as the contract suite opens it: adding a store is adding one opener."""
+"""Every store, bare and decorated, as the contract suite opens it: adding a store is adding one opener.
+
+Rules:
+* With ``CKPTMIRROR_CONTRACT_URL`` set, the suite asks the store of that URL and no other; ``{number}`` in it becomes
+  another number for each test, so that each has a place of its own.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +17,7 @@ from pathlib import Path
 from ckptmirror.core.events import EventBus
 from ckptmirror.core.model import Digest
 from ckptmirror.local.checksums import BlockDigest
-from ckptmirror.stores import faulty, fsspec_any, gs, memory, observed, remembering, retrying, throttled
+from ckptmirror.stores import faulty, fsspec_any, gs, memory, observed, open_store, remembering, retrying, throttled
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores.base import Store, Upload
 from ckptmirror.stores.gs_http import Endpoint, Limits
@@ -19,6 +25,7 @@ from ckptmirror.stores.locations import BucketLocation
 from ckptmirror.testing import GcsServerProcess
 
 BUCKET = "contract"
+GIVEN_URL = os.environ.get("CKPTMIRROR_CONTRACT_URL", "")
 _numbers = itertools.count(1)
 
 
@@ -117,6 +124,11 @@ def _fsspec_local(directory: Path, _server: GcsServerProcess) -> Opener:
     return Opener("fsspec+local", lambda: fsspec_any.open(url), code)
 
 
+def _given(_directory: Path, _server: GcsServerProcess) -> Opener:
+    url = GIVEN_URL.format(number=next(_numbers))
+    return Opener(GIVEN_URL, lambda: open_store(url, retry=False))
+
+
 def _decorated(opener: Opener, name: str, decorate: Callable[[Store], Store]) -> Opener:
     return replace(opener, name=f"{name}({opener.name})", open=lambda: decorate(opener.open()))
 
@@ -144,6 +156,9 @@ OPENERS: dict[str, Make] = {
         for name, make in _BARE.items()
     },
 }
+
+if GIVEN_URL:
+    OPENERS = {GIVEN_URL: _given}
 
 
 @contextmanager

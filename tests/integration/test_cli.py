@@ -33,7 +33,20 @@ from tests.cli_place import (
 )
 from tests.factory import make_save
 
-VERBS = ["demo", "drain", "ls", "push", "rotate", "stage", "status", "timeline"]
+VERBS = [
+    "config",
+    "demo",
+    "drain",
+    "ls",
+    "push",
+    "retry",
+    "rewind",
+    "rotate",
+    "stage",
+    "status",
+    "timeline",
+    "verify",
+]
 
 
 # -- every verb ---------------------------------------------------------------------------------------------

@@ -98,17 +98,18 @@ def silent() -> Iterator[Silent]:
 
 
 @pytest.mark.parametrize("signum", list(CODES))
-@pytest.mark.parametrize("verb", ["stage", "ls", "push", "drain"])
+@pytest.mark.parametrize("verb", ["stage", "ls", "push", "drain", "verify", "rewind"])
 def test_a_verb_that_waits_for_a_silent_mirror_leaves_soon(
     verb: str, signum: signal.Signals, silent: Silent, tmp_path: Path
 ):
     url = "gs://a-bucket/run"
-    if verb in ("push", "drain"):
+    if verb in ("push", "drain", "rewind"):
         root, _ = make_pending(tmp_path, url, 100)
-        arguments = [verb, "--root", str(root), *(["--mirror", url] if verb == "push" else [])]
+        more = {"push": ["--mirror", url], "rewind": ["--step", "100"]}.get(verb, [])
+        arguments = [verb, "--root", str(root), *more]
     else:
         arguments = (
-            ["stage", "--step", "1", "--mirror", url, "--dest", str(tmp_path)] if verb == "stage" else ["ls", url]
+            ["stage", "--step", "1", "--mirror", url, "--dest", str(tmp_path)] if verb == "stage" else [verb, url]
         )
     process = start(*arguments, env=silent.env)
     try:

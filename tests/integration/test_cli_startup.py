@@ -106,7 +106,13 @@ def arguments_of(verb: str, folder: Path) -> list[str]:
         return ["stage", "--step", "200", "--mirror", URL, "--dest", str(folder / "eval")]
     if verb == "ls":
         return ["ls", URL]
+    if verb == "config":
+        return ["config"]
+    if verb == "verify":
+        return ["verify", URL]
     root, _ = make_pending(folder, URL, 100, 200, sidecars=False)
+    if verb == "rewind":
+        return ["rewind", "--root", str(root), "--step", "100"]
     if verb == "rotate":
         _verify_all(root)
         return ["rotate", "--root", str(root), "--keep-last", "1"]
@@ -125,7 +131,7 @@ def _verify_all(root: Path) -> None:
     table.close()
 
 
-@pytest.mark.parametrize("verb", ["stage", "ls", "push", "drain", "rotate"])
+@pytest.mark.parametrize("verb", ["stage", "ls", "push", "drain", "rotate", "verify", "rewind"])
 def test_a_verb_takes_little_cpu_up_to_its_first_request(verb: str, tmp_path: Path, listener: Listener) -> None:
     _assert_light(verb, arguments_of(verb, tmp_path), {"STORAGE_EMULATOR_HOST": listener.url}, listener, 0.0)
 
@@ -153,7 +159,7 @@ def _assert_light(verb: str, arguments: list[str], env: dict[str, str], listener
     assert taken_s < limit
 
 
-@pytest.mark.parametrize("verb", ["status", "timeline"])
+@pytest.mark.parametrize("verb", ["status", "timeline", "retry", "config"])
 def test_a_verb_that_asks_no_mirror_takes_little_cpu_in_all(verb: str, tmp_path: Path) -> None:
     arguments = arguments_of(verb, tmp_path)
     for last in reversed(range(TRIES)):
@@ -168,7 +174,9 @@ def test_a_verb_that_asks_no_mirror_takes_little_cpu_in_all(verb: str, tmp_path:
     assert taken_s < limit
 
 
-@pytest.mark.parametrize("verb", ["stage", "ls", "push", "drain", "rotate", "status", "timeline"])
+@pytest.mark.parametrize(
+    "verb", ["stage", "ls", "push", "drain", "rotate", "status", "timeline", "verify", "retry", "rewind", "config"]
+)
 def test_no_verb_imports_what_it_does_not_need(verb: str, tmp_path: Path, listener: Listener) -> None:
     arguments = arguments_of(verb, tmp_path)
     report = tmp_path / "imports.txt"
@@ -176,7 +184,7 @@ def test_no_verb_imports_what_it_does_not_need(verb: str, tmp_path: Path, listen
     with report.open("w") as stderr:
         process = start(*arguments, env=env, python=["-X", "importtime"], stdout=subprocess.DEVNULL, stderr=stderr)
     try:
-        if verb not in ("status", "timeline"):
+        if verb not in ("status", "timeline", "retry", "config"):
             listener.wait_for_request().close()
         else:
             assert process.wait(WAIT_S) == 0

@@ -13,9 +13,11 @@ import pytest
 from ckptmirror.cli._program import program
 from ckptmirror.core import errors, names
 from ckptmirror.flow.bars import BarKind, Outcome
-from tests.cli_place import make_mirrored, require, run
+from tests.cli_place import fail_uploads, make_mirrored, make_pending, require, run
 
-REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
+HOME = Path(__file__).resolve().parents[2]
+REFERENCE = HOME / "docs" / "reference"
+PAGES = [*sorted(HOME.glob("*.md")), *sorted((HOME / "docs").rglob("*.md")), HOME / "deploy" / "README.md"]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -82,6 +84,13 @@ def shape(value: object, prefix: str = "") -> set[str]:
     return found
 
 
+def fail_one(folder: Path) -> Path:
+    """A root, one upload of which failed for good."""
+    root, _ = make_pending(folder, f"file://{folder}/mirror", 100, kinds=("model",))
+    fail_uploads(root, "model_000100.pt")
+    return root
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     """What each verb prints with ``--json``."""
@@ -96,27 +105,47 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object
         "stage": ["stage", "--step", "100", "--mirror", url, "--dest", folder / "eval"],
         "rotate": ["rotate", "--root", root, "--keep-last", "1"],
         "timeline": ["timeline", "--root", root],
+        "config": ["config"],
+        "verify": ["verify", "--root", root, "--mirror", url, "--deep"],
+        "retry": ["retry", "--root", fail_one(folder / "failed")],
+        "rewind": ["rewind", "--root", make_pending(folder / "more", url + "2", 100, 200)[0], "--step", "100"],
     }
     return {verb: json.loads(run(*arguments, "--json").stdout) for verb, arguments in commands.items()}
 
 
 def test_the_fields_of_json_are_those_of_the_page(said: dict[str, dict[str, object]]):
-    assert set(sections("json.md")) == {"stage", "ls", "status", "drain and push", "rotate", "timeline"}
+    more = {"verify", "retry", "rewind", "config"}
+    assert set(sections("json.md")) == {"stage", "ls", "status", "drain and push", "rotate", "timeline"} | more
     assert set(said["stage"]) == fields("stage")
     assert shape(said["ls"]) == fields("ls")
     assert set(said["drain"]) == set(said["push"]) == fields("drain and push")
     assert set(said["rotate"]) == {field for field in fields("rotate")}
     assert set(said["status"]) == fields("status")
+    assert shape(said["config"]) == fields("config")
+    assert shape(said["verify"]) == fields("verify")
+    assert set(said["retry"]) == fields("retry")
+    assert set(said["rewind"]) == fields("rewind")
     assert shape(said["timeline"]) | {"clock_jumps.at_utc", "clock_jumps.by_s"} == fields("timeline")
 
 
 def test_the_objects_inside_json_have_the_fields_of_the_page(said: dict[str, dict[str, object]]):
-    status, rotate = sections("json.md")["status"], sections("json.md")["rotate"]
-    cells = {row[0].strip("`"): row[2] for row in rows(status) + rows(rotate)}
-    for verb, field in (("status", "saves"), ("status", "mirrors"), ("rotate", "keep"), ("rotate", "deleted")):
+    for verb, field in (
+        ("status", "saves"),
+        ("status", "mirrors"),
+        ("rotate", "keep"),
+        ("rotate", "deleted"),
+        ("rewind", "superseded"),
+    ):
+        cells = {row[0].strip("`"): row[2] for row in rows(sections("json.md")[verb])}
         inner = said[verb][field]
         assert isinstance(inner, list)
         assert set(inner[0]) == set(re.findall(r"`([^`]+)`", cells[field])), field
+
+
+def test_what_a_retry_says_of_a_mirror_is_on_the_page(said: dict[str, dict[str, object]]):
+    (mirror,) = said["retry"]["mirrors"]  # type: ignore[misc]  # a list of one object
+    cells = {row[0].strip("`"): row[2] for row in rows(sections("json.md")["retry"])}
+    assert {*mirror, *mirror["files"][0]} == set(re.findall(r"`([^`]+)`", cells["mirrors"]))
 
 
 def test_every_kind_and_outcome_of_a_bar_is_on_the_page():
@@ -156,3 +185,34 @@ def test_the_names_on_disk_are_those_that_the_code_makes():
     for name in listed:
         if not name.startswith(names.CONTROL_DIR) and name != names.WRITER_NAME:
             assert names.parse_name(name) is not None, name
+
+
+def inline_code(page: Path) -> list[str]:
+    """What a page says between single backquotes, outside its blocks of code."""
+    outside = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", outside)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
+def test_a_command_that_a_page_mentions_has_the_options_that_it_mentions(page: Path):
+    for code in inline_code(page):
+        verb = re.match(r"ckptmirror ([a-z]+)\b", code)
+        if verb:
+            command = program.get_command(click.Context(program), verb[1])
+            assert command is not None, code
+            options = {name for parameter in command.params for name in parameter.opts}
+            assert set(re.findall(r"(?<= )--[a-z-]+", code)) <= options | {"--help"}, code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
+def test_a_target_or_a_file_that_a_page_mentions_is_there(page: Path):
+    targets = set(re.findall(r"^([a-z]+):", (HOME / "Makefile").read_text(), re.MULTILINE))
+    for code in inline_code(page):
+        if code.startswith("make "):
+            assert code.split()[1] in targets, code
+        named = re.fullmatch(
+            r"(?:tests|ckptmirror|docs|deploy|core|flow|local|stores|formats|ranks|cli|observe)/[\w./*-]+", code
+        )
+        if named:
+            places = (HOME, HOME / "ckptmirror")
+            assert any(list(place.glob(code.rstrip("/"))) for place in places), f"{code} is not there"

@@ -5,10 +5,12 @@ Rules:
   that is run first. The examples of one page are run in order, in one folder.
 * ``needs program`` at its end names what must be installed; without it the example is passed over.
 * ``<!-- not run: reason -->`` stands above one that is not.
+* ``<!-- file: path -->`` stands above a file that test_contributing.py puts into a copy of the package.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -28,8 +30,12 @@ PAGES = [*sorted(HOME.glob("*.md")), *sorted((HOME / "docs").rglob("*.md")), HOM
 PLACES = ("/local-ssd", "/nfs", "/scratch")
 LIMIT_S = 120.0
 _BLOCK = re.compile(
-    r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:^ *<!-- (?P<mark>[^\n]*?) -->\n)?^(?P<indent> *)```(?P<language>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
 )
+CODE = ("python", "sh")
+TEXT = ("", "ini", "json", "mermaid", "{eval-rst}")  # not code of ours; a fence of any other language is an error
+_MARKS = r"example: [a-z-]+( after [a-z-]+)?( needs [a-z]+)?|not run: .{10,}|file: ckptmirror/[a-z_/]+\.py"
 
 # What stands around an example that is a fragment.
 FRAGMENTS = {
@@ -134,14 +140,48 @@ def test_examples_have_names_of_their_own_and_the_readme_has_its_three():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
 def test_every_block_of_code_is_run_or_says_why_not(page: Path):
     for block in blocks_of(page):
-        if block.language in ("python", "py", "sh", "bash", "console"):
-            assert re.fullmatch(r"example: [a-z-]+( after [a-z-]+)?( needs [a-z]+)?|not run: .{10,}", block.mark), (
+        assert block.language in CODE + TEXT, f"```{block.language}: is it code? {block.text}"
+        if block.language in CODE:
+            assert re.fullmatch(_MARKS, block.mark), block.text
+        else:
+            assert not re.search(r"^\s*(\$ |>>> |pip |gcloud |import |from \w+ import )", block.text, re.MULTILINE), (
                 block.text
             )
+        if block.language == "json":
+            json.loads(block.text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
+def test_no_fence_of_a_page_escapes_the_eye_of_these_tests(page: Path):
+    text = page.read_text()
+    assert len(re.findall(r"^\s*(?:```|~~~)", text, re.MULTILINE)) == 2 * len(blocks_of(page))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
 def test_every_link_to_a_page_leads_somewhere(page: Path):
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", _without_blocks(page.read_text())):
+        if "://" in target:
+            continue
+        leads_to = page.parent / target if target else page
+        assert leads_to.is_file(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors_of(leads_to), f"{page.name} links to {target}#{anchor}"
+
+
+def _without_blocks(text: str) -> str:
+    return _BLOCK.sub("", text)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What a forge and the site make of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", _without_blocks(page.read_text()), re.MULTILINE)
+    words = [re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
+def test_what_a_page_leaves_to_ci_is_what_ci_runs(page: Path):
+    run_by_ci = re.findall(r"^make (\w+)", (HOME / ".ci" / "run").read_text(), re.MULTILINE)
+    for block in blocks_of(page):
+        if block.mark.startswith("not run: CI runs"):
+            assert set(re.findall(r"^make (\w+)", block.text, re.MULTILINE)) <= set(run_by_ci)

@@ -46,6 +46,7 @@ PLANTED = {
     "core imports local": ("core/codec.py", "from ckptmirror.local import files"),
     "flow imports torch": ("flow/save.py", "import torch"),
     "cli imports torch": ("cli/stage.py", "import torch"),
+    "config imports torch": ("config.py", "import torch"),
     "stores imports formats": ("stores/file.py", "from ckptmirror.formats import base"),
     "formats imports ranks": ("formats/model.py", "from ckptmirror.ranks import base"),
     "stores imports the uploads table": ("stores/memory.py", "from ckptmirror.local import uploads"),

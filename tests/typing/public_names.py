@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 
@@ -22,6 +22,7 @@ from ckptmirror import (
     find_local_checkpoint_steps,
     list_checkpoints,
     load_checkpoint,
+    load_settings,
     resolve_checkpoint_reference,
     resolve_resume_path,
     stage_checkpoint_step,
@@ -58,6 +59,7 @@ def evaluate() -> None:
     assert_type(found, CheckpointReference)
     loaded = load_checkpoint(found, map_location="cpu")
     assert_type(loaded, LoadedCheckpoint)
+    assert_type(load_settings({"root": "/local-ssd/run"}).manager_arguments(), dict[str, Any])
     assert_type(resolve_resume_path("/local-ssd/run"), Path | None)
     assert_type(find_local_checkpoint_steps("/local-ssd/run", kind="model"), list[int])
     print([line.step for line in list_checkpoints("gs://bucket/run")], errors.CkptMirrorError.exit_code)

@@ -1,0 +1,80 @@
+"""``ckptmirror retry``: try uploads again that were given up."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptmirror.cli._options import json_option, print_json, root_option, size, step_option
+
+if TYPE_CHECKING:
+    from ckptmirror.flow.retry import Retried, RetriedFile
+
+
+@click.command()
+@root_option
+@click.option("--mirror", "mirrors", multiple=True, metavar="URL", help="Only this mirror (may be repeated).")
+@step_option("Only the saves of this step.")
+@json_option
+def command(root: Path, mirrors: tuple[str, ...], step: int | None, as_json: bool) -> int:
+    """Make uploads that failed for good pending again, once their cause is mended.
+
+    Sends nothing itself: a trainer that runs does within seconds, else `ckptmirror drain` does.
+
+    \b
+    Examples:
+      ckptmirror retry --root /local-ssd/run-17
+      ckptmirror retry --root /local-ssd/run-17 --mirror gs://bucket/run-17 --step 5000
+    """
+    from ckptmirror.flow.retry import retry
+
+    retried = retry(root, mirrors=mirrors, step=step)
+    by_mirror: dict[str, list[RetriedFile]] = {}
+    for file in retried.files:
+        by_mirror.setdefault(file.mirror, []).append(file)
+    if as_json:
+        print_json(_facts(root, retried, by_mirror))
+    for url, files in by_mirror.items():
+        if not as_json:
+            print(_line(url, files))
+        for reason in dict.fromkeys(file.reason for file in files):
+            print(f"  had failed: {reason}", file=sys.stderr)
+        if not files[0].is_served:
+            print(f"  {url} is no mirror of {root} any more: nobody sends them", file=sys.stderr)
+    print(_what_next(root, retried), file=sys.stderr)
+    return 0
+
+
+def _line(url: str, files: list[RetriedFile]) -> str:
+    steps = sorted({file.step for file in files})
+    listed = ", ".join(map(str, steps[:8])) + (", …" if len(steps) > 8 else "")
+    which = f"step{'s' if len(steps) > 1 else ''} {listed}"
+    return f"{url}: {len(files)} files pending again ({size(sum(file.size_bytes for file in files))}, {which})"
+
+
+def _what_next(root: Path, retried: Retried) -> str:
+    if not retried.files:
+        return "nothing had failed"
+    if retried.trainer:
+        return "the process that leads this root sends them within seconds; `ckptmirror status` shows how far it is"
+    return f"`ckptmirror drain --root {root}` sends them now; the next start of the trainer does, too"
+
+
+def _facts(root: Path, retried: Retried, by_mirror: dict[str, list[RetriedFile]]) -> dict[str, Any]:
+    return {
+        "root": str(root),
+        "retried": len(retried.files),
+        "trainer": retried.trainer,
+        "mirrors": [
+            {
+                "url": url,
+                "served": files[0].is_served,
+                "size_bytes": sum(file.size_bytes for file in files),
+                "files": [{"step": file.step, "path": file.path, "reason": file.reason} for file in files],
+            }
+            for url, files in by_mirror.items()
+        ],
+    }

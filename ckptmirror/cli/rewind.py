@@ -1,0 +1,137 @@
+"""``ckptmirror rewind``: let the run go on from an older save."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptmirror.cli._options import json_option, print_json, root_option, step_option
+from ckptmirror.cli._progress import progress
+from ckptmirror.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptmirror.core.events import EventBus
+    from ckptmirror.core.lineage import SaveFacts
+    from ckptmirror.flow.rewind import RewindPlan, Rewound
+
+
+@click.command()
+@root_option
+@step_option("Go back to this step.")
+@click.option("--save", metavar="ID", help="Go to this save (8 digits of its id or more), also a superseded one.")
+@click.option(
+    "--mirror", "mirrors", multiple=True, metavar="URL", help="A mirror that the root does not know (may be repeated)."
+)
+@click.option("--dry-run", is_flag=True, help="Print what would change and record nothing.")
+@json_option
+def command(
+    root: Path, step: int | None, save: str | None, mirrors: tuple[str, ...], dry_run: bool, as_json: bool
+) -> int:
+    """Let the run go on from an older save: the next start of the trainer continues there.
+
+    Records a new attempt here and on the mirrors. Nothing is deleted: later saves become superseded, and stay until
+    rotation or retention removes them; `--save` with the id of one goes back to it. A trainer must not be running
+    here, and one of this run that runs elsewhere stops committing. The save is brought to this disk if it is not here,
+    and every checksum of it is verified first.
+
+    \b
+    Examples:
+      ckptmirror rewind --root /local-ssd/run-17 --step 5000 --dry-run
+      ckptmirror rewind --root /local-ssd/run-17 --step 5000
+      ckptmirror rewind --root /local-ssd/new-disk --step 5000 --mirror gs://bucket/run-17
+    """
+    if (step is None) == (save is None):
+        raise UsageError(
+            "Give --step N or --save ID" + (", not both." if step is not None else "."),
+            hint="`ckptmirror ls` lists steps and save ids.",
+        )
+    from ckptmirror.flow.rewind import plan_rewind, rewind
+
+    reference = step if step is not None else str(save)
+    plan = plan_rewind(root, reference, mirrors=mirrors)
+    if not as_json:
+        _print_plan(plan)
+    if dry_run:
+        if as_json:
+            print_json(_facts(root, plan, None, (), plan.silent))
+        return 0
+    with progress("rewind") as show:
+        rewound = rewind(root, reference, mirrors=mirrors, bus=_journal(root), on_progress=show)
+    if as_json:
+        print_json(_facts(root, plan, rewound, rewound.told, rewound.untold))
+    _tell(root, rewound)
+    return 0
+
+
+def _journal(root: Path) -> EventBus:
+    from ckptmirror.core.events import EventBus
+    from ckptmirror.observe.journal import Journal
+
+    bus = EventBus()
+    bus.subscribe(Journal(root, "rewind"))
+    return bus
+
+
+def _print_plan(plan: RewindPlan) -> None:
+    print(f"go on from  {_line(plan.save)}: on {', '.join(plan.places)}")
+    for save in plan.fork.superseded:
+        print(f"supersede   {_line(save)}")
+    for save in plan.fork.restored:
+        print(f"take up     {_line(save)}")
+    for url, reason in plan.silent.items():
+        print(f"warning: {url} does not answer ({reason}): what it alone holds was not seen", file=sys.stderr)
+    sys.stdout.flush()
+
+
+def _line(save: SaveFacts) -> str:
+    return f"step {save.step} ({save.save_id[:8]}, {'+'.join(save.kinds)})"
+
+
+def _tell(root: Path, rewound: Rewound) -> None:
+    told = f", which {', '.join(rewound.told)} knows" if rewound.told else ""
+    print(f"attempt {rewound.attempt} goes on from step {rewound.step} ({rewound.save_id[:8]}){told}", file=sys.stderr)
+    _warn(rewound.untold)
+    if undo := _undo(root, rewound.before):
+        print(f"nothing was deleted; to undo it: `{undo}`", file=sys.stderr)
+
+
+def _warn(untold: Mapping[str, str]) -> None:
+    for url, reason in untold.items():
+        print(
+            f"warning: {url} does not know it yet ({reason}): the next start here, or the same command, tells it. "
+            "Until then do not start the run elsewhere.",
+            file=sys.stderr,
+        )
+
+
+def _undo(root: Path, before: SaveFacts | None) -> str:
+    return f"ckptmirror rewind --root {quote(str(root))} --save {before.save_id[:8]}" if before is not None else ""
+
+
+def _facts(
+    root: Path, plan: RewindPlan, rewound: Rewound | None, told: tuple[str, ...], untold: Mapping[str, str]
+) -> dict[str, Any]:
+    fork = rewound.fork if rewound is not None else plan.fork
+
+    def listed(saves: tuple[SaveFacts, ...]) -> list[dict[str, Any]]:
+        return [{"step": save.step, "save_id": save.save_id, "kinds": list(save.kinds)} for save in saves]
+
+    return {
+        "root": str(root),
+        "recorded": rewound is not None,
+        "attempt": rewound.attempt if rewound is not None else None,
+        "step": rewound.step if rewound is not None else plan.save.step,
+        "save_id": rewound.save_id if rewound is not None else plan.save.save_id,
+        "places": list(plan.places),
+        "superseded": listed(fork.superseded),
+        "restored": listed(fork.restored),
+        "told": list(told),
+        "untold": dict(untold),
+        "undo": _undo(root, rewound.before) if rewound is not None else "",
+    }

@@ -1,0 +1,149 @@
+"""``ckptmirror verify``: is every save of a root or a mirror what was saved?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptmirror.cli._options import json_option, print_json, size, step_option
+from ckptmirror.cli._progress import progress
+from ckptmirror.core.errors import IntegrityError, NotAuthorised, Temporary, UsageError
+
+if TYPE_CHECKING:
+    from ckptmirror.flow.verify import Target, Verification, VerifiedSave
+
+_ERROR_OF = {"damaged": IntegrityError, "unreadable": Temporary, "refused": NotAuthorised}
+_HINTS = {
+    "damaged": "Each line ends with the command that mends it, where a good copy is known.",
+    "unreadable": "Try the same command again; `ckptmirror verify --verbose` logs what happens.",
+    "refused": NotAuthorised.hint,
+}
+
+
+@click.command()
+@click.argument("reference", required=False, metavar="[REFERENCE]")
+@click.option(
+    "--root", type=click.Path(path_type=Path, file_okay=False), help="A directory of saves, such as a trainer's root."
+)
+@click.option("--mirror", "mirrors", multiple=True, metavar="URL", help="A mirror (may be repeated).")
+@step_option("Only the saves of this step.")
+@click.option("--deep", is_flag=True, help="Read every byte and compare its checksum.")
+@json_option
+def command(
+    reference: str | None, root: Path | None, mirrors: tuple[str, ...], step: int | None, deep: bool, as_json: bool
+) -> int:
+    """Check every save of a root or a mirror: is all of it there, as the metas and the listing say?
+
+    REFERENCE is a directory, a mirror's URL, or one save in either. With --root and --mirror both are checked; then,
+    with --deep, what is damaged on a mirror of that root becomes pending again, and is sent once more. Nothing else is
+    changed, and a trainer may be running. Without any of them: the mirror in CKPTMIRROR_MIRROR, else the root in
+    CKPTMIRROR_ROOT, else this directory.
+
+    Exit code 6 says that something current is damaged.
+
+    \b
+    Examples:
+      ckptmirror verify /local-ssd/run-17
+      ckptmirror verify gs://bucket/run-17 --step 5000 --deep
+      ckptmirror verify --root /local-ssd/run-17 --mirror gs://bucket/run-17 --deep
+    """
+    target = _target(reference, root, mirrors)
+    from ckptmirror.flow.verify import verify
+
+    with progress("verify") as show:
+        found = verify(target, step=step, deep=deep, on_progress=show)
+    if as_json:
+        print_json(_facts(found))
+    else:
+        _print(found)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return _tell(found)
+
+
+def _target(reference: str | None, root: Path | None, mirrors: tuple[str, ...]) -> Target:
+    from ckptmirror.flow.verify import Target, target_of
+
+    if reference is not None and (root is not None or mirrors):
+        raise UsageError(
+            "Give REFERENCE, or --root and --mirror, not both.", hint="See `ckptmirror verify --help` for examples."
+        )
+    if root is not None or mirrors:
+        return Target(root.absolute() if root is not None else None, mirrors)
+    standing_in = os.environ.get("CKPTMIRROR_MIRROR") or os.environ.get("CKPTMIRROR_ROOT") or "."
+    return target_of(reference if reference is not None else standing_in)
+
+
+def _print(found: Verification) -> None:
+    places = dict.fromkeys(save.place for save in found.saves)
+    for place in places:
+        if len(places) > 1:
+            print(f"{place}:")
+        for save in found.saves:
+            if save.place == place:
+                print(_line(save, found.deep))
+    sys.stdout.flush()
+
+
+def _line(save: VerifiedSave, deep: bool) -> str:
+    verdict = save.verdict
+    step = "?" if verdict.step is None else str(verdict.step)
+    kinds = "+".join(verdict.kinds) or "-"
+    facts = f"{step:>9}  {kinds:<10} {size(save.size_bytes):>10}  {verdict.standing:<11} {save.save_id[:8]:<8}"
+    if verdict.state == "whole":
+        return f"{facts}  whole" + (", every byte" if deep else "")
+    more = f" (and {len(save.faults) - 1} more)" if len(save.faults) > 1 else ""
+    said = "DAMAGED" if verdict.state == "damaged" else "not read"
+    wrong = f"{facts}  {said}: {save.faults[0] if save.faults else save.meta}{more}"
+    if verdict.state != "damaged":
+        return wrong
+    return f"{wrong} -> {save.mend or 'nothing known here mends it'}"
+
+
+def _tell(found: Verification) -> int:
+    """Say the sum on stderr, and return the exit code."""
+    damaged = sum(save.verdict.state == "damaged" for save in found.saves)
+    unread = sum(save.verdict.state in ("unreadable", "refused") for save in found.saves)
+    parts = [f"{len(found.saves) - damaged - unread} of {len(found.saves)} saves are whole"]
+    parts += [f"{damaged} damaged"] * bool(damaged) + [f"{unread} could not be read"] * bool(unread)
+    if found.deep:
+        parts.append(f"{size(sum(save.read_bytes for save in found.saves))} read")
+    if found.pending_again:
+        parts.append(f"{found.pending_again} upload records are pending again")
+    error = _ERROR_OF.get(found.outcome)
+    if error is None:
+        aside = "; what is damaged is off the lineage, and no run continues from it" if damaged or unread else ""
+        print("; ".join(parts) + aside, file=sys.stderr)
+        return 0
+    print(f"ckptmirror: {'; '.join(parts)}.\n  {_HINTS[found.outcome]}", file=sys.stderr)
+    return error.exit_code
+
+
+def _facts(found: Verification) -> dict[str, Any]:
+    return {
+        "deep": found.deep,
+        "outcome": found.outcome,
+        "pending_again": found.pending_again,
+        "notes": list(found.notes),
+        "saves": [
+            {
+                "place": save.place,
+                "meta": save.meta,
+                "step": save.verdict.step,
+                "kinds": list(save.verdict.kinds),
+                "standing": save.verdict.standing,
+                "save_id": save.save_id,
+                "state": save.verdict.state,
+                "faults": list(save.faults),
+                "files": save.files,
+                "size_bytes": save.size_bytes,
+                "read_bytes": save.read_bytes,
+                "mend": save.mend,
+            }
+            for save in found.saves
+        ],
+    }

@@ -1,0 +1,57 @@
+"""Rewinding: what a new attempt from an older save leaves behind, and what it takes up again.
+
+Rules:
+* Both are said by the lineage itself, once with and once without the attempt; nothing else decides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
+from ckptmirror.core.model import Attempt, SaveRef
+
+__all__ = ["Fork", "fork_at"]
+
+
+@dataclass(frozen=True)
+class Fork:
+    """What an attempt that continues from a save does to the lineage; each by step, then save id.
+
+    Attributes:
+        superseded: The saves that are off the lineage from then on.
+        restored: The saves that are on it again, after an earlier fork had left them.
+    """
+
+    superseded: tuple[SaveFacts, ...]
+    restored: tuple[SaveFacts, ...]
+
+
+def fork_at(attempts: Sequence[Attempt], saves: Sequence[SaveFacts], parent: SaveRef) -> Fork:
+    """Say what a new attempt from ``parent`` would change.
+
+    Args:
+        attempts: Those that count.
+        saves: All that are known, whole or not: what is not whole would be left behind, too.
+        parent: The save to continue from.
+
+    Raises:
+        LineageError: The data contradicts itself.
+    """
+    number = max((attempt.number for attempt in attempts), default=-1) + 1
+    before = lineage(attempts, saves)
+    after = lineage([*attempts, Attempt("the fork", number, parent)], saves)
+    was_on, is_on = _on(before), _on(after)
+    return Fork(
+        superseded=_sorted(save for save_id, save in was_on.items() if save_id not in is_on),
+        restored=_sorted(save for save_id, save in is_on.items() if save_id not in was_on),
+    )
+
+
+def _on(order: Lineage) -> dict[str, SaveFacts]:
+    return {save.save_id: save for save in (*order.current.values(), *order.replaced)}
+
+
+def _sorted(saves: Iterable[SaveFacts]) -> tuple[SaveFacts, ...]:
+    return tuple(sorted(saves, key=lambda save: (save.step, save.save_id)))

@@ -1,0 +1,103 @@
+"""What the value of a setting must be, and what an unknown name was probably meant to be.
+
+Rules:
+* A check returns the value, or says in words what it is and what it must be. It converts nothing but numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+__all__ = ["WrongValue", "above_0", "kinds", "nearest", "one_of", "text", "whole", "wrong_value", "yes_or_no"]
+
+
+class WrongValue(ValueError):
+    """What is wrong with a value; ``at`` is the place inside it, such as ``[1].url``; ``hint`` may say what to do."""
+
+    def __init__(self, why: str, at: str = "", hint: str = "") -> None:
+        super().__init__(why)
+        self.why, self.at, self.hint = why, at, hint
+
+
+def wrong_value(given: Any, must: str, at: str = "") -> WrongValue:
+    """Say what a value is and what it must be."""
+    shown = repr(given) if isinstance(given, str) else "a table" if isinstance(given, dict) else str(given)
+    if isinstance(given, bool):
+        shown = shown.lower()
+    return WrongValue(f"is {shown}; it must be {must}", at)
+
+
+def text(given: Any) -> str:
+    """Check a text that is not empty."""
+    if not isinstance(given, str) or not given:
+        raise wrong_value(given, "text")
+    return given
+
+
+def whole(least: int, *, none: bool = False) -> Callable[[Any], int | None]:
+    """Check a whole number of at least ``least``.
+
+    Args:
+        least: The least that it may be.
+        none: Also take the word "none" and return None, for which neither TOML nor the environment has anything.
+    """
+
+    def check(given: Any) -> int | None:
+        if none and given == "none":
+            return None
+        if isinstance(given, bool) or not isinstance(given, int) or given < least:
+            raise wrong_value(given, f"a whole number from {least} up" + (', or "none"' if none else ""))
+        return given
+
+    return check
+
+
+def above_0(given: Any) -> float:
+    """Check a number above 0."""
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf"):
+        raise wrong_value(given, "a number above 0")
+    return float(given)
+
+
+def yes_or_no(given: Any) -> bool:
+    """Check a truth value."""
+    if not isinstance(given, bool):
+        raise wrong_value(given, "true or false")
+    return given
+
+
+def one_of(*words: str) -> Callable[[Any], str]:
+    """Check one of some words."""
+
+    def check(given: Any) -> str:
+        if given not in words:
+            raise wrong_value(given, " or ".join(f'"{word}"' for word in words))
+        return str(given)
+
+    return check
+
+
+def kinds(given: Any) -> tuple[str, ...]:
+    """Check what a save writes."""
+    names = list(given) if isinstance(given, list | tuple) else []
+    if names not in (["dcp"], ["model"], ["dcp", "model"], ["model", "dcp"]):
+        raise wrong_value(given, 'a list of "dcp", "model" or both')
+    return tuple(names)
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Name what was probably meant, in whichever table it is; all that there is where nothing comes near.
+
+    Args:
+        name: What was written.
+        known: What there is.
+        prefix: What all of them begin with, so that it does not count as likeness.
+    """
+    from difflib import get_close_matches  # nobody needs it where nothing is wrong
+
+    name, names = name.removeprefix(prefix), [one.removeprefix(prefix) for one in known]
+    by_last = {one.rpartition(".")[2]: one for one in names}
+    close = [one for one in names if len(name) > 3 and name in one] or get_close_matches(name, names, 1)
+    close = close or [by_last[last] for last in get_close_matches(name.rpartition(".")[2], by_last, 1)]
+    return f"(did you mean {prefix}{close[0]}?)" if close else f"(there are {', '.join(known)})"

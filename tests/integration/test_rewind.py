@@ -1,0 +1,355 @@
+"""Rewind: a start goes on from the save that was chosen, nothing is lost, and a mistake leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptmirror.core import events, names
+from ckptmirror.core.errors import (
+    AttemptFenced,
+    CheckpointNotFound,
+    ConfigError,
+    IntegrityError,
+    NoTable,
+    RootLocked,
+    StoreTemporary,
+    UsageError,
+)
+from ckptmirror.core.model import Meta
+from ckptmirror.core.retention import Retention
+from ckptmirror.flow.attempts import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.drain import drain
+from ckptmirror.flow.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.node import Node
+from ckptmirror.flow.resolve import list_checkpoints
+from ckptmirror.flow.rewind import plan_rewind, rewind
+from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.lock import RootLock
+from ckptmirror.stores import open_store
+from ckptmirror.testing import Fault, GcsServerProcess
+from tests.cli_place import assert_tells, content, make_pending, run
+from tests.factory import FIRST_ATTEMPT, flip_bit, make_attempt, make_save, put_attempts
+from tests.small_training import everything, faulty, new_state, refusing, running, same, saved_run
+
+BUCKET = "rewind"
+
+
+def mirrored(folder: Path, *steps: int, url: str | None = None, **more: object) -> tuple[Path, str, list[Meta]]:
+    url = url or f"file://{folder}/mirror"
+    root, metas = make_pending(folder, url, *steps, **({"kinds": ("model",)} | more))
+    assert drain(root, timeout_s=60.0).is_verified
+    return root, url, metas
+
+
+def standings(place: Path | str) -> dict[int, str]:
+    return {line.step: line.standing for line in list_checkpoints(place)}
+
+
+# -- what a start does then -------------------------------------------------------------------------------------
+
+
+def test_the_next_start_goes_on_from_there_and_so_do_all_after_it(tmp_path: Path) -> None:
+    root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
+    states = saved_run(root, (3, 6, 9), url)
+    before = content(root)
+    rewound = rewind(root, 3)
+    assert (rewound.step, rewound.place, rewound.told) == (3, "disk", (url,))
+    assert [save.step for save in rewound.fork.superseded] == [6, 9]
+    assert content(root).items() >= before.items()
+    for _ in range(2):
+        with running(root, url) as manager:
+            state = new_state(seed=9)
+            start = manager.resume(state)
+            assert start is not None
+            assert start.step == 3
+            assert same(everything(state), states[3])
+    saved_run(root, (5,), url)
+    with running(tmp_path / "new-machine", url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 5
+
+
+def test_it_is_what_a_start_that_names_the_step_records(tmp_path: Path) -> None:
+    """The same attempt, with the same parent, but for its id."""
+    root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
+    saved_run(root, (3, 6), url)
+    shutil.copytree(root, tmp_path / "other", symlinks=True, ignore=shutil.ignore_patterns("uploads.db*"))
+    rewind(root, 3)
+    with running(tmp_path / "other") as manager:
+        manager.resume(new_state(), policy=3)
+    one, other = (read_local_attempts(place) for place in (root, tmp_path / "other"))
+    assert one is not None
+    assert other is not None
+    assert (one.attempts[-1].number, one.attempts[-1].parent) == (other.attempts[-1].number, other.attempts[-1].parent)
+    assert one.attempts[-1].decided
+
+
+def test_later_saves_are_superseded_here_and_there_and_nothing_is_deleted(tmp_path: Path) -> None:
+    root, url, _ = mirrored(tmp_path, 100, 200, 300)
+    before, there = content(root), content(tmp_path / "mirror")
+    ended = run("rewind", "--root", root, "--step", "100")
+    assert ended.returncode == 0
+    assert [line.split()[:3] for line in ended.stdout.splitlines()] == [
+        ["go", "on", "from"],
+        ["supersede", "step", "200"],
+        ["supersede", "step", "300"],
+    ]
+    for place in (root, url):
+        assert standings(place) == {100: "current", 200: "superseded", 300: "superseded"}
+    assert content(root).items() >= before.items()
+    del there[names.WRITER_NAME]
+    assert content(tmp_path / "mirror").items() >= there.items()
+    assert (root / "latest").readlink() == Path("model_000100.pt")
+
+
+def test_it_is_undone_by_the_command_that_it_prints(tmp_path: Path) -> None:
+    root, url, _ = mirrored(tmp_path, 100, 200, 300)
+    said = json.loads(run("rewind", "--root", root, "--step", "100", "--json").stdout)
+    undone = run(*said["undo"].split()[1:])
+    assert undone.returncode == 0, undone.stderr
+    for place in (root, url):
+        assert standings(place) == {100: "current", 200: "current", 300: "current"}
+
+
+def test_a_trainer_elsewhere_is_fenced(tmp_path: Path) -> None:
+    root, url, _ = mirrored(tmp_path, 100, 200)
+    node = Node(tmp_path / "elsewhere", [MirrorSpec(url)], Retention(), events.EventBus())
+    try:
+        claim = node.start_claim()
+        rewind(root, 100)
+        with pytest.raises(AttemptFenced):
+            claim.confirm(node.mirrors[0])
+    finally:
+        node.close()
+
+
+def test_what_is_not_whole_is_left_behind_too(tmp_path: Path) -> None:
+    """Else the next start would say that something newer is broken, for ever."""
+    root, _, _ = mirrored(tmp_path, 100, 200)
+    (root / "model_000200.pt").unlink()
+    (tmp_path / "mirror" / "model_000200.pt").unlink()
+    plan = plan_rewind(root, 100)
+    assert [save.step for save in plan.fork.superseded] == [200]
+    rewound = rewind(root, 100)
+    assert rewound.before is None  # nothing whole to go back to
+    assert plan_rewind(root, 100).fork.superseded == ()
+
+
+def test_it_is_recorded_also_where_nothing_newer_is_seen(tmp_path: Path) -> None:
+    """The newer save lies on another host's disk alone: that host learns of the decision by its mirror."""
+    url = f"file://{tmp_path}/mirror"
+    other = tmp_path / "other"
+    saved_run(other, (1, 2), url)
+    with running(other, url) as manager:
+        faulty(manager, refusing())
+        manager.resume(new_state())
+        manager.save(3, new_state()).wait()
+    with running(other, url) as manager:
+        faulty(manager, refusing())
+        assert manager.resume(new_state()).step == 3  # type: ignore[union-attr]
+    said = json.loads(run("rewind", "--root", tmp_path / "here", "--step", "2", "--mirror", url, "--json").stdout)
+    assert (said["recorded"], said["superseded"]) == (True, [])
+    with running(other, url) as manager:
+        start = manager.resume(new_state())
+    assert start is not None
+    assert start.step == 2
+
+
+# -- where the save is ------------------------------------------------------------------------------------------
+
+
+def test_a_save_that_only_the_mirror_has_is_brought_and_verified(server: GcsServerProcess, tmp_path: Path) -> None:
+    root, url, metas = mirrored(tmp_path, 100, 200, url=f"gs://{BUCKET}/brought")
+    for artifact in metas[0].artifacts:
+        (root / artifact.path).unlink()
+    (root / "meta_000100.json").unlink()
+    rewound = rewind(root, 100)
+    assert rewound.place == url
+    assert [save.meta.step for save in read_inventory(root).saves] == [100, 200]
+    assert standings(url) == {100: "current", 200: "superseded"}
+
+
+def test_a_new_disk_is_told_of_the_mirror(tmp_path: Path) -> None:
+    _, url, _ = mirrored(tmp_path, 100, 200)
+    new = tmp_path / "new"
+    assert_tells(run("rewind", "--root", new, "--step", "100"), 10, "no pending-uploads table", "--mirror")
+    assert not new.exists()
+    ended = run("rewind", "--root", new, "--step", "100", "--mirror", url)
+    assert ended.returncode == 0, ended.stderr
+    assert [save.meta.step for save in read_inventory(new).saves] == [100]
+    assert standings(url) == {100: "current", 200: "superseded"}
+    assert run("ls", new).stdout.split()[0] == "100"
+
+
+def test_a_broken_copy_falls_to_another_copy_of_the_same_save_and_else_nothing_is_recorded(tmp_path: Path) -> None:
+    root, url, metas = mirrored(tmp_path, 100, 200)
+    flip_bit(root / "model_000100.pt")
+    assert rewind(root, 100).place == url
+    flip_bit(root / "model_000100.pt")
+    flip_bit(tmp_path / "mirror" / "model_000100.pt")
+    rewind(root, metas[1].save_id)
+    with pytest.raises(IntegrityError, match="No copy of 100 could be loaded"):
+        rewind(root, 100)
+    assert standings(root) == {100: "current", 200: "current"}
+
+
+def test_a_mirror_that_is_silent_is_named_and_told_by_the_next_start(server: GcsServerProcess, tmp_path: Path) -> None:
+    root, url, _ = mirrored(tmp_path, 100, 200, url=f"gs://{BUCKET}/silent")
+    server.faults([Fault(operation="*", status=401, times=0)])
+    ended = run("rewind", "--root", root, "--step", "100", env=server.environment)
+    assert ended.returncode == 0, ended.stderr
+    assert f"{url} does not know it yet" in ended.stderr
+    server.clear_faults()
+    assert standings(root) == {100: "current", 200: "superseded"}
+    assert standings(url) == {100: "current", 200: "current"}
+    assert run("drain", "--root", root, env=server.environment).returncode == 0
+    node = Node(root, [MirrorSpec(url)], Retention(), events.EventBus())
+    try:
+        claim = node.start_claim()
+        assert not claim.apart
+        node.claim = None
+    finally:
+        node.close()
+    listed, _ = read_mirror_attempts(Mirror(url, True, open_store(url)))
+    assert listed is not None
+    assert [attempt.parent.step for attempt in listed.attempts if attempt.parent is not None] == [100]
+
+
+def test_the_same_command_tells_a_mirror_that_was_silent(server: GcsServerProcess, tmp_path: Path) -> None:
+    root, url, _ = mirrored(tmp_path, 100, 200, url=f"gs://{BUCKET}/told-later")
+    server.faults([Fault(operation="*", status=401, times=0)])
+    assert url in rewind(root, 100).untold
+    again = run("rewind", "--root", root, "--step", "100", "--json", env=server.environment)
+    assert list(json.loads(again.stdout)["untold"]) == [url]
+    assert "does not know it yet" in again.stderr
+    server.clear_faults()
+    again = run("rewind", "--root", root, "--step", "100", "--json", env=server.environment)
+    said = json.loads(again.stdout)
+    assert (said["recorded"], said["told"], said["untold"]) == (True, [url], {})
+    assert standings(url) == {100: "current", 200: "superseded"}
+
+
+def test_a_step_that_may_be_on_a_silent_mirror_is_not_called_missing(server: GcsServerProcess, tmp_path: Path) -> None:
+    root, _, _ = mirrored(tmp_path, 100, url=f"gs://{BUCKET}/maybe")
+    server.faults([Fault(operation="*", status=401, times=0)])
+    with pytest.raises(StoreTemporary, match="It may be there"):
+        plan_rewind(root, 200)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+def test_beside_a_trainer_it_is_refused_and_nothing_is_recorded(tmp_path: Path) -> None:
+    root, url, _ = mirrored(tmp_path, 100, 200)
+    lock = RootLock(root)
+    lock.acquire({"pid": os.getpid(), "host": "here", "since": "now"})
+    try:
+        with pytest.raises(RootLocked):
+            rewind(root, 100)
+        assert_tells(run("rewind", "--root", root, "--step", "100"), 11, str(os.getpid()), stdout=None)
+        assert run("rewind", "--root", root, "--step", "100", "--dry-run").returncode == 0
+    finally:
+        lock.release()
+    assert standings(root) == standings(url) == {100: "current", 200: "current"}
+
+
+def test_a_dry_run_prints_the_plan_and_records_nothing(tmp_path: Path) -> None:
+    root, _, _ = mirrored(tmp_path, 100, 200)
+    before, there = sorted(root.rglob("*")), content(tmp_path / "mirror")
+    listed = (root / names.ATTEMPTS_NAME).read_bytes()
+    ended = run("rewind", "--root", root, "--step", "100", "--dry-run")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "supersede   step 200" in ended.stdout
+    assert (root / names.ATTEMPTS_NAME).read_bytes() == listed
+    assert content(tmp_path / "mirror") == there
+    assert [path for path in sorted(root.rglob("*")) if "uploads.db" not in path.name] == [
+        path for path in before if "uploads.db" not in path.name
+    ]
+
+
+@pytest.mark.parametrize("reference", [150, "deadbeef"])
+def test_a_save_that_is_not_there_leaves_no_trace(tmp_path: Path, reference: int | str) -> None:
+    root, _, _ = mirrored(tmp_path, 100, 200)
+    listed, there = (root / names.ATTEMPTS_NAME).read_bytes(), content(tmp_path / "mirror")
+    with pytest.raises(CheckpointNotFound):
+        rewind(root, reference)
+    assert (root / names.ATTEMPTS_NAME).read_bytes() == listed
+    assert content(tmp_path / "mirror") == there
+
+
+def test_a_mistyped_mirror_or_root_makes_nothing(tmp_path: Path) -> None:
+    new, url = tmp_path / "new", f"file://{tmp_path}/typo"
+    assert_tells(run("rewind", "--root", new, "--step", "100", "--mirror", url), 10, "does not exist")
+    (tmp_path / "typo").mkdir()
+    with pytest.raises(CheckpointNotFound, match="tells of no run"):
+        rewind(new, 100, mirrors=[url])
+    assert not new.exists()
+    assert list((tmp_path / "typo").iterdir()) == []
+
+
+def test_a_mirror_of_another_run_is_refused(tmp_path: Path) -> None:
+    root, _, _ = mirrored(tmp_path, 100, 200)
+    other = tmp_path / "other"
+    stranger = make_save(other / "root", 100, ("model",), run_id="ab" * 16)
+    put_attempts(other / "root", [FIRST_ATTEMPT], run_id=stranger.run_id)
+    assert run("push", "--root", other / "root", "--mirror", f"file://{other}/mirror").returncode == 0
+    with pytest.raises(ConfigError, match="holds run"):
+        rewind(root, 100, mirrors=[f"file://{other}/mirror"])
+    assert standings(root) == {100: "current", 200: "current"}
+
+
+def test_a_superseded_step_is_named_with_its_save_id(tmp_path: Path) -> None:
+    root, _, metas = mirrored(tmp_path, 100, 200)
+    put_attempts(root, [FIRST_ATTEMPT, make_attempt(1, metas[0])])
+    ended = run("rewind", "--root", root, "--step", "200")
+    assert_tells(ended, 3, "off the lineage", f"--save {metas[1].save_id[:8]}")
+    assert rewind(root, metas[1].save_id[:8]).step == 200
+
+
+def test_a_step_of_which_nothing_is_whole_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    root, _, _ = mirrored(tmp_path, 100, 200)
+    (root / "model_000100.pt").unlink()
+    (tmp_path / "mirror" / "model_000100.pt").unlink()
+    with pytest.raises(CheckpointNotFound, match=r"no save of step 100.* Not whole: .*model_000100\.pt is missing"):
+        rewind(root, 100)
+
+
+def test_bad_input_is_a_sentence_a_hint_and_an_exit_code(tmp_path: Path) -> None:
+    root, _, _ = mirrored(tmp_path, 100, 200)
+    assert_tells(run("rewind", "--root", root), 2, "Give --step N or --save ID")
+    assert_tells(run("rewind", "--root", root, "--step", "1", "--save", "12345678"), 2, "not both")
+    assert_tells(run("rewind", "--root", root, "--save", "scratch"), 2, "is neither a step")
+    assert_tells(run("rewind", "--root", root, "--step", "150"), 3, "no save of step 150", "100, 200")
+    with pytest.raises(UsageError):
+        rewind(root, "12")
+    with pytest.raises(NoTable):
+        plan_rewind(tmp_path / "none", 100)
+
+
+# -- the hint ---------------------------------------------------------------------------------------------------
+
+
+def test_a_start_says_that_latest_was_re_pointed_and_names_the_verb(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_run(tmp_path, (3, 6))
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("dcp_000003")
+    with running(tmp_path) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 6
+    assert f"`ckptmirror rewind --root {tmp_path} --step 3`" in caplog.text
+    caplog.clear()
+    rewind(tmp_path, 3)
+    with running(tmp_path) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 3
+    assert "is not followed" not in caplog.text
