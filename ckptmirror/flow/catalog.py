@@ -22,6 +22,7 @@ from ckptmirror.core.errors import (
     NotAuthorised,
     ObjectNotFound,
     StorePermanent,
+    StoreTemporary,
 )
 from ckptmirror.core.lineage import Lineage, attempts_of_metas, lineage
 from ckptmirror.core.model import AttemptList, Kind, Meta, Tombstone
@@ -226,9 +227,14 @@ def _read_metas(store: Store, wanted: Sequence[str]) -> list[Meta | Tombstone | 
 
 def _meta_or_reason(store: Store, name: str) -> Meta | Tombstone | CkptMirrorError:
     try:
-        return read_mirror_meta(store, name)[0]
-    except ObjectNotFound:
-        return ObjectNotFound("it was removed while the mirror was listed")
+        try:
+            return read_mirror_meta(store, name)[0]
+        except ObjectNotFound:
+            if store.stat(name) is None:
+                return ObjectNotFound("it was removed while the mirror was listed")
+            return read_mirror_meta(store, name)[0]  # the answer was wrong, or it was replaced at that moment
+    except ObjectNotFound as error:
+        raise StoreTemporary(f"{name} comes and goes.") from error
     except (IntegrityError, StorePermanent, NotAuthorised) as error:
         return error
 

@@ -178,9 +178,10 @@ class Place:
         return StoreTemporary(f"The mirror directory {self._root} is not there ({why}): is it mounted?", hint=hint)
 
     def _recognise(self, root: int, make: bool) -> None:
+        known = self._id  # before the look: another thread may be at the first contact, and make the file meanwhile
         identity = _read_id(root)
         if identity is None:
-            if self._id is not None:
+            if known is not None:
                 raise self._vanished("a directory without its lock file stands in its place")
             self._refuse_empty_mount_point()
             if not make:

@@ -34,7 +34,8 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 CODE = ("python", "sh")
-TEXT = ("", "ini", "json", "mermaid", "{eval-rst}")  # not code of ours; a fence of any other language is an error
+# Not code of ours; a fence of any other language is an error.
+TEXT = ("", "ini", "json", "toml", "mermaid", "{eval-rst}")
 _MARKS = r"example: [a-z-]+( after [a-z-]+)?( needs [a-z]+)?|not run: .{10,}|file: ckptmirror/[a-z_/]+\.py"
 
 # What stands around an example that is a fragment.
