@@ -68,8 +68,8 @@ def met_here(root: Path, run_id: str) -> AttemptList:
         met = attempts_from_bytes(files.read_limited(root / names.MET_NAME, _LIST_LIMIT_BYTES))
     except FileNotFoundError:
         return AttemptList(run_id)
-    except (BrokenMeta, IntegrityError) as error:
-        _log.warning("%s is left out: %s", names.MET_NAME, error)
+    except IntegrityError as error:  # broken, or it cannot be read
+        _log.warning("%s is left out: %s", root / names.MET_NAME, error)
         return AttemptList(run_id)
     return met if met.run_id == run_id else AttemptList(run_id)
 

@@ -140,28 +140,6 @@ def test_i8_a_drain_calls_nothing_verified_on_a_mirror_that_does_not_answer(tmp_
     assert "could not be asked" in done.stderr
 
 
-def test_i8_status_calls_nothing_safe_on_a_mirror_that_does_not_answer(tmp_path: Path) -> None:
-    root, url = tmp_path / "root", f"file://{tmp_path}/nfs/run"
-    (tmp_path / "nfs").mkdir()
-    saved_run(root, (1,), url)
-    assert read_status(root).newest_safe_step == 1
-    (tmp_path / "nfs" / "run").rename(tmp_path / "aside")
-    manager = CheckpointManager(root, [url])
-    manager.resume(new_state())
-    with pytest.raises(DeadlinePassed):
-        manager.close(0.1)
-    status = read_status(root)
-    assert status.unasked == (url,)
-    assert status.newest_safe_step is None
-    assert not status.is_mirrored(None)
-    said = cli("status", "--root", root).stdout
-    assert said.startswith(f"NOT SAFE: {url} has yet to say")
-    (tmp_path / "aside").rename(tmp_path / "nfs" / "run")
-    assert drain(root, timeout_s=60).is_verified
-    assert read_status(root).is_mirrored(None)
-    assert cli("status", "--root", root).stdout.startswith("safe")
-
-
 def test_i8_a_drain_of_a_bucket_that_is_gone_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with GcsServerProcess(tmp_path / "before", buckets=["bucket"]) as server:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)

@@ -10,7 +10,7 @@ import pytest
 
 from ckptmirror import CheckpointManager, stage_checkpoint_step
 from ckptmirror.core import names
-from ckptmirror.core.errors import StoreTemporary
+from ckptmirror.core.errors import ObjectNotFound, StoreTemporary
 from ckptmirror.core.events import Fenced, MirrorCommitted
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
@@ -238,3 +238,18 @@ def test_what_ended_an_attempt_here_is_known_to_the_next_start_though_the_mirror
         start = manager.resume(new_state())
         assert start is not None
         assert start.step == 3
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_meta_that_is_listed_and_then_not_found_is_asked_for_again(tmp_path: Path, url: str, times: int) -> None:
+    saved_run(tmp_path / "first", (1, 2), url)
+    lost = StoreFault("read", name="meta_000002", times=times, when="before", error=lambda: ObjectNotFound("not there"))
+    with running(tmp_path / "second", url) as manager:
+        faulty(manager, lost)
+        if times == 2:
+            with pytest.raises(StoreTemporary, match="comes and goes"):
+                manager.resume(new_state())
+            return
+        start = manager.resume(new_state())
+        assert start is not None
+        assert (start.step, start.passed_over) == (2, ())

@@ -16,7 +16,6 @@ from ckptmirror.core.codec import attempts_to_bytes
 from ckptmirror.core.errors import (
     CkptMirrorError,
     NotAuthorised,
-    ObjectNotFound,
     StorePermanent,
     StoreTemporary,
     Temporary,
@@ -389,18 +388,3 @@ def test_a_save_of_an_attempt_that_no_list_tells_of_is_reported(
         (line,) = [line for line in start.passed_over if later.save_id[:8] in line]
     assert "no list tells" in line
     assert any(one.levelno == logging.ERROR and line in one.message for one in caplog.records)
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_meta_that_is_listed_and_then_not_found_is_asked_for_again(tmp_path: Path, url: str, times: int) -> None:
-    saved_run(tmp_path / "first", (1, 2), url)
-    lost = StoreFault("read", name="meta_000002", times=times, when="before", error=lambda: ObjectNotFound("not there"))
-    with running(tmp_path / "second", url) as manager:
-        faulty(manager, lost)
-        if times == 2:
-            with pytest.raises(StoreTemporary, match="comes and goes"):
-                manager.resume(new_state())
-            return
-        start = manager.resume(new_state())
-        assert start is not None
-        assert (start.step, start.passed_over) == (2, ())
