@@ -134,6 +134,7 @@ class FileSource:
         self.path = path
         self._descriptor = _open_for_reading(path)
         self._size_bytes = os.fstat(self._descriptor).st_size
+        direct_io.allow_direct(self._descriptor)
 
     @property
     def size_bytes(self) -> int:

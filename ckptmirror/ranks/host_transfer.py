@@ -2,8 +2,9 @@
 
 Rules:
 * When ``copy_all`` returns, the bytes are there.
-* Host memory is moved by a few threads of our own, each with its share of the bytes. torch would start and join its
-  pool for every tensor: on a machine whose cores are busy, each of these joins waits for a core.
+* Host memory is moved by a few threads of our own, which take the next piece when they are done with one: where another
+  process has one of the cores, the others do more. torch would start and join its pool for every tensor, with equal
+  shares: on a machine whose cores are busy, each of these joins waits for a core.
 * Devices are copied from on a stream of their own, which waits for what the training has queued.
 """
 
@@ -12,7 +13,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ __all__ = ["copy_all"]
 
 _THREADS_LIMIT = 4  # so many fill the memory channels of most machines
 _MOVED_FROM_BYTES = 128 * 1024  # what is smaller costs less in one grouped copy
+_PIECE_BYTES = 4 * 1024 * 1024
 _ALONE_BYTES = 32 * 1024 * 1024  # less in all is not worth a thread
 
 _Move = tuple[int, int, int]  # to, from, how many bytes
@@ -82,22 +85,22 @@ def _copy_grouped(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
 
 
 def _move(moves: Sequence[_Move]) -> None:
-    """Move all runs; the caller's thread takes the first share."""
+    """Move all runs, in pieces that the threads take one by one; the caller's thread is one of them."""
     size_bytes = sum(move[2] for move in moves)
+    pieces = deque(_cut(moves))
     threads = min(_THREADS_LIMIT, len(os.sched_getaffinity(0)), 1 + size_bytes // _ALONE_BYTES)
-    first, *others = _shares(moves, -(-size_bytes // threads)) or [[]]
     started: list[threading.Thread] = []
     try:
-        for share in others:
-            thread = threading.Thread(target=_move_share, args=(share,), name="ckptmirror-copy")
+        for _ in range(threads - 1):
+            thread = threading.Thread(target=_move_pieces, args=(pieces,), name="ckptmirror-copy")
             try:
                 thread.start()
             except RuntimeError:  # no more threads: the machine's limit, or the end of the interpreter
-                _move_share(share)
-            else:
-                started.append(thread)
-        _move_share(first)
+                break
+            started.append(thread)
+        _move_pieces(pieces)
     finally:
+        pieces.clear()  # of an interrupted copy
         _join(started)
 
 
@@ -111,21 +114,16 @@ def _join(threads: Sequence[threading.Thread]) -> None:
             raise
 
 
-def _shares(moves: Sequence[_Move], share_bytes: int) -> list[list[_Move]]:
-    """Cut the moves, where need be in the middle of one, into shares of ``share_bytes``."""
-    shares: list[list[_Move]] = []
-    room = 0
-    for target, source, left in moves:
-        while left:
-            if not room:
-                shares.append([])
-                room = share_bytes
-            taken = min(left, room)
-            shares[-1].append((target, source, taken))
-            target, source, left, room = target + taken, source + taken, left - taken, room - taken
-    return shares
+def _cut(moves: Sequence[_Move]) -> Iterator[_Move]:
+    for target, source, size_bytes in moves:
+        for first in range(0, size_bytes, _PIECE_BYTES):
+            yield target + first, source + first, min(_PIECE_BYTES, size_bytes - first)
 
 
-def _move_share(share: Sequence[_Move]) -> None:
-    for target, source, size_bytes in share:
-        ctypes.memmove(target, source, size_bytes)  # without the GIL
+def _move_pieces(pieces: deque[_Move]) -> None:
+    while True:
+        try:
+            piece = pieces.popleft()
+        except IndexError:
+            return
+        ctypes.memmove(*piece)  # without the GIL

@@ -23,7 +23,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -39,7 +39,15 @@ from ckptmirror.core.model import Digest
 from ckptmirror.core.names import check_relative_path
 from ckptmirror.local import crashpoints
 from ckptmirror.local.checksums import crc32c
-from ckptmirror.local.direct_io import allow_direct, forbid_direct, kept_buffer, read_full, write_full
+from ckptmirror.local.direct_io import (
+    BUFFER_SIZE_BYTES,
+    allow_direct,
+    forbid_direct,
+    kept_buffer,
+    read_full,
+    write_full,
+)
+from ckptmirror.local.read_ahead import read_ahead
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
 from ckptmirror.stores.file_mounts import FSTAB
 from ckptmirror.stores.file_place import LOCK_FILE, Place, explained, fsync_found, fsync_names, link_new
@@ -363,17 +371,15 @@ def _exists(parent: int, last: str) -> bool:
 def _copy(upload: Upload, descriptor: int) -> None:
     allow_direct(descriptor)
     offset, size_bytes = 0, upload.digest.size_bytes
-    with kept_buffer() as buffer:
-        while offset < size_bytes:
-            wanted = buffer[: size_bytes - offset]
-            count = upload.source.read_into(offset, wanted)
-            if count < len(wanted):
-                raise IntegrityError(f"The source of {upload.name} ends at byte {offset + count} of {size_bytes}.")
-            if count < len(buffer):
+    with closing(read_ahead(upload.source.read_into, 0, size_bytes)) as pieces:
+        for piece in pieces:
+            if len(piece) < BUFFER_SIZE_BYTES:
                 forbid_direct(descriptor)
-            write_full(descriptor, wanted, offset)
-            offset += count
+            write_full(descriptor, piece, offset)
+            offset += len(piece)
             upload.on_progress(offset)
+    if offset < size_bytes:
+        raise IntegrityError(f"The source of {upload.name} ends at byte {offset} of {size_bytes}.")
 
 
 def _verify(name: str, descriptor: int, digest: Digest) -> None:

@@ -1,4 +1,4 @@
-"""A resumable upload of Cloud Storage, by one thread: read a piece, send it, until the service has it all.
+"""A resumable upload of Cloud Storage, by one connection: read a piece, send it, until the service has it all.
 
 https://cloud.google.com/storage/docs/performing-resumable-uploads
 
@@ -10,7 +10,7 @@ Rules:
 * A session that is gone is replaced once, never more often: then the error is temporary and the caller decides.
 * Nothing is deleted here, whatever happens.
 * A part aims at a few seconds, so that progress is told often and little is sent again after a fault.
-* The memory is one kept buffer, whatever the object's size.
+* The memory is two kept buffers, whatever the object's size: one is read while the other is sent.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from ckptmirror.core.errors import IntegrityError, StoreTemporary
-from ckptmirror.local.direct_io import kept_buffer
+from ckptmirror.local.read_ahead import read_ahead
 from ckptmirror.stores.base import Upload
 from ckptmirror.stores.gs_http import CONNECTION_ERRORS, Transport, error_of, read_json
 
@@ -162,20 +163,16 @@ class _Sending:
     def _send_bytes(self, offset: int, length: int) -> OSError | None:
         """Read and send; return the error that ended the connection, if one did."""
         end = offset + length
-        with kept_buffer() as buffer:
-            while offset < end:
-                wanted = buffer[: min(len(buffer), end - offset)]
-                count = self._upload.source.read_into(offset, wanted)
-                if count < len(wanted):
-                    raise IntegrityError(
-                        f"The source of {self._upload.name} ends at byte {offset + count} of {self._size_bytes}."
-                    )
-                for first in range(0, count, _SLICE_BYTES):
+        with closing(read_ahead(self._upload.source.read_into, offset, end)) as pieces:
+            for piece in pieces:
+                for first in range(0, len(piece), _SLICE_BYTES):
                     try:
-                        self._connection.send(wanted[first : first + _SLICE_BYTES])
+                        self._connection.send(piece[first : first + _SLICE_BYTES])
                     except OSError as error:
                         return error
-                offset += count
+                offset += len(piece)
+        if offset < end:
+            raise IntegrityError(f"The source of {self._upload.name} ends at byte {offset} of {self._size_bytes}.")
         return None
 
     def _understood(self, response: http.client.HTTPResponse) -> _Answer:

@@ -1,0 +1,55 @@
+"""Reading a source while what was read before is being sent: disk and network do not wait for one another.
+
+Rules:
+* One thread reads, one buffer ahead; the memory is two kept buffers, whatever the length.
+* What the reader raises is raised where the bytes are taken.
+* When the iterator is closed no read is under way: the source may be closed, and the buffers lent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from ckptmirror.local.direct_io import kept_buffer
+
+__all__ = ["read_ahead"]
+
+_ReadInto = Callable[[int, memoryview], int]
+
+
+def read_ahead(read_into: _ReadInto, offset: int, end: int) -> Generator[memoryview]:
+    """Yield the bytes from ``offset`` to ``end`` in order, each piece valid until the next is asked for.
+
+    It ends early where the source does. Close it when leaving it before its end.
+
+    Args:
+        read_into: Fills a buffer from an offset and returns how many bytes it read, short only at the source's end.
+        offset: Where to begin.
+        end: Where to end.
+    """
+    with kept_buffer() as buffer, kept_buffer() as spare, ThreadPoolExecutor(1, "ckptmirror-read") as reader:
+        wanted = buffer[: end - offset]
+        read = _begin(reader, read_into, offset, wanted)
+        while offset < end:
+            count = read()
+            piece = wanted[:count]
+            offset += count
+            is_short = count < len(wanted)
+            buffer, spare = spare, buffer
+            wanted = buffer[: end - offset]
+            if offset < end and not is_short:
+                read = _begin(reader, read_into, offset, wanted)
+            if count:
+                yield piece
+            if is_short:
+                return
+
+
+def _begin(reader: ThreadPoolExecutor, read_into: _ReadInto, offset: int, wanted: memoryview) -> Callable[[], int]:
+    """Begin to read; the answer waits for it."""
+    try:
+        return reader.submit(read_into, offset, wanted).result
+    except RuntimeError:  # no more threads: the machine's limit, or the end of the interpreter
+        return partial(read_into, offset, wanted)
