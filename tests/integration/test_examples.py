@@ -4,6 +4,7 @@ Rules:
 * ``<!-- example: name -->`` stands above a block that is run; ``after other`` in it names an example, of another page,
   that is run first. The examples of one page are run in order, in one folder.
 * ``needs program`` at its end names what must be installed; without it the example is passed over.
+* ``/tmp/try`` in an example is that folder; its scripts lie there by their name, ``first_run.py``.
 * ``<!-- not run: reason -->`` stands above one that is not.
 * ``<!-- file: path -->`` stands above a file that test_contributing.py puts into a copy of the package.
 """
@@ -86,16 +87,16 @@ def server() -> Iterator[GcsServerProcess]:
 def run_block(block: Block, folder: Path, env: dict[str, str]) -> str:
     """Run one example; return its stdout."""
     before, behind = FRAGMENTS.get(block.name, ("", ""))
-    text = before + block.text + behind
+    text = (before + block.text + behind).replace("/tmp/try", "")
     for place in PLACES:
         text = text.replace(place, f"{folder}{place}")
     text = text.replace("gs://bucket", f"gs://bucket/{folder.name}")
     if block.language == "sh":
         command = ["bash", "-euo", "pipefail", "-c", text]
     else:
-        script = folder / f"test_{block.name.replace('-', '_')}.py"
-        script.write_text(text)
         is_test = "\ndef test_" in text
+        script = folder / f"{'test_' if is_test else ''}{block.name.replace('-', '_')}.py"
+        script.write_text(text)
         command = [sys.executable, *(["-m", "pytest", "-q", "-p", "no:cacheprovider"] if is_test else []), str(script)]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(
