@@ -32,26 +32,33 @@ __all__ = ["ArtifactStream", "write_json", "write_pt"]
 
 
 class ArtifactStream(io.RawIOBase):
-    """An :class:`ArtifactWriter` in the form that torch writes to; it remembers the first error."""
+    """An :class:`ArtifactWriter` in the form that torch writes to.
+
+    An error of the disk is not raised into torch, whose frames would keep the exported memory of what was being
+    written: where such frames meet the garbage collector, some versions of Python (3.12.1) crash.
+
+    Attributes:
+        error: The first error. What is written after it goes nowhere; the caller raises it when torch has returned.
+    """
 
     def __init__(self, writer: ArtifactWriter) -> None:
         super().__init__()
         self.writer = writer
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
 
     def writable(self) -> bool:
         """Return True."""
         return True
 
     def write(self, data: Any) -> int:
-        """Write all of ``data``; after an error, every further write raises the same error."""
-        if self.error is not None:
-            raise self.error
-        try:
-            return self.writer.write(data)
-        except BaseException as error:
-            self.error = error
-            raise
+        """Write all of ``data``, or nothing of it once there was an error."""
+        size_bytes = memoryview(data).nbytes
+        if self.error is None:
+            try:
+                self.writer.write(data)
+            except Exception as error:  # noqa: BLE001 - raised by whoever made this stream
+                self.error = _without_frames(error)
+        return size_bytes
 
     def tell(self) -> int:
         """Return the number of bytes written."""
@@ -59,6 +66,15 @@ class ArtifactStream(io.RawIOBase):
 
     def flush(self) -> None:
         """Do nothing: torch asks for it after every item; the writer makes the bytes durable at its end."""
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Drop the tracebacks of an error and of what led to it: through them all callers' frames would live on."""
+    found: BaseException | None = error
+    while found is not None:
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__
+    return error
 
 
 def write_pt(tree: Any, path: Path, *, save_id: str, publish: bool = False) -> Digest:
@@ -73,6 +89,8 @@ def write_pt(tree: Any, path: Path, *, save_id: str, publish: bool = False) -> D
         stream = ArtifactStream(writer)
         try:
             torch.save(compact(tree), cast(IO[bytes], stream))
+            if stream.error is not None:
+                raise stream.error
         except Exception as error:
             if stream.error is not None and stream.error is not error:
                 raise stream.error from error

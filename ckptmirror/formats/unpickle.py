@@ -134,7 +134,15 @@ def _path(*parts: str) -> str:
     return str(PurePosixPath(*parts))
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """Python 3.11.0 to 3.11.3 pickle a member of an enumeration as ``getattr(its class, its name)``."""
+    if kind is not metadata._MEM_FORMAT_ENCODING or not isinstance(name, str) or name not in kind.__members__:
+        raise UnsafePickle(f".metadata asks for the attribute {name!r} of {getattr(kind, '__name__', kind)!r}.")
+    return kind.__members__[name]
+
+
 _ALLOWED: dict[tuple[str, str], Any] = {
+    ("builtins", "getattr"): _member,
     **{
         ("torch.distributed.checkpoint.metadata", kind.__name__): kind
         for kind in (

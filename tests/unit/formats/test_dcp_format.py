@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -110,6 +111,35 @@ def test_a_pickle_cannot_change_the_allowed_classes() -> None:
     assert Metadata.version is before
     with pytest.raises(IntegrityError):
         loads_metadata(pickle.dumps(Poison()), "here")
+
+
+class _ByName(pickle.Pickler):
+    """Pickles members of enumerations by name, as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_metadata_that_an_early_python_3_11_wrote_is_read(saved: Saved) -> None:
+    metadata = _metadata(saved[0])
+    written = io.BytesIO()
+    _ByName(written).dump(metadata)
+    assert b"getattr" in written.getvalue()
+    assert loads_metadata(written.getvalue(), "here") == metadata
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b"ctorch\nSize\nV__new__",
+        b"ctorch.distributed.checkpoint.metadata\nTensorProperties\nVcreate_from_tensor",
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nV__init_subclass__",
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n]",
+    ],
+)
+def test_no_other_attribute_is_got_by_name(asked: bytes) -> None:
+    with pytest.raises(IntegrityError):
+        loads_metadata(b"cbuiltins\ngetattr\n(" + asked + b"\ntR.", "here")
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps(len)])
@@ -232,9 +262,17 @@ class _FullDisk(ArtifactStream):
 
     def write(self, data: Any) -> int:
         type(self).writes_left -= 1
-        if type(self).writes_left < 0:
-            self.error = self.error or LocalStorageFull("no space left on the device")
+        if type(self).writes_left < 0 and self.error is None:
+            self.writer = _FullWriter()  # type: ignore[assignment]
         return super().write(data)
+
+
+class _FullWriter:
+    def write(self, _data: Any) -> int:
+        raise LocalStorageFull("no space left on the device")
+
+    def tell(self) -> int:
+        return 0
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 40, 200])
