@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -43,8 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("ckptmirror")
-_POLL_S = 0.2
-_LEAVING_SAVE_S = 60.0
+_POLL_S, _LEAVING_SAVE_S, _LEAVING_TELL_S = 0.2, 60.0, 10.0
 
 
 class CheckpointManager:
@@ -328,6 +328,9 @@ class CheckpointManager:
 
     def _warn_that_it_was_not_closed(self) -> None:
         """At the end of a process that never called ``close``: what is not safe does not go unseen (I8)."""
+        if self._saver is not None:
+            with suppress(CkptMirrorError):  # a thread that still tells other ranks would abort the process at its end
+                self._saver.wait_over(_LEAVING_TELL_S)
         if self._node is None:
             return
         try:
