@@ -56,6 +56,8 @@ def _verdict(status: Status) -> str:
         return "NOT SAFE: there are saves without upload records; `ckptmirror drain` makes and finishes them"
     if status.emergency_step is not None:
         return f"NOT SAFE: {on_this_disk_alone(status.emergency_step)}"
+    if not status.saves:
+        return "nothing is saved here yet, and nothing waits for a mirror"
     return "safe: every save is verified on every required mirror"
 
 

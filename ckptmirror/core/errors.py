@@ -64,6 +64,7 @@ class CkptMirrorError(Exception):
         if hint is not None:
             self.hint = hint
         super().__init__(self.message)
+        self.add_note(self.hint)  # a trainer's traceback ends with the next command, as the CLI's output does
 
     def __reduce__(self) -> tuple[object, ...]:
         """Errors travel between ranks, so they pickle with their message, hint and plain attributes."""

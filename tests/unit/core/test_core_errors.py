@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import traceback
 
 import pytest
 
@@ -50,3 +51,9 @@ def test_every_public_exit_code_has_a_class() -> None:
 
 def test_temporary_errors_exit_with_5_or_say_that_the_table_is_locked() -> None:
     assert {cls.exit_code for cls in CLASSES if cls.temporary} == {5, 11}
+
+
+def test_the_hint_stands_below_the_message_in_a_traceback() -> None:
+    error = errors.UsageError("no such step", hint="Run `ckptmirror ls`.")
+    shown = "".join(traceback.format_exception(pickle.loads(pickle.dumps(error))))
+    assert shown.endswith("no such step\nRun `ckptmirror ls`.\n")
