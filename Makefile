@@ -10,10 +10,10 @@ DOCS   := $(VENV)/.docs-installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs bench campaign build clean
+.PHONY: help setup demo test test-gcs check docs picture bench campaign build clean
 
 help:      ## Show the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 setup: $(STAMP)  ## Make .venv and install the package with what its tests need
 
@@ -24,15 +24,18 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: setup  ## Train, kill, resume, rotate, lose the disk, stage: the whole story on this machine in 90 s
-	$(BIN)/ckptmirror demo
+demo: setup  ## Train, kill, resume, rotate, lose the disk, stage: the whole story, here or with MIRROR=gs://bucket/prefix
+	$(BIN)/ckptmirror demo $(if $(MIRROR),--mirror '$(MIRROR)')
 
 test: setup  ## Run every test, in WORKERS processes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
+test-gcs: setup  ## Run the store contract suite in a bucket of yours: BUCKET=my-bucket
+	$(BIN)/python -m tests.contract.in_bucket '$(BUCKET)'
+
 check: setup  ## Lint, types, layers
-	$(BIN)/ruff check ckptmirror tests docs/site
-	$(BIN)/ruff format --check ckptmirror tests docs/site
+	$(BIN)/ruff check ckptmirror deploy tests docs/site
+	$(BIN)/ruff format --check ckptmirror deploy tests docs/site
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -42,6 +45,11 @@ docs: $(DOCS)  ## Build the site of the documentation in build/docs; a broken li
 $(DOCS): $(STAMP)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
+
+picture: $(DOCS)  ## Draw docs/timeline.png, the picture of the README, from a run of the demo
+	mkdir -p build
+	$(BIN)/ckptmirror demo --timeline build/timeline.svg
+	$(BIN)/python docs/site/raster.py build/timeline.svg docs/timeline.png
 
 bench: setup  ## Measure against what you would use instead, as ratios, beside the physical limit
 	$(BIN)/python -m tests.bench

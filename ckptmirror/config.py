@@ -30,6 +30,7 @@ __all__ = ["FILE_VARIABLE", "SETTINGS", "Setting", "Settings", "Value", "load_se
 FILE_VARIABLE = "CKPTMIRROR_CONFIG"
 _PREFIX = "CKPTMIRROR_"
 _NO_SETTINGS = ("CKPTMIRROR_CRASH_", "CKPTMIRROR_CAMPAIGN")  # what tests of crashes are told by
+_STORES_OWN = ("CKPTMIRROR_GCS_CREDENTIALS", "CKPTMIRROR_GCS_ENDPOINT")  # as Google's own variables, read by the store
 _HINT = "Correct it, then see every setting with `ckptmirror config`."
 
 
@@ -268,7 +269,9 @@ def _of_file(file: SettingsFile) -> dict[str, Value]:
 def _of_environment(environ: Mapping[str, str]) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for variable, text in sorted(environ.items()):
-        if not variable.startswith(_PREFIX) or variable.startswith(_NO_SETTINGS) or variable == FILE_VARIABLE:
+        if not variable.startswith(_PREFIX) or variable.startswith(_NO_SETTINGS):
+            continue
+        if variable in (FILE_VARIABLE, *_STORES_OWN):
             continue
         if variable not in _BY_VARIABLE:
             near = checks.nearest(variable, _BY_VARIABLE, _PREFIX)

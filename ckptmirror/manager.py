@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptmirror.core import events
 from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError, WaitTimeout
 from ckptmirror.core.model import SAVED_KINDS, Kind
-from ckptmirror.core.names import MAX_STEP
 from ckptmirror.core.retention import Retention
+from ckptmirror.flow.arguments import checked_kinds, checked_step, told_of
 from ckptmirror.flow.emergency import save_emergency
 from ckptmirror.flow.handle import DEFAULT_WAIT_S, SaveHandle
+from ckptmirror.flow.load_state import Reference, load_state
 from ckptmirror.flow.mirrors import MirrorSpec, mirror_specs
 from ckptmirror.flow.node import Node
 from ckptmirror.flow.resume import Policy, ResumeInfo, resume_run
@@ -33,8 +34,9 @@ from ckptmirror.flow.status import Status, is_mirrored, read_status
 from ckptmirror.formats.train_state import checked_parts
 from ckptmirror.local import files
 from ckptmirror.local.lock import RankLock
+from ckptmirror.local.saying import saying
 from ckptmirror.observe.journal import Journal
-from ckptmirror.observe.log import LogListener
+from ckptmirror.observe.log import LogListener, log_failure
 from ckptmirror.ranks import Ranks, StopRequest, node_key_of, open_ranks
 
 if TYPE_CHECKING:
@@ -81,12 +83,12 @@ class CheckpointManager:
         timeout_s: float = 600.0,
     ) -> None:
         self.root = Path(root).absolute()
-        self.kinds = _checked_kinds(kinds)
+        self.kinds = checked_kinds(kinds)
         if mode not in ("async", "blocking"):
             raise ConfigError(f"mode is {mode!r}; it is 'async' or 'blocking'.")
         self.mode = mode
-        self.events = events.EventBus(on_failure=_log_failure)
-        self.events.subscribe(LogListener())
+        self.events = events.EventBus(on_failure=log_failure)
+        self.events.subscribe(LogListener(self.root))
         self.events.subscribe(Journal(self.root, "trainer"))
         self._specs = mirror_specs(mirrors)
         self._state_dir = Path(state_dir) if state_dir is not None else None
@@ -140,8 +142,9 @@ class CheckpointManager:
 
         Args:
             state: What to load into.
-            policy: ``"auto"``; a step, ``"latest"`` or a save id (going back to an older save is a rewind: the saves
-                after it are off the lineage from then on); or ``"scratch"``, with ``force=True`` where there are saves.
+            policy: ``"auto"``; a step, ``"latest"``, a save id or the path of a save in ``root`` (going back to an
+                older save is a rewind: the saves after it are off the lineage from then on); or ``"scratch"``, with
+                ``force=True`` where there are saves.
             exclude: Parts of the state to leave as they are, with a warning: names of ``TrainState``, and ``"rng"``.
 
         Raises:
@@ -155,7 +158,7 @@ class CheckpointManager:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
             self._saver = None  # its attempt is over, also if this resume fails
             if self._last_before is not None and (failure := self._last_before.unobserved) is not None:
-                _log.error(
+                saying(_log, self._last_before).error(
                     "step %d was not saved, which the next save, or close(), will raise: %s",
                     self._last_before.step,
                     failure,
@@ -174,7 +177,7 @@ class CheckpointManager:
         if info is None:
             _log.info("run %s attempt %d starts at step 0", run_id[:8], attempt.number)
         else:
-            _log.info(
+            saying(_log, info, event="AttemptDecided").info(
                 "run %s attempt %d continues from step %d (%s, %s)",
                 run_id[:8],
                 attempt.number,
@@ -185,6 +188,22 @@ class CheckpointManager:
             self._saver.last_step = info.step
             self._saver.reserve(self.kinds, state)
         return info
+
+    def load(self, state: TrainState, reference: Reference = "latest", *, exclude: Collection[str] = ()) -> ResumeInfo:
+        """Load a checkpoint into ``state``, of this root or any other; the run stays where it is. Every rank calls it.
+
+        Args:
+            state: What to load into.
+            reference: A step of ``root``, ``"latest"``, or what :func:`resolve_checkpoint_reference` takes, on this
+                disk: also a checkpoint of an older writer, of which the log says that it has no checksums.
+            exclude: Parts of the state to leave as they are, with a warning.
+
+        Raises:
+            CheckpointNotFound: It is not there.
+            IntegrityError: A file is not what was saved.
+        """
+        self._check_open()
+        return load_state(self.root, self.ranks, state, reference, checked_parts(exclude))
 
     # -- save -----------------------------------------------------------------------------------------------
 
@@ -208,8 +227,8 @@ class CheckpointManager:
             AttemptFenced: A newer attempt of this run has started elsewhere.
         """
         saver = self._started()
-        chosen = self.kinds if kinds is None else _checked_kinds(kinds)
-        handle = saver.save(SaveRequest(_checked_step(step), chosen, dict(metrics or {}), dict(fields or {})), state)
+        chosen = self.kinds if kinds is None else checked_kinds(kinds)
+        handle = saver.save(SaveRequest(checked_step(step), chosen, dict(metrics or {}), dict(fields or {})), state)
         handle.on_mirrored(self._wait_mirrored)
         if self.mode == "blocking":
             handle.wait("committed")
@@ -230,7 +249,7 @@ class CheckpointManager:
             run_id=saver.run_id,
             attempt=saver.attempt,
             number=saver.next_number(),
-            step=_checked_step(step),
+            step=checked_step(step),
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             bus=self.events,
@@ -252,7 +271,8 @@ class CheckpointManager:
         deadline = time.monotonic() + timeout_s
         self._started().wait_over(timeout_s)
         if until == "mirrored" and not self._wait_mirrored(None, max(0.0, deadline - time.monotonic())):
-            raise WaitTimeout(f"Not everything is mirrored after {timeout_s:g} s.", hint="See `ckptmirror status`.")
+            why = f"Not everything is mirrored after {timeout_s:g} s."
+            raise WaitTimeout(why, hint=f"See `ckptmirror status --root {quote(str(self.root))}`.")
 
     def rotate(self, timeout_s: float = 300.0) -> RotationReport | None:
         """Rotate now, waiting up to ``timeout_s`` seconds for pending uploads. Other ranks than the leader get None."""
@@ -277,7 +297,7 @@ class CheckpointManager:
         stopped = stop is not None and stop.requested
         deadline = time.monotonic() + timeout_s
         if stop is not None and stopped:
-            self.events.emit(_told_of(stop, self.ranks.rank))
+            self.events.emit(told_of(stop, self.ranks.rank))
         try:
             if self._saver is not None:
                 self._saver.end(timeout_s)
@@ -344,7 +364,7 @@ class CheckpointManager:
             "or the next start, finishes them.",
             pending,
             self.root,
-            self.root,
+            quote(str(self.root)),
         )
 
     def _wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
@@ -375,26 +395,3 @@ def _node_key(root: Path) -> tuple[str, BaseException | None]:
         return node_key_of(root), None
     except (OSError, CkptMirrorError) as error:
         return str(root), error
-
-
-def _log_failure(failure: events.ListenerFailure) -> None:
-    _log.error("a listener failed at %s: %s", type(failure.event).__name__, failure.error)
-
-
-def _told_of(stop: StopRequest, rank: int) -> events.StopRequested:
-    left_s = stop.remaining_s
-    if math.isinf(left_s):
-        return events.StopRequested(reason=stop.reason or "", rank=rank)
-    return events.StopRequested(reason=stop.reason or "", rank=rank, deadline_s=left_s, age_s=stop.grace_s - left_s)
-
-
-def _checked_kinds(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
-    if isinstance(kinds, str) or not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= set(SAVED_KINDS):
-        raise ConfigError(f"kinds is {kinds!r}; it is a sequence of {' and '.join(map(repr, SAVED_KINDS))}.")
-    return tuple(kind for kind in SAVED_KINDS if kind in kinds)
-
-
-def _checked_step(step: int) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
-        raise UsageError(f"{step!r} is not a step: give an int from 0 to {MAX_STEP}.")
-    return step

@@ -41,12 +41,12 @@ KIND_NAMES = {
 _LEGEND = ("host_copy", "commit", "upload", "mirror_commit", "rotation", "resume", "stage", "emergency", "stop")
 _STATES = (("failed", "failed"), ("refused", "refused: kept"), ("unfinished", "no end known"))
 _LABELS = 214.0
-_TOP = 58.0
+_TOP = 66.0
 _LANE_GAP = 9.0
 _RIGHT = 24.0
 _WIDTHS = (960.0, 4000.0)
 _WIDTH_PER_SAVE = 4.4
-_STEP_LABEL = 46.0
+_STEP_DIGIT = 7.0
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _STYLE = """
@@ -187,13 +187,13 @@ def _axis_lines(axis: Axis, bottom: float) -> list[str]:
 
 
 def _step_labels(timeline: Timeline, axis: Axis) -> list[str]:
-    parts = [f'<text class="small" text-anchor="end" x="{_LABELS - 12:.1f}" y="{_TOP - 2:.1f}">step</text>']
-    last = axis.left - _STEP_LABEL
+    parts = [f'<text class="small" text-anchor="end" x="{_LABELS - 12:.1f}" y="{_TOP - 7:.1f}">step</text>']
+    free = axis.left
     for bar in timeline.of_kind("host_copy", "commit", "emergency"):
-        x = axis.x(bar.begin_s)
-        if x - last >= _STEP_LABEL and x + _STEP_LABEL / 2 <= axis.right:
-            parts.append(f'<text class="small" x="{x:.1f}" y="{_TOP - 2:.1f}">{bar.step}</text>')
-            last = x
+        x, wide = axis.x(bar.begin_s), _STEP_DIGIT * len(str(bar.step))
+        if x >= free and x + wide <= axis.right:
+            parts.append(f'<text class="small" x="{x:.1f}" y="{_TOP - 7:.1f}">{bar.step}</text>')
+            free = x + wide + 2 * _STEP_DIGIT
     return parts
 
 

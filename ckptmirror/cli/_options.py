@@ -90,6 +90,7 @@ def mirror_option(function: _Decorated) -> _Decorated:
 
 def seconds_option(name: str, target: str, what: str, *, default: float) -> Callable[[_Decorated], _Decorated]:
     """Add an option that takes a number of seconds."""
+    what += "  [default: never]" if default == float("inf") else f"  [default: {default:g}]"
     return click.option(name, target, type=click.FloatRange(min=0), default=default, metavar="SECONDS", help=what)
 
 

@@ -7,11 +7,14 @@ import os
 import sys
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import TextIO
 
 import click
 
 from ckptmirror import cli
+from ckptmirror.cli._next_command import completing_hints
 from ckptmirror.cli._options import show_verbose, verbose_option
+from ckptmirror.cli._streams import printable_streams
 from ckptmirror.core.errors import CkptMirrorError
 
 __all__ = ["program", "run"]
@@ -32,6 +35,7 @@ class Verbs(click.Group):
         assert isinstance(command, click.Command)
         if all(parameter.name != "verbose" for parameter in command.params):
             verbose_option(command)
+        completing_hints(command)
         return command
 
 
@@ -39,12 +43,36 @@ class Verbs(click.Group):
 @verbose_option
 @click.version_option(package_name="ckptmirror")
 def program() -> None:
-    """Mirror PyTorch checkpoints from local SSD to object storage; never delete the only copy."""
+    """Mirror PyTorch checkpoints from local SSD to object storage; never delete the only copy.
+
+    Data goes to stdout; progress, warnings and errors go to stderr. What no option says, the settings say: a file, or
+    CKPTMIRROR_ variables (`ckptmirror config` shows them). Each verb has a --help of its own, with examples and its
+    exit codes.
+
+    \b
+    Examples:
+      ckptmirror status --root /local-ssd/run-17
+      ckptmirror stage --step latest --mirror gs://bucket/run-17 --dest /scratch/eval
+    """
+
+
+class _ToStderr(logging.StreamHandler[TextIO]):
+    """Writes to what stderr is at that moment: while a bar is shown, that puts a line above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def run(arguments: list[str] | None) -> int:
     """Run one verb and return its exit code. Only a signal's ``Interrupted`` and a deliberate SystemExit leave it."""
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    with printable_streams():
+        return _run(arguments)
+
+
+def _run(arguments: list[str] | None) -> int:
+    logging.basicConfig(handlers=[_ToStderr()], level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("google").setLevel(logging.ERROR)  # what it warns of is told as an error of ours
     try:
         code = program.main(arguments, prog_name="ckptmirror", standalone_mode=False)

@@ -1,59 +1,123 @@
-"""Progress of a transfer on stderr: a bar on a terminal, one plain line every 30 s elsewhere."""
+"""Progress of a transfer on stderr: a bar on a terminal, one plain line every 30 s elsewhere.
+
+Rules:
+* stdout is data alone, so that progress is shown with ``--json`` too.
+* A terminal that cannot move its cursor (``TERM=dumb``) is "elsewhere".
+* A bar is gone when the transfer is over, however it ended, and the cursor is there again. What is logged or printed to
+  stderr meanwhile stands above it.
+* Elsewhere a transfer of less than 30 s says nothing; of a longer one a last line says how it went.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
 
-from ckptmirror.cli._options import size
+from ckptmirror.cli._pace import Pace
+from ckptmirror.cli._streams import raw_stderr
 
-__all__ = ["LINE_EVERY_S", "Show", "progress"]
+__all__ = ["LINE_EVERY_S", "Lines", "progress", "shows_bar"]
 
 LINE_EVERY_S = 30.0
-Show: TypeAlias = Callable[[int, int], None]
-"""Shows how far a transfer is: bytes done, bytes in all."""
+_LOOKS_PER_S = 4
+_STOP_WAIT_S = 1.0
+
+
+def shows_bar() -> bool:
+    """Whether stderr is a terminal that can show a bar."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Show]:
-    """Show a transfer's progress with speed (and, on a terminal, the time left)."""
-    if sys.stderr.isatty():
-        with _bar(title) as show:
-            yield show
+def progress(title: str) -> Iterator[Pace]:
+    """Show a transfer, as far as what this yields is told."""
+    pace = Pace(title)
+    if shows_bar():
+        with _bar(pace):
+            yield pace
     else:
-        yield plain_lines(title)
+        with Lines(pace).shown():
+            yield pace
 
 
 @contextmanager
-def _bar(title: str) -> Iterator[Show]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+def _bar(pace: Pace) -> Iterator[None]:
+    from rich.console import Console, RenderableType
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task
+    from rich.table import Column
+    from rich.text import Text
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+    class Said(ProgressColumn):
+        """One of the texts of the pace."""
+
+        max_refresh = 0.2
+
+        def __init__(self, what: str) -> None:
+            self._what = what
+            super().__init__(Column(no_wrap=True))
+
+        def render(self, task: Task) -> Text:  # noqa: ARG002 - the interface is rich's
+            return Text(str(getattr(pace, self._what)()))
+
+    class Shown(Progress):
+        """The bar, and below it what goes on besides."""
+
+        def get_renderables(self) -> Iterator[RenderableType]:
+            for task in self.tasks:
+                task.completed, task.total = pace.done_bytes, pace.total_bytes
+            yield self.make_tasks_table(self.tasks)
+            besides = pace.besides_text()
+            if besides:
+                yield Text(f"  {besides}", no_wrap=True, overflow="ellipsis")
+
+    columns = [Said("amount_text"), Said("speed_text"), Said("left_text")]
+    bars = Shown(
+        "{task.description}",
+        BarColumn(bar_width=20),
+        *columns,
+        console=Console(file=raw_stderr()),
+        refresh_per_second=_LOOKS_PER_S,
+        transient=True,
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(title, total=None)
-        yield lambda done_bytes, total_bytes: bars.update(task, completed=done_bytes, total=total_bytes)
+    bars.add_task(pace.title, total=None)
+    with bars:
+        yield
 
 
-def plain_lines(title: str, clock: Callable[[], float] = time.monotonic) -> Show:
-    """Return what prints a line every ``LINE_EVERY_S`` seconds of ``clock``."""
-    started = last = clock()
+class Lines:
+    """Plain lines on stderr.
 
-    def show(done_bytes: int, total_bytes: int) -> None:
-        nonlocal last
-        now = clock()
-        if now - last >= LINE_EVERY_S:
-            last = now
-            speed = size(int(done_bytes / (now - started)))
-            print(f"{title}: {size(done_bytes)} of {size(total_bytes)}, {speed}/s", file=sys.stderr, flush=True)
+    Args:
+        pace: What they say.
+        every_s: How far apart they are; None: ``LINE_EVERY_S``.
+    """
 
-    return show
+    def __init__(self, pace: Pace, every_s: float | None = None) -> None:
+        self._pace = pace
+        self._every_s = LINE_EVERY_S if every_s is None else every_s
+        self._over = threading.Event()
+        self._said = False
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Say a line now and then while the body runs."""
+        thread = threading.Thread(target=self._say, name="ckptmirror-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join(_STOP_WAIT_S)
+        if self._said:
+            print(self._pace.sum_line(), file=sys.stderr, flush=True)
+
+    def _say(self) -> None:
+        while not self._over.wait(self._every_s):
+            self._said = True
+            try:
+                print(self._pace.line(), file=sys.stderr, flush=True)
+            except OSError:
+                return  # nobody reads it

@@ -6,14 +6,39 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import on_this_disk_alone, print_json, size
+from ckptmirror.cli._progress import shows_bar
 from ckptmirror.core import events
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
 
 if TYPE_CHECKING:
-    from ckptmirror.flow.drain import DrainReport
+    from collections.abc import Callable
 
-__all__ = ["print_report", "telling_bus"]
+    from ckptmirror.cli._pace import Pace
+    from ckptmirror.flow.drain import Drained, DrainReport
+
+__all__ = ["print_report", "showing", "telling_bus"]
+
+
+def showing(pace: Pace) -> Callable[[Drained], None]:
+    """Return what shows how far a drain is: all uploads together, of all mirrors, with what is under way."""
+
+    def show(at: Drained) -> None:
+        doing = []
+        if at.seen.sending:
+            doing.append(f"sending {_files(at.seen.sending)}")
+        if at.seen.verifying:
+            doing.append(f"verifying {_files(at.seen.verifying)} on the mirror")
+        done = min(at.bytes_done + at.seen.there_bytes, at.bytes_total)
+        pace(done, at.bytes_total, at.seen.moved_bytes, ", ".join(doing))
+        pace.waits(at.seen.waits)
+
+    return show
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count} files"
 
 
 def telling_bus(root: Path, verb: str) -> events.EventBus:
@@ -27,7 +52,7 @@ def telling_bus(root: Path, verb: str) -> events.EventBus:
     def tell(event: events.Event) -> None:
         if isinstance(event, events.MirrorUnreachable) and not event.refused:
             sort = event.reason.partition(":")[0]
-            if (event.mirror, sort) not in told:
+            if (event.mirror, sort) not in told and not shows_bar():  # a bar says it itself
                 told.add((event.mirror, sort))
                 print(f"waiting for {event.mirror}: {event.reason}", file=sys.stderr, flush=True)
 
@@ -37,7 +62,7 @@ def telling_bus(root: Path, verb: str) -> events.EventBus:
 
 def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
     """Print how a drain ended, and return the exit code: 0 only if everything is verified."""
-    at = report.drained
+    at, given = report.drained, {"root": root}
     if as_json:
         print_json(
             {
@@ -59,6 +84,9 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
         print(f"{at.files_done} of {at.files_total} files verified ({size(at.bytes_done)} of {size(at.bytes_total)})")
     for line in report.failed:
         print(f"failed: {line}", file=sys.stderr)
+    if report.failed:
+        again = with_places("`ckptmirror drain`", given)
+        print(f"Mend the cause; then {again} tries what failed once more.", file=sys.stderr)
     for url, count in report.left.items():
         print(f"{count} files wait for {url}, which is no mirror of {root} any more.", file=sys.stderr)
     if report.emergency_step is not None:
@@ -66,10 +94,13 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
     if report.pending:
         print(f"{report.pending} files are still pending; the same command carries on.", file=sys.stderr)
     for url, reason in report.refused.items():
-        print(f"ckptmirror: {url}: {reason}\n  {NotAuthorised.hint}", file=sys.stderr)
+        print(f"ckptmirror: {url}: {reason}\n  {with_places(NotAuthorised.hint, given)}", file=sys.stderr)
     for url, error in report.unasked.items():
         what = "could not be asked whether it still has what was verified there"
-        print(f"ckptmirror: {url} {what}: {error}" + (f"\n  {error.hint}" if error.hint else ""), file=sys.stderr)
+        print(
+            f"ckptmirror: {url} {what}: {error}" + (f"\n  {with_places(error.hint, given)}" if error.hint else ""),
+            file=sys.stderr,
+        )
     if report.refused:
         return NotAuthorised.exit_code
     for error in report.unasked.values():

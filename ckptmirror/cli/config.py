@@ -8,10 +8,12 @@ from typing import Any
 
 import click
 
+from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import json_option, print_json, settings
 
 
-@click.command()
+@exit_codes(10)
+@click.command(short_help="Show every setting, its value, and where that comes from.")
 @json_option
 def command(as_json: bool) -> int:
     """Show every setting, its value, and where that comes from: the default, a line of the file, or a variable.

@@ -1,4 +1,4 @@
-"""``ckptmirror demo``: the whole story on this machine, without a cloud.
+"""``ckptmirror demo``: the whole story, on this machine without a cloud, or with a mirror of the user's.
 
 Every sentence that it prints is asserted by the line above it; a false one ends the demo with exit code 1.
 """
@@ -21,6 +21,8 @@ from urllib.request import Request, urlopen
 
 import click
 
+from ckptmirror.cli._demo_place import DemoPlace, make_place
+from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import size
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.flow.resolve import find_local_checkpoint_steps, list_checkpoints
@@ -30,6 +32,10 @@ STEPS = 60
 EVERY = 10
 BUCKET = "demo"
 LIMIT_S = 120.0
+LEAVE_S = 40.0  # torchrun gives its workers 30
+_OF_THE_SERVICE = ("CKPTMIRROR_GCS_CREDENTIALS", "CKPTMIRROR_GCS_ENDPOINT")
+MIRROR_LIMIT_S = 900.0  # to a real bucket, over whatever line there is
+FIRST_DISK = "first-disk.svg"
 
 
 class FalseSentence(CkptMirrorError):
@@ -38,39 +44,73 @@ class FalseSentence(CkptMirrorError):
     hint = "The files of this demo are kept; the log of every process lies beside them."
 
 
-@click.command()
-@click.option("--keep", is_flag=True, help="Keep the files of the demo, and say where they are.")
-def command(keep: bool) -> int:
+@exit_codes()
+@click.command(short_help="Tell the whole story on this machine, in about a minute.")
+@click.option(
+    "--mirror",
+    metavar="URL",
+    help="Tell it with a mirror of yours, such as gs://bucket/prefix or a directory.  [default: a server beside it]",
+)
+@click.option("--keep", is_flag=True, help="Keep the files and objects of the demo, and say where they are.")
+@click.option(
+    "--timeline",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.svg",
+    help="Draw into this file what happened until the disk is lost.  [default: no file]",
+)
+def command(mirror: str | None, keep: bool, timeline: Path | None) -> int:
     """Train, be killed, resume, rotate, lose the disk, be preempted, stage and evaluate, in about a minute.
 
-    \b
     Needs two processes' worth of CPU, no GPU and no cloud: a strict Google Cloud Storage server runs beside it.
+    With --mirror it works there instead, under a new prefix; it touches nothing else, and removes what it made.
 
     \b
     Examples:
       ckptmirror demo
       ckptmirror demo --keep
+      ckptmirror demo --mirror gs://bucket/prefix
+      ckptmirror demo --timeline demo.svg
     """
+    place = make_place(mirror) if mirror is not None else None
+    _leave_settings(with_server=place is None)
+    if place is not None:
+        place.check_empty()
+        print(f"Everything lies under {place.url}. Nothing else there is touched.", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="ckptmirror-demo-"))
-    _leave_settings()
     told = False
     try:
-        with _server(folder) as server:
-            Story(folder, server).tell()
+        with _server(folder) if place is None else contextlib.nullcontext() as server:
+            Story(folder, server, place).tell()
         told = True
+        if timeline is not None:
+            shutil.copyfile(folder / FIRST_DISK, timeline)
     finally:
         if told and not keep:
             shutil.rmtree(folder)
         else:
             print(f"the demo's files are in {folder}", file=sys.stderr)
+        if place is not None and not told:
+            place.tell_kept()
+    if place is not None:
+        place.leave(keep=keep)
     return 0
 
 
-def _leave_settings() -> None:
-    """Let no setting of the user's reach the demo's processes."""
+def _leave_settings(*, with_server: bool = True) -> None:
+    """Let no setting of the user's reach the demo's processes, but for how a bucket of theirs is reached."""
     for variable in [name for name in os.environ if name.startswith("CKPTMIRROR_")]:
-        del os.environ[variable]
+        if with_server or variable not in _OF_THE_SERVICE:
+            del os.environ[variable]
     os.environ["CKPTMIRROR_CONFIG"] = os.devnull
+
+
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """End torchrun so that it ends its workers, which would go on without it: they have sessions of their own."""
+    launcher.terminate()
+    try:
+        launcher.wait(timeout=LEAVE_S)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
 
 
 @contextlib.contextmanager
@@ -90,19 +130,27 @@ def _server(folder: Path) -> Iterator[str]:
 
 
 class Story:
-    """One run of the demo in one folder."""
+    """One run of the demo in one folder.
 
-    def __init__(self, folder: Path, server: str) -> None:
+    Args:
+        folder: Holds its roots and logs.
+        server: The URL of the strict server; None with a mirror of the user's, which refuses nothing on demand.
+        place: Where on the user's mirror it works.
+    """
+
+    def __init__(self, folder: Path, server: str | None, place: DemoPlace | None = None) -> None:
         self.folder = folder
         self.server = server
         self.root = folder / "local-ssd"
-        self.mirror = f"gs://{BUCKET}/run"
+        self.place = place.url if place is not None else f"gs://{BUCKET}"
+        self.mirror = f"{self.place}/run"
+        self.limit_s = LIMIT_S if place is None else MIRROR_LIMIT_S
         self.started = time.monotonic()
 
     def tell(self) -> None:
         """Tell it all."""
         self.say("A run of two ranks trains on the standard library's sources and nobody disturbs it.")
-        reference = self.train("reference", root=self.folder / "undisturbed", mirror=f"gs://{BUCKET}/undisturbed")
+        reference = self.train("reference", root=self.folder / "undisturbed", mirror=f"{self.place}/undisturbed")
         losses = self.losses("reference")
         self.check(reference == 0 and len(losses) == STEPS, f"it ends after {len(losses)} steps")
 
@@ -130,9 +178,11 @@ class Story:
         code = self.train("resumed")
         start = self.note("resumed", "start")
         again = self.losses("resumed")
-        self.check(
-            code != 0, "its exit code says that something is not mirrored (a mirror refuses one file, see below)"
-        )
+        if self.server is None:
+            self.check(code == 0, "its exit code says that everything is mirrored")
+        else:
+            told = "its exit code says that something is not mirrored (a mirror refuses one file, see below)"
+            self.check(code != 0, told)
         self.check(start["step"] == 20, f"it continued from step {start['step']} ({start['kind']}, {start['place']})")
         same = all(losses[step] == loss for step, loss in again.items())
         self.check(
@@ -142,24 +192,32 @@ class Story:
 
     def rotated(self) -> None:
         """Rotation kept the newest two, and the one whose upload failed."""
+        self.say("Rotation was told to keep the last two steps.")
+        if self.server is not None:
+            self.kept_for_its_failed_upload()
+        self.cli("rotate", "--root", str(self.root), "--keep-last", "2")
+        steps = find_local_checkpoint_steps(self.root)
+        now = "and now rotation deletes step 40" if self.server is not None else "on disk are the last two"
+        self.check(steps == [50, 60], f"{now}: {steps}")
+        on_mirror = sorted({line.step for line in list_checkpoints(self.mirror) if line.standing == "current"})
+        self.check(on_mirror == [10, 20, 30, 40, 50, 60], f"the mirror has every step: {on_mirror}")
+
+    def kept_for_its_failed_upload(self) -> None:
+        """Step 40 stays until the mirror has it."""
         steps = find_local_checkpoint_steps(self.root)
         status = read_status(self.root)
         why = next(iter(next(line for line in status.saves if line.step == 40).waiting.values()))
-        self.say("Rotation was told to keep the last two steps.")
         self.check(steps == [40, 50, 60], f"on disk are {steps}: the last two, and step 40, which is not safe ({why})")
         self.forgive_uploads()
         drained = self.cli("drain", "--root", str(self.root))
         self.check(
             drained.returncode == 0, "the mirror is mended, `ckptmirror drain` finishes: " + drained.stdout.strip()
         )
-        self.cli("rotate", "--root", str(self.root), "--keep-last", "2")
-        steps = find_local_checkpoint_steps(self.root)
-        self.check(steps == [50, 60], f"and now rotation deletes step 40: {steps}")
-        on_mirror = sorted({line.step for line in list_checkpoints(self.mirror) if line.standing == "current"})
-        self.check(on_mirror == [10, 20, 30, 40, 50, 60], f"the mirror has every step: {on_mirror}")
 
     def disk_lost(self) -> None:
         """The machine is gone; the next one starts from the mirror, and is preempted."""
+        drawn = self.cli("timeline", "--root", str(self.root), "--out", str(self.folder / FIRST_DISK))
+        self.check(drawn.returncode == 0, f"`ckptmirror timeline` draws all of it ({FIRST_DISK}; --timeline keeps it)")
         self.say("The machine is gone, with its disk. The same command starts on a new one, to train on.")
         shutil.rmtree(self.root)
         code = self.train("warm", steps=100 * STEPS, sigterm_at=STEPS + 5)
@@ -249,13 +307,13 @@ class Story:
             if sigterm_at is not None:
                 self.wait_for_step(name, sigterm_at, process)
                 os.kill(self.note(name, "start")["pid"], signal.SIGTERM)
-            return process.wait(timeout=LIMIT_S)
+            return process.wait(timeout=self.limit_s)
         finally:
-            process.kill()
+            _end(process)
 
     def wait_for_step(self, name: str, step: int, process: subprocess.Popen[bytes]) -> None:
         """Wait until the trainer has noted a step."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + self.limit_s
         while time.monotonic() < deadline and process.poll() is None:
             if (self.folder / f"{name}.jsonl").exists() and max(self.losses(name), default=0) >= step:
                 return
@@ -263,7 +321,7 @@ class Story:
         raise FalseSentence(f"The trainer {name} never came to step {step}; see {name}.log.")
 
     def refuse_uploads_of(self, step: int) -> None:
-        """Let the server refuse one file of a step, for good."""
+        """Let the server refuse one file of a step, for good; a mirror of the user's refuses nothing."""
         self.admin("POST", [{"operation": "upload.*", "object": f"run/model_{step:06d}", "times": 0, "status": 400}])
 
     def forgive_uploads(self) -> None:
@@ -272,6 +330,8 @@ class Story:
 
     def admin(self, method: str, script: list[dict[str, Any]] | None) -> None:
         """Talk to the server's fault script."""
+        if self.server is None:
+            return
         body = None if script is None else json.dumps(script).encode()
         request = Request(f"{self.server}/_faults", data=body, method=method)
         with urlopen(request, timeout=10):

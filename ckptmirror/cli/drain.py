@@ -6,15 +6,23 @@ from pathlib import Path
 
 import click
 
+from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import json_option, root_option, seconds_option, settings
 from ckptmirror.cli._progress import progress
-from ckptmirror.cli._uploading import print_report, telling_bus
+from ckptmirror.cli._uploading import print_report, showing, telling_bus
 
 
-@click.command()
+@exit_codes(5, 6, 8, 10, 11, 12)
+@click.command(short_help="Upload and verify what is pending.")
 @root_option
-@click.option("--mirror", "mirrors", multiple=True, metavar="URL", help="Only this mirror (may be repeated).")
-@seconds_option("--timeout", "timeout_s", "Stop waiting then.", default=float("inf"))
+@click.option(
+    "--mirror",
+    "mirrors",
+    multiple=True,
+    metavar="URL",
+    help="Only this mirror (may be repeated).  [default: all of the root's]",
+)
+@seconds_option("--timeout", "timeout_s", "Stop waiting then; what is pending stays so.", default=float("inf"))
 @json_option
 def command(root: Path, mirrors: tuple[str, ...], timeout_s: float, as_json: bool) -> int:
     """Upload and verify what is pending, with or without a live trainer.
@@ -26,13 +34,13 @@ def command(root: Path, mirrors: tuple[str, ...], timeout_s: float, as_json: boo
     """
     from ckptmirror.flow.drain import drain
 
-    with progress("drain") as show:
+    with progress("drain") as pace:
         report = drain(
             root,
             only=mirrors,
             limits=settings()["mirrors"],
             timeout_s=timeout_s,
             bus=telling_bus(root, "drain"),
-            on_progress=lambda at: show(at.bytes_done, at.bytes_total),
+            on_progress=showing(pace),
         )
     return print_report(root, report, as_json)

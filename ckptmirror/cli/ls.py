@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import json_option, print_json, settings, size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.resolve import ListedCheckpoint
 
 
-@click.command()
+@exit_codes(3, 5, 6, 10, 12)
+@click.command(short_help="List the saves of a directory or a mirror.")
 @click.argument("place", required=False, metavar="[DIR|URL]")
 @json_option
 def command(place: str | None, as_json: bool) -> int:

@@ -6,35 +6,46 @@ from pathlib import Path
 
 import click
 
+from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import json_option, mirror_option, need_mirror, root_option, seconds_option, step_option
 from ckptmirror.cli._progress import progress
-from ckptmirror.cli._uploading import print_report, telling_bus
+from ckptmirror.cli._uploading import print_report, showing, telling_bus
 
 
-@click.command()
+@exit_codes(3, 5, 6, 7, 8, 10, 11, 12)
+@click.command(short_help="Mirror whole saves of a root to a mirror.")
 @root_option
 @mirror_option
-@step_option("Only the saves of this step.")
-@seconds_option("--timeout", "timeout_s", "Stop waiting then.", default=float("inf"))
+@step_option("Only the saves of this step.  [default: all]")
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the pending-uploads table is to lie: a directory on this node's own disk, for a root on a network file "
+    "system. Later verbs follow the root's note of it.  [default: in the root]",
+)
+@seconds_option("--timeout", "timeout_s", "Stop waiting then; what is pending stays so.", default=float("inf"))
 @json_option
-def command(root: Path, mirror: str | None, step: int | None, timeout_s: float, as_json: bool) -> int:
+def command(
+    root: Path, mirror: str | None, step: int | None, state_dir: Path | None, timeout_s: float, as_json: bool
+) -> int:
     """Mirror whole saves of a root to a mirror, verified; what is there already is not sent again.
 
     \b
     Examples:
       ckptmirror push --root /local-ssd/run-17 --mirror gs://bucket/run-17
-      ckptmirror push --root /local-ssd/run-17 --mirror file:///nfs/run-17 --step 5000
+      ckptmirror push --root /local-ssd/run-17 --mirror /nfs/run-17 --step 5000
     """
     from ckptmirror.flow.drain import push
 
     spec = need_mirror(mirror, to_read=False)
-    with progress("push") as show:
+    with progress("push") as pace:
         report = push(
             root,
             spec,
             step=step,
             timeout_s=timeout_s,
+            state_dir=state_dir,
             bus=telling_bus(root, "push"),
-            on_progress=lambda at: show(at.bytes_done, at.bytes_total),
+            on_progress=showing(pace),
         )
     return print_report(root, report, as_json)

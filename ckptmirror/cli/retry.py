@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptmirror.cli._exit_codes import exit_codes
+from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import json_option, print_json, root_option, size, step_option
 
 if TYPE_CHECKING:
     from ckptmirror.flow.retry import Retried, RetriedFile
 
 
-@click.command()
+@exit_codes(3, 6, 10, 11)
+@click.command(short_help="Make uploads that failed for good pending again.")
 @root_option
-@click.option("--mirror", "mirrors", multiple=True, metavar="URL", help="Only this mirror (may be repeated).")
-@step_option("Only the saves of this step.")
+@click.option(
+    "--mirror", "mirrors", multiple=True, metavar="URL", help="Only this mirror (may be repeated).  [default: all]"
+)
+@step_option("Only the saves of this step.  [default: all]")
 @json_option
 def command(root: Path, mirrors: tuple[str, ...], step: int | None, as_json: bool) -> int:
     """Make uploads that failed for good pending again, once their cause is mended.
@@ -27,7 +32,7 @@ def command(root: Path, mirrors: tuple[str, ...], step: int | None, as_json: boo
     \b
     Examples:
       ckptmirror retry --root /local-ssd/run-17
-      ckptmirror retry --root /local-ssd/run-17 --mirror gs://bucket/run-17 --step 5000
+      ckptmirror retry --root /local-ssd/run-17 --step 5000
     """
     from ckptmirror.flow.retry import retry
 
@@ -59,8 +64,11 @@ def _what_next(root: Path, retried: Retried) -> str:
     if not retried.files:
         return "nothing had failed"
     if retried.trainer:
-        return "the process that leads this root sends them within seconds; `ckptmirror status` shows how far it is"
-    return f"`ckptmirror drain --root {root}` sends them now; the next start of the trainer does, too"
+        return "the process that leads this root sends them within seconds; " + with_places(
+            "`ckptmirror status` shows how far it is", {"root": root}
+        )
+    sends = with_places("`ckptmirror drain` sends them now", {"root": root})
+    return f"{sends}; the next start of the trainer does, too"
 
 
 def _facts(root: Path, retried: Retried, by_mirror: dict[str, list[RetriedFile]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import json_option, print_json, root_option, step_option
 from ckptmirror.cli._progress import progress
 from ckptmirror.core.errors import UsageError
@@ -21,12 +22,21 @@ if TYPE_CHECKING:
     from ckptmirror.flow.rewind import RewindPlan, Rewound
 
 
-@click.command()
+@exit_codes(3, 5, 6, 7, 10, 11, 12)
+@click.command(short_help="Let the run go on from an older save.")
 @root_option
-@step_option("Go back to this step.")
-@click.option("--save", metavar="ID", help="Go to this save (8 digits of its id or more), also a superseded one.")
+@step_option("Go back to this step; it or --save is required.")
 @click.option(
-    "--mirror", "mirrors", multiple=True, metavar="URL", help="A mirror that the root does not know (may be repeated)."
+    "--save",
+    metavar="ID",
+    help="Go to this save (8 digits of its id or more), also a superseded one; it or --step is required.",
+)
+@click.option(
+    "--mirror",
+    "mirrors",
+    multiple=True,
+    metavar="URL",
+    help="A mirror that the root does not know (may be repeated).  [default: those that it knows]",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would change and record nothing.")
 @json_option
@@ -44,7 +54,7 @@ def command(
     Examples:
       ckptmirror rewind --root /local-ssd/run-17 --step 5000 --dry-run
       ckptmirror rewind --root /local-ssd/run-17 --step 5000
-      ckptmirror rewind --root /local-ssd/new-disk --step 5000 --mirror gs://bucket/run-17
+      ckptmirror rewind --root /new-disk --step 5000 --mirror gs://bucket/run-17
     """
     if (step is None) == (save is None):
         raise UsageError(
@@ -61,8 +71,8 @@ def command(
         if as_json:
             print_json(_facts(root, plan, None, (), plan.silent))
         return 0
-    with progress("rewind") as show:
-        rewound = rewind(root, reference, mirrors=mirrors, bus=_journal(root), on_progress=show)
+    with progress("rewind") as pace:
+        rewound = rewind(root, reference, mirrors=mirrors, bus=_journal(root), on_progress=pace)
     if as_json:
         print_json(_facts(root, plan, rewound, rewound.told, rewound.untold))
     _tell(root, rewound)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptmirror.cli._exit_codes import exit_codes
+from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import json_option, print_json, root_option, settings
 from ckptmirror.core.errors import RefusedOnlyCopy, UsageError
 
@@ -17,13 +19,29 @@ if TYPE_CHECKING:
     from ckptmirror.flow.rotate import RotationReport
 
 
-@click.command()
+@exit_codes(5, 6, 7, 10, 11, 12)
+@click.command(short_help="Delete local saves that every required mirror has.")
 @root_option
-@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the newest N steps.")
-@click.option("--keep-every", type=click.IntRange(min=1), metavar="N", help="Keep every step divisible by N.")
-@click.option("--keep-best", type=click.IntRange(min=1), metavar="N", help="Keep the N best steps by --metric.")
-@click.option("--metric", help="The metric that --keep-best goes by.")
-@click.option("--mode", type=click.Choice(["min", "max"]), help="What is best.")
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Keep the newest N steps.  [default: retention.keep_last]",
+)
+@click.option(
+    "--keep-every",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Keep every step divisible by N.  [default: retention.keep_every]",
+)
+@click.option(
+    "--keep-best",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Keep the N best steps by --metric.  [default: retention.keep_best]",
+)
+@click.option("--metric", metavar="NAME", help="What --keep-best goes by.  [default: retention.metric]")
+@click.option("--mode", type=click.Choice(["min", "max"]), help="What is best.  [default: retention.mode]")
 @click.option("--dry-run", is_flag=True, help="Print the plan and delete nothing.")
 @json_option
 def command(
@@ -45,7 +63,7 @@ def command(
     \b
     Examples:
       ckptmirror rotate --root /local-ssd/run-17 --keep-last 2 --dry-run
-      ckptmirror rotate --root /local-ssd/run-17 --keep-last 2 --keep-best 1 --metric val_loss
+      ckptmirror rotate --keep-last 2 --keep-best 1 --metric val_loss
     """
     from ckptmirror.config import load_settings
     from ckptmirror.flow.rotate import rotate_root
@@ -73,7 +91,7 @@ def command(
     for save_id, reason in report.refused.items():
         print(f"kept step {report.steps[save_id]} ({save_id[:8]}): {reason}", file=sys.stderr)
     if report.refused:
-        print(f"  {RefusedOnlyCopy.hint}", file=sys.stderr)
+        print("  " + with_places(RefusedOnlyCopy.hint, {"root": root}), file=sys.stderr)
     return RefusedOnlyCopy.exit_code if report.refused else 0
 
 

@@ -7,16 +7,23 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import json_option, mirror_option, need_mirror, print_json, seconds_option, step_option
 from ckptmirror.cli._progress import progress
 
 if TYPE_CHECKING:
     from ckptmirror.core.events import EventBus
+    from ckptmirror.flow.stage_progress import StageProgress
 
 
-@click.command()
-@step_option("Which step.", latest=True, required=True)
-@click.option("--kind", type=click.Choice(["dcp", "model"]), help="Which kind; without it dcp, then model.")
+@exit_codes(3, 4, 5, 6, 7, 10, 11, 12)
+@click.command(short_help="Bring a step from a mirror to this host, verified.")
+@step_option("Which step; latest: the newest of the lineage.", latest=True, required=True)
+@click.option(
+    "--kind",
+    type=click.Choice(["dcp", "model"]),
+    help="Which kind; never replaced by another.  [default: dcp, then model]",
+)
 @mirror_option
 @click.option(
     "--dest", type=click.Path(path_type=Path, file_okay=False), default=Path(), help="Where to.  [default: here]"
@@ -24,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("--full", is_flag=True, help="Also optimizer, extra and tensors files.")
 @click.option("--refresh", is_flag=True, help="Verify what is staged, and replace stale copies of this step.")
 @click.option("--superseded", is_flag=True, help="Allow a save that is off the lineage.")
-@seconds_option("--wait", "wait_s", "Wait for the step to appear.", default=0.0)
+@seconds_option("--wait", "wait_s", "Wait so long for the step to appear.", default=0.0)
 @json_option
 def command(
     step: int | str,
@@ -41,13 +48,14 @@ def command(
 
     \b
     Examples:
-      ckptmirror stage --step 200 --kind dcp --mirror gs://bucket/run-17 --dest /scratch/eval
-      ckptmirror stage --step latest --mirror gs://bucket/run-17 --dest /scratch/eval --wait 600 --json
+      ckptmirror stage --step 200 --mirror gs://bucket/run-17 --dest /scratch/eval
+      ckptmirror stage --step latest --kind dcp --wait 600 --json
     """
     from ckptmirror.flow.stage import stage_checkpoint_step
 
     spec = need_mirror(mirror, to_read=True)
-    with progress("stage") as show:
+    with progress("stage") as pace:
+        pace.doing(f"looking for step {step} on {spec.url}")
         staged = stage_checkpoint_step(
             spec,
             step=step,  # type: ignore[arg-type]  # an int or "latest": the option sees to it
@@ -58,13 +66,21 @@ def command(
             superseded=superseded,
             wait_s=wait_s,
             bus=_journal(dest.absolute()),
-            on_progress=lambda at: show(at.received_bytes + at.kept_bytes, at.total_bytes),
+            on_progress=lambda at: pace(*_shown(at)),
+            on_wait=pace.waiting,
         )
     if as_json:
         print_json({"path": str(staged.path), "step": staged.step, "kind": staged.kind})
     else:
         print(staged.path)
     return 0
+
+
+def _shown(at: StageProgress) -> tuple[int, int, int, str]:
+    done = at.received_bytes + at.kept_bytes
+    if at.checking:
+        return done, at.total_bytes, at.received_bytes, f"comparing {at.checking} with its checksums"
+    return done, at.total_bytes, at.received_bytes, "putting it in place" if done == at.total_bytes else ""
 
 
 def _journal(dest: Path) -> EventBus:

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptmirror.cli._exit_codes import exit_codes
+from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import json_option, on_this_disk_alone, print_json, root_option, size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.status import SaveLine, Status
 
 
-@click.command()
+@exit_codes(6, 10, 11)
+@click.command(short_help="Say how much training is not yet safe.")
 @root_option
 @json_option
 def command(root: Path, as_json: bool) -> int:
@@ -30,7 +33,7 @@ def command(root: Path, as_json: bool) -> int:
     if as_json:
         print_json(_facts(status))
         return 0
-    print(_verdict(status))
+    print(with_places(_verdict(status), {"root": root}))
     print(f"newest step {_or_none(status.newest_step)}, newest safe step {_or_none(status.newest_safe_step)}")
     for line in status.saves:
         kinds = "+".join(line.kinds)
@@ -48,7 +51,8 @@ def _verdict(status: Status) -> str:
     if status.unsafe_files:
         failed = f", {status.failed_files} of them failed" if status.failed_files else ""
         what = f"{status.unsafe_files} files ({size(status.unsafe_bytes)})"
-        return f"NOT SAFE: {what} are not verified on every required mirror{failed}"
+        mended = "; mend their cause, then `ckptmirror drain`" if failed else ""
+        return f"NOT SAFE: {what} are not verified on every required mirror{failed}{mended}"
     if status.unasked and not status.unsettled:
         silent = ", ".join(status.unasked)
         return f"NOT SAFE: {silent} has yet to say what it still has; `ckptmirror drain` asks"

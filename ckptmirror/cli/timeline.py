@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import json_option, print_json, root_option
 from ckptmirror.core.errors import UsageError
 
@@ -25,14 +26,15 @@ def _checked_out(_context: click.Context, _parameter: click.Parameter, out: Path
     return out
 
 
-@click.command()
+@exit_codes(6, 10)
+@click.command(short_help="Say, or draw, what happened when.")
 @root_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
     callback=_checked_out,
     metavar="FILE.svg|.html",
-    help="Draw it into this one file. An older one is replaced.",
+    help="Draw it into this one file; an older one is replaced.  [default: lines on stdout]",
 )
 @json_option
 def command(root: Path, out: Path | None, as_json: bool) -> int:
@@ -44,7 +46,7 @@ def command(root: Path, out: Path | None, as_json: bool) -> int:
     Examples:
       ckptmirror timeline --root /local-ssd/run-17
       ckptmirror timeline --root /local-ssd/run-17 --out run-17.svg
-      ckptmirror timeline --root /local-ssd/run-17 --json | jq '.bars[] | select(.outcome == "failed")'
+      ckptmirror timeline --json | jq '.bars[] | select(.outcome == "failed")'
     """
     from ckptmirror.flow.history import read_history
     from ckptmirror.flow.timeline import build_timeline

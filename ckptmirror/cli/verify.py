@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import json_option, print_json, size, step_option
 from ckptmirror.cli._progress import progress
 from ckptmirror.core.errors import IntegrityError, NotAuthorised, Temporary, UsageError
@@ -24,13 +25,18 @@ _HINTS = {
 }
 
 
-@click.command()
+@exit_codes(3, 5, 6, 10, 12)
+@click.command(short_help="Check every save of a root or a mirror.")
 @click.argument("reference", required=False, metavar="[REFERENCE]")
 @click.option(
-    "--root", type=click.Path(path_type=Path, file_okay=False), help="A directory of saves, such as a trainer's root."
+    "--root",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="A directory of saves, such as a trainer's root.  [default: REFERENCE]",
 )
-@click.option("--mirror", "mirrors", multiple=True, metavar="URL", help="A mirror (may be repeated).")
-@step_option("Only the saves of this step.")
+@click.option(
+    "--mirror", "mirrors", multiple=True, metavar="URL", help="A mirror (may be repeated).  [default: REFERENCE]"
+)
+@step_option("Only the saves of this step.  [default: all]")
 @click.option("--deep", is_flag=True, help="Read every byte and compare its checksum.")
 @json_option
 def command(
@@ -54,8 +60,9 @@ def command(
     target = _target(reference, root, mirrors)
     from ckptmirror.flow.verify import verify
 
-    with progress("verify") as show:
-        found = verify(target, step=step, deep=deep, on_progress=show)
+    with progress("verify") as pace:
+        pace.doing("looking at what is there")
+        found = verify(target, step=step, deep=deep, on_progress=pace, on_wait=pace.waiting)
     if as_json:
         print_json(_facts(found))
     else:

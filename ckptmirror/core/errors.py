@@ -4,12 +4,15 @@ Rules:
 * The class docstring's first line is the default message; an instance may say more.
 * ``exit_code`` is what the CLI exits with (the table in docs/reference/exit-codes.md is checked against it).
 * ``hint`` names the next command or action; an instance may replace it.
+* A message holds nothing that a terminal would obey: names and answers from elsewhere stand in it.
 * Whether an operation may be tried again is a property of the class (``temporary``), never guessed from a message.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
+
+from ckptmirror.core.printable import printable_text
 
 __all__ = [
     "AttemptFenced",
@@ -60,7 +63,7 @@ class CkptMirrorError(Exception):
 
     def __init__(self, message: str | None = None, *, hint: str | None = None) -> None:
         doc = (type(self).__doc__ or "").strip().splitlines()
-        self.message = message if message is not None else doc[0]
+        self.message = printable_text(message if message is not None else doc[0])
         if hint is not None:
             self.hint = hint
         super().__init__(self.message)
@@ -83,7 +86,7 @@ class UsageError(CkptMirrorError):
     """The call or command line cannot be understood."""
 
     exit_code = 2
-    hint = "See `ckptmirror --help`."
+    hint = "See `ckptmirror --help`, and `--help` of the verb."
 
 
 class CheckpointNotFound(CkptMirrorError):

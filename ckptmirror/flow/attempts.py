@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
@@ -32,6 +33,7 @@ from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local import files
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.saying import saying
 
 __all__ = [
     "attempts_here",
@@ -111,7 +113,9 @@ def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[Attempt
                 f"{mirror.url}/{names.WRITER_NAME} is broken: {error}",
                 hint="The next start of the trainer rebuilds it.",
             ) from error
-        _log.error("%s/%s is broken and is rebuilt: %s", mirror.url, names.WRITER_NAME, error)
+        saying(_log, mirror=mirror.url).error(
+            "%s/%s is broken and is rebuilt: %s", mirror.url, names.WRITER_NAME, error
+        )
         return None, info.generation
 
 
@@ -178,7 +182,7 @@ def join(
                 attempt.number,
                 attempt.id[:8],
                 root,
-                root,
+                quote(str(root)),
             )
     return known, apart
 

@@ -8,6 +8,7 @@ Rules:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ __all__ = [
 
 META_LIMIT_BYTES = 64 * 1024 * 1024
 _READERS = 8
+_FEW = 8  # so many single files are asked one by one, more by a listing
 
 
 @dataclass(frozen=True)
@@ -191,18 +193,32 @@ def _objects_of(store: Store, metas: Sequence[Meta]) -> dict[str, ObjectInfo]:
 
 
 def _objects_named(store: Store, wanted: Iterable[str]) -> dict[str, ObjectInfo]:
-    """One listing per directory answers for up to 1,000 objects a page; single files are asked one by one."""
-    remaining = dict.fromkeys(wanted)
+    """Ask in as few requests as it takes: a listing answers for up to 1,000 objects a page.
+
+    Each directory is listed, and the files of a step beside one another by what their names begin with; a few single
+    files are asked one by one.
+    """
+    by_start: dict[str, list[str]] = {}
+    for name in dict.fromkeys(wanted):
+        directory, slash, _ = name.rpartition("/")
+        by_start.setdefault(directory + slash if slash else _start_of(name), []).append(name)
     found: dict[str, ObjectInfo] = {}
-    for directory in dict.fromkeys(name.rpartition("/")[0] for name in remaining):
-        if directory:
-            found |= {info.name: info for info in store.list(directory + "/") if info.name in remaining}
-        else:
-            for name in [name for name in remaining if "/" not in name]:
-                info = store.stat(name)
-                if info is not None:
-                    found[name] = info
+    for start, alike in by_start.items():
+        if start.endswith("/") or len(alike) > _FEW:
+            remaining = set(alike)
+            found |= {info.name: info for info in store.list(start) if info.name in remaining}
+            continue
+        for name in alike:
+            info = store.stat(name)
+            if info is not None:
+                found[name] = info
     return found
+
+
+def _start_of(name: str) -> str:
+    """``optim_000200`` of ``optim_000200_rank3.pt``: what the files of one role of a step have in common."""
+    match = re.match(r"[a-z]+_[0-9]+", name)
+    return match[0] if match is not None else name
 
 
 def _step_of(name: str) -> int | None:

@@ -20,6 +20,7 @@ from ckptmirror.core.lineage import Lineage, SaveFacts
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.resumption import Candidate, facts_of, first_in_line, not_readable, passed_by, strangers
 from ckptmirror.flow.catalog import Catalog
+from ckptmirror.local.saying import saying
 
 __all__ = ["READ_ORDER", "attempts_of", "choosable", "choose", "lineage_of", "not_superseded", "warn_of_what_is_broken"]
 
@@ -132,7 +133,7 @@ def _tell_of_a_later_save(table: Mapping[tuple[int, Kind], Meta], step: int, tak
     for (other_step, kind), meta in table.items():
         later = (meta.attempt.number, meta.save_number) > (mine.attempt.number, mine.save_number)
         if other_step == step and later:
-            _log.warning(
+            saying(_log, mine).warning(
                 "step %d is taken in kind %s from save %s; a later one, %s, has it in kind %s: ask for that to get it",
                 step,
                 taken,
@@ -150,7 +151,7 @@ def warn_of_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind) -> None:
 def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_for: bool) -> None:
     for save in strangers(lineage_of(catalog), attempts_of(catalog)):
         if save.step >= meta.step and kind in save.kinds:
-            _log.warning(
+            saying(_log, save).warning(
                 "passed over step %d (save %s) in %s: no list there tells of its attempt, which went on elsewhere, or "
                 "was never told; name it by its path if it is right",
                 save.step,

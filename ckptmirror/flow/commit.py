@@ -26,6 +26,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from ckptmirror.core import names
@@ -40,6 +41,7 @@ from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.listing import Listing
 from ckptmirror.local.lock import exclusive
+from ckptmirror.local.saying import saying
 
 if TYPE_CHECKING:  # readers of a mirror pass through here and need no table
     from ckptmirror.local.uploads import UploadsTable
@@ -108,19 +110,37 @@ def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], 
             sealed.publish()
     except BaseException:
         if not may_be_meta_of(meta_path, meta.save_id):
-            remove_uncommitted(root, meta.save_id, made_by(meta))
-            table.discard_unreleased([meta.save_id])
+            _take_back(root, table, meta)
         if sealed is not None:
             sealed.abandon()
         raise
     try:
         table.release_save(meta.save_id)
     except CkptMirrorError as error:  # the save exists: whoever looks next over table and disk releases it
-        _log.error("step %d is committed, but its records are not released to the uploads yet: %s", meta.step, error)
+        saying(_log, meta).error(
+            "step %d is committed, but not given to the uploads yet: %s; `ckptmirror drain --root %s` sees to it, or "
+            "the next start",
+            meta.step,
+            error,
+            quote(str(root)),
+        )
     try:
         files.replace_link(root / names.LATEST_NAME, latest_target(meta))
     except CkptMirrorError as error:  # a hint for people: the save exists, whatever stands in the way of the link
-        _log.warning("step %d is committed, but %s does not name it: %s", meta.step, names.LATEST_NAME, error)
+        saying(_log, meta).warning(
+            "step %d is committed, but %s does not name it: %s", meta.step, names.LATEST_NAME, error
+        )
+
+
+def _take_back(root: Path, table: UploadsTable, meta: Meta) -> None:
+    """Remove what was published of a save that failed. The error that it failed with is the one that counts."""
+    try:
+        remove_uncommitted(root, meta.save_id, made_by(meta))
+        table.discard_unreleased([meta.save_id])
+    except (OSError, CkptMirrorError) as error:  # its records stay too, by which the next start knows what to remove
+        saying(_log, meta).warning(
+            "what there is of the failed save of step %d stays until the next start: %s", meta.step, error
+        )
 
 
 def may_be_meta_of(path: Path, save_id: str) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +23,7 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, open_mirrors
 from ckptmirror.flow.recheck import forget_verified
 from ckptmirror.flow.table_place import open_known_table
+from ckptmirror.flow.under_way import OnWait
 from ckptmirror.flow.verify_structure import Subject
 from ckptmirror.local.uploads import SaveRow, UploadRecord, UploadsTable
 
@@ -69,11 +71,11 @@ class Table:
         """Whether the table has this mirror among its own."""
         return url in self._known
 
-    def open(self, url: str) -> Mirror | None:
+    def open(self, url: str, on_wait: OnWait | None = None) -> Mirror | None:
         """Open a mirror that the table knows, as the place that it remembers; None if it does not know it."""
         if self._table is None or self._root is None or url not in self._known:
             return None
-        (mirror,) = open_mirrors([MirrorSpec(url, self._known[url])], self._root, self._table)
+        (mirror,) = open_mirrors([MirrorSpec(url, self._known[url])], self._root, self._table, on_wait=on_wait)
         return mirror
 
     def save_of(self, subject: Subject) -> SaveRow | None:
@@ -183,7 +185,7 @@ class Table:
         return [
             *told,
             f"{mirror.url}: {len(other)} objects were put there anew since they were verified ({first} …); "
-            f"`ckptmirror drain --root {self._root}` verifies them again",
+            f"`ckptmirror drain --root {quote(str(self._root))}` verifies them again",
         ]
 
     def _verified(self, mirror: Mirror, subject: Subject) -> list[UploadRecord]:

@@ -13,6 +13,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,8 +37,9 @@ from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, left_behi
 from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.settled import open_files, open_saves
-from ckptmirror.flow.table_place import note_place, open_known_table, table_path
-from ckptmirror.flow.workers import UploadWorkers, free_dead_workers, still_moving
+from ckptmirror.flow.table_place import check_place, note_place, open_known_table, table_path
+from ckptmirror.flow.under_way import OnWait, Seen, UnderWay, Wait
+from ckptmirror.flow.workers import IDLE_S, UploadWorkers, free_dead_workers, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.uploads import UploadsTable
@@ -47,18 +49,24 @@ __all__ = ["DrainReport", "Drained", "drain", "push"]
 _STOP_S = 30.0
 _STOP_AT_ONCE_S = 1.0
 _REFUSALS_LIMIT = 2
+_LOOK_EVERY_S = 0.5  # while somebody looks on
 _PART = "only a part of the save is here, and a mirror gets all of it or nothing"
 _WHOLE_HINT = "Stage every kind of the step with --full first, or push from where it was saved."
 
 
 @dataclass(frozen=True)
 class Drained:
-    """How far a drain is: files and bytes of the mirrors that it serves."""
+    """How far a drain is: files and bytes of the mirrors that it serves, done once they are verified.
+
+    Attributes:
+        seen: What is on its way beyond that, and which mirrors are waited for.
+    """
 
     files_done: int
     files_total: int
     bytes_done: int
     bytes_total: int
+    seen: Seen = field(default_factory=Seen)
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,7 @@ def drain(
         limits: Mirrors as they are configured, for how much of the wire each may take.
         retry: Try failed uploads once more.
         timeout_s: Give up waiting after so many seconds; what is pending stays pending.
+        on_progress: Told how far it is, before the first byte and then twice a second, by one thread at a time.
 
     Raises:
         NoTable: ckptmirror has not saved here.
@@ -116,7 +125,7 @@ def drain(
         if not table.knows_mirrors():
             raise Temporary(
                 f"The table of {root} was just made and does not know the mirrors yet.",
-                hint="Start the trainer, which tells it, or name the mirror with `ckptmirror push`.",
+                hint="Start the trainer, which tells it, or name the mirror with `ckptmirror push --mirror URL`.",
             )
         limited = {spec.url: spec for spec in mirror_specs(limits)}
         specs = [replace(limited.get(row.url, MirrorSpec(row.url)), required=row.required) for row in table.mirrors()]
@@ -125,21 +134,26 @@ def drain(
             waiting = "".join(f" {count} files wait for {url}, which was one." for url, count in left.items())
             raise ConfigError(
                 f"{root} has no mirror.{waiting}",
-                hint="Start the trainer with its mirrors, or name one with `ckptmirror push --mirror`.",
+                hint="Start the trainer with its mirrors, or name one with `ckptmirror push --mirror URL`.",
             )
         wanted = {spec.url for spec in mirror_specs(only)}
         if unknown := wanted - {spec.url for spec in specs}:
             raise ConfigError(
-                f"{', '.join(sorted(unknown))} is no mirror of {root}.", hint="Use `ckptmirror push` to add a mirror."
+                f"{', '.join(sorted(unknown))} is no mirror of {root}.",
+                hint="Use `ckptmirror push --mirror URL` to add a mirror.",
             )
-        mirrors = open_mirrors((spec for spec in specs if not wanted or spec.url in wanted), root, table)
+        served = [spec for spec in specs if not wanted or spec.url in wanted]
+        looker = _Looker(table, [spec.url for spec in served], on_progress)
+        mirrors = open_mirrors(served, root, table, on_wait=looker.waits)
         try:
+            looker.look()
             bus = bus or events.EventBus()
             recheck = Recheck(table, mirrors, bus)
             gone = _reconcile_if_free(root, table, specs, mirrors, recheck)
+            looker.answered(recheck)
             if retry:
                 table.retry_failed()
-            report = _run(root, table, mirrors, recheck, timeout_s, bus, on_progress)
+            report = _run(root, table, mirrors, recheck, timeout_s, bus, looker)
             return replace(report, failed=(*report.failed, *gone))
         finally:
             close_mirrors(mirrors)
@@ -176,8 +190,20 @@ def push(
     if not metas:
         of_step = f" of step {step}" if step is not None else ""
         some = "only a part of a save" if found else "no whole save"
+        from ckptmirror.flow.older import ADOPT_HINT, find_older
+
+        older = [one for one in find_older(root) if not found and step in (None, one.step)]
+        if older:
+            what = f"{older[-1].path} is of an older writer and has no checksums: no mirror is given it as it is."
+            raise CheckpointNotFound(f"{root} holds {some}{of_step}. {what}", hint=ADOPT_HINT)
         raise CheckpointNotFound(f"{root} holds {some}{of_step}.", hint=_WHOLE_HINT)
-    _ask(root, spec, table_path(root, state_dir))
+    check_place(root, state_dir)
+
+    def waits(url: str, delay_s: float, error: Exception) -> None:
+        if on_progress is not None:
+            on_progress(Drained(0, 0, 0, 0, Seen(waits=(Wait(url, str(error), delay_s),))))
+
+    _ask(root, spec, table_path(root, state_dir), waits)
     files.make_dirs(table_path(root, state_dir).parent)
     table = UploadsTable.open(table_path(root, state_dir), create=True)
     try:
@@ -189,14 +215,17 @@ def push(
             table.set_mirrors([*known, (spec.url, is_only_word and spec.required)])
         add_missing_records(table, [spec], metas)
         table.retry_failed(mirror=spec.url)
-        mirrors = open_mirrors([spec], root, table)
+        looker = _Looker(table, [spec.url], on_progress)
+        mirrors = open_mirrors([spec], root, table, on_wait=looker.waits)
         try:
+            looker.look()
             bus = bus or events.EventBus()
             recheck = Recheck(table, mirrors, bus)
             recheck.ask()
+            looker.answered(recheck)
             # No reconcile: it would give every other save a record too, and only these were asked for.
             ids = [meta.save_id for meta in metas]
-            report = _run(root, table, mirrors, recheck, timeout_s, bus, on_progress, ids)
+            report = _run(root, table, mirrors, recheck, timeout_s, bus, looker, ids)
             parts = [f"{spec.url}: step {meta.step}: {_PART}" for meta in found if meta not in metas]
             return replace(report, failed=(*report.failed, *parts))
         finally:
@@ -205,11 +234,11 @@ def push(
         table.close()
 
 
-def _ask(root: Path, spec: MirrorSpec, path: Path) -> None:
+def _ask(root: Path, spec: MirrorSpec, path: Path, on_wait: OnWait) -> None:
     """See whether the mirror answers and may hold this run."""
     with contextlib.ExitStack() as opened:
         table = opened.enter_context(UploadsTable.open(path)) if path.exists() else None
-        mirrors = open_mirrors([spec], root, table)
+        mirrors = open_mirrors([spec], root, table, on_wait=on_wait)
         opened.callback(close_mirrors, mirrors)
         mirrors[0].store.identity()  # the first contact, at which a directory is made
         publish_attempts(root, mirrors[0])
@@ -244,18 +273,19 @@ def _run(
     recheck: Recheck,
     timeout_s: float,
     bus: events.EventBus,
-    on_progress: Callable[[Drained], None] | None,
+    looker: _Looker,
     save_ids: Collection[str] | None = None,
 ) -> DrainReport:
     free_dead_workers(table)  # what an interrupted verb held, nobody carries on otherwise before its lease ends
-    workers = UploadWorkers(root, table, mirrors, bus, lambda mirror: publish_attempts(root, mirror))
+    workers = UploadWorkers(
+        root, table, mirrors, bus, lambda mirror: publish_attempts(root, mirror), under_way=looker.under_way
+    )
     urls = [mirror.url for mirror in mirrors]
     refusals = _Refusals()
     bus.subscribe(refusals)
 
     def done() -> bool:
-        if on_progress is not None:
-            on_progress(_progress(table, urls))
+        looker.look()
         if still_moving(table, [url for url in urls if url not in refusals.final]):
             return False
         recheck.ask_if_due()
@@ -263,7 +293,7 @@ def _run(
 
     try:
         workers.start()
-        workers.wait_until_verified(done, timeout_s)
+        workers.wait_until_verified(done, timeout_s, look_every_s=looker.every_s)
     except BaseException:  # a person's interrupt: what is on its way is found by the next drain
         workers.stop(_STOP_AT_ONCE_S)
         raise
@@ -279,7 +309,9 @@ def _run(
     refused |= {url: str(error) for url, error in unasked.items() if isinstance(error, NotAuthorised)}
     unasked = {url: error for url, error in unasked.items() if url not in refused}
     left = left_behind(table, {row.url for row in table.mirrors()})
-    return DrainReport(_progress(table, urls), pending, tuple(failed), refused, unasked, left, _emergency_step(here))
+    return DrainReport(
+        _settled(table, urls, Seen()), pending, tuple(failed), refused, unasked, left, _emergency_step(here)
+    )
 
 
 def _emergency_step(here: Catalog) -> int | None:
@@ -304,7 +336,33 @@ class _Refusals:
                 self.final[event.mirror] = event.reason
 
 
-def _progress(table: UploadsTable, urls: Sequence[str]) -> Drained:
+class _Looker:
+    """Shows who looks on how far a drain is. Several threads ask for that: what waits, waits in any of them."""
+
+    def __init__(self, table: UploadsTable, urls: Sequence[str], on_progress: Callable[[Drained], None] | None) -> None:
+        self.under_way = UnderWay()
+        self.every_s = IDLE_S if on_progress is None else _LOOK_EVERY_S
+        self._table = table
+        self._urls = urls
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+
+    def look(self) -> None:
+        if self._on_progress is not None:
+            with self._lock:
+                seen = self.under_way.seen()  # before the table: what is verified in between counts twice, not never
+                self._on_progress(_settled(self._table, self._urls, seen))
+
+    def answered(self, recheck: Recheck) -> None:
+        for url in set(self._urls) - recheck.errors().keys():
+            self.under_way.answered(url)
+
+    def waits(self, url: str, delay_s: float, error: Exception) -> None:
+        self.under_way.waits(url, delay_s, error)
+        self.look()
+
+
+def _settled(table: UploadsTable, urls: Sequence[str], seen: Seen) -> Drained:
     rows = [count for count in table.summary().counts if count.mirror in urls]
     settled = [row for row in rows if row.state in (RecordState.VERIFIED, RecordState.REMOVED, RecordState.SKIPPED)]
     return Drained(
@@ -312,4 +370,5 @@ def _progress(table: UploadsTable, urls: Sequence[str]) -> Drained:
         files_total=sum(row.records for row in rows),
         bytes_done=sum(row.size_bytes for row in settled),
         bytes_total=sum(row.size_bytes for row in rows),
+        seen=seen,
     )

@@ -24,6 +24,7 @@ from ckptmirror.core.errors import CkptMirrorError, NameTaken
 from ckptmirror.core.model import Attempt, Meta, new_id
 from ckptmirror.flow.emergency_files import note_path, read_note
 from ckptmirror.local import files
+from ckptmirror.local.saying import saying
 
 if TYPE_CHECKING:
     from ckptmirror.formats.train_state import TrainState
@@ -86,7 +87,9 @@ def save_emergency(
         try:
             files.replace_link(root / names.LATEST_NAME, directory.name)
         except CkptMirrorError as error:  # a hint for people: the snapshot is durable, whatever stands in the way
-            _log.warning("the emergency snapshot of step %d is durable, but latest does not name it: %s", step, error)
+            saying(_log, meta, rank=rank).warning(
+                "the emergency snapshot of step %d is durable, but latest does not name it: %s", step, error
+            )
     bus.emit(
         events.EmergencySaved(
             step=step,

@@ -59,7 +59,10 @@ def read_note(path: Path) -> str:
         FileNotFoundError: There is no such note.
         ValueError: It is not one of ours.
     """
-    note = json.loads(files.read_limited(path, _NOTE_LIMIT_BYTES))
+    try:
+        note = json.loads(files.read_limited(path, _NOTE_LIMIT_BYTES))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deep") from error
     if not isinstance(note, dict) or not isinstance(note.get("directory"), str):
         raise ValueError(f"{path} is no note of an emergency snapshot")
     return str(note["directory"])

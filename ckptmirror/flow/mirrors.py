@@ -22,7 +22,9 @@ from ckptmirror.core.events import EventBus
 from ckptmirror.core.lifecycle import WAITING
 from ckptmirror.core.model import new_id
 from ckptmirror.core.sealed_json import open_sealed, seal
+from ckptmirror.flow.under_way import OnWait
 from ckptmirror.local import files
+from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.base import Store
@@ -97,7 +99,11 @@ def mirror_specs(mirrors: Iterable[str | MirrorSpec]) -> list[MirrorSpec]:
 
 
 def open_mirrors(
-    specs: Iterable[MirrorSpec], root: Path, table: UploadsTable | None, bus: EventBus | None = None
+    specs: Iterable[MirrorSpec],
+    root: Path,
+    table: UploadsTable | None,
+    bus: EventBus | None = None,
+    on_wait: OnWait | None = None,
 ) -> list[Mirror]:
     """Open the store behind each mirror of a root, in order; nothing is asked of them before their first use.
 
@@ -106,13 +112,16 @@ def open_mirrors(
         root: The root that they mirror.
         table: What remembers which place each mirror is; None where the root has no table yet.
         bus: Told of every call to a mirror.
+        on_wait: Told when a mirror did not answer and is asked again later.
 
     Raises:
         ConfigError: A required mirror cannot compare and swap, or a mirror lies where it must not (``check_places``).
     """
     mirrors = []
     for spec in specs:
-        store = open_store(spec.url, bytes_per_s=spec.bytes_per_s, requests_per_s=spec.requests_per_s, bus=bus)
+        store = open_store(
+            spec.url, bytes_per_s=spec.bytes_per_s, requests_per_s=spec.requests_per_s, bus=bus, on_wait=on_wait
+        )
         if spec.required and not store.capabilities.compare_and_swap:
             raise ConfigError(
                 f"The mirror {spec.url} cannot replace an object at a given generation, so two writers could not see "
@@ -143,7 +152,9 @@ def known_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> list[Mirr
 def set_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> None:
     """Tell the table which mirrors there are, and say loudly what waits for one that is no more."""
     for url, count in left_behind(table, {spec.url for spec in specs}).items():
-        _log.error("%d files wait for %s, which is no mirror any more: they are not sent", count, url)
+        saying(_log, mirror=url).error(
+            "%d files wait for %s, which is no mirror any more: they are not sent until it is one again", count, url
+        )
     table.set_mirrors([(spec.url, spec.required) for spec in specs])
 
 

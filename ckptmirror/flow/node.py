@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import (
@@ -52,6 +53,7 @@ from ckptmirror.flow.trash import empty_trash
 from ckptmirror.flow.workers import UploadWorkers, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock, exclusive
+from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import LeaseClock, RootIdentity
 
 __all__ = ["Node", "open_table"]
@@ -93,7 +95,7 @@ class Node:
         self._rotator: Rotator | None = None
         self._recheck: Recheck | None = None
         check_place(root, state_dir)
-        files.make_dirs(root / names.CONTROL_DIR)
+        files.make_dirs(root / names.TRASH_DIR)  # now: on a full disk a failed save goes there
         self.lock = RootLock(root)
         owner = {"verb": verb} if verb is not None else {}
         self.lock.acquire(owner, wait_s=_SHORT_VERB_S, wait_for_verbs=_SHORT_VERBS)
@@ -119,7 +121,7 @@ class Node:
         self.claim = RunClaim.make(self.root, self.mirrors)
         self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))
         for url, reason in self.claim.unclaimed.items():
-            _log.warning("%s does not answer and is claimed later: %s", url, reason)
+            saying(_log, mirror=url).warning("%s does not answer and is claimed later: %s", url, reason)
             self._bus.emit(events.MirrorUnreachable(mirror=url, reason=reason))
         return self.claim
 
@@ -316,9 +318,9 @@ class Node:
         lines = [f"{pending} files of {self.root} are not verified on their mirrors."] if pending else []
         lines += [f"Nothing says that {url} still has what was verified there ({why})." for url, why in unasked.items()]
         if lines and not stopped:
-            raise DeadlinePassed(" ".join(lines), hint=f"Finish with `ckptmirror drain --root {self.root}`.")
+            raise DeadlinePassed(" ".join(lines), hint=f"Run `ckptmirror drain --root {quote(str(self.root))}`.")
         for line in lines:
-            _log.warning("%s `ckptmirror drain --root %s`, or the next start, sees to it.", line, self.root)
+            _log.warning("%s `ckptmirror drain --root %s`, or the next start, sees to it.", line, quote(str(self.root)))
 
     def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> dict[str, str]:
         """Wait for the uploads unless the run was stopped; return the mirrors that nobody asked, with why."""
@@ -341,7 +343,7 @@ class Node:
             self.wait_mirrored(None, ends_s - time.monotonic())
         unasked = self._unasked()
         for url in unasked.keys() & recheck.silent():
-            _log.warning("%s does not answer any more (%s); all of it was verified earlier", url, unasked[url])
+            saying(_log, mirror=url).warning("%s is silent now (%s); all was verified earlier", url, unasked[url])
         return {url: why for url, why in unasked.items() if url not in recheck.silent()}
 
     def close(

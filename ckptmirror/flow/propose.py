@@ -17,6 +17,7 @@ import json
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from shlex import quote
 
 from ckptmirror.core import events
 from ckptmirror.core.errors import (
@@ -46,16 +47,16 @@ from ckptmirror.core.resumption import (
 from ckptmirror.flow.mirrors import Mirror, counting
 from ckptmirror.flow.node import Node
 from ckptmirror.flow.places import look_everywhere
+from ckptmirror.flow.policy import Policy, settled_policy
 from ckptmirror.flow.reconcile import BRINGING_NAME, add_missing_records
 from ckptmirror.flow.stage import stage_save
 from ckptmirror.flow.staging import OnProgress
 from ckptmirror.local import files
+from ckptmirror.local.saying import saying
 
 __all__ = ["Policy", "Proposal", "Proposer"]
 
 _log = logging.getLogger("ckptmirror.resume")
-
-Policy = str | int
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Proposer:
         self._node = node
         self._bus = bus
         self._on_progress = on_progress
-        self._policy = policy
+        self._policy, self._kind = settled_policy(node.root, policy)
         self._force = force
         self._passed_over: list[str] = []  # copies that were tried
         self._not_seen: list[str] = []  # no copies, so not among what forbids a start from scratch
@@ -158,7 +159,7 @@ class Proposer:
         reference = None if self._policy == "auto" else self._policy
         where = {key: list(metas) for key, metas in self._metas.items()}
         try:
-            found = candidates(self._order, where, reference)
+            found = [one for one in candidates(self._order, where, reference) if self._kind in (None, one.kind)]
             if reference is not None and not found:
                 raise CheckpointNotFound(f"There is no whole save {reference!r}.")
         except CheckpointNotFound as error:
@@ -261,10 +262,12 @@ class Proposer:
         if self._policy == "auto":
             for save in self._order.superseded:
                 if save.step > chosen.step and save.save_id in self._places.disk.saves:
-                    _log.warning(
+                    saying(_log, save).warning(
                         "step %d (save %s) lies whole here and is superseded: a later attempt went on from an earlier "
-                        "save. If that was not meant, resume it by its save id.",
+                        "save. If that was not meant, stop it and run `ckptmirror rewind --root %s --save %s`.",
                         save.step,
+                        save.save_id[:8],
+                        quote(str(self._node.root)),
                         save.save_id[:8],
                     )
         for save in self._strangers:
@@ -273,7 +276,7 @@ class Proposer:
                     f"step {save.step} (save {save.save_id[:8]}): no list tells of its attempt {save.attempt[:8]} (an "
                     "older list was restored, or the attempt was never told); resume it by its save id, if it is right"
                 )
-                _log.error("passed over %s", lines[-1])
+                saying(_log, save).error("passed over %s", lines[-1])
         return lines
 
     def _from_scratch(self) -> Proposal:
@@ -332,7 +335,7 @@ class Proposer:
 
     def _note(self, meta: Meta, place: str, reason: str) -> None:
         line = f"step {meta.step} (save {meta.save_id[:8]}, {place}): {reason}"
-        _log.error("passed over %s", line)
+        saying(_log, meta, event="CopyBroken").error("passed over %s", line)
         self._bus.emit(events.CopyBroken(step=meta.step, save_id=meta.save_id, place=place, reason=reason))
         self._passed_over.append(line)
 

@@ -11,6 +11,7 @@ Rules:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ __all__ = ["CHUNK_SIZE_BYTES", "WORKERS", "Incoming", "read_back_crc32c", "recei
 WORKERS = 4
 CHUNK_SIZE_BYTES = 8 * 1024 * 1024
 _TRIES_PER_BLOCK = 3
-_STOP_WAIT_S = 5.0
+_STOP_WAIT_S = 2.0
 _READ_BACK_BYTES = 4 * 1024 * 1024
 
 Fill: TypeAlias = Callable[[int, memoryview], None]
@@ -149,8 +150,9 @@ class _Pool:
                 thread.join()
         except BaseException:  # a person's interrupt: the temporaries stay for the next call
             self._stop.set()
+            deadline = time.monotonic() + _STOP_WAIT_S
             for thread in threads:
-                thread.join(_STOP_WAIT_S)
+                thread.join(max(0.0, deadline - time.monotonic()))
             raise
         if self._errors:
             raise self._errors[0]

@@ -18,6 +18,7 @@ from ckptmirror.core import events
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, IllegalTransition, NotAuthorised, Temporary
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
 __all__ = ["ASK_AGAIN_S", "Recheck", "forget_verified"]
@@ -129,7 +130,7 @@ def _ask(table: UploadsTable, mirror: Mirror) -> None:
     for record in missed:
         forget_verified(table, record, f"{record.object or record.path} is gone from the mirror, or another object now")
     if missed:
-        _log.error(
+        saying(_log, mirror=mirror.url).error(
             "%d objects that were verified on %s are there no more, and are sent again: %s …",
             len(missed),
             mirror.url,
@@ -153,4 +154,4 @@ def forget_verified(table: UploadsTable, record: UploadRecord, reason: str) -> N
         try:
             table.unverify(one.save_id, one.path, one.mirror, reason)
         except (CheckpointNotFound, IllegalTransition) as error:  # rotated, or found missing by another, meanwhile
-            _log.info("%s on %s is no longer to be there: %s", one.path, one.mirror, error)
+            saying(_log, one).info("%s on %s is no longer to be there: %s", one.path, one.mirror, error)

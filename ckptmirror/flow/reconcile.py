@@ -39,6 +39,7 @@ from ckptmirror.flow.trash import empty_trash, parsed_in_trash
 from ckptmirror.flow.workers import free_dead_workers
 from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import SaveRow, UploadsTable
 
 __all__ = [
@@ -122,7 +123,9 @@ def _forget_gone(root: Path, table: UploadsTable, on_disk: Collection[str]) -> t
         if not missing or _is_something_left(root, table, save):
             continue
         reason = f"nothing of it is left in {root}; {missing[0].mirror}: {missing[0].reason}"
-        _log.error("the save of step %d was removed before it was mirrored: %s", save.step, reason)
+        saying(_log, save, event="SaveGone").error(
+            "the save of step %d was removed before it was mirrored: %s", save.step, reason
+        )
         table.forget_save(save.save_id, REMOVED_REASON)
         gone.append((save.step, save.save_id, reason))
     return tuple(gone)
@@ -165,7 +168,7 @@ def add_missing_records(
             count = _add(table, wanted, meta)
         except IntegrityError as error:
             if meta.staged_from is None:
-                _log.error("step %d: %s", meta.step, error)
+                saying(_log, meta).error("step %d: %s", meta.step, error)
                 continue
             had = {record.mirror for record in table.records(save_id=meta.save_id)}
             table.forget_save(meta.save_id, "staged again under other names")
@@ -236,7 +239,7 @@ def being_brought(root: Path) -> str | None:
     """The save that a start was bringing from a mirror when it was killed; its temporaries are continued."""
     try:
         note = json.loads(files.read_limited(root / BRINGING_NAME, 4096))
-    except (FileNotFoundError, ValueError, IntegrityError):
+    except (FileNotFoundError, ValueError, RecursionError, IntegrityError):
         return None
     save_id = note.get("save_id") if isinstance(note, dict) else None
     return save_id if isinstance(save_id, str) and len(save_id) == 32 else None

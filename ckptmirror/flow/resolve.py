@@ -5,7 +5,7 @@ Rules:
 * A path is only as good as the meta that names it: what no valid meta names, or what is not whole, is refused with the
   reason (I2). Nothing is unpickled here, and only names, metas and sizes are read.
 * ``latest`` is a hint: its target is checked like any other path.
-* Directories of the older layout are recognised by a marker of theirs; they are read, never written.
+* What is of an older writer comes last, and is told of (``older``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes
@@ -29,16 +29,21 @@ from ckptmirror.core.errors import (
     ObjectNotFound,
     UsageError,
 )
-from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.model import KINDS, Artifact, Kind, Meta
 from ckptmirror.core.resumption import KIND_ORDER
 from ckptmirror.flow.catalog import META_LIMIT_BYTES, Catalog, local_catalog, mirror_catalog, read_mirror_meta
 from ckptmirror.flow.choose import READ_ORDER, choose, lineage_of, not_superseded, warn_of_what_is_broken
 from ckptmirror.flow.commit import top_names
 from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.reference import CheckpointReference, Located, locate
 from ckptmirror.flow.staging import MAIN_ROLE
 from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.saying import saying
 from ckptmirror.stores import normalise_url, open_store
+
+if TYPE_CHECKING:
+    from ckptmirror.local.older import OlderCheckpoint
 
 __all__ = [
     "CheckpointReference",
@@ -52,24 +57,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("ckptmirror.choose")
-ListedStanding = Literal["current", "replaced", "superseded", "unknown", "incomplete"]
-
-
-@dataclass(frozen=True)
-class CheckpointReference:
-    """One checkpoint: where, which step, which kind.
-
-    Attributes:
-        dir: The directory that holds the save, or a mirror's URL.
-        save_id: None in a directory of the older layout.
-        path: On the local disk: the DCP directory, the model file or the emergency directory.
-    """
-
-    dir: Path | str
-    step: int
-    kind: Kind
-    save_id: str | None = field(default=None, compare=False)
-    path: Path | None = field(default=None, compare=False)
+ListedStanding = Literal["current", "replaced", "superseded", "unknown", "older", "incomplete"]
+_REFERENCES = ("meta", *KINDS, "legacy_dcp", "legacy_meta")
 
 
 @dataclass(frozen=True)
@@ -77,7 +66,8 @@ class ListedCheckpoint:
     """One line of a listing.
 
     Attributes:
-        standing: ``incomplete`` for what is not whole or whose meta is broken; else as the lineage has it.
+        standing: ``incomplete`` for what is not whole or whose meta is broken; ``older`` for what an older writer left,
+            which has no checksums and is on no lineage; else as the lineage has it.
         why: Why it is incomplete.
         kinds: Empty where the meta cannot be read.
         current_kinds: The kinds for which this save stands for its step.
@@ -108,7 +98,8 @@ def resolve_checkpoint_reference(
     """Turn what a person types into ``(dir, step, kind)``.
 
     Takes a ``model_*.pt``, a DCP directory, a meta, an emergency directory, ``latest``, a directory of saves (its
-    newest whole save: dcp, then model), a mirror's URL, or the URL of one of these there.
+    newest whole save: dcp, then model), a mirror's URL, or the URL of one of these there. On a disk also what an older
+    writer left; it has no checksums, and the log says so.
 
     Raises:
         CheckpointNotFound: There is nothing, or nothing that a valid meta names.
@@ -118,53 +109,52 @@ def resolve_checkpoint_reference(
     """
     if isinstance(reference, CheckpointReference):
         found = reference
-    elif "://" in (text := os.fspath(reference)):
-        found = _on_mirror(text, require_kind)
     else:
-        found = _on_disk(Path(text).absolute(), require_kind)
+        located = locate(reference)
+        if located.parsed is not None and located.parsed.role not in _REFERENCES:
+            raise UsageError(
+                f"{reference} is a part of a checkpoint.", hint="Name its model file, DCP directory, meta or directory."
+            )
+        if isinstance(located.place, Path):
+            found = _on_disk(located.place, located, require_kind)
+        else:
+            found = _on_mirror(located.place, located, require_kind)
     if require_kind is not None and found.kind != require_kind:
         raise KindMismatch(f"{reference} is of kind {found.kind}, not {require_kind}.")
     return found
 
 
-def _on_disk(path: Path, kind: Kind | None) -> CheckpointReference:
-    if not os.path.lexists(path):
-        raise CheckpointNotFound(f"{path} does not exist.")
-    if path.is_symlink() and names.parse_name(path.name) is not None and path.name == names.LATEST_NAME:
-        return _latest(path, kind)
-    parsed = names.parse_name(path.name)
-    if parsed is None and path.is_symlink() and names.parse_name(path.resolve().name) is not None:
-        return _on_disk(path.resolve(), kind)
-    if parsed is not None and parsed.role in ("meta", "model", "dcp", "emergency"):
-        return _named(path.parent, path.name, kind)
-    if parsed is not None and parsed.role == "legacy_dcp":
-        return _older_layout(path, parsed.step or 0)
-    if not path.is_dir():
+def _on_disk(root: Path, located: Located, kind: Kind | None) -> CheckpointReference:
+    if located.link is not None:
+        return _latest(located.link, root, located.name, kind)
+    if located.name:
+        return _named(root, located.name, kind)
+    catalog = local_catalog(root)
+    if not catalog.saves and not catalog.problems:
+        from ckptmirror.flow.older import newest_older  # here and below only now: most verbs never need it
+
+        if (found := newest_older(root, kind)) is not None:
+            return found
+    if not catalog.saves and (root / ".metadata").is_file():
         raise UsageError(
-            f"{path} is not a checkpoint.", hint="Name a model file, a DCP directory, a meta, or their directory."
+            f"{root} is a DCP directory, but its name does not say which step it is of.",
+            hint="Rename it to dist_ckpt_<six digits>, with a meta.json in it, or read it with torch.",
         )
-    meta, chosen = choose(local_catalog(path), "latest", kind, staged=True)
-    return _reference(path, meta, chosen)
+    meta, chosen = choose(catalog, "latest", kind, staged=True)
+    return _reference(root, meta, chosen)
 
 
-def _latest(link: Path, kind: Kind | None) -> CheckpointReference:
+def _latest(link: Path, root: Path, target: str, kind: Kind | None) -> CheckpointReference:
     """What the link names; a hint, which a start or a person may have left behind, so a newer save is told of."""
-    found = _named(link.parent, _target_of(link), kind)
+    found = _named(root, target, kind)
     with contextlib.suppress(CkptMirrorError):
-        newest, _ = choose(local_catalog(link.parent), "latest", staged=True)
+        newest, _ = choose(local_catalog(root), "latest", staged=True)
         if newest.save_id != found.save_id and found.kind != "emergency":
-            saves = (found.step, found.save_id, newest.step, newest.save_id)
-            _log.warning("%s names step %d (save %.8s); a reader would take step %d (save %.8s)", link, *saves)
+            saves = (found.step, (found.save_id or "of an older writer")[:8], newest.step, newest.save_id)
+            saying(_log, found).warning(
+                "%s names step %d (save %.8s); a reader would take step %d (save %.8s)", link, *saves
+            )
     return found
-
-
-def _target_of(link: Path) -> str:
-    """Where ``latest`` points: one name beside it, of something that can be resumed."""
-    target = link.readlink()
-    parsed = names.parse_name(str(target))
-    if parsed is None or parsed.role not in ("dcp", "model", "emergency"):
-        raise CheckpointNotFound(f"{link} points at {target}, which is no checkpoint beside it.")
-    return str(target)
 
 
 def _named(root: Path, name: str, kind: Kind | None) -> CheckpointReference:
@@ -181,6 +171,10 @@ def _named(root: Path, name: str, kind: Kind | None) -> CheckpointReference:
     for item in inventory.broken:
         if _stem_of(item.path.name) == _stem_of(name):
             raise BrokenMeta(f"{item.path} cannot be trusted: {item.why}")
+    from ckptmirror.flow.older import named_older
+
+    if (found := named_older(root, name, kind)) is not None:
+        return found
     raise CheckpointNotFound(f"No valid meta names {root / name}, so nobody can say whether it is whole.")
 
 
@@ -220,49 +214,52 @@ def _main_tops(artifacts: Iterable[Artifact], kind: Kind) -> Iterable[str]:
             yield artifact.path.partition("/")[0]
 
 
-def _older_layout(path: Path, step: int) -> CheckpointReference:
-    """``dist_ckpt_000200``: complete when DCP's ``.metadata`` and a ``meta.json`` inside or beside it are there."""
-    if not (path / ".metadata").is_file():
-        raise CheckpointNotFound(f"{path} has no .metadata, so it is not a whole DCP checkpoint.")
-    if not any((place / "meta.json").is_file() for place in (path, path.parent)):
-        raise CheckpointNotFound(f"There is no meta.json in or beside {path}, so nobody can say whether it is whole.")
-    return CheckpointReference(path.parent, step, "dcp", None, path)
+def _on_mirror(place: str, located: Located, kind: Kind | None) -> CheckpointReference:
+    from ckptmirror.flow.older import not_on_a_mirror, older_on_mirror
 
-
-def _on_mirror(url: str, kind: Kind | None) -> CheckpointReference:
-    base, _, last = url.rstrip("/").rpartition("/")
-    parsed = names.parse_name(last)
-    inside = parsed is not None and parsed.role in ("meta", "model", "dcp", "emergency")
-    with_url = normalise_url(base if inside else url)
-    mirror = Mirror(with_url, False, open_store(with_url))
+    parsed, last = located.parsed, located.name
+    url = normalise_url(place)
+    mirror = Mirror(url, False, open_store(url))
     try:
-        if not inside or parsed is None:
-            meta, chosen = choose(mirror_catalog(mirror), "latest", kind)
-            return CheckpointReference(with_url, meta.step, chosen, meta.save_id)
+        if parsed is None:
+            catalog = mirror_catalog(mirror)
+            if not catalog.saves and (older := older_on_mirror(catalog.others)):
+                raise not_on_a_mirror(url, older[-1][1])
+            meta, chosen = choose(catalog, "latest", kind)
+            return CheckpointReference(url, meta.step, chosen, meta.save_id)
+        if parsed.role in ("legacy_dcp", "legacy_meta"):
+            raise not_on_a_mirror(url, last)
         catalog = mirror_catalog(mirror, step=parsed.step)
         named = read_mirror_meta(mirror.store, last)[0].save_id if parsed.role == "meta" else None
     except ObjectNotFound as error:
-        raise CheckpointNotFound(f"{with_url} has no {last}.") from error
+        raise CheckpointNotFound(f"{url} has no {last}.") from error
     finally:
         mirror.store.close()
     for meta in catalog.saves.values():
         if meta.save_id == named or last in {a.object_name.partition("/")[0] for a in meta.artifacts}:
-            return CheckpointReference(with_url, meta.step, _kind_of(last, meta, kind), meta.save_id)
+            return CheckpointReference(url, meta.step, _kind_of(last, meta, kind), meta.save_id)
     why = "; ".join(f"{name}: {reason}" for name, reason in catalog.problems.items())
-    raise CheckpointNotFound(f"No whole save on {with_url} has {last}.{' ' + why if why else ''}")
+    raise CheckpointNotFound(f"No whole save on {url} has {last}.{' ' + why if why else ''}")
 
 
 # -- a root's steps ------------------------------------------------------------------------------------------
 
 
 def resolve_resume_path(root: Path | str) -> Path | None:
-    """Return the newest whole local checkpoint of the lineage, or None; of one save dcp, then model."""
+    """Return the newest whole local checkpoint of the lineage, or None; of one save dcp, then model.
+
+    What an older writer left is on no lineage: it is told of, and not returned.
+    """
     root = Path(root).absolute()
     if not root.is_dir():
         return None
     catalog = local_catalog(root)
     table = not_superseded(catalog, placed=True)
     if not table:
+        from ckptmirror.flow.older import ADOPT_HINT, find_older
+
+        for older in find_older(root)[-1:]:
+            _log.warning("nothing to resume in %s: %s is of an older writer. %s", root, older.path, ADOPT_HINT)
         return None
 
     def rank(key: tuple[int, Kind]) -> tuple[int, int, int, int]:
@@ -277,31 +274,44 @@ def resolve_resume_path(root: Path | str) -> Path | None:
 def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> list[int]:
     """Return the steps of the lineage that are whole in ``root``, ascending (of one kind, if given).
 
-    A DCP step counts only with its ``.metadata``, a valid meta, and every artifact with exactly its size.
+    A DCP step counts only with its ``.metadata``, a valid meta, and every artifact with exactly its size. A step that
+    an older writer left counts with its ``.metadata`` (or its model file) and a ``meta.json`` that speaks for it.
     """
+    from ckptmirror.flow.older import older_steps
+
     root = Path(root).absolute()
     if not root.is_dir():
         return []
     kinds = (kind,) if kind is not None else READ_ORDER
-    return sorted({step for step, k in not_superseded(local_catalog(root)) if k in kinds})
+    steps = {step for step, k in not_superseded(local_catalog(root)) if k in kinds}
+    return sorted(steps | older_steps(root, kinds))
 
 
 def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
-    """List everything that looks like a save in a directory or on a mirror, by step, with its standing."""
-    if "://" not in str(root_or_url):
-        root = Path(root_or_url).absolute()
-        if not root.is_dir():
-            raise CheckpointNotFound(f"{root} is not a directory.")
-        return _listed(local_catalog(root), root)
-    url = normalise_url(str(root_or_url))
-    mirror = Mirror(url, False, open_store(url))
+    """List everything that looks like a save in a directory or on a mirror, by step, with its standing.
+
+    Of a reference to one checkpoint: what there is of its step.
+    """
     try:
-        return _listed(mirror_catalog(mirror), None)
-    finally:
-        mirror.store.close()
+        located = locate(root_or_url)
+    except UsageError as error:
+        raise CheckpointNotFound(f"{root_or_url} is not a directory.") from error
+    if isinstance(located.place, Path):
+        lines = _listed(local_catalog(located.place), located.place)
+    else:
+        url = normalise_url(located.place)
+        mirror = Mirror(url, False, open_store(url))
+        try:
+            lines = _listed(mirror_catalog(mirror), None)
+        finally:
+            mirror.store.close()
+    step = located.parsed.step if located.parsed is not None else None
+    return [line for line in lines if step in (None, line.step)]
 
 
 def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
+    from ckptmirror.flow.older import find_older, older_on_mirror
+
     lines = [line for one in by_run(catalog) for line in _listed_whole(one)]
     for name, why in catalog.problems.items():
         parsed = names.parse_name(Path(name).name)
@@ -311,6 +321,9 @@ def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
             lines.append(_line(meta_or_none, "incomplete", why=str(why), place=name))
         else:
             lines.append(ListedCheckpoint(step, (), "incomplete", why=str(why), place=name))
+    lines += [_listed_older(one) for one in (find_older(root) if root is not None else ())]
+    for step, name in older_on_mirror(catalog.others) if root is None else ():
+        lines.append(ListedCheckpoint(step, ("dcp",), "older", why="copy it to a disk to read it", place=name))
     return sorted(lines, key=lambda line: (line.step, line.attempt, line.number, line.save_id))
 
 
@@ -352,6 +365,18 @@ def _line(
         created_at_utc=meta.created_at_utc,
         staged_from=meta.staged_from,
         place=place or names.SaveName(meta.step, meta.tag).meta,
+    )
+
+
+def _listed_older(one: OlderCheckpoint) -> ListedCheckpoint:
+    return ListedCheckpoint(
+        one.step,
+        (one.kind,),
+        "incomplete" if one.why else "older",
+        size_bytes=one.size_bytes,
+        why=one.why or "of an older writer, without checksums",
+        metrics=one.meta.metrics,
+        place=one.name,
     )
 
 

@@ -18,6 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from ckptmirror.core import events, names
@@ -29,6 +30,7 @@ from ckptmirror.flow.reconcile import forget_brought
 from ckptmirror.formats.train_state import left_out
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.listing import Fault, is_not_readable_now
+from ckptmirror.local.saying import saying
 from ckptmirror.ranks.base import Ranks
 
 if TYPE_CHECKING:
@@ -79,7 +81,8 @@ def resume_run(
 
     Args:
         node: Set on the leader.
-        policy: ``"auto"``; ``"scratch"`` (``force`` where there are saves); a step; ``"latest"``; or a save id.
+        policy: ``"auto"``; ``"scratch"`` (``force`` where there are saves); a step; ``"latest"``; a save id; or the
+            path of a save in the root.
         exclude: Parts of the state to leave as they are.
 
     Returns:
@@ -256,13 +259,13 @@ def _tell_of_latest(root: Path, chosen: Meta) -> None:
     except OSError:  # there is none, or it is no link
         return
     if named is not None and named.step is not None and named.step < chosen.step:
-        _log.warning(
+        saying(_log, chosen).warning(
             "%s names step %d, and is not followed: training continues from step %d. To go back, stop it and run "
             "`ckptmirror rewind --root %s --step %d`.",
             root / names.LATEST_NAME,
             named.step,
             chosen.step,
-            root,
+            quote(str(root)),
             named.step,
         )
 
@@ -295,9 +298,9 @@ def _tell(
 def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -> ResumeInfo:
     assert proposal.meta is not None
     for part in not_wanted:
-        _log.warning("step %d: %s", report.step, part)
+        saying(_log, proposal.meta).warning("step %d: %s", report.step, part)
     for part in report.missing:
-        _log.warning("step %d: %s", report.step, part)
+        saying(_log, proposal.meta).warning("step %d: %s", report.step, part)
     return ResumeInfo(
         step=proposal.meta.step,
         save_id=proposal.meta.save_id,

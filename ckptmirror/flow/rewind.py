@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import (
@@ -137,7 +138,7 @@ def _candidate(
         if aside:
             ids = " or ".join(f"--save {save.save_id[:8]}" for save in aside)
             raise CheckpointNotFound(
-                error.message, hint=f"Name it by its save id: `ckptmirror rewind --root {root}` with {ids}."
+                error.message, hint=f"Name it by its save id: `ckptmirror rewind --root {quote(str(root))}` with {ids}."
             ) from error
         if places.silent:
             silent = "; ".join(f"{url} does not answer ({reason})" for url, reason in places.silent.items())

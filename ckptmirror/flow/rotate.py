@@ -41,6 +41,7 @@ from ckptmirror.flow.trash import empty_trash
 from ckptmirror.local import files
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.lock import exclusive
+from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import SaveRow, UploadRecord, UploadsTable
 
 __all__ = ["RotationReport", "finish_interrupted", "gather", "rotate", "rotate_root"]
@@ -167,7 +168,7 @@ def _delete_pointed_at(root: Path, table: UploadsTable, meta: Meta, newest: Meta
         if not pointed:
             _point_latest_elsewhere(root, meta, newest)
     except (CkptMirrorError, OSError) as error:
-        _log.error("step %d cannot be deleted: %s", meta.step, error)
+        saying(_log, meta).error("step %d cannot be deleted: %s", meta.step, error)
         return f"it cannot be deleted: {error}"
     return None
 
@@ -232,7 +233,7 @@ def _point_latest_elsewhere(root: Path, doomed: Meta, newest: Meta | None) -> bo
         try:
             files.replace_link(link, latest_target(newest))
         except LocalStorageFull as error:
-            _log.warning("%s still names step %d: %s", link, doomed.step, error)
+            saying(_log, doomed).warning("%s still names step %d: %s", link, doomed.step, error)
             return False
     else:
         _discard(root, link)
@@ -309,7 +310,7 @@ def _finish(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[
         except WaitTimeout:
             continue  # the step is being staged, or a save shows its names: the next rotation looks again
         except (CkptMirrorError, OSError) as error:  # one save that cannot be deleted keeps no other
-            _log.error("step %d is not all deleted yet: %s", save.step, error)
+            saying(_log, save).error("step %d is not all deleted yet: %s", save.step, error)
             continue
         if gone:
             empty_trash(root)

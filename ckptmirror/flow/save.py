@@ -44,6 +44,7 @@ from ckptmirror.flow.save_parts import (
     reserve_for,
 )
 from ckptmirror.local import files
+from ckptmirror.local.saying import saying
 from ckptmirror.ranks.base import Ranks
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class Saver:
         try:
             threading.Thread(target=work, name=f"ckptmirror-save-{request.step}", daemon=daemon).start()
         except RuntimeError as error:
-            _log.warning("step %d is saved while its caller waits: %s", request.step, error)
+            saying(_log, request).warning("step %d is saved while its caller waits: %s", request.step, error)
         else:
             return
         work()
@@ -241,7 +242,7 @@ class Saver:
         if earlier is None:
             return
         if not earlier.done() and earlier._error is None:
-            _log.warning(
+            saying(_log, earlier).warning(
                 "step %d is still being written: the next save waits. Save less often, or give the root a faster disk.",
                 earlier.step,
             )
@@ -275,7 +276,6 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - every failure, of any kind, must reach the caller of save()
             if context is not None:
                 self._remove_own_temporaries(context)
-            _log.error("the save of step %d failed: %s", request.step, error)
             self._bus.emit(
                 events.SaveFailed(step=request.step, kinds=request.kinds, rank=self._ranks.rank, reason=str(error))
             )
@@ -395,4 +395,6 @@ class Saver:
         try:
             files.remove_temporaries(self.root, context.save_id, rank=context.rank, shared=context.is_leader)
         except (OSError, CkptMirrorError) as error:
-            _log.warning("temporaries of step %d stay until the next start: %s", context.name.step, error)
+            saying(_log, context.name).warning(
+                "temporaries of step %d stay until the next start: %s", context.name.step, error
+            )

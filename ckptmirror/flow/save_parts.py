@@ -18,6 +18,7 @@ from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable, RankFa
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.names import SaveName, parse_name
 from ckptmirror.flow.mirrors import MirrorSpec
+from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.ranks.base import Ranks
 
@@ -159,7 +160,9 @@ class Said:
         """Make it plain, now. Metrics that are not finite are left out, with a warning."""
         metrics, dropped = finite_metrics(request.metrics)
         if dropped:
-            _log.warning("step %d: the metrics %s are not finite and are left out", request.step, ", ".join(dropped))
+            saying(_log, request).warning(
+                "step %d: the metrics %s are not finite and are left out", request.step, ", ".join(dropped)
+            )
         return cls(metrics, plain_values(request.fields), plain_values(dict(state.training_config or {})))
 
 
@@ -187,7 +190,7 @@ class Twins:
         )
         earlier, self._previous = self._previous, (meta.step, sums)
         if sums and earlier[1] == sums and earlier[0] != meta.step:
-            _log.warning(
+            saying(_log, meta).warning(
                 "step %d holds exactly the tensors of the save before it: is the optimizer stepping?", meta.step
             )
 

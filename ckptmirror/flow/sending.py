@@ -19,6 +19,7 @@ from ckptmirror.core.errors import IntegrityError, StorePermanent
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.under_way import UnderWay
 from ckptmirror.local import files
 from ckptmirror.local.uploads import Claim, UploadRecord, UploadsTable
 from ckptmirror.stores.base import Store
@@ -36,6 +37,7 @@ class UploadContext:
         confirm: Asks the mirror whether this attempt may still commit there; raises AttemptFenced if not. A drain,
             which is no attempt, passes a function that lets the mirror's list hold the root's attempts.
         confirmed: Set once that went well, by the first record that is sent there.
+        under_way: Told what is being sent, for who looks on.
     """
 
     root: Path
@@ -44,6 +46,7 @@ class UploadContext:
     bus: events.EventBus
     confirm: Callable[[Mirror], None]
     confirmed: threading.Event = field(default_factory=threading.Event)
+    under_way: UnderWay = field(default_factory=UnderWay)
 
 
 class Sending:

@@ -27,7 +27,9 @@ from ckptmirror.flow.choose import choose
 from ckptmirror.flow.destination import is_training_root, make_control_dir
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, check_destination, mirror_specs
 from ckptmirror.flow.resolve import main_path
-from ckptmirror.flow.staging import OnProgress, StageProgress, Staging, wanted_artifacts
+from ckptmirror.flow.stage_progress import OnProgress, StageProgress
+from ckptmirror.flow.staging import Staging, wanted_artifacts
+from ckptmirror.flow.under_way import OnWait
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock, exclusive
 from ckptmirror.stores import open_store
@@ -63,6 +65,7 @@ def stage_checkpoint_step(
     superseded: bool = False,
     wait_s: float = 0.0,
     on_progress: OnProgress | None = None,
+    on_wait: OnWait | None = None,
     bus: events.EventBus | None = None,
 ) -> StagedCheckpoint:
     """Bring one step from a mirror into a local directory, verified; at once if it is there already.
@@ -78,6 +81,8 @@ def stage_checkpoint_step(
         superseded: Take a save off the lineage where there is no other.
         wait_s: How long to wait for the step to appear on the mirror.
         on_progress: Called now and then, from other threads, by one at a time.
+        on_wait: Called when the mirror did not answer: its URL, in how many seconds it is asked again, and why. Not
+            of a mirror that was opened by the caller.
         bus: Told when a download starts and ends.
 
     Raises:
@@ -90,7 +95,7 @@ def stage_checkpoint_step(
         RefusedOnlyCopy: ``refresh`` meets a save that this mirror does not hold.
         ConfigError: ``dest`` lies in the mirror itself, or a trainer saves another run there.
     """
-    opened = mirror if isinstance(mirror, Mirror) else _open(mirror)
+    opened = mirror if isinstance(mirror, Mirror) else _open(mirror, on_wait)
     root = Path(dest).absolute()
     try:
         check_destination(root, opened)
@@ -112,9 +117,9 @@ def stage_checkpoint_step(
             opened.store.close()
 
 
-def _open(mirror: str | MirrorSpec) -> Mirror:
+def _open(mirror: str | MirrorSpec, on_wait: OnWait | None) -> Mirror:
     (spec,) = mirror_specs([mirror])
-    store = open_store(spec.url, bytes_per_s=spec.bytes_per_s, requests_per_s=spec.requests_per_s)
+    store = open_store(spec.url, bytes_per_s=spec.bytes_per_s, requests_per_s=spec.requests_per_s, on_wait=on_wait)
     return Mirror(spec.url, False, store)
 
 

@@ -27,7 +27,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ckptmirror.core import events, names
@@ -56,6 +56,7 @@ from ckptmirror.flow.destination import (
 )
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.flow.receive import Incoming, read_back_crc32c, receive
+from ckptmirror.flow.stage_progress import OnProgress, StageProgress
 from ckptmirror.local import files
 from ckptmirror.local.inventory import LocalSave
 
@@ -64,23 +65,7 @@ __all__ = ["MAIN_ROLE", "OnProgress", "StageProgress", "Staging", "wanted_artifa
 MAIN_ROLE: dict[Kind, str] = {"dcp": "dcp", "model": "model", "emergency": "emergency"}
 
 
-@dataclass(frozen=True)
-class StageProgress:
-    """How far a download is.
-
-    Attributes:
-        received_bytes: Downloaded by this call.
-        kept_bytes: Found verified in what an interrupted call left.
-    """
-
-    step: int
-    received_bytes: int
-    kept_bytes: int
-    total_bytes: int
-
-
 _log = logging.getLogger("ckptmirror.stage")
-OnProgress = Callable[[StageProgress], None]
 
 
 def wanted_artifacts(meta: Meta, kinds: Sequence[Kind], full: bool) -> list[Artifact]:
@@ -230,8 +215,7 @@ class Staging:
         if same is not None and same.meta.tag == tag:
             here = {names.untagged(a.path): a.digest for a in same.meta.artifacts}
             if all(here.get(a.path) == a.digest for a in artifacts):
-                check = place.holds if self._refresh else place.has_sizes
-                whole = check(name, artifacts)
+                whole = self._verified(place, name, artifacts) if self._refresh else place.has_sizes(name, artifacts)
                 if not whole and place.has_sizes(name, artifacts):
                     reason = f"{name} does not have the checksums of its meta"
                     self._bus.emit(
@@ -240,10 +224,17 @@ class Staging:
                         )
                     )
                 return whole
-        if not os.path.lexists(self._dest / name) or not place.holds(name, artifacts):
+        if not os.path.lexists(self._dest / name) or not self._verified(place, name, artifacts):
             return False
         make_durable(self._dest / name)
         return True
+
+    def _verified(self, place: Destination, name: str, artifacts: Sequence[Artifact]) -> bool:
+        """Whether what lies there has the checksums: all of it is read, which takes its time."""
+        if self._on_progress is not None:
+            total = sum(artifact.digest.size_bytes for artifact in artifacts)
+            self._on_progress(StageProgress(place.step, 0, 0, total, checking=name))
+        return place.holds(name, artifacts)
 
     def _check_no_stranger(self, place: Destination, name: str, artifacts: Sequence[Artifact]) -> None:
         """A directory that is to make room for its whole copy must hold nothing of anyone else's."""
@@ -335,6 +326,7 @@ class Staging:
             if self._on_progress is not None:
                 self._on_progress(StageProgress(step, counted[0], counted[1], total))
 
+        count(0, 0)
         return count
 
     # -- the names ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Kind, new_id
 from ckptmirror.flow.catalog import local_catalog
@@ -200,6 +200,6 @@ def _waiting(
 def _trainer(root: Path) -> dict[str, Any]:
     try:
         facts = json.loads(files.read_limited(root / names.STATUS_NAME, _STATUS_LIMIT_BYTES))
-    except (FileNotFoundError, ValueError):
-        return {}
+    except (FileNotFoundError, ValueError, RecursionError, IntegrityError):
+        return {}  # what anybody could have written there does not keep the rest from being told
     return facts if isinstance(facts, dict) else {}

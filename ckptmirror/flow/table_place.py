@@ -29,6 +29,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.model import new_id
 from ckptmirror.local import files
+from ckptmirror.local.file_systems import refuse_fuse_root, refuse_network_place
 from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
 
 __all__ = ["check_place", "note_place", "open_known_table", "open_table", "table_path"]
@@ -84,13 +85,19 @@ def table_path(root: Path, state_dir: Path | None = None) -> Path:
 
 
 def check_place(root: Path, state_dir: Path | None = None) -> None:
-    """See, before anything is made in the root, that a table outside of it does not miss its saves there.
+    """See, before anything is made in the root, that root and table may lie where they are to lie.
+
+    A table outside of the root must not miss its saves there.
 
     Raises:
+        ConfigError: The root is under FUSE, or the table is to be made on a network file system.
         Temporary: The root is not mounted now.
         ForeignTable: The table is another root's.
     """
+    refuse_fuse_root(root)
     path = table_path(root, state_dir)
+    if not path.exists():
+        refuse_network_place(path.parent)
     if path == root / names.TABLE_NAME or not path.exists():
         return
     with (

@@ -50,6 +50,10 @@ def upload_claimed(context: UploadContext, claim: Claim) -> None:
             _fail(context, claim, str(error))
     except Exception as error:  # noqa: BLE001 - a fault that nobody foresaw must not take the worker down with it
         _put_back(context, claim, error)
+    else:
+        context.under_way.answered(record.mirror)
+    finally:
+        context.under_way.over((record.save_id, record.path), record.mirror)
 
 
 def _put_back(context: UploadContext, claim: Claim, error: Exception) -> None:
@@ -66,6 +70,7 @@ def _put_back(context: UploadContext, claim: Claim, error: Exception) -> None:
         context.table.put_back(claim, reason, not_before_s=delay_s)
     except ClaimLost:
         return
+    context.under_way.waits(claim.record.mirror, delay_s, error)
     context.bus.emit(
         events.MirrorUnreachable(
             mirror=context.mirror.url,

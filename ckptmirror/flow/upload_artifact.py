@@ -17,6 +17,7 @@ from ckptmirror.core.errors import IntegrityError, PreconditionFailed, StorePerm
 from ckptmirror.core.model import Digest, Meta
 from ckptmirror.flow.receive import read_back_crc32c
 from ckptmirror.flow.sending import LEASE_S, Sending, UploadContext
+from ckptmirror.flow.under_way import WatchedUpload
 from ckptmirror.local import files
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.uploads import Claim
@@ -72,16 +73,19 @@ class ArtifactUpload(Sending):
                 raise IntegrityError(f"{path} has {source.size_bytes} bytes; {digest.size_bytes} were committed.")
             if name != self._record.object:
                 self._context.table.set_object(self._claim, name)
+            record = self._record
+            watched = WatchedUpload(source, self._context.under_way, (record.save_id, record.path), record.mirror)
             try:
                 sent = self._store.upload(
                     Upload(
                         name=name,
-                        source=source,
+                        source=watched,
                         digest=digest,
                         metadata=self._metadata(meta),
                         session=self._record.session if name == self._record.object else None,
                         on_session=self._keep_session,
-                        on_progress=self._progressed,
+                        on_progress=lambda acknowledged: self._progressed(watched, acknowledged),
+                        on_sent=watched.sent,
                     )
                 )
             except PreconditionFailed as error:
@@ -130,7 +134,8 @@ class ArtifactUpload(Sending):
     def _keep_session(self, session: str) -> None:
         self._context.table.set_session(self._claim, session)
 
-    def _progressed(self, _acknowledged_bytes: int) -> None:
+    def _progressed(self, watched: WatchedUpload, acknowledged_bytes: int) -> None:
+        watched.acknowledged(acknowledged_bytes)
         now = time.monotonic()
         if now - self._renewed > LEASE_S / 5:
             self._context.table.renew(self._claim, self._lease_s)

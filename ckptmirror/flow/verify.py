@@ -14,7 +14,6 @@ Rules:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,14 +22,16 @@ from pathlib import Path
 from shlex import quote
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import CheckpointNotFound, UsageError
+from ckptmirror.core.errors import CheckpointNotFound
 from ckptmirror.core.model import Artifact, Digest, Kind
 from ckptmirror.core.verification import State, Verdict, kinds_to_stage, mend_command, outcome, worst
 from ckptmirror.flow.deep_read import FileToRead, ObjectToRead, ToRead, read_all
 from ckptmirror.flow.destination import is_training_root
 from ckptmirror.flow.doubt import Table
 from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.reference import locate
 from ckptmirror.flow.resolve import resolve_checkpoint_reference
+from ckptmirror.flow.under_way import OnWait
 from ckptmirror.flow.verify_structure import Subject, look_at_mirror, look_at_root
 from ckptmirror.local.uploads import SaveRow
 from ckptmirror.stores import normalise_url, open_store
@@ -104,26 +105,13 @@ def target_of(reference: str) -> Target:
         CheckpointNotFound: There is nothing.
         UsageError: It is no place of saves, nor a save in one.
     """
-    if "://" in reference:
-        base, _, last = reference.rstrip("/").rpartition("/")
-        return Target(mirrors=(base,), name=last) if _is_of_a_save(last) else Target(mirrors=(reference,))
-    path = Path(reference).absolute()
-    if not os.path.lexists(path):
-        raise CheckpointNotFound(f"{path} does not exist.")
-    if path.is_symlink() and _is_of_a_save(path.readlink().name):  # ``latest``, or a link of somebody's
-        path = Path(os.path.normpath(path.parent / path.readlink()))
-    if _is_of_a_save(path.name):
-        return Target(root=path.parent, name=path.name)
-    if (path / names.WRITER_NAME).is_file() and not is_training_root(path):
+    located = locate(reference)
+    if not isinstance(located.place, Path):
+        return Target(mirrors=(located.place,), name=located.name)
+    path = located.place
+    if not located.name and (path / names.WRITER_NAME).is_file() and not is_training_root(path):
         return Target(mirrors=(str(path),))  # a mirror on this machine: there objects may have names of their own
-    if not path.is_dir():
-        raise UsageError(f"{path} is not a checkpoint.", hint="Name a directory of saves, or a file of one of them.")
-    return Target(root=path)
-
-
-def _is_of_a_save(name: str) -> bool:
-    parsed = names.parse_name(name)
-    return parsed is not None and parsed.step is not None and parsed.role not in ("tmp", "part")
+    return Target(root=path, name=located.name)
 
 
 def verify(
@@ -132,6 +120,7 @@ def verify(
     step: int | None = None,
     deep: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
+    on_wait: OnWait | None = None,
 ) -> Verification:
     """Verify the saves of a root, of mirrors, or of both.
 
@@ -139,7 +128,8 @@ def verify(
         target: What to verify.
         step: Only the saves of this step.
         deep: Read every byte.
-        on_progress: Told bytes read and bytes in all, by one thread at a time.
+        on_progress: Told bytes read and bytes in all, before the first one too, by one thread at a time.
+        on_wait: Told of a mirror that is asked again: its URL, in how many seconds, and why.
 
     Raises:
         CheckpointNotFound: There is no save, or none of this step or name.
@@ -151,7 +141,7 @@ def verify(
         parsed = names.parse_name(target.name)
         step = parsed.step if parsed is not None else step
     table = Table(target.root, read_only=not target.mirrors)
-    with table, _opened(target, table) as mirrors:
+    with table, _opened(target, table, on_wait) as mirrors:
         notes: list[str] = []
         found = [look_at_root(target.root, step, notes)] if target.root is not None else []
         found += [look_at_mirror(mirror, step, notes) for mirror in mirrors]
@@ -180,11 +170,11 @@ def verify(
 
 
 @contextmanager
-def _opened(target: Target, table: Table) -> Iterator[list[Mirror]]:
+def _opened(target: Target, table: Table, on_wait: OnWait | None) -> Iterator[list[Mirror]]:
     mirrors: list[Mirror] = []
     try:
         for url in dict.fromkeys(normalise_url(url) for url in target.mirrors):
-            mirrors.append(table.open(url) or Mirror(url, False, open_store(url)))
+            mirrors.append(table.open(url, on_wait) or Mirror(url, False, open_store(url, on_wait=on_wait)))
         yield mirrors
     finally:
         for mirror in mirrors:
@@ -249,6 +239,7 @@ def _read(
         if on_progress is not None:
             on_progress(done, total)
 
+    told(0)
     for of_place in wanted.values():
         for users, fault in zip(of_place.values(), read_all(list(of_place), on_bytes=told), strict=True):
             for subject, artifact in users:

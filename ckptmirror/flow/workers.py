@@ -22,7 +22,9 @@ from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.under_way import UnderWay
 from ckptmirror.flow.upload import LEASE_S, UploadContext, upload_claimed
+from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import UploadsTable
 
 __all__ = ["IDLE_S", "UploadWorkers", "free_dead_workers", "still_moving"]
@@ -93,8 +95,12 @@ class UploadWorkers:
         *,
         workers_per_mirror: int = 2,
         on_fenced: Callable[[str], None] = lambda _reason: None,
+        under_way: UnderWay | None = None,
     ) -> None:
-        self._contexts = [UploadContext(root, table, mirror, bus, confirm) for mirror in mirrors]
+        self.under_way = under_way if under_way is not None else UnderWay()
+        self._contexts = [
+            UploadContext(root, table, mirror, bus, confirm, under_way=self.under_way) for mirror in mirrors
+        ]
         self._table = table
         self._bus = bus
         self._on_fenced = on_fenced
@@ -121,15 +127,18 @@ class UploadWorkers:
             self._rounds += 1
             self._wake.notify_all()
 
-    def wait_until_verified(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``done()``, which asks the table, says so; it is asked after each upload and every ``IDLE_S``."""
+    def wait_until_verified(self, done: Callable[[], bool], timeout_s: float, *, look_every_s: float = IDLE_S) -> bool:
+        """Wait until ``done()``, which asks the table, says so.
+
+        It is asked after each upload, and every ``look_every_s``.
+        """
         deadline = time.monotonic() + timeout_s
         while not done():
             remaining = deadline - time.monotonic()
             if remaining <= 0 or self._stopping:
                 return False
             with self._wake:
-                self._wake.wait(min(remaining, IDLE_S))
+                self._wake.wait(min(remaining, look_every_s))
         return True
 
     def ask_to_stop(self) -> None:
@@ -155,7 +164,7 @@ class UploadWorkers:
                     self.notify()
                     continue
             except AttemptFenced as fenced:
-                _log.error("uploads stop: %s", fenced)
+                saying(_log, event="Fenced", mirror=context.mirror.url).error("uploads stop: %s", fenced)
                 self._on_fenced(str(fenced))
                 self._stopping = True
                 self.notify()

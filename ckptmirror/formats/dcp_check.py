@@ -20,6 +20,7 @@ from ckptmirror.core.errors import IntegrityError
 __all__ = ["METADATA_NAME", "check_entries", "check_ranges", "file_names"]
 
 METADATA_NAME = ".metadata"
+_MAX_DIMENSIONS = 64  # of torch; the product of many large numbers takes hours
 
 
 def check_entries(metadata: Metadata, where: str) -> None:
@@ -124,4 +125,5 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, storage: Mapping[Meta
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, (torch.Size, tuple, list)) and all(type(n) is int and n >= 0 for n in value)
+    is_short = isinstance(value, (torch.Size, tuple, list)) and len(value) <= _MAX_DIMENSIONS
+    return is_short and all(type(n) is int and 0 <= n < 1 << 63 for n in value)

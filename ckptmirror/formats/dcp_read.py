@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
+from torch.futures import Future
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.base import LoadReport
@@ -36,10 +37,18 @@ from ckptmirror.formats.live import check_fits, finish_model, pair_names, warn_m
 from ckptmirror.formats.names import live_values, makes_room, shard_again
 from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
+from ckptmirror.formats.pickle_values import MAX_DEPTH
 from ckptmirror.formats.plain import decode
 from ckptmirror.formats.shards import piece_of
 from ckptmirror.formats.tied import refuse_two_values, sharing
-from ckptmirror.formats.unpickle import broken, check_regular, load_stream, loads_metadata, refused_as_usage
+from ckptmirror.formats.unpickle import (
+    broken,
+    check_regular,
+    check_slice,
+    load_stream,
+    loads_metadata,
+    refused_as_usage,
+)
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text
 from ckptmirror.local.files import read_limited
 
@@ -50,6 +59,7 @@ __all__ = [
     "check_plain_values",
     "load_directory",
     "read_directory_metadata",
+    "read_tree",
     "read_whole_directory",
 ]
 
@@ -80,6 +90,19 @@ class SafeReader(FileSystemReader):
         super().__init__(directory)
         self.fs = _RegularFiles()
         self._metadata = metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what is planned; each tensor's archive is checked first. Plain values are by the planner."""
+        wanted: dict[str, list[tuple[Any, str]]] = {}
+        for item in plan.items:
+            if item.type != LoadItemType.BYTE_IO:
+                info = self._metadata.storage_data[item.storage_index]
+                wanted.setdefault(info.relative_path, []).append((info, item.storage_index.fqn))
+        for name, items in wanted.items():
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
+                for info, key in items:
+                    check_slice(stream, info.offset, info.length, key)
+        return super().read_data(plan, planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - torch's signature
         """Return the checked metadata; nothing is unpickled here."""
@@ -162,10 +185,7 @@ def read_whole_directory(directory: Path) -> dict[str, Any]:
     Raises:
         IntegrityError: The directory is incomplete, broken or hostile.
     """
-    entries, reader = _open(directory, all_here=True)
-    flat = {entry.key: _allocate(entry.described, None) for entry in entries}
-    _read(flat, reader)
-    tree = decode(_assemble([(entry.path, flat[entry.key]) for entry in entries]))
+    tree = read_tree(directory)
     if isinstance(tree, dict) and KEY in tree:
         tree.setdefault("model", {})  # of our own saves one without tensors leaves nothing
     if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
@@ -175,6 +195,18 @@ def read_whole_directory(directory: Path) -> dict[str, Any]:
     if "optimizer" not in tree and "optim" in tree:
         tree["optimizer"] = tree.pop("optim")
     return tree
+
+
+def read_tree(directory: Path) -> Any:
+    """Return all that a DCP directory holds, as it was given to DCP: whole tensors and plain values.
+
+    Raises:
+        IntegrityError: The directory is incomplete, broken or hostile.
+    """
+    entries, reader = _open(directory, all_here=True)
+    flat = {entry.key: _allocate(entry.described, None) for entry in entries}
+    _read(flat, reader)
+    return decode(_assemble([(entry.path, flat[entry.key]) for entry in entries]))
 
 
 def check_plain_values(directory: Path, metadata: Metadata, present: Container[str]) -> None:
@@ -216,6 +248,8 @@ def _entries(metadata: Metadata) -> list[_Entry]:
         path = paths.get(key)
         if not (isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)):
             path = tuple(key.split(".", 1))
+        if len(path) > MAX_DEPTH:
+            raise IntegrityError(f"The metadata puts {key[:80]!a} more than {MAX_DEPTH} deep.")
         result.append(_Entry(key, path, described))
     return result
 

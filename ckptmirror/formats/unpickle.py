@@ -3,6 +3,8 @@
 Rules:
 * ``.pt`` files go through ``torch.load(weights_only=True)``, ``.metadata`` through :class:`AllowListUnpickler`; nothing
   is unpickled in another way.
+* Before either sees a file, it is read without making anything of it (``archives``, ``pickle_scan``): what would cost
+  more than its bytes is refused.
 * Only regular files are opened, never a link.
 * What is not allowed is :class:`UnsafePickle`; what is broken is :class:`IntegrityError`. Both name the file.
 """
@@ -15,19 +17,22 @@ import pickle
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
+from ckptmirror.core.errors import IntegrityError, Temporary, UnsafePickle, UsageError
+from ckptmirror.formats.archives import check_archive, check_archive_file, check_archive_stream
+from ckptmirror.formats.vetting import vet
 
 __all__ = [
     "AllowListUnpickler",
     "broken",
     "check_regular",
+    "check_slice",
     "load_pt",
     "load_stream",
     "loads_metadata",
@@ -58,12 +63,40 @@ def load_pt(path: Path, *, map_location: str = "cpu", mmap: bool = False) -> Any
         IntegrityError: The file is missing, is not a regular file, or is broken.
     """
     check_regular(path)
-    return _guarded(str(path), lambda: torch.load(str(path), map_location=map_location, weights_only=True, mmap=mmap))
+
+    def load() -> Any:
+        check_archive_file(path)
+        with _checking_sparse():
+            return torch.load(str(path), map_location=map_location, weights_only=True, mmap=mmap)
+
+    return _guarded(str(path), load)
 
 
 def load_stream(stream: BinaryIO | io.BytesIO, name: str) -> Any:
     """Like :func:`load_pt`, from an open file; ``name`` is for messages."""
-    return _guarded(name, lambda: torch.load(stream, map_location="cpu", weights_only=True))
+
+    def load() -> Any:
+        check_archive_stream(stream)
+        with _checking_sparse():
+            return torch.load(stream, map_location="cpu", weights_only=True)
+
+    return _guarded(name, load)
+
+
+def check_slice(stream: Any, offset: int, length: int, name: str) -> None:
+    """Check a tensor's archive that lies in a larger file, as :func:`load_stream` does before it loads.
+
+    Raises:
+        UnsafePickle: Loading it would do or cost what no tensor needs.
+        IntegrityError: It is broken.
+    """
+
+    def read_at(begin: int, count: int) -> bytes:
+        stream.seek(offset + begin)
+        found: bytes = stream.read(max(0, min(count, length - begin)))
+        return found
+
+    _guarded(name, lambda: check_archive(read_at, length))
 
 
 def check_regular(path: Path) -> int:
@@ -107,11 +140,17 @@ def refused_as_usage() -> Generator[None, None, None]:
         ) from error
 
 
+def _checking_sparse() -> AbstractContextManager[Any]:
+    """Have torch check the indices of sparse tensors, which it would later write to without a look."""
+    context: AbstractContextManager[Any] = torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call]
+    return context
+
+
 def _guarded(name: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except IntegrityError:
-        raise
+    except IntegrityError as error:
+        raise type(error)(f"{name}: {error.message}") from error
     except Exception as error:  # whatever torch makes of hostile or broken bytes, the file is not what was saved
         raise broken(error, name) from error
 
@@ -206,12 +245,14 @@ def loads_metadata(data: bytes, name: str) -> metadata.Metadata:
     Raises:
         UnsafePickle: It asks for a global that is not on the list.
         IntegrityError: It is broken, or something else than DCP's metadata.
+        Temporary: It is large, and the machine too busy to try it first.
     """
     before = [dict(vars(kind)) for kind in _CLASSES]
     try:
+        vet(data)
         value = AllowListUnpickler(io.BytesIO(data)).load()
-    except UnsafePickle as error:
-        raise UnsafePickle(f"{name}: {error.message}") from error
+    except (IntegrityError, Temporary) as error:
+        raise type(error)(f"{name}: {error.message}") from error
     except Exception as error:  # hostile pickles fail in any way; whatever it is, the file is not what was saved
         raise IntegrityError(f"{name} is broken: {_short(str(error) or type(error).__name__)}") from error
     finally:

@@ -29,9 +29,12 @@ def read_ahead(read_into: _ReadInto, offset: int, end: int) -> Generator[memoryv
         offset: Where to begin.
         end: Where to end.
     """
-    with kept_buffer() as buffer, kept_buffer() as spare, ThreadPoolExecutor(1, "ckptmirror-read") as reader:
+    if offset >= end:
+        return
+    with kept_buffer() as buffer, kept_buffer() as spare, ThreadPoolExecutor(1, "ckptmirror-read") as executor:
+        reader = _Reader(executor, read_into)
         wanted = buffer[: end - offset]
-        read = _begin(reader, read_into, offset, wanted)
+        read = reader.begin(offset, wanted)
         while offset < end:
             count = read()
             piece = wanted[:count]
@@ -40,16 +43,23 @@ def read_ahead(read_into: _ReadInto, offset: int, end: int) -> Generator[memoryv
             buffer, spare = spare, buffer
             wanted = buffer[: end - offset]
             if offset < end and not is_short:
-                read = _begin(reader, read_into, offset, wanted)
+                read = reader.begin(offset, wanted)
             if count:
                 yield piece
             if is_short:
                 return
 
 
-def _begin(reader: ThreadPoolExecutor, read_into: _ReadInto, offset: int, wanted: memoryview) -> Callable[[], int]:
-    """Begin to read; the answer waits for it."""
-    try:
-        return reader.submit(read_into, offset, wanted).result
-    except RuntimeError:  # no more threads: the machine's limit, or the end of the interpreter
-        return partial(read_into, offset, wanted)
+class _Reader:
+    def __init__(self, executor: ThreadPoolExecutor, read_into: _ReadInto) -> None:
+        self._executor: ThreadPoolExecutor | None = executor
+        self._read_into = read_into
+
+    def begin(self, offset: int, wanted: memoryview) -> Callable[[], int]:
+        """Begin to read; the answer waits for it."""
+        if self._executor is not None:
+            try:
+                return self._executor.submit(self._read_into, offset, wanted).result
+            except RuntimeError:  # no more threads: the machine's limit, or the end of the interpreter
+                self._executor = None  # for good: what it could not start lies in its queue
+        return partial(self._read_into, offset, wanted)

@@ -1,58 +1,102 @@
-"""Events as log lines, with step, rank and mirror in the text; the same complaint at most once a minute."""
+"""Events as log lines: one readable sentence each, and the same as fields of the record.
+
+Rules:
+* The fields are those of ``core/log_fields.py``: a formatter, or a search, need not read the sentence.
+* What went well is INFO, what needs a look WARNING, what cost something ERROR. What the code that meets it logs itself,
+  with the same fields, is DEBUG here, as is what comes too often.
+* The same complaint is logged at most once a minute.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core import events
+from ckptmirror.core.log_fields import fields_of
 
-__all__ = ["LogListener"]
+__all__ = ["LINES", "LogListener", "log_failure"]
 
 _REPEAT_S = 60.0
 _log = logging.getLogger("ckptmirror.events")
 
+LINES: Mapping[type[events.Event], tuple[int, str]] = {
+    events.SaveStarted: (logging.DEBUG, "step %(step)d: save of %(kind)s begins (rank %(rank)d)"),
+    events.HostCopied: (logging.INFO, "step %(step)d: copied to host memory in %(duration_s).3f s (rank %(rank)d)"),
+    events.SaveCommitted: (
+        logging.INFO,
+        "step %(step)d: committed, %(size_bytes)d bytes, %(duration_s).2f s (rank %(rank)d)",
+    ),
+    events.SaveFailed: (logging.ERROR, "step %(step)d: the save failed and left nothing behind: %(reason)s"),
+    events.EmergencySaved: (
+        logging.WARNING,
+        "step %(step)d: emergency snapshot of rank %(rank)d is on local disk, and on no mirror",
+    ),
+    events.RecordVerified: (logging.DEBUG, "step %(step)d: %(path)s verified on %(mirror)s"),
+    events.RecordFailed: (
+        logging.ERROR,
+        "step %(step)d: %(path)s on %(mirror)s failed: %(reason)s; mend the cause, then `ckptmirror retry%(at_root)s`",
+    ),
+    events.MirrorCommitted: (logging.INFO, "step %(step)d: complete on %(mirror)s"),
+    events.MirrorUnreachable: (logging.WARNING, "%(mirror)s does not take uploads now, trying on: %(reason)s"),
+    events.SaveRotated: (logging.INFO, "step %(step)d: deleted locally: %(reason)s"),
+    events.RotationRefused: (
+        logging.WARNING,
+        "step %(step)d: kept: %(reason)s; `ckptmirror drain%(at_root)s` finishes what waits",
+    ),
+    events.SaveGone: (logging.DEBUG, "step %(step)d: removed before it was mirrored: %(reason)s"),
+    events.AttemptDecided: (logging.DEBUG, "attempt %(attempt)d starts at step %(step)s from %(place)s"),
+    events.AttemptEnded: (logging.INFO, "attempt %(attempt)d ended: %(status)s, %(pending)d files pending"),
+    events.Fenced: (logging.DEBUG, "attempt %(attempt)d is fenced: %(reason)s"),
+    events.StageStarted: (logging.INFO, "step %(step)d: %(size_bytes)d bytes are brought from %(mirror)s"),
+    events.StageFinished: (logging.INFO, "step %(step)d: brought from %(mirror)s in %(duration_s).2f s, verified"),
+    events.StageFailed: (logging.WARNING, "step %(step)d: could not be brought from %(mirror)s: %(reason)s"),
+    events.CopyBroken: (logging.DEBUG, "step %(step)d: the copy in %(place)s is broken: %(reason)s"),
+    events.StopRequested: (logging.DEBUG, "rank %(rank)d acts on a request to stop: %(reason)s"),
+    events.StoreCalled: (logging.DEBUG, "%(mirror)s: %(operation)s %(object)s, %(duration_s).3f s %(error)s"),
+}
+
 
 class LogListener:
-    """Logs events: what went well as INFO, what needs a look as WARNING, what cost something as ERROR."""
+    """Logs events.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        root: Whose events; the commands that a line names have it.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, root: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._at_root = "" if root is None else f" --root {quote(str(root))}"
         self._clock = clock
         self._complained: dict[str, float] = {}
 
     def __call__(self, event: events.Event) -> None:
         """Log one event."""
-        match event:
-            case events.HostCopied():
-                _log.info(
-                    "step %d: copied to host memory in %.3f s (rank %d)", event.step, event.duration_s, event.rank
-                )
-            case events.SaveCommitted():
-                _log.info(
-                    "step %d: committed, %d bytes, %.2f s (rank %d)",
-                    event.step,
-                    event.size_bytes,
-                    event.duration_s,
-                    event.rank,
-                )
-            case events.MirrorCommitted():
-                _log.info("step %d: complete on %s", event.step, event.mirror)
-            case events.SaveRotated():
-                _log.info("step %d: deleted locally: %s", event.step, event.reason)
-            case events.RotationRefused():
-                self._once(f"{event.save_id} {event.reason}", "step %d: kept: %s", event.step, event.reason)
-            case events.RecordFailed():
-                _log.error("step %d: %s on %s failed: %s", event.step, event.path, event.mirror, event.reason)
-            case events.MirrorUnreachable():
-                self._once(event.mirror, "%s does not take uploads now, trying on: %s", event.mirror, event.reason)
-            case events.EmergencySaved():
-                _log.warning("step %d: emergency snapshot of rank %d is on local disk", event.step, event.rank)
-            case _:
-                _log.debug("%s", event)
+        level, sentence = LINES.get(type(event), (logging.DEBUG, "%(event)s"))
+        if not _log.isEnabledFor(level) or not self._is_due(event):
+            return
+        found = fields_of(event)
+        _log.log(level, sentence, {**found, "at_root": self._at_root}, extra=found)
 
-    def _once(self, key: str, text: str, *values: object) -> None:
-        now = self._clock()
-        if now - self._complained.get(key, -_REPEAT_S) >= _REPEAT_S:
-            self._complained[key] = now
-            _log.warning(text, *values)
+    def _is_due(self, event: events.Event) -> bool:
+        match event:
+            case events.RotationRefused():
+                return self._once(f"{event.save_id} {event.reason}")
+            case events.MirrorUnreachable():
+                return self._once(event.mirror)
+        return True
+
+    def _once(self, key: str) -> bool:
+        now_s = self._clock()
+        if now_s - self._complained.get(key, -_REPEAT_S) < _REPEAT_S:
+            return False
+        self._complained[key] = now_s
+        return True
+
+
+def log_failure(failure: events.ListenerFailure) -> None:
+    """Say that another listener failed."""
+    _log.error("a listener failed at %s: %s", type(failure.event).__name__, failure.error)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+from collections.abc import Callable
 from types import ModuleType
 
-from ckptmirror.core.errors import ConfigError
+from ckptmirror.core.errors import ConfigError, StoreTemporary
 from ckptmirror.core.events import EventBus
 from ckptmirror.stores.base import Store
 
@@ -28,6 +29,7 @@ def open_store(
     bytes_per_s: float | None = None,
     requests_per_s: float | None = None,
     bus: EventBus | None = None,
+    on_wait: Callable[[str, float, StoreTemporary], None] | None = None,
 ) -> Store:
     """Open the mirror at ``url``; nothing is asked of it before its first use.
 
@@ -38,12 +40,13 @@ def open_store(
         bytes_per_s: Limit of uploads and downloads together (``ThrottledStore``).
         requests_per_s: Limit of calls of any kind.
         bus: Told of every call (``ObservedStore``).
+        on_wait: Told before each wait for the next try: the URL, for how many seconds, and why.
 
     Raises:
         ConfigError: The URL is not understood, or a limit is not above 0.
     """
-    module = _module_for(url)
-    store: Store = module.open(module.normalise(_with_scheme(url)))
+    module, normalised = _understood(url)
+    store: Store = module.open(normalised)
     if bus is not None:
         from ckptmirror.stores.observed import ObservedStore
 
@@ -55,7 +58,7 @@ def open_store(
     if retry:
         from ckptmirror.stores.retrying import RetryingStore
 
-        return RetryingStore(store)
+        return RetryingStore(store, on_wait=on_wait)
     return store
 
 
@@ -65,8 +68,40 @@ def normalise_url(url: str) -> str:
     Raises:
         ConfigError: The URL is not understood, or carries what could be a secret.
     """
-    normalised: str = _module_for(url).normalise(_with_scheme(url))
-    return normalised
+    return _understood(url)[1]
+
+
+def _understood(url: str) -> tuple[ModuleType, str]:
+    """The scheme's module and the normalised URL; what is wrong is told with the nearest that would be right."""
+    try:
+        return _read(url)
+    except ConfigError as error:
+        from ckptmirror.stores.url_mistakes import nearest_urls
+
+        right = [near for near in nearest_urls(url) if near != url and _can_be_used(near)]
+        if right:
+            error.hint = f"Write {' or '.join(right)}."
+        raise
+
+
+def _read(url: str) -> tuple[ModuleType, str]:
+    if url.strip() != url:
+        raise ConfigError("A mirror's URL has no blanks around it.")
+    if url.partition("://")[0].lower() in ("http", "https"):
+        from ckptmirror.stores.url_mistakes import is_web_address
+
+        if is_web_address(url):
+            raise ConfigError("A bucket's web address is no mirror.")
+    module = _module_for(url)
+    return module, str(module.normalise(_with_scheme(url)))
+
+
+def _can_be_used(url: str) -> bool:
+    try:
+        _read(url)
+    except ConfigError:
+        return False
+    return True
 
 
 def _with_scheme(url: str) -> str:

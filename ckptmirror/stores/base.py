@@ -84,6 +84,7 @@ class Upload:
         session: A session saved by an earlier process, or None.
         on_session: Called with the session's text as soon as one exists, before any byte is sent.
         on_progress: Called with the number of bytes that the store has acknowledged so far.
+        on_sent: Called more often, where a store can tell, with the number of bytes that are on the wire.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Upload:
     session: str | None = None
     on_session: Callable[[str], None] = lambda _session: None
     on_progress: Callable[[int], None] = lambda _size_bytes: None
+    on_sent: Callable[[int], None] = lambda _size_bytes: None
 
 
 @runtime_checkable

@@ -7,8 +7,8 @@ Rules:
 * Size and crc32c of every answer are compared here; what differs is not ours. Of a write that is temporary: its bytes
   lie in memory, so they changed on their way. Of an upload it is not: its source may have rotted.
 * Nothing is answered from a cache, and nothing is tried again here.
-* STORAGE_EMULATOR_HOST names another endpoint, to which nobody's credentials are sent unless they are passed on
-  purpose.
+* STORAGE_EMULATOR_HOST names another endpoint, to which nobody's credentials are sent unless they are passed, or asked
+  for, on purpose. CKPTMIRROR_GCS_ENDPOINT names another way to the service; they are sent, but not in clear text.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from urllib.parse import quote, urlencode
 
 from ckptmirror.core.errors import (
     BucketNotFound,
+    ConfigError,
     IntegrityError,
     ObjectNotFound,
     PreconditionFailed,
@@ -29,9 +30,17 @@ from ckptmirror.core.errors import (
     StoreTemporary,
 )
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
-from ckptmirror.stores.gs_auth import Anonymous, GoogleTokens
+from ckptmirror.stores.gs_auth import CREDENTIALS_VARIABLE, GoogleTokens, tokens_for
 from ckptmirror.stores.gs_download import download
-from ckptmirror.stores.gs_http import Endpoint, Limits, Transport, error_of, read_json
+from ckptmirror.stores.gs_http import (
+    EMULATOR_VARIABLE,
+    ENDPOINT_VARIABLE,
+    Endpoint,
+    Limits,
+    Transport,
+    error_of,
+    read_json,
+)
 from ckptmirror.stores.locations import BucketLocation, is_object_name, parse_location
 
 if TYPE_CHECKING:
@@ -56,7 +65,7 @@ def normalise(url: str) -> str:
 
 
 def open(url: str) -> GsStore:
-    """Open ``gs://bucket`` or ``gs://bucket/prefix`` with the application default credentials."""
+    """Open ``gs://bucket`` or ``gs://bucket/prefix`` as the environment says."""
     return GsStore(parse_location(url, _BUCKET_PATTERN))
 
 
@@ -78,11 +87,21 @@ class GsStore:
         credentials: Credentials | None = None,
         limits: Limits | None = None,
     ) -> None:
-        is_emulator = endpoint is not None or bool(os.environ.get("STORAGE_EMULATOR_HOST"))
-        is_anonymous = is_emulator if credentials is None else type(credentials).__name__ == "AnonymousCredentials"
-        tokens = Anonymous() if is_anonymous else GoogleTokens(credentials)
+        is_emulator = endpoint is not None or bool(os.environ.get(EMULATOR_VARIABLE))
+        tokens = tokens_for(credentials, is_emulator=is_emulator)
+        endpoint = endpoint or Endpoint.from_environment()
+        if endpoint.scheme == "http" and isinstance(tokens, GoogleTokens) and not endpoint.is_this_machine:
+            raise ConfigError(
+                f"{endpoint.url} would get credentials without encryption.",
+                hint=f"Use https in {ENDPOINT_VARIABLE}, or {CREDENTIALS_VARIABLE}=anonymous.",
+            )
+        if endpoint.scheme == "http" and isinstance(tokens, GoogleTokens) and (proxy := endpoint.proxy()) is not None:
+            raise ConfigError(
+                f"{endpoint.url} would get credentials without encryption, through the proxy {proxy.url}.",
+                hint=f"Name {endpoint.host} in NO_PROXY.",
+            )
         self._location = location
-        self._transport = Transport(endpoint or Endpoint.from_environment(), tokens, limits or Limits())
+        self._transport = Transport(endpoint, tokens, limits or Limits())
         self._tokens = tokens
         self._changes_made: Changes | None = None
 

@@ -4,25 +4,34 @@ Rules:
 * Credentials are looked for at the first request, not when a mirror is opened.
 * A token that was refused is replaced once, however many threads met the refusal.
 * A queue lives for days: a refresh that could not reach the token service is temporary, one that was refused is not.
-* Against an emulator nobody's credentials are sent unless they were passed on purpose.
+* Against an emulator nobody's credentials are sent unless they were passed, or asked for, on purpose.
+* Whatever is wrong with credentials is one sentence that names the file, the account or the service.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from email.message import Message
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-from ckptmirror.core.errors import NotAuthorised, StoreTemporary
+from ckptmirror.core.errors import ConfigError, NotAuthorised, StoreTemporary
 
-__all__ = ["Anonymous", "GoogleTokens", "credentials_for_client", "token_errors"]
+__all__ = ["CREDENTIALS_VARIABLE", "Anonymous", "GoogleTokens", "credentials_for_client", "token_errors", "tokens_for"]
 
+CREDENTIALS_VARIABLE = "CKPTMIRROR_GCS_CREDENTIALS"
+_FILE_VARIABLE = "GOOGLE_APPLICATION_CREDENTIALS"
+_FILE_LIMIT_BYTES = 1024 * 1024
+_SAID_LETTERS = 300
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _LOGIN_HINT = "Log in with `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS."
+_NONE_HINT = f"{_LOGIN_HINT} A public bucket needs none: set {CREDENTIALS_VARIABLE}=anonymous."
 _TOKEN_TIMEOUT_S = 30.0
 
 
@@ -47,13 +56,28 @@ def token_errors() -> Iterator[None]:
     try:
         yield
     except exceptions.DefaultCredentialsError as error:
-        raise NotAuthorised(f"No credentials for Google Cloud were found: {error}", hint=_LOGIN_HINT) from error
+        raise NotAuthorised(f"No credentials for Google Cloud were found: {_said(error)}", hint=_NONE_HINT) from error
     except exceptions.TransportError as error:
-        raise StoreTemporary(f"The token service does not answer: {error}") from error
+        raise StoreTemporary(f"The token service does not answer: {_said(error)}") from error
     except exceptions.GoogleAuthError as error:
         if getattr(error, "retryable", False):
-            raise StoreTemporary(f"The token service is busy: {error}") from error
-        raise NotAuthorised(f"The credentials were refused: {error}", hint=_LOGIN_HINT) from error
+            raise StoreTemporary(f"The token service is busy: {_said(error)}") from error
+        raise NotAuthorised(f"The credentials were refused: {_said(error)}", hint=_LOGIN_HINT) from error
+
+
+def _said(error: Exception) -> str:
+    """What an error of google.auth says, in one line: its words, and those of the service that it carries as JSON."""
+    words = [str(error.args[0])] if error.args else [type(error).__name__]
+    for more in error.args[1:]:
+        try:
+            body = json.loads(more) if isinstance(more, str | bytes) else more
+            detail = body["error"]["message"] if isinstance(body["error"], dict) else body.get("error_description", "")
+            words.append(str(detail))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            words.append("" if isinstance(more, BaseException) else str(more))
+    found = dict.fromkeys(" ".join(word.split()).rstrip(".")[:_SAID_LETTERS] for word in words)
+    first, *others = [word for word in found if word] or [type(error).__name__]
+    return ": ".join([first, *(other for other in others if other not in first)]) + "."
 
 
 class GoogleTokens:
@@ -81,11 +105,70 @@ class GoogleTokens:
                 self._credentials.refresh(_request_token)
 
 
+def tokens_for(credentials: Any, *, is_emulator: bool) -> Anonymous | GoogleTokens:
+    """Return the tokens of a store.
+
+    Args:
+        credentials: google.auth credentials that were passed; None for those that the environment names.
+        is_emulator: Whether the endpoint gets nobody's credentials unless they are asked for.
+
+    Raises:
+        ConfigError: CKPTMIRROR_GCS_CREDENTIALS is neither ``default`` nor ``anonymous``.
+    """
+    if credentials is not None:
+        is_anonymous = type(credentials).__name__ == "AnonymousCredentials"
+        return Anonymous() if is_anonymous else GoogleTokens(credentials)
+    wanted = os.environ.get(CREDENTIALS_VARIABLE) or ("anonymous" if is_emulator else "default")
+    if wanted not in ("default", "anonymous"):
+        raise ConfigError(f"{CREDENTIALS_VARIABLE}={wanted} is not understood.", hint="It is default or anonymous.")
+    return Anonymous() if wanted == "anonymous" else GoogleTokens()
+
+
 def _default_credentials() -> Any:
+    """Find the application default credentials.
+
+    A file is read here, not by ``google.auth.default``: that would also ask which project they belong to, by running
+    gcloud or over the network, and nobody here wants to know.
+    """
     import google.auth
 
+    named = os.environ.get(_FILE_VARIABLE)
+    path = Path(named) if named else _login_path()
+    if named or os.path.isfile(path):  # noqa: PTH113 - Path's raises where the home may not be searched
+        return _credentials_of(path, f"{_FILE_VARIABLE} names" if named else "The login is in")
     credentials, _ = google.auth.default(scopes=[_SCOPE], request=_request_token)
     return credentials
+
+
+def _login_path() -> Path:
+    """Where ``gcloud auth application-default login`` leaves its file."""
+    folder = os.environ.get("CLOUDSDK_CONFIG") or os.path.expanduser("~/.config/gcloud")  # noqa: PTH111 - never raises
+    return Path(folder) / "application_default_credentials.json"
+
+
+def _credentials_of(path: Path, where: str) -> Any:
+    import warnings
+
+    import google.auth
+    from google.auth.credentials import with_scopes_if_required
+    from google.auth.exceptions import GoogleAuthError
+
+    try:
+        with path.open("rb") as file:
+            info = json.loads(file.read(_FILE_LIMIT_BYTES))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # it warns of files that strangers wrote
+            load: Any = google.auth.load_credentials_from_dict
+            found, _ = load(info, request=_request_token)
+        with_scopes: Any = with_scopes_if_required
+        return with_scopes(found, [_SCOPE])  # what a user has logged in for is not narrowed
+    except OSError as error:
+        why = f"which cannot be read: {error.strerror or error}"
+    except GoogleAuthError as error:
+        why = f"which holds no credentials: {_said(error).rstrip('.')}"
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        why = f"which holds no credentials: {type(error).__name__}: {str(error)[:_SAID_LETTERS]}"
+    raise NotAuthorised(f"{where} {path}, {why}.", hint=_LOGIN_HINT)
 
 
 class _TokenAnswer:

@@ -22,6 +22,7 @@ from typing import Any
 from ckptmirror.core.errors import ObjectNotFound, StoreTemporary
 from ckptmirror.stores.gs_auth import Anonymous, GoogleTokens, credentials_for_client, token_errors
 from ckptmirror.stores.gs_http import Endpoint, Limits, error_for, retry_after_s
+from ckptmirror.stores.gs_trust import ca_bundle, hint_for, untrusted
 
 __all__ = ["Changes", "crc32c_text"]
 
@@ -111,11 +112,14 @@ class Changes:
         from google.cloud import storage
 
         with token_errors():
-            return storage.Client(
+            client = storage.Client(
                 project=None,
                 credentials=credentials_for_client(self._tokens),
                 client_options={"api_endpoint": self._endpoint.url},
             )
+        if (bundle := ca_bundle()) is not None:
+            client._http.verify = bundle  # requests reads two of the three variables by itself
+        return client
 
 
 @contextmanager
@@ -137,10 +141,24 @@ def _explained(what: str) -> Iterator[None]:
         response = error.response
         asked_s = retry_after_s(response.headers.get("Retry-After"))
         raise error_for(response.status_code, what, response.text[:300], asked_s) from error
+    except requests.exceptions.SSLError as error:
+        why = next((part.verify_message for part in _causes(error) if hasattr(part, "verify_message")), None)
+        if why is None:
+            raise StoreTemporary(f"{what}: {type(error).__name__}: {_SESSION_ID.sub('…', str(error))}") from error
+        raise StoreTemporary(f"{what}: {untrusted(why)}", hint=hint_for(why)) from error
     except (requests.exceptions.RequestException, OSError) as error:
         raise StoreTemporary(f"{what}: {type(error).__name__}: {_SESSION_ID.sub('…', str(error))}") from error
     except (ValueError, KeyError) as error:
         raise StoreTemporary(f"{what}: an answer cannot be read: {error}") from error
+
+
+def _causes(error: object) -> Iterator[Any]:
+    """What an error wraps: requests and urllib3 keep it as ``reason``, in ``args``, or as the cause."""
+    seen: list[object] = [error]
+    for one in seen:  # grows as it goes
+        yield one
+        inner = [getattr(one, "reason", None), getattr(one, "__cause__", None), *getattr(one, "args", ())]
+        seen += [found for found in inner if isinstance(found, BaseException) and found not in seen]
 
 
 def _said(error: Any) -> str:

@@ -14,10 +14,12 @@ import http.client
 import json
 import os
 import re
+import socket
+import ssl
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -33,9 +35,13 @@ from ckptmirror.core.errors import (
     StorePermanent,
     StoreTemporary,
 )
+from ckptmirror.stores.gs_proxy import login_headers, proxy_setting, without_login
+from ckptmirror.stores.gs_trust import hint_for, tls_context, untrusted
 
 __all__ = [
     "CONNECTION_ERRORS",
+    "EMULATOR_VARIABLE",
+    "ENDPOINT_VARIABLE",
     "Endpoint",
     "Limits",
     "Tokens",
@@ -49,6 +55,8 @@ __all__ = [
 CONNECTION_ERRORS = (OSError, http.client.HTTPException)
 _ANSWER_LIMIT_BYTES = 64 * 1024 * 1024
 _ERROR_LIMIT_BYTES = 16 * 1024
+EMULATOR_VARIABLE = "STORAGE_EMULATOR_HOST"  # Google's own name: without credentials
+ENDPOINT_VARIABLE = "CKPTMIRROR_GCS_ENDPOINT"  # another way to the service itself: with them
 _LOGIN_HINT = NotAuthorised.hint
 
 
@@ -86,25 +94,32 @@ class Endpoint:
 
     @classmethod
     def from_environment(cls) -> Endpoint:
-        """The real service, or what STORAGE_EMULATOR_HOST names.
+        """The real service, or what STORAGE_EMULATOR_HOST or CKPTMIRROR_GCS_ENDPOINT names.
 
         Raises:
-            ConfigError: STORAGE_EMULATOR_HOST cannot be understood.
+            ConfigError: They cannot be understood, or both are set.
         """
-        text = os.environ.get("STORAGE_EMULATOR_HOST", "")
-        return cls.parse(text) if text else cls("https", "storage.googleapis.com", 443)
+        set_to = {name: text for name in (EMULATOR_VARIABLE, ENDPOINT_VARIABLE) if (text := os.environ.get(name))}
+        if len(set_to) > 1:
+            raise ConfigError(
+                f"{EMULATOR_VARIABLE} and {ENDPOINT_VARIABLE} are both set: which is it?", hint="Unset one of them."
+            )
+        for name, text in set_to.items():
+            return cls.parse(text, name)
+        return cls("https", "storage.googleapis.com", 443)
 
     @classmethod
-    def parse(cls, text: str) -> Endpoint:
-        """Read ``http://host:port``; without a scheme it is http."""
+    def parse(cls, text: str, variable: str = "STORAGE_EMULATOR_HOST") -> Endpoint:
+        """Read ``http://host:port``; without a scheme it is http. ``variable`` is where it stands."""
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
             port = parts.port
         except ValueError:
             parts, port = urlsplit(""), None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-            raise ConfigError("The storage endpoint is not http://host:port.", hint="Correct STORAGE_EMULATOR_HOST.")
-        return cls(parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80))
+        host = parts.hostname
+        if parts.scheme not in ("http", "https") or not host or parts.username is not None or re.search(r"\s", host):
+            raise ConfigError(f"{variable} is not http://host:port.", hint=f"Correct {variable}.")
+        return cls(parts.scheme, host, port or (443 if parts.scheme == "https" else 80))
 
     @property
     def url(self) -> str:
@@ -113,25 +128,64 @@ class Endpoint:
         default = {"https": 443, "http": 80}[self.scheme] == self.port
         return f"{self.scheme}://{host}" + ("" if default else f":{self.port}")
 
-    def connect(self, limits: Limits) -> http.client.HTTPConnection:
-        """Make a connection (which connects at its first request), through HTTPS_PROXY or HTTP_PROXY if set."""
+    @property
+    def is_this_machine(self) -> bool:
+        """Whether what is sent there stays on this machine."""
+        return self.host in ("localhost", "::1") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", self.host) is not None
+
+    def connect(self, limits: Limits, *, by_http_proxy: bool = False) -> http.client.HTTPConnection:
+        """Make a connection (which connects at its first request), through HTTPS_PROXY if set, or HTTP_PROXY if asked.
+
+        A metadata server, which speaks http, is never asked through a proxy.
+        """
         if self.scheme == "http":
+            proxy = self.proxy() if by_http_proxy else None
+            if proxy is not None:
+                return _ThroughProxy(proxy, self, limits.connect_s)
             return http.client.HTTPConnection(self.host, self.port, timeout=limits.connect_s)
-        proxy = _proxy_for(self.host)
+        proxy = self.proxy()
         if proxy is None:
-            return http.client.HTTPSConnection(self.host, self.port, timeout=limits.connect_s)
-        connection = http.client.HTTPSConnection(proxy.host, proxy.port, timeout=limits.connect_s)
-        connection.set_tunnel(self.host, self.port)
+            return http.client.HTTPSConnection(self.host, self.port, timeout=limits.connect_s, context=tls_context())
+        connection = http.client.HTTPSConnection(
+            proxy.host, proxy.port, timeout=limits.connect_s, context=tls_context()
+        )
+        connection.set_tunnel(self.host, self.port, headers=login_headers(proxy_setting("HTTPS_PROXY")))
         return connection
 
+    def proxy(self) -> Endpoint | None:
+        """The proxy that HTTPS_PROXY or HTTP_PROXY names for this endpoint, unless NO_PROXY takes its host out.
 
-def _proxy_for(host: str) -> Endpoint | None:
-    text = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    if not text:
-        return None
-    from urllib.request import proxy_bypass
+        Raises:
+            ConfigError: The variable cannot be understood.
+        """
+        variable = f"{self.scheme.upper()}_PROXY"
+        text = without_login(proxy_setting(variable))
+        if not text:
+            return None
+        from urllib.request import proxy_bypass
 
-    return None if proxy_bypass(host) else Endpoint.parse(text)
+        if proxy_bypass(f"{self.host}:{self.port}" if ":" not in self.host else self.host):
+            return None
+        try:
+            proxy = Endpoint.parse(text, variable)
+            if proxy.scheme == "https":
+                raise ConfigError(f"{variable} is not http://host:port: a proxy that is asked over TLS is not served.")
+            return proxy
+        except ConfigError as error:
+            raise ConfigError(error.message, hint=f"Correct {variable}, or name {self.host} in NO_PROXY.") from error
+
+
+class _ThroughProxy(http.client.HTTPConnection):
+    """A connection to a proxy that is asked for whole URLs."""
+
+    def __init__(self, proxy: Endpoint, target: Endpoint, connect_s: float) -> None:
+        super().__init__(proxy.host, proxy.port, timeout=connect_s)
+        self._before = target.url
+
+    def putrequest(self, method: str, url: str, skip_host: bool = False, skip_accept_encoding: bool = False) -> None:
+        super().putrequest(method, self._before + url, skip_host, skip_accept_encoding)
+        for name, value in login_headers(proxy_setting("HTTP_PROXY")).items():
+            self.putheader(name, value)
 
 
 class _Kept(threading.local):
@@ -149,7 +203,7 @@ class Transport:
         self.tokens = tokens
         self.limits = limits
         self._kept = _Kept()
-        self._all: weakref.WeakSet[http.client.HTTPConnection] = weakref.WeakSet()
+        self._all: weakref.WeakKeyDictionary[http.client.HTTPConnection, int] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -203,30 +257,43 @@ class Transport:
         Raises:
             StoreTemporary: The connection failed in the body.
         """
-        connection = self.endpoint.connect(self.limits) if fresh else self._of_this_thread()
+        connection = self._connect() if fresh else self._of_this_thread()
         try:
             yield connection
+        except ssl.SSLCertVerificationError as error:
+            connection.close()
+            why = untrusted(error.verify_message)
+            raise StoreTemporary(f"{self.endpoint.url}: {why}", hint=hint_for(error.verify_message)) from error
         except CONNECTION_ERRORS as error:
             connection.close()
-            raise StoreTemporary(f"{self.endpoint.url}: {type(error).__name__}: {error}") from error
+            proxy = self.endpoint.proxy()
+            through = f" through the proxy {proxy.url}" if proxy is not None else ""
+            text = f"{self.endpoint.url}{through}: {type(error).__name__}: {error}"
+            raise StoreTemporary(text) from error
         except BaseException:
             connection.close()
             raise
         if fresh:
             connection.close()
 
+    def _connect(self) -> http.client.HTTPConnection:
+        return self.endpoint.connect(self.limits, by_http_proxy=True)
+
     def _of_this_thread(self) -> http.client.HTTPConnection:
         kept = self._kept
         if kept.connection is None or kept.process != os.getpid():  # a forked child must not share its parent's
-            kept.connection, kept.process = self.endpoint.connect(self.limits), os.getpid()
+            kept.connection, kept.process = self._connect(), os.getpid()
             with self._lock:
-                self._all.add(kept.connection)
+                self._all[kept.connection] = kept.process
         return kept.connection
 
     def close(self) -> None:
         """Close the connections of all threads; what is under way there fails."""
         with self._lock:
-            for connection in list(self._all):
+            for connection, process in list(self._all.items()):
+                if process == os.getpid() and connection.sock is not None:
+                    with suppress(OSError):  # else closing waits for a thread that reads from it
+                        connection.sock.shutdown(socket.SHUT_RDWR)
                 connection.close()
 
 
@@ -241,7 +308,7 @@ def read_json(response: http.client.HTTPResponse) -> dict[str, Any]:
         raise StoreTemporary(f"An answer was cut {response.length} bytes short.")
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreTemporary("An answer is no JSON: it was cut short, or something between changed it.") from error
     if not isinstance(value, dict):
         raise StoreTemporary("An answer is no JSON object.")
@@ -262,7 +329,7 @@ def error_of(response: http.client.HTTPResponse, what: str) -> CkptMirrorError:
 def _message(text: str) -> str:
     try:
         return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return " ".join(text.split())[:300]
 
 
@@ -283,7 +350,8 @@ def error_for(status: int, what: str, message: str, retry_after: float | None = 
     if status == 401:
         return NotAuthorised(text, hint=_LOGIN_HINT)
     if status == 403:
-        return NotAuthorised(text, hint="Give these credentials the role Storage Object User on the bucket.")
+        role = "Viewer" if re.search(r"storage\.objects\.(get|list)\b", message) else "User"
+        return NotAuthorised(text, hint=f"Give these credentials the role Storage Object {role} on the bucket.")
     if status == 404:
         if "bucket does not exist" in message.lower():
             return BucketNotFound(text)

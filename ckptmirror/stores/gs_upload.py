@@ -170,6 +170,7 @@ class _Sending:
                         self._connection.send(piece[first : first + _SLICE_BYTES])
                     except OSError as error:
                         return error
+                    self._upload.on_sent(offset + min(first + _SLICE_BYTES, len(piece)))
                 offset += len(piece)
         if offset < end:
             raise IntegrityError(f"The source of {self._upload.name} ends at byte {offset} of {self._size_bytes}.")

@@ -17,7 +17,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.stores.base import ObjectInfo, Store, Upload
@@ -26,8 +26,9 @@ from ckptmirror.stores.decorator import StoreDecorator
 if TYPE_CHECKING:
     from tenacity import RetryCallState
 
-__all__ = ["RetryingStore"]
+__all__ = ["OnWait", "RetryingStore"]
 
+OnWait: TypeAlias = Callable[[str, float, StoreTemporary], None]
 _Result = TypeVar("_Result")
 _random = random.Random()  # the training's own numbers stay its own
 
@@ -42,6 +43,7 @@ class RetryingStore(StoreDecorator):
         first_delay_s: Longest delay after the first try; it doubles with each.
         longest_delay_s: Where the doubling stops.
         wait: Waits so many seconds, or until the store is closed; tests pass their own.
+        on_wait: Told before each wait: the mirror's URL, for how many seconds, and what went wrong.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class RetryingStore(StoreDecorator):
         first_delay_s: float = 0.5,
         longest_delay_s: float = 20.0,
         wait: Callable[[float], object] | None = None,
+        on_wait: OnWait | None = None,
     ) -> None:
         super().__init__(store)
+        self._on_wait = on_wait
         self._tries = tries
         self._total_s = total_s
         self._first_delay_s = first_delay_s
@@ -133,12 +137,18 @@ class RetryingStore(StoreDecorator):
             stop=stop_after_attempt(self._tries) | stop_before_delay(self._total_s) | stop_when_event_set(self._closed),
             wait=self._delay_s,
             sleep=self._sleep,
+            before_sleep=self._tell,
             reraise=True,
         )
         return retrying(operation_after_the_first)
 
     def _sleep(self, delay_s: float) -> None:
         self._wait(delay_s)
+
+    def _tell(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        if self._on_wait is not None and isinstance(error, StoreTemporary):
+            self._on_wait(self.url, state.upcoming_sleep, error)
 
     def _delay_s(self, state: RetryCallState) -> float:
         limit_s = min(self._longest_delay_s, self._first_delay_s * 2.0 ** min(state.attempt_number - 1, 30))

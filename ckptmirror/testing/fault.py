@@ -27,6 +27,8 @@ OPERATIONS = (
     "bucket.patch",
     "bucket.layout",
     "bucket.permissions",
+    "bucket.policy",
+    "bucket.set_policy",
     "object.get",
     "object.media",
     "object.list",

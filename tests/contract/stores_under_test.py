@@ -126,7 +126,10 @@ def _fsspec_local(directory: Path, _server: GcsServerProcess) -> Opener:
 
 def _given(_directory: Path, _server: GcsServerProcess) -> Opener:
     url = GIVEN_URL.format(number=next(_numbers))
-    return Opener(GIVEN_URL, lambda: open_store(url, retry=False))
+    is_service = url.startswith("gs://")  # which answers 429 to a second change of an object within a second
+    code = f"from ckptmirror.stores import open_store; store = open_store({url!r})"
+    outlives_process = url.startswith(("gs:", "gcsfs+gs:", "file:"))
+    return Opener(GIVEN_URL, lambda: open_store(url, retry=is_service), code if outlives_process else "")
 
 
 def _decorated(opener: Opener, name: str, decorate: Callable[[Store], Store]) -> Opener:

@@ -310,7 +310,7 @@ def test_no_increment_is_lost_among_writers_that_compare_and_swap(opener: Opener
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert errors == []
     assert opener.open().read("counter", limit_bytes=10)[0] == b"30"
 

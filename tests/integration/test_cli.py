@@ -16,7 +16,6 @@ import click
 import pytest
 
 from ckptmirror.cli._program import program
-from ckptmirror.cli._progress import LINE_EVERY_S, plain_lines
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.local.lock import RootLock
 from ckptmirror.testing import Fault, GcsServerProcess
@@ -389,19 +388,7 @@ def test_progress_is_a_bar_on_a_terminal_and_leaves_stdout_alone(tmp_path: Path)
     assert (exit_code, stdout) == (0, f"{tmp_path}/e/model_000200.pt\n")
     assert "stage" in shown
     assert "\x1b[" in shown
-    assert "293.0/293.0 KiB" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
-
-
-def test_progress_elsewhere_is_one_plain_line_every_30_seconds(capsys: pytest.CaptureFixture[str]):
-    now = [100.0]
-    show = plain_lines("stage", clock=lambda: now[0])
-    for second in range(100):
-        now[0] = 100.0 + second
-        show(second * 1024 * 1024, 100 * 1024 * 1024)
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert LINE_EVERY_S == 30.0
-    assert told.err.splitlines() == [f"stage: {second}.0 MiB of 100.0 MiB, 1.0 MiB/s" for second in (30, 60, 90)]
+    assert "293.0 KiB of 293.0 KiB" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
 
 
 def test_main_can_be_called_inside_another_program(capsys: pytest.CaptureFixture[str]):

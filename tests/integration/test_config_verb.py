@@ -269,7 +269,9 @@ def test_a_trainer_hands_its_own_flags_on(tmp_path: Path):
 def test_a_trainer_without_a_root_is_told_how_to_give_one(tmp_path: Path):
     ended = train(tmp_path)
     assert ended.returncode != 0
-    assert ended.stderr.splitlines()[-1].endswith("ConfigError: No root is set.")
+    said, hint = ended.stderr.splitlines()[-2:]
+    assert said.endswith("ConfigError: No root is set.")
+    assert "CKPTMIRROR_ROOT" in hint
 
 
 # -- the shell ----------------------------------------------------------------------------------------------

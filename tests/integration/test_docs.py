@@ -54,6 +54,7 @@ def verbs() -> list[str]:
 
 def test_the_page_of_the_command_line_has_every_verb_and_every_option():
     pages = sections("cli.md")
+    assert pages.pop("Progress")
     assert sorted(pages) == verbs()
     for verb, text in pages.items():
         command = program.get_command(click.Context(program), verb)
@@ -74,13 +75,15 @@ def fields(verb: str) -> set[str]:
 
 
 def shape(value: object, prefix: str = "") -> set[str]:
-    """Every key of an object, and of the first object of a list below it as ``list.key``."""
+    """Every key of an object, and of all objects of a list below it as ``list.key``; they all have the same."""
     assert isinstance(value, dict)
     found = set()
     for key, inner in value.items():
         found.add(prefix + key)
         if isinstance(inner, list) and inner and isinstance(inner[0], dict):
-            found |= shape(inner[0], f"{prefix}{key}.")
+            shapes = [shape(one, f"{prefix}{key}.") for one in inner]
+            assert all(one == shapes[0] for one in shapes), key
+            found |= shapes[0]
     return found
 
 
@@ -126,6 +129,54 @@ def test_the_fields_of_json_are_those_of_the_page(said: dict[str, dict[str, obje
     assert set(said["retry"]) == fields("retry")
     assert set(said["rewind"]) == fields("rewind")
     assert shape(said["timeline"]) | {"clock_jumps.at_utc", "clock_jumps.by_s"} == fields("timeline")
+
+
+def test_every_verb_that_has_json_is_compared_with_the_page(said: dict[str, dict[str, object]]):
+    commands = {verb: program.get_command(click.Context(program), verb) for verb in verbs()}
+    assert set(said) == {verb for verb, one in commands.items() if one and any(p.name == "as_json" for p in one.params)}
+
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "int": (int,),
+    "number": (int, float),
+    "bool": (bool,),
+    "list": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def is_of_type(value: object, said: str) -> bool:
+    """Whether a value is what a cell such as ``int or null`` or ``list of strings`` says."""
+    for one in said.split(" or "):
+        whole, _, inner = one.partition(" of ")
+        if isinstance(value, TYPES[whole]) and (isinstance(value, bool) == (whole == "bool")):
+            return not inner or all(is_of_type(item, inner.removesuffix("s")) for item in value)  # type: ignore[attr-defined]
+    return False
+
+
+def values_at(facts: dict[str, object], path: str) -> list[object]:
+    """Every value that a field of the page has in an output."""
+    here: list[object] = [facts]
+    for key in path.split("."):
+        here = [item for one in here for item in (one if isinstance(one, list) else [one])]
+        here = [one[key] for one in here if isinstance(one, dict)]
+    return here
+
+
+def test_the_values_of_json_have_the_types_of_the_page(said: dict[str, dict[str, object]]):
+    seen = 0
+    for verb, facts in said.items():
+        for row in rows(sections("json.md")[{"drain": "drain and push", "push": "drain and push"}.get(verb, verb)]):
+            names_, types = re.findall(r"`([^`]+)`", row[0]), row[1].split(", ")
+            for name, kind in zip(names_, types * len(names_) if len(types) == 1 else types, strict=False):
+                if kind == "any":
+                    continue
+                for value in values_at(facts, name):
+                    assert is_of_type(value, kind), f"{verb}: {name} is {value!r}, not {kind}"
+                    seen += 1
+    assert seen > 200
 
 
 def test_the_objects_inside_json_have_the_fields_of_the_page(said: dict[str, dict[str, object]]):
@@ -206,7 +257,7 @@ def test_a_command_that_a_page_mentions_has_the_options_that_it_mentions(page: P
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
 def test_a_target_or_a_file_that_a_page_mentions_is_there(page: Path):
-    targets = set(re.findall(r"^([a-z]+):", (HOME / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (HOME / "Makefile").read_text(), re.MULTILINE))
     for code in inline_code(page):
         if code.startswith("make "):
             assert code.split()[1] in targets, code

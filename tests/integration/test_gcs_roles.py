@@ -19,10 +19,9 @@ from tests.integration.test_docs import rows
 
 HOME = Path(__file__).resolve().parents[2]
 ROLE_IDS = {"Storage Object User": "roles/storage.objectUser", "Storage Object Viewer": "roles/storage.objectViewer"}
-TABLE = {
-    role: sorted(re.findall(r"`(storage\.[\w.]+)`", cell))
-    for _, role, cell in rows((HOME / "docs" / "guide" / "gcs.md").read_text())
-}
+PAGE = (HOME / "docs" / "guide" / "gcs.md").read_text()
+SECTION = PAGE.partition("\n## Who may do what\n")[2].partition("\n## ")[0]
+TABLE = {role: sorted(re.findall(r"`(storage\.[\w.]+)`", cell)) for _, role, cell in rows(SECTION)}
 WRITE, READ = TABLE["Storage Object User"], TABLE["Storage Object Viewer"]
 TRAIN = """
 import sys, torch

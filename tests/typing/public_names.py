@@ -40,6 +40,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     ) as manager:
         start = manager.resume(state)
         assert_type(start, ResumeInfo | None)
+        assert_type(manager.load(state, "/elsewhere/dist_ckpt_000200", exclude=("rng",)), ResumeInfo)
         handle = manager.save(1, state, metrics={"loss": 1.0}, fields={"tracker": "x"})
         assert_type(handle, SaveHandle)
         handle.wait("committed", timeout_s=10.0)
@@ -57,7 +58,7 @@ def evaluate() -> None:
     assert_type(staged, StagedCheckpoint)
     found = resolve_checkpoint_reference(staged.path)
     assert_type(found, CheckpointReference)
-    loaded = load_checkpoint(found, map_location="cpu")
+    loaded = load_checkpoint(found, map_location="cpu", new_config_keys={"gate": False})
     assert_type(loaded, LoadedCheckpoint)
     assert_type(load_settings({"root": "/local-ssd/run"}).manager_arguments(), dict[str, Any])
     assert_type(resolve_resume_path("/local-ssd/run"), Path | None)

@@ -27,8 +27,9 @@ import apsw
 
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError, ForeignTable, NewerTable, NoTable, TableLocked
 from ckptmirror.local.crashpoints import around
-from ckptmirror.local.uploads.failures import named_failures
-from ckptmirror.local.uploads.place import create_in_place, refuse_network_place, set_aside
+from ckptmirror.local.file_systems import refuse_network_place
+from ckptmirror.local.uploads.failures import foreign_table, named_failures, reuse_log_if_full
+from ckptmirror.local.uploads.place import create_in_place, set_aside
 from ckptmirror.local.uploads.records import canonical_crc
 from ckptmirror.local.uploads.statements import migrations, statement
 
@@ -129,6 +130,7 @@ class Database:
             connection.execute(statement("trust no function that the schema names"))
             connection.execute(statement("make every commit durable"))
             connection.execute(statement("keep the log small"))
+            connection.execute(statement("move the log into the table soon"))
             connection.execute(statement("keep scratch tables in memory"))
             self._check_version(connection)
         except BaseException:
@@ -200,8 +202,9 @@ class Database:
                 yield connection
                 with around(f"table.{verb}"):
                     connection.execute(statement("commit the change"))
-            except BaseException:
+            except BaseException as error:
                 _undo(connection)
+                reuse_log_if_full(connection, error)
                 raise
 
     @contextmanager
@@ -293,7 +296,7 @@ class Database:
         if known is None or known.is_directory(root):
             return True
         if known.root != str(root.resolve()):
-            raise ForeignTable(f"{self.path} is the table of {known.root} (run {known.run_id}), not of {root}")
+            raise foreign_table(self.path, root, known.root, known.run_id)
         return False
 
     def claim_identity(self, identity: RootIdentity) -> None:

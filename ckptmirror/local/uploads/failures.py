@@ -2,20 +2,23 @@
 
 Rules:
 * Nothing of SQLite's own errors leaves this package.
+* A log that the disk has no room to lengthen is written from its beginning again, so that a full disk holds up one
+  change and not all: uploads must go on there, since nothing that is not uploaded may be deleted.
 * A statement that is wrong is our own mistake and is not disguised as a state of the disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import apsw
 
 from ckptmirror.core import errors
+from ckptmirror.local.uploads.statements import statement
 
-__all__ = ["named_failures"]
+__all__ = ["foreign_table", "named_failures", "reuse_log_if_full"]
 
 _REBUILD = (
     "Nothing is deleted meanwhile. The next start of the trainer moves the table aside, "
@@ -46,9 +49,38 @@ def named_failures(path: Path) -> Iterator[None]:
         raise errors.BrokenTable(f"{path} lacks parts of its schema: {error}", hint=_REBUILD) from error
     except apsw.FullError as error:
         raise errors.LocalStorageFull(f"no space for a change of {path}: {error}") from error
-    except (apsw.IOError, apsw.ReadOnlyError, apsw.PermissionsError, apsw.AuthError) as error:
+    except apsw.IOError as error:
+        if path.is_dir():
+            raise _directory(path) from error
+        raise errors.LocalStorageUnwritable(f"{path} cannot be read or written: {error}") from error
+    except (apsw.ReadOnlyError, apsw.PermissionsError, apsw.AuthError) as error:
         raise errors.LocalStorageUnwritable(f"{path} cannot be read or written: {error}") from error
     except apsw.CantOpenError as error:
+        if path.is_dir():
+            raise _directory(path) from error
         if path.exists():
             raise errors.LocalStorageUnwritable(f"{path} cannot be opened: {error}") from error
         raise errors.NoTable(f"there is no pending-uploads table at {path}") from error
+
+
+def _directory(path: Path) -> errors.LocalStorageUnwritable:
+    hint = "Move it away: the next start of the trainer makes the table anew, from disk and mirrors."
+    return errors.LocalStorageUnwritable(f"{path} is a directory, not the pending-uploads table.", hint=hint)
+
+
+def foreign_table(path: Path, root: Path, known_root: str, run_id: str) -> errors.ForeignTable:
+    """Return the error that says whose table it is; one that came along with a copied root can be made anew."""
+    error = errors.ForeignTable(f"{path} is the table of {known_root} (run {run_id}), not of {root}")
+    if path.is_relative_to(root):
+        error.hint = (
+            f"If {root} is a copy, move {path.name} and its logs away: the next start of the trainer makes the table "
+            "anew, from disk and mirrors. Only one of the copies can go on."
+        )
+    return error
+
+
+def reuse_log_if_full(connection: apsw.Connection, error: BaseException) -> None:
+    """After a change for which there was no room: let the next one overwrite the log instead of lengthening it."""
+    if isinstance(error, apsw.FullError):
+        with suppress(apsw.Error):  # the first error is the one that counts
+            connection.execute(statement("move the log into the table")).fetchall()

@@ -11,7 +11,6 @@ Rules:
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import re
@@ -21,61 +20,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckptmirror.core.errors import ConfigError, NameTaken, NoTable, TableLocked
+from ckptmirror.core.errors import NameTaken, NoTable, TableLocked
 from ckptmirror.core.model import new_id
 from ckptmirror.core.names import tmp_name
 from ckptmirror.local import files
 from ckptmirror.local.crashpoints import around
+from ckptmirror.local.file_systems import refuse_network_place
 from ckptmirror.local.storage_errors import explained
 
-__all__ = ["create_in_place", "refuse_network_place", "set_aside"]
+__all__ = ["create_in_place", "set_aside"]
 
-_NETWORK = {
-    0x6969: "NFS",
-    0x517B: "SMB",
-    0xFF534D42: "CIFS",
-    0xFE534D42: "SMB2",
-    0x00C36400: "Ceph",
-    0x0BD00BD0: "Lustre",
-    0x47504653: "GPFS",
-    0x19830326: "BeeGFS",
-    0x5346414F: "AFS",
-    0x6B414653: "AFS",
-    0x73757245: "Coda",
-    0x564C: "NCP",
-    0x01021997: "9P",
-    0x7461636F: "OCFS2",
-    0x01161970: "GFS2",
-    0xAAD7AAEA: "PanFS",
-    0x786F4256: "VirtualBox shared folders",
-    0x65735546: "FUSE",
-}
 _LOGS = ("-wal", "-shm", "-journal")
 _WAIT_STEP_S = 0.02
-
-
-def _file_system_type(path: Path) -> int:
-    """Return statfs(2)'s f_type, which os.statvfs leaves out."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    answer = ctypes.create_string_buffer(512)
-    if libc.statfs(os.fsencode(path), answer) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(path))
-    return ctypes.c_long.from_buffer(answer).value & 0xFFFFFFFF
-
-
-def refuse_network_place(directory: Path, file_system_type: Callable[[Path], int] = _file_system_type) -> None:
-    """Refuse a directory whose file system is not of this node.
-
-    Raises:
-        ConfigError: It is a network file system or FUSE.
-    """
-    name = _NETWORK.get(file_system_type(directory))
-    if name is not None:
-        raise ConfigError(
-            f"the pending-uploads table must lie on node-local disk, but {directory} is on {name}",
-            hint="Set state_dir to a directory on this node's own disk.",
-        )
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from ckptmirror.testing.gcs.answers import ApiError
 from ckptmirror.testing.gcs.app import GcsServer, Options
-from ckptmirror.testing.gcs.auth import read_tokens_file
+from ckptmirror.testing.gcs.auth import read_custom_roles, read_tokens_file
 
 _READ_BUFFER_BYTES = 1024 * 1024
 _BACKLOG = 1024
@@ -75,6 +75,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         tokens=tuple(arguments.token),
         denied_tokens=tuple(arguments.denied_token),
         callers=read_tokens_file(arguments.tokens_file) if arguments.tokens_file else {},
+        custom_roles=read_custom_roles(arguments.tokens_file) if arguments.tokens_file else {},
         require_auth=arguments.require_auth,
         token_lifetime_s=arguments.token_lifetime_s,
         session_lifetime_s=arguments.session_lifetime_s,

@@ -1,17 +1,18 @@
 """Who may do what: IAM permissions of a caller (https://cloud.google.com/storage/docs/access-control/iam-json).
 
 Rules:
-* A caller without grants of its own may do everything; one with grants may do what they name and nothing else.
+* A caller without grants of its own may do everything; one with grants may do what they name, and what the bucket's
+  policy gives it (``policies``), and nothing else.
 * A refusal has the service's words: 403 with the caller's name and the permission, 401 where the caller has no name.
 * To replace a live object one needs ``storage.objects.delete`` too. Whether the service judges that before or after a
   precondition is not documented; here permissions come first.
 
-Not modelled: conditions, managed folders, access lists, policies that are set through the API.
+Not modelled: conditions, managed folders, access lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ NEEDED: Mapping[str, str] = {  # what the operation itself needs; what it needs 
     "bucket.delete": "storage.buckets.delete",
     "bucket.patch": "storage.buckets.update",
     "bucket.layout": "storage.objects.list",
+    "bucket.policy": "storage.buckets.getIamPolicy",
+    "bucket.set_policy": "storage.buckets.setIamPolicy",
     "object.get": "storage.objects.get",
     "object.media": "storage.objects.get",
     "object.list": "storage.objects.list",
@@ -59,7 +62,17 @@ ROLES: Mapping[str, frozenset[str]] = {  # https://cloud.google.com/storage/docs
     "roles/storage.legacyBucketWriter": frozenset(
         {"storage.buckets.get", "storage.objects.list", "storage.objects.create", "storage.objects.delete"}
     ),
+    "roles/storage.legacyBucketOwner": frozenset(
+        {
+            "storage.buckets.get",
+            "storage.buckets.update",
+            "storage.buckets.getIamPolicy",
+            "storage.buckets.setIamPolicy",
+        }
+        | {"storage.objects.list", "storage.objects.create", "storage.objects.delete"}
+    ),
     "roles/storage.legacyObjectReader": frozenset({"storage.objects.get"}),
+    "roles/storage.legacyObjectOwner": frozenset({"storage.objects.get", "storage.objects.update"}),
 }
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="https://accounts.google.com/"'}
 
@@ -99,17 +112,21 @@ class Caller:
     Attributes:
         name: As it stands in a refusal; empty for an anonymous caller.
         grants: What it may; None for everything.
+        bound: What a bucket's policy gives it besides; None for nothing.
     """
 
     name: str = ""
     grants: Grants | None = None
+    bound: Callable[[str], frozenset[str]] | None = None
 
     def may(self, permission: str, bucket: str) -> bool:
         """Whether the caller has a permission in a bucket."""
         grants = self.grants
         if grants is None:
             return True
-        return permission in grants.permissions and (grants.buckets is None or bucket in grants.buckets)
+        if permission in grants.permissions and (grants.buckets is None or bucket in grants.buckets):
+            return True
+        return self.bound is not None and permission in self.bound(bucket)
 
     def refusal(self, permission: str, bucket: str) -> str | None:
         """Why the caller may not; None if it may."""

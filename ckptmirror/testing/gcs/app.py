@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ckptmirror.testing.gcs import buckets, compose, folders, listing, objects, rewrite, uploads
+from ckptmirror.testing.gcs import buckets, compose, folders, listing, objects, policies, rewrite, uploads
 from ckptmirror.testing.gcs.access import NEEDED, Caller
 from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer
 from ckptmirror.testing.gcs.auth import Gate
@@ -44,6 +44,7 @@ class Options:
         tokens: Bearer tokens that may do everything.
         denied_tokens: Bearer tokens that may do nothing.
         callers: Who may do what, by token; an anonymous caller under ``""``.
+        custom_roles: Permissions of the projects' own roles, for the policies of buckets.
         require_auth: Only tokens get in, from here or from ``POST /token``.
         token_lifetime_s: Of tokens from ``POST /token``.
         session_lifetime_s: Of resumable uploads.
@@ -60,6 +61,7 @@ class Options:
     tokens: tuple[str, ...] = ()
     denied_tokens: tuple[str, ...] = ()
     callers: Mapping[str, Caller] = field(default_factory=dict)
+    custom_roles: Mapping[str, frozenset[str]] = field(default_factory=dict)
     require_auth: bool = False
     token_lifetime_s: float = 3600.0
     session_lifetime_s: float = 7 * 86400.0
@@ -85,6 +87,7 @@ class GcsServer:
             callers=options.callers,
             required=options.require_auth,
             lifetime_s=options.token_lifetime_s,
+            custom_roles=options.custom_roles,
         )
         known = {bucket.name for bucket in self._state.buckets()}
         settings = buckets.read_settings({**_UNIFORM, **options.bucket_settings})
@@ -165,6 +168,10 @@ class GcsServer:
                 return await buckets.delete_bucket(exchange, state, bucket)
             case "bucket.layout":
                 return await buckets.get_layout(exchange, state, bucket)
+            case "bucket.policy":
+                return await policies.get_policy(exchange, state, bucket)
+            case "bucket.set_policy":
+                return await policies.set_policy(exchange, state, bucket, self._options.custom_roles)
             case _:
                 return await buckets.held_permissions(exchange, state, bucket)
 

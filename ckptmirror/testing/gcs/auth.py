@@ -9,8 +9,10 @@ Rules:
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -20,9 +22,10 @@ from aiohttp import web
 from ckptmirror.testing.gcs.access import ANYONE, CHALLENGE, Caller, Grants
 from ckptmirror.testing.gcs.answers import ApiError, json_answer
 from ckptmirror.testing.gcs.exchange import Exchange
+from ckptmirror.testing.gcs.policies import bound_permissions
 from ckptmirror.testing.gcs.state import State
 
-__all__ = ["Gate", "read_tokens_file"]
+__all__ = ["Gate", "read_custom_roles", "read_tokens_file"]
 
 _GRANTS = ("urn:ietf:params:oauth:grant-type:jwt-bearer", "refresh_token", "client_credentials")
 
@@ -31,15 +34,16 @@ def read_tokens_file(path: Path) -> dict[str, Caller]:
     """The callers of a tokens file, by token; the one without a token under ``""``.
 
     The file is JSON: ``{"tokens": {"SECRET": {"name": "a@b", "roles": […], "permissions": […], "buckets": […]}},
-    "anonymous": {"roles": […]}}``. ``buckets`` limits the grants to some buckets.
+    "anonymous": {"roles": […]}, "roles": {"projects/p/roles/R": [permissions]}}``. ``buckets`` limits the grants to
+    some buckets; ``roles`` are a project's own, for the policies of buckets.
 
     Raises:
         ValueError: It is not such a file.
         OSError: It cannot be read.
     """
     content = json.loads(path.read_text())
-    if not isinstance(content, dict) or set(content) - {"tokens", "anonymous"}:
-        raise ValueError(f"{path}: a tokens file has the keys tokens and anonymous")
+    if not isinstance(content, dict) or set(content) - {"tokens", "anonymous", "roles"}:
+        raise ValueError(f"{path}: a tokens file has the keys tokens, anonymous and roles")
     try:
         callers = {token: _caller(token, item) for token, item in content.get("tokens", {}).items()}
         if "anonymous" in content:
@@ -47,6 +51,22 @@ def read_tokens_file(path: Path) -> dict[str, Caller]:
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     return callers
+
+
+def read_custom_roles(path: Path) -> dict[str, frozenset[str]]:
+    """The permissions of the projects' own roles in a tokens file, by the name of the role.
+
+    Raises:
+        ValueError: A name is none, or there is no such permission.
+        OSError: It cannot be read.
+    """
+    content = json.loads(path.read_text())
+    roles: dict[str, frozenset[str]] = {}
+    for name, permissions in content.get("roles", {}).items():
+        if not re.fullmatch(r"(projects|organizations)/[^/\s]+/roles/[A-Za-z0-9_.]{3,64}", name):
+            raise ValueError(f"{path}: {name} is no name of a custom role: projects/P/roles/NAME")
+        roles[name] = Grants.from_json({"permissions": permissions}).permissions
+    return roles
 
 
 def _caller(token: str, item: Mapping[str, Any]) -> Caller:
@@ -70,6 +90,7 @@ class Gate:
         callers: Mapping[str, Caller] | None = None,
         required: bool = False,
         lifetime_s: float = 3600.0,
+        custom_roles: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
         self._state = state
         self._callers: dict[str, Caller] = {token: ANYONE for token in tokens}
@@ -77,6 +98,7 @@ class Gate:
         self._denied = frozenset(denied)
         self._required = required or bool(self._callers or self._denied)
         self._lifetime_s = lifetime_s
+        self.custom_roles = custom_roles or {}
 
     def admit(self, exchange: Exchange, *, on_session: bool) -> None:
         """Let a request in, and note who sends it and when its token was issued.
@@ -94,10 +116,18 @@ class Gate:
             raise ApiError(403, "The caller does not have the storage permission that this request needs.")
         expired = times_s is not None and times_s[1] <= time.time()
         if not expired and (times_s is not None or (token in self._callers and (token or not scheme))):
-            exchange.caller = self._callers.get(token, ANYONE)
+            caller = self._callers.get(token, ANYONE)
+            exchange.caller = replace(caller, bound=lambda bucket: self._bound(bucket, caller.name))
             return
         message = "Invalid Credentials" if token else "Anonymous caller does not have access to this resource."
         raise ApiError(401, message, reason="authError" if token else "required", headers=CHALLENGE)
+
+    def _bound(self, bucket: str, name: str) -> frozenset[str]:
+        try:
+            self._state.bucket(bucket)
+        except ApiError:
+            return frozenset()
+        return bound_permissions(self._state.policy(bucket), name, self.custom_roles)
 
     async def token(self, exchange: Exchange) -> web.StreamResponse:
         """``POST /token``: what an OAuth 2.0 token endpoint answers to a service account's or a refresh grant."""

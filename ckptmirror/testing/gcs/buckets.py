@@ -8,8 +8,9 @@ Rules:
   test's disk would fill up.
 * Hierarchical namespace is decided when the bucket is made, wants uniform bucket-level access and no versioning
   (https://cloud.google.com/storage/docs/hns-overview).
+* Lifecycle rules are checked and kept, and never happen.
 
-Not modelled: buckets that are deleted softly, lifecycle rules, retention policies, locks, notifications, IAM policies.
+Not modelled: buckets that are deleted softly, retention policies, locks, notifications.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ckptmirror.testing.gcs.access import PERMISSIONS
 from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer, not_served, select
 from ckptmirror.testing.gcs.checks import Preconditions, check_bucket_name, integer
 from ckptmirror.testing.gcs.exchange import Exchange
+from ckptmirror.testing.gcs.lifecycle import read_lifecycle
 from ckptmirror.testing.gcs.params import check_predefined_acl
 from ckptmirror.testing.gcs.records import Bucket
 from ckptmirror.testing.gcs.resources import bucket_resource
@@ -154,6 +156,7 @@ _READERS = {
     "location": _location,
     "storageClass": _storage_class,
     "iamConfiguration": _access,
+    "lifecycle": read_lifecycle,
     **{name: _nothing_else for name in _DEFAULTS},
 }
 

@@ -49,6 +49,8 @@ _TAKEN: Mapping[str, frozenset[str]] = {
         "bucket.patch": _BUCKETS,
         "bucket.layout": "prefix",
         "bucket.permissions": "permissions",
+        "bucket.policy": "optionsRequestedPolicyVersion",
+        "bucket.set_policy": "",
         "object.get": f"generation softDeleted {_GENERATIONS}",
         "object.media": f"generation {_GENERATIONS}",
         "object.list": f"{_LISTING} versions softDeleted includeFoldersAsPrefixes",

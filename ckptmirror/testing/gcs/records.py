@@ -11,7 +11,17 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["Bucket", "Folder", "Rewrite", "Session", "StoredObject", "object_from_row", "object_from_text", "to_text"]
+__all__ = [
+    "Bucket",
+    "Folder",
+    "Policy",
+    "Rewrite",
+    "Session",
+    "StoredObject",
+    "object_from_row",
+    "object_from_text",
+    "to_text",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,14 @@ class Bucket:
     def place(self) -> tuple[str, str]:
         """Location and default storage class: a rewrite to another place moves bytes."""
         return str(self.settings.get("location", "US")), str(self.settings.get("storageClass", "STANDARD"))
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who has which role in a bucket: members by role. ``version`` rises with each change."""
+
+    version: int
+    bindings: dict[str, list[str]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,16 @@ from typing import Any
 
 from ckptmirror.testing.gcs.answers import ApiError, not_found
 from ckptmirror.testing.gcs.pace import Pace
-from ckptmirror.testing.gcs.records import Bucket, Rewrite, Session, object_from_text
+from ckptmirror.testing.gcs.records import Bucket, Policy, Rewrite, Session, object_from_text
 from ckptmirror.testing.gcs.versions import VersionTable, now_us
 
 __all__ = ["State"]
 
 _LAYOUT = 2
+_OF_THE_PROJECT = {
+    "roles/storage.legacyBucketOwner": ["projectEditor:p", "projectOwner:p"],
+    "roles/storage.legacyBucketReader": ["projectViewer:p"],
+}
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS buckets (
     name TEXT PRIMARY KEY, created_us INTEGER NOT NULL, updated_us INTEGER NOT NULL, metageneration INTEGER NOT NULL,
@@ -41,6 +45,9 @@ CREATE TABLE IF NOT EXISTS rewrites (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS tokens (
     token TEXT PRIMARY KEY, issued_s REAL NOT NULL, expires_s REAL NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS policies (
+    bucket TEXT PRIMARY KEY, version INTEGER NOT NULL, bindings TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
@@ -127,7 +134,18 @@ class State:
         if not self.objects.is_empty(bucket.name):
             raise ApiError(409, "The bucket you tried to delete is not empty.")
         self._db.execute("DELETE FROM buckets WHERE name = ?", (bucket.name,))
+        self._db.execute("DELETE FROM policies WHERE bucket = ?", (bucket.name,))
         self.objects.forget_bucket(bucket.name)
+
+    def policy(self, bucket: str) -> Policy:
+        """Who has which role in a bucket; that of a new one, where nobody has set another."""
+        row = self._db.execute("SELECT version, bindings FROM policies WHERE bucket = ?", (bucket,)).fetchone()
+        return Policy(0, dict(_OF_THE_PROJECT)) if row is None else Policy(row[0], json.loads(row[1]))
+
+    def change_policy(self, bucket: str, bindings: dict[str, list[str]]) -> Policy:
+        row = (bucket, self.policy(bucket).version + 1, json.dumps(bindings))
+        self._db.execute("INSERT OR REPLACE INTO policies VALUES (?, ?, ?)", row)
+        return self.policy(bucket)
 
     # Upload sessions
 

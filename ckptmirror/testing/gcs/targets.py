@@ -115,6 +115,8 @@ def _read_below(method: str, bucket: str, rest: list[str], query: dict[str, str]
             return Target(_by_method(method, operations), bucket, query=query)
         case ["storageLayout"]:
             return Target(_by_method(method, {"GET": "bucket.layout"}), bucket, query=query)
+        case ["iam"]:
+            return Target(_by_method(method, {"GET": "bucket.policy", "PUT": "bucket.set_policy"}), bucket, query=query)
         case ["iam", "testPermissions"]:
             return Target(_by_method(method, {"GET": "bucket.permissions"}), bucket, query=query)
         case ["o"]:

@@ -121,6 +121,8 @@ def request_of(raw, operation: str) -> Callable[[], Any]:
             "GET",
             f"/storage/v1/b/{raw.bucket}/iam/testPermissions?permissions=storage.objects.get",
         ),
+        "bucket.policy": ("GET", f"/storage/v1/b/{raw.bucket}/iam"),
+        "bucket.set_policy": ("PUT", f"/storage/v1/b/{raw.bucket}/iam", '{"bindings": []}'),
         "batch": ("POST", "/batch/storage/v1", BATCH, {"Content-Type": "multipart/mixed; boundary=b"}),
         "object.get": ("GET", path),
         "object.media": ("GET", f"{path}?alt=media"),

@@ -31,7 +31,7 @@ def test_it_has_every_option_of_the_command_line():
 def test_it_has_every_operation_with_its_permission():
     rows = _rows("Operations")
     assert [row[0].strip("`") for row in rows] == list(OPERATIONS)
-    said = {row[0].strip("`"): re.match(r"`(storage\.[a-z.]+)`", row[2]) for row in rows}
+    said = {row[0].strip("`"): re.match(r"`(storage\.[a-zA-Z.]+)`", row[2]) for row in rows}
     for operation, permission in said.items():
         other = "storage.objects.create" if operation == "object.compose" else NEEDED.get(operation)
         assert (permission[1] if permission else None) == other, operation

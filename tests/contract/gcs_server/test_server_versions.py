@@ -150,7 +150,7 @@ def test_versions_survive_a_kill_and_bytes_that_nobody_names_go(own_server, own_
         ({"versioning": True}, 400),
         ({"storageClass": "FAST"}, 400),
         ({"location": "EU"}, 200),
-        ({"lifecycle": {"rule": [{"action": {"type": "Delete"}}]}}, 501),
+        ({"lifecycle": {"rule": [{"action": {"type": "Delete"}}]}}, 400),
         ({"retentionPolicy": {"retentionPeriod": "1"}}, 501),
         ({"billing": {"requesterPays": True}}, 501),
         ({"labels": {"a": "b"}}, 200),

@@ -33,6 +33,13 @@ def test_the_bytes_come_whole_and_in_order(data: bytes, offset: int) -> None:
         assert b"".join(bytes(piece) for piece in read_ahead(source_of(data), offset, end)) == data[offset:end]
 
 
+def test_where_nothing_is_wanted_nothing_is_read() -> None:
+    def read_into(_offset: int, _buffer: memoryview) -> int:
+        raise AssertionError("it was read")
+
+    assert list(read_ahead(read_into, 7, 7)) == []
+
+
 @pytest.mark.parametrize("missing", [1, BUFFER // 2, BUFFER, BUFFER + 1, 5 * BUFFER])
 def test_a_source_that_ends_early_gives_what_it_has(data: bytes, missing: int) -> None:
     short = data[: max(len(data) - missing, 0)]

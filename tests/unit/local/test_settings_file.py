@@ -114,7 +114,7 @@ def test_a_named_file_is_read_wherever_it_is_and_a_project_by_its_table(home: Pa
         named = named_file(path, "V")
         assert named is not None
         assert named.values == {"root": root}
-    with pytest.raises(ConfigError, match=r"^V: there is no .*/nowhere\.toml\.$"):
+    with pytest.raises(ConfigError, match=r"^V: there is no .*/nowhere\.toml\.\n"):
         named_file(home / "nowhere.toml", "V")
 
 

@@ -23,9 +23,8 @@ from ckptmirror.core.errors import (
     TableLocked,
     UsageError,
 )
+from ckptmirror.local.file_systems import file_system_type, refuse_network_place
 from ckptmirror.local.uploads import BootClock, RootIdentity, UploadsTable
-from ckptmirror.local.uploads import place as place_module
-from ckptmirror.local.uploads.place import refuse_network_place
 
 Add = Callable[..., str]
 
@@ -215,7 +214,7 @@ def test_a_network_file_system_is_refused_with_the_hint_state_dir(tmp_path: Path
 def test_local_file_systems_are_accepted(tmp_path: Path) -> None:
     for kind in (0xEF53, 0x58465342, 0x01021994, 0x9123683E, 0x794C7630):  # ext4, XFS, tmpfs, btrfs, overlay
         refuse_network_place(tmp_path, lambda _, kind=kind: kind)  # type: ignore[misc]
-    assert place_module._file_system_type(Path("/proc")) == 0x9FA0
+    assert file_system_type(Path("/proc")) == 0x9FA0
 
 
 # -- sharing it ---------------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ PRAGMA synchronous = EXTRA;
 -- name: keep the log small
 PRAGMA journal_size_limit = 4194304;
 
+-- name: move the log into the table soon
+PRAGMA wal_autocheckpoint = 100;
+
 -- name: keep scratch tables in memory
 PRAGMA temp_store = MEMORY;
 
@@ -47,3 +50,6 @@ COMMIT;
 
 -- name: undo the change
 ROLLBACK;
+
+-- name: move the log into the table
+PRAGMA wal_checkpoint(RESTART);

@@ -1,0 +1,111 @@
+"""Where on a mirror of the user's the demo works: a place of its own, which it leaves as it found it.
+
+Rules:
+* The place is a new prefix under the URL that was given; nothing outside of it is read, written or deleted.
+* It is empty before the first object is made, or there is no demo.
+* What is removed is what is listed under it, each object at the generation that was listed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from shlex import quote
+from urllib.parse import unquote
+from uuid import uuid4
+
+from ckptmirror.cli._options import size
+from ckptmirror.core.errors import BucketNotFound, CkptMirrorError, ConfigError, NameTaken
+from ckptmirror.stores import normalise_url, open_store
+
+__all__ = ["DemoPlace", "make_place"]
+
+_NAME = "ckptmirror-demo"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlace:
+    """A prefix on a mirror that belongs to one demo."""
+
+    url: str
+
+    def check_empty(self) -> None:
+        """Ask the mirror for the first time.
+
+        Raises:
+            NameTaken: Something is under this prefix.
+            ConfigError: The mirror cannot be a run's only one.
+            BucketNotFound: There is no such bucket.
+        """
+        store = open_store(self.url)
+        try:
+            if self.url.startswith("memory:") or not store.capabilities.compare_and_swap:
+                raise ConfigError(
+                    f"A run cannot have {self.url} as its only mirror, so the demo cannot either.",
+                    hint="Pass --mirror gs://bucket/prefix, or a directory.",
+                )
+            if next(iter(store.list()), None) is not None:
+                raise NameTaken(f"{self.url} is not empty: the demo touches nothing that it did not make.")
+        except BucketNotFound:
+            if store.local_directory is None:
+                raise
+            store.local_directory.mkdir()  # a mirror makes its own directory, not the one above
+        finally:
+            store.close()
+
+    def measure(self) -> tuple[int, int]:
+        """Return how many objects there are, and their bytes."""
+        store = open_store(self.url)
+        try:
+            sizes = [info.size_bytes for info in store.list()]
+        finally:
+            store.close()
+        return len(sizes), sum(sizes)
+
+    def remove(self) -> tuple[int, int]:
+        """Delete every object of the demo; return how many there were, and their bytes."""
+        store = open_store(self.url)
+        try:
+            found = list(store.list())
+            if store.local_directory is not None:
+                shutil.rmtree(store.local_directory)  # objects, folders and lock files: all of it is the demo's
+            else:
+                for info in found:
+                    store.delete(info.name, generation=info.generation)
+        finally:
+            store.close()
+        return len(found), sum(info.size_bytes for info in found)
+
+    @property
+    def removal(self) -> str:
+        """The command that removes it by hand."""
+        if self.url.startswith("gs://"):
+            return f"gcloud storage rm --recursive {self.url}"
+        return f"rm -r {quote(unquote(self.url.removeprefix('file://')))}"
+
+    def leave(self, *, keep: bool) -> None:
+        """Say what is there and how to remove it, or remove it and say that."""
+        if keep:
+            count, size_bytes = self.measure()
+            print(f"{count} objects ({size(size_bytes)}) are kept under {self.url}; remove them with")
+            print(f"  {self.removal}")
+            return
+        count, size_bytes = self.remove()
+        print(f"The {count} objects that it made ({size(size_bytes)}) are removed from {self.url}.")
+
+    def tell_kept(self) -> None:
+        """Say on stderr that the demo did not come to its end, and that what it made is still there."""
+        try:
+            count, size_bytes = self.measure()
+            what = f"{count} objects ({size(size_bytes)})"
+        except CkptMirrorError:
+            what = "objects of the demo"
+        print(f"{what} may be under {self.url}; remove them with\n  {self.removal}", file=sys.stderr)
+
+
+def make_place(mirror: str) -> DemoPlace:
+    """Choose a new prefix under a mirror; nothing is written."""
+    name = f"{_NAME}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid4().hex[:8]}"
+    return DemoPlace(normalise_url(f"{mirror.rstrip('/')}/{name}"))

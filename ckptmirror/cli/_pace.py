@@ -1,0 +1,152 @@
+"""How far a transfer is, how fast it goes, and how long it will take: what a bar and a plain line both say.
+
+Rules:
+* The speed is of bytes that this call moved within the last ``WINDOW_S`` seconds: what was there before does not count,
+  and a transfer that stands still comes to 0 B/s by itself.
+* What is said besides (a check, a mirror that is waited for) is said as long as it is so.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ckptmirror.cli._options import size
+
+if TYPE_CHECKING:
+    from ckptmirror.flow.under_way import Wait
+
+__all__ = ["WINDOW_S", "Pace"]
+
+WINDOW_S = 15.0
+_SHORTEST_S = 0.2  # a speed over less is noise
+_FIRST_BYTES_S = 5.0  # before that, that nothing has moved says nothing
+
+
+class Pace:
+    """One transfer. It is told by the threads that move bytes, and read by the one that shows it.
+
+    Args:
+        title: What stands in front: the verb.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, title: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.title = title
+        self.done_bytes = 0
+        self.total_bytes: int | None = None
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._began_s = clock()
+        self._moved_bytes = 0
+        self._samples: deque[tuple[float, int]] = deque([(self._began_s, 0)])
+        self._doing = ""
+        self._waits: dict[str, tuple[str, float]] = {}
+
+    def __call__(self, done_bytes: int, total_bytes: int, moved_bytes: int | None = None, doing: str = "") -> None:
+        """Say how far it is.
+
+        Args:
+            done_bytes: What is there, of ``total_bytes``.
+            total_bytes: All of it; 0 where that is not known yet.
+            moved_bytes: How much of it this call has moved; None: all that is done.
+            doing: What goes on besides.
+        """
+        moved = done_bytes if moved_bytes is None else moved_bytes
+        with self._lock:
+            now_s = self._clock()
+            self.done_bytes, self.total_bytes = done_bytes, total_bytes or None
+            self._doing = doing
+            if moved > self._moved_bytes:
+                self._waits.clear()
+                if not self._moved_bytes:  # what went before the first byte was no moving
+                    self._samples = deque([self._samples[-1]])
+            elif moved < self._moved_bytes:  # another transfer of the same verb
+                self._samples.clear()
+            self._moved_bytes = moved
+            self._samples.append((now_s, moved))
+            while len(self._samples) > 2 and self._samples[1][0] <= now_s - WINDOW_S:
+                self._samples.popleft()
+
+    def doing(self, what: str) -> None:
+        """Say what goes on, until bytes move."""
+        with self._lock:
+            self._doing = what
+
+    def waiting(self, url: str, delay_s: float, error: Exception) -> None:
+        """Say that a mirror is asked again in ``delay_s`` seconds, and why; it holds until bytes move."""
+        with self._lock:
+            self._waits[url] = str(error), self._clock() + delay_s
+
+    def waits(self, waits: Sequence[Wait]) -> None:
+        """Say which mirrors are waited for now, all of them."""
+        with self._lock:
+            now_s = self._clock()
+            self._waits = {wait.mirror: (wait.reason, now_s + wait.retry_in_s) for wait in waits}
+
+    def speed(self) -> float | None:
+        """Return bytes per second; None while nothing can be said."""
+        with self._lock:
+            return self._speed()
+
+    def _speed(self) -> float | None:
+        now_s = self._clock()
+        recent = [sample for sample in self._samples if sample[0] > now_s - WINDOW_S]
+        before = [sample for sample in self._samples if sample[0] <= now_s - WINDOW_S]
+        first = before[-1] if before else recent[0]
+        begin_s = max(first[0], now_s - WINDOW_S)
+        if now_s - begin_s < (_SHORTEST_S if self._moved_bytes else _FIRST_BYTES_S):
+            return None
+        return (self._moved_bytes - first[1]) / (now_s - begin_s)
+
+    def amount_text(self) -> str:
+        """Return how much is there: ``1.2 GiB of 4.0 GiB``."""
+        if self.total_bytes is None:
+            return ""
+        return f"{size(self.done_bytes)} of {size(self.total_bytes)}"
+
+    def speed_text(self) -> str:
+        """Return the speed: ``85.3 MiB/s``."""
+        speed = self.speed()
+        return "" if speed is None or self.total_bytes is None else f"{size(round(speed))}/s"
+
+    def left_text(self) -> str:
+        """Return the time left: ``33 s left``."""
+        speed, total = self.speed(), self.total_bytes
+        if not speed or total is None or self.done_bytes >= total:
+            return ""
+        left_s = math.ceil((total - self.done_bytes) / speed)
+        return f"{left_s} s left" if left_s < 60 else f"{_duration_text(left_s)} left"
+
+    def besides_text(self) -> str:
+        """Return what goes on besides, with the mirrors that are waited for first."""
+        with self._lock:
+            now_s = self._clock()
+            texts = [_wait_text(url, why, at_s - now_s) for url, (why, at_s) in self._waits.items()]
+            return "; ".join([*texts, self._doing] if self._doing else texts)
+
+    def line(self) -> str:
+        """Return all of it as one line."""
+        parts = [self.amount_text(), self.speed_text(), self.left_text(), self.besides_text()]
+        return f"{self.title}: " + (", ".join(filter(None, parts)) or "begins")
+
+    def sum_line(self) -> str:
+        """Return how it went, as one line."""
+        took_s = max(self._clock() - self._began_s, _SHORTEST_S)
+        speed = size(round(self._moved_bytes / took_s))
+        return f"{self.title}: {size(self._moved_bytes)} moved in {_duration_text(took_s)}, {speed}/s"
+
+
+def _duration_text(duration_s: float) -> str:
+    from ckptmirror.cli._axis import duration_text  # with what only a long transfer, or a drawing, needs
+
+    return duration_text(duration_s)
+
+
+def _wait_text(url: str, reason: str, left_s: float) -> str:
+    when = f"retry in {math.ceil(left_s)} s" if left_s > 0 else "asking again"
+    return f"waiting for {url} ({when}): {reason}"

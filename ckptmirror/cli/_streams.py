@@ -1,0 +1,48 @@
+"""Standard output and standard error while a verb runs: nothing that a mirror or a file says reaches a terminal raw."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+
+from ckptmirror.core.printable import printable_text
+
+__all__ = ["printable_streams", "raw_stderr"]
+
+
+class _Printable:
+    """A text stream whose every write is made printable; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.raw = stream
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError("a text stream takes text")
+        self.raw.write(printable_text(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+@contextmanager
+def printable_streams() -> Iterator[None]:
+    """Put both streams behind the filter."""
+    earlier = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, _Printable(stream)) for stream in earlier)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = earlier
+
+
+def raw_stderr() -> TextIO:
+    """Return standard error itself: for a bar that moves the cursor on purpose."""
+    return cast(TextIO, getattr(sys.stderr, "raw", sys.stderr))

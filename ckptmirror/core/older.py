@@ -1,0 +1,72 @@
+"""What writers before ckptmirror said of a checkpoint: ``meta.json``, free JSON beside the tensors.
+
+Rules:
+* It names no files and has no checksums, so what it speaks for is never called a whole save: it can be looked at and
+  loaded, and every reader says what it is.
+* Only its step is relied on, and only where it is an integer; all else is passed on as it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptmirror.core.errors import BrokenMeta
+from ckptmirror.core.names import MAX_STEP
+
+__all__ = ["OlderMeta", "older_meta_from_bytes"]
+
+_STEP_KEYS = ("step", "global_step")
+_CONFIG_KEYS = ("training_config", "config")
+
+
+@dataclass(frozen=True, slots=True)
+class OlderMeta:
+    """What a ``meta.json`` says.
+
+    Attributes:
+        step: None where it names none.
+        values: All that it holds.
+    """
+
+    step: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def training_config(self) -> Mapping[str, Any]:
+        """The training config, empty where there is none."""
+        found = [self.values[key] for key in _CONFIG_KEYS if isinstance(self.values.get(key), Mapping)]
+        return found[0] if found else {}
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics that are numbers."""
+        listed = self.values.get("metrics")
+        items = listed.items() if isinstance(listed, Mapping) else ()
+        return {key: float(value) for key, value in items if _is_number(value)}
+
+
+def older_meta_from_bytes(data: bytes) -> OlderMeta:
+    """Read a ``meta.json``.
+
+    Raises:
+        BrokenMeta: It is no JSON object, or its step is no step.
+    """
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BrokenMeta(f"meta.json is not JSON: {str(error)[:200]}") from error
+    if not isinstance(values, dict):
+        raise BrokenMeta("meta.json is no JSON object.")
+    found = [values[key] for key in _STEP_KEYS if values.get(key) is not None]
+    for step in found:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP or step != found[0]:
+            raise BrokenMeta(f"meta.json says that its step is {' and '.join(map(repr, found))[:80]}.")
+    return OlderMeta(found[0] if found else None, values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,98 @@
+"""Reference: what a person types, taken apart into a place and a name there. The only code that does.
+
+Rules:
+* Text, names and links decide; no meta is read here. What stands behind the name is ``resolve``'s to say, or
+  ``verify``'s, which also looks at what is not whole.
+* ``latest`` is one name beside it, or it is refused. Another link to a checkpoint stands for the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import CheckpointNotFound, UsageError
+from ckptmirror.core.model import KINDS, Kind
+
+__all__ = ["CheckpointReference", "Located", "locate"]
+
+_RESUMABLE: frozenset[names.Role] = frozenset({*KINDS, "legacy_dcp"})
+_OF_NO_SAVE: frozenset[names.Role] = frozenset({"tmp", "part", "latest", "writer", "control", "legacy_extra_state"})
+
+
+@dataclass(frozen=True)
+class CheckpointReference:
+    """One checkpoint: where, which step, which kind.
+
+    Attributes:
+        dir: The directory that holds the save, or a mirror's URL.
+        save_id: None for a checkpoint of an older writer.
+        path: On the local disk: the DCP directory, the model file or the emergency directory.
+    """
+
+    dir: Path | str
+    step: int
+    kind: Kind
+    save_id: str | None = field(default=None, compare=False)
+    path: Path | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Located:
+    """A place, and what in it was named.
+
+    Attributes:
+        place: A directory, or a mirror's URL.
+        name: A name directly in the place, of a save or a part of one; "" for the place as a whole.
+        parsed: What the name says; None without one.
+        link: ``latest``, if that was named; ``name`` is where it points.
+    """
+
+    place: Path | str
+    name: str = ""
+    parsed: names.ParsedName | None = None
+    link: Path | None = None
+
+
+def locate(reference: str | os.PathLike[str]) -> Located:
+    """Take a reference apart.
+
+    Raises:
+        CheckpointNotFound: Nothing is there (of a path), or ``latest`` points at no checkpoint beside it.
+        UsageError: It is neither a directory nor the name of a checkpoint.
+    """
+    text = os.fspath(reference)
+    if "://" in text:
+        base, _, last = text.rstrip("/").rpartition("/")
+        parsed = _of_a_save(last)
+        return Located(base, last, parsed) if parsed is not None else Located(text)
+    path = Path(text).absolute()
+    if not os.path.lexists(path):
+        raise CheckpointNotFound(f"{path} does not exist.")
+    if path.is_symlink() and path.name == names.LATEST_NAME:
+        target = os.fspath(path.readlink())
+        parsed = names.parse_name(target)
+        if parsed is None or parsed.role not in _RESUMABLE:
+            raise CheckpointNotFound(f"{path} points at {target}, which is no checkpoint beside it.")
+        return Located(path.parent, target, parsed, path)
+    parsed = _of_a_save(path.name)
+    if parsed is not None and parsed.role == "legacy_meta":
+        around = _of_a_save(path.parent.name)
+        if around is not None and around.role in ("legacy_dcp", "dcp"):
+            return Located(path.parent.parent, path.parent.name, around)  # it speaks for the directory that it is in
+    if parsed is not None:
+        return Located(path.parent, path.name, parsed)
+    if path.is_symlink() and _of_a_save(path.resolve().name) is not None:
+        return locate(path.resolve())
+    if not path.is_dir():
+        raise UsageError(
+            f"{path} is not a checkpoint.", hint="Name a model file, a DCP directory, a meta, or their directory."
+        )
+    return Located(path)
+
+
+def _of_a_save(name: str) -> names.ParsedName | None:
+    parsed = names.parse_name(name)
+    return parsed if parsed is not None and parsed.role not in _OF_NO_SAVE else None

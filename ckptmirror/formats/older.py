@@ -1,0 +1,205 @@
+"""Checkpoints of older writers: what a plain DCP save or ``torch.save`` left, taken apart and given to live objects.
+
+Rules:
+* The same safe loaders as for our own files. What they refuse is refused here, whatever it is of: nothing is left out
+  in silence.
+* The layout is told by keys: ``model``, optimizers (``older_optimizers``), and the rest, which is extra state. A tree
+  of tensors alone is a model; one entry around all (``{"app": {...}}``) is taken off.
+* Every rank reads the whole into host memory, and takes what it holds of each tensor.
+* Extra state was written once for all ranks. Random generators are not given back: whose they were is not told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
+from ckptmirror.core.model import Kind
+from ckptmirror.formats.base import LoadReport
+from ckptmirror.formats.capture import HAS_OPTIMIZER
+from ckptmirror.formats.dcp_read import read_tree
+from ckptmirror.formats.live import load_model, warn_missing, warn_unused
+from ckptmirror.formats.names import shard_again
+from ckptmirror.formats.older_optimizers import Found, find_optimizer, groups_of, is_optimizer_key, joined
+from ckptmirror.formats.optimizer_order import refuse_other_order
+from ckptmirror.formats.optimizer_state import load_optimizer
+from ckptmirror.formats.plain import decode
+from ckptmirror.formats.rank_files import RankFiles
+from ckptmirror.formats.sidecars import load_extra, takes_schedule
+from ckptmirror.formats.unpickle import load_pt
+from ckptmirror.formats.versions import Versions, plain_model
+
+__all__ = ["OlderState", "load_older", "read_older"]
+
+_log = logging.getLogger("ckptmirror.older")
+_MODEL = "model"
+# Under which keys older writers kept what a TrainState has a name for.
+_PART_OF = {
+    "scheduler": "scheduler",
+    "lr_scheduler": "scheduler",
+    "scaler": "scaler",
+    "grad_scaler": "scaler",
+    "ema": "ema",
+    "dataloader": "dataloader",
+    "extra": "extra",
+}
+_RNG_KEYS = frozenset({"rng", "rng_state", "rng_states", "torch_rng_state", "numpy_rng_state", "python_rng_state"})
+_WITHOUT_EXTRA = (
+    "If you trust it, allow its types by torch.serialization.add_safe_globals. To go without it move the file away, or "
+    "load with every part but model and optimizer left out (exclude)."
+)
+_COUNTERS = frozenset({"step", "global_step"})
+
+
+@dataclass(frozen=True)
+class OlderState:
+    """What a checkpoint holds.
+
+    Attributes:
+        model: Whole tensors by name.
+        versions: What its modules said of their layout, if they did.
+        optimizers: The groups of optimizer keys, in order, each as it was saved.
+        extra: All else, of the tensors' own file and of the file beside it.
+    """
+
+    model: dict[str, Any]
+    versions: Versions | None = None
+    optimizers: list[Any] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def optimizer(self) -> dict[str, Any] | None:
+        """All groups as one, by what they say themselves; None if there are none."""
+        return joined(self.optimizers)
+
+
+def read_older(path: Path, kind: Kind, extra: Path | None, map_location: str = "cpu") -> OlderState:
+    """Read a checkpoint of an older writer whole.
+
+    Args:
+        path: The DCP directory or the model file.
+        kind: Which of the two.
+        extra: The file of extra state.
+        map_location: Device of the tensors.
+
+    Raises:
+        IntegrityError: A file is missing, broken or hostile.
+        UsageError: It is in a layout that is not known.
+    """
+    tree = read_tree(path) if kind == "dcp" else decode(load_pt(path, map_location=map_location))
+    state = _sorted_out(tree, path)
+    if extra is not None:
+        beside = _extra_state(extra, map_location)
+        if not isinstance(beside, Mapping):
+            raise IntegrityError(f"{extra} holds a {type(beside).__name__}, not a dict.")
+        if twice := sorted(str(key) for key in beside if key in state.extra and key not in _COUNTERS):
+            _log.warning("%s and %s both hold %s: what is in %s counts", path, extra, ", ".join(twice), extra.name)
+        state.extra.update({str(key): value for key, value in beside.items()})
+    return state
+
+
+def _extra_state(path: Path, map_location: str) -> Any:
+    try:
+        return decode(load_pt(path, map_location=map_location))
+    except UnsafePickle as error:
+        raise UnsafePickle(error.message, hint=_WITHOUT_EXTRA) from error
+
+
+def _sorted_out(tree: Any, path: Path) -> OlderState:
+    if isinstance(tree, Mapping) and len(tree) == 1:
+        (inner,) = tree.values()
+        if isinstance(inner, Mapping) and isinstance(inner.get(_MODEL), Mapping):
+            tree = inner
+    if not isinstance(tree, Mapping):
+        raise UsageError(f"{path} holds a {type(tree).__name__}, not a dict.")
+    if isinstance(tree.get(_MODEL), Mapping):
+        model = tree[_MODEL]
+    elif tree and all(isinstance(value, torch.Tensor) for value in tree.values()):
+        return OlderState(*plain_model(tree, str(path)))
+    else:
+        there = ", ".join(map(str, list(tree)[:8])) or "nothing"
+        raise UsageError(f'{path} holds no "{_MODEL}"; it holds {there}.', hint="Read it with torch.")
+    rest = {str(key): value for key, value in tree.items() if key != _MODEL}
+    extra = {key: value for key, value in rest.items() if not is_optimizer_key(key)}
+    return OlderState(*plain_model(model, str(path)), groups_of(rest), extra)
+
+
+def load_older(
+    found: OlderState, path: Path, state: Any, *, step: int, rank: int, world_size: int, exclude: frozenset[str]
+) -> LoadReport:
+    """Load a checkpoint of an older writer into ``state`` (a ``TrainState``); what it lacks is reported.
+
+    Everything is compared before the first live tensor is written. Where the optimizer cannot be told for certain it
+    starts without history, and that is reported.
+
+    Raises:
+        UsageError: The model does not fit, or an object does not take its state.
+    """
+    loaded: list[str] = []
+    missing: list[str] = []
+    extra, unused = _by_part(found.extra, state)
+    source = _Held(path, {"step": step, **extra})
+    optimizer: Found | None = None
+    if state.optimizer is not None and "optimizer" not in exclude:
+        shard_again(state.model)
+        optimizer = find_optimizer(found, state)
+        if optimizer.why:
+            missing.append(warn_missing("optimizer", f"{optimizer.why}; it starts without history"))
+        else:
+            scheduled = takes_schedule(state, source.tree(), exclude)
+            refuse_other_order(optimizer.plans, optimizer.saved, lambda: scheduled)
+            missing += [f"optimizer: {line}" for line in optimizer.left]
+            for line in optimizer.left:
+                _log.warning("optimizer: %s", line)
+    elif "optimizer" not in exclude and found.optimizers:
+        missing.append(warn_unused("optimizer"))
+    if "model" not in exclude:
+        dtypes = load_model(state.model, found.model, versions=found.versions)
+        loaded.append("model")
+    else:
+        dtypes = {}
+    if optimizer is not None and not optimizer.why:
+        load_optimizer(state.optimizer, optimizer.plans, optimizer.saved, dtypes)
+        loaded.append("optimizer")
+    source.tree()[HAS_OPTIMIZER] = "optimizer" in loaded
+    more = load_extra(
+        source, (), state, step=step, own=rank == 0, world_size=world_size, exclude=exclude | frozenset({"rng"})
+    )
+    missing += more.missing
+    if "rng" not in exclude:
+        missing.append(warn_missing("rng", "random generators of each rank; they stay as they are"))
+    if "extra" not in exclude:
+        missing += [warn_unused(key) for key in unused]
+    return LoadReport(step, (*loaded, *more.loaded), tuple(missing))
+
+
+class _Held(RankFiles):
+    """Extra state that is in memory already, one for all ranks."""
+
+    def __init__(self, path: Path, tree: dict[str, Any]) -> None:
+        super().__init__({0: path}, 0)
+        self._trees[0] = tree
+
+
+def _by_part(extra: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return extra state under the names of a ``TrainState``, and the keys that nothing here takes."""
+    parts: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    unused: list[str] = []
+    for key, value in extra.items():
+        name = _PART_OF.get(key)
+        if name is not None and name not in parts:
+            parts[name] = value
+        elif state.extra is not None and key in state.extra:
+            own[key] = value
+        elif key not in _RNG_KEYS | _COUNTERS:
+            unused.append(key)
+    if own:
+        parts["extra"] = {**(parts["extra"] if isinstance(parts.get("extra"), Mapping) else {}), **own}
+    return parts, unused

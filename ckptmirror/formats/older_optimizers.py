@@ -1,0 +1,244 @@
+"""The optimizers in a checkpoint of an older writer: which of its groups of keys belong to the optimizers here.
+
+Older writers kept AdamW under ``optimizer`` (or ``optim``), Muon under ``optimizer_1``, the histories of schedulers
+under ``optimizer_2``; a list or a dict of several under one of these keys is as many groups.
+
+Rules:
+* ``optimizer_key_counts`` are tried in order, and the first count whose groups the optimizers here take wins, all of
+  them, each parameter once. What lies in the groups after that is told of.
+* A parameter is found by its name. Where state goes by numbers instead, the numbers are positions, and are believed
+  only where the saved model has the same parameters in the same order and every shape fits.
+* Where that leaves any doubt the answer is no: a start without history, said aloud, and never a guess.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.formats.names import live_parameters, match_names
+from ckptmirror.formats.optimizer_state import Plan, optimizers_of, owners_of, plan_optimizer
+from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.shards import spread
+
+__all__ = ["Found", "find_optimizer", "groups_of", "is_optimizer_key", "joined", "optimizer_key_counts"]
+
+# Groups of optimizer keys: AdamW, Muon and scheduler histories; AdamW and Muon; AdamW; none.
+optimizer_key_counts = [3, 2, 1, 0]
+
+_CALLED = "ckptmirror.called"
+_log = logging.getLogger("ckptmirror.older")
+_KEY = re.compile(r"(?:optimizer|optim)s?(?:_([0-9]{1,3}))?", re.ASCII)
+
+
+class _Saved(Protocol):
+    @property
+    def model(self) -> dict[str, Any]: ...
+    @property
+    def optimizers(self) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the optimizers here are given, or why they are given nothing.
+
+    Attributes:
+        why: "" if there is an answer.
+        left: What of the save nothing here takes, a line each.
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+    left: tuple[str, ...] = ()
+
+
+def is_optimizer_key(key: str) -> bool:
+    """Whether a key at the top of a checkpoint is that of optimizers."""
+    return _KEY.fullmatch(key) is not None
+
+
+def groups_of(tree: Mapping[str, Any]) -> list[Any]:
+    """Return the groups of optimizer keys at the top of a checkpoint, in order."""
+    keys = [(int(match[1] or 0), key) for key in tree if (match := _KEY.fullmatch(key))]
+    found: list[Any] = []
+    for _, key in sorted(keys):
+        value = tree[key]
+        if isinstance(value, (list, tuple)):
+            found += value
+        elif isinstance(value, Mapping) and value and all(_is_optimizer(item) for item in value.values()):
+            found += [{**item, _CALLED: str(name)} for name, item in value.items()]
+        else:
+            found.append(value)
+    return found
+
+
+def joined(groups: Iterable[Any]) -> dict[str, Any] | None:
+    """Return the state of several optimizers as that of one; None without any, or where that cannot be said.
+
+    Several that go by positions count from 0 each: without a model whose parameters they are nobody can join them.
+    """
+    own = [group for group in groups if _is_optimizer(group)]
+    if not own:
+        return None
+    if len(own) > 1 and any(_is_positional(group) for group in own):
+        _log.warning("optimizer: %d groups of state that goes by positions cannot be told apart: left out", len(own))
+        return None
+    state: dict[Any, Any] = {}
+    for group in own:
+        state.update(group.get("state") or {})
+    return {"state": state, "param_groups": [one for group in own for one in group["param_groups"]]}
+
+
+def find_optimizer(found: _Saved, state: Any) -> Found:
+    """Find what the optimizers of ``state`` are to be given, touching nothing."""
+    reasons: list[str] = []
+    every = [group for group in found.optimizers if _is_optimizer(group)]
+    for count in optimizer_key_counts:
+        if count > len(found.optimizers):
+            continue
+        if count == 0:
+            break
+        first = found.optimizers[:count]
+        own = [group for group in first if _is_optimizer(group)]
+        try:
+            _check_no_doubt(own, every)
+            saved = _by_name(own, found.model, state)
+            plans = plan_optimizer(state.model, state.optimizer, saved)
+        except CkptMirrorError as error:
+            reasons.append(f"{count} of {len(found.optimizers)}: {error.message}")
+            continue
+        left = [f"group {place} is no optimizer's" for place, group in enumerate(first, 1) if not _is_optimizer(group)]
+        if count < len(found.optimizers):
+            left.append(f"of {len(found.optimizers)} groups of optimizer keys the first {count} fit; the rest is left")
+        return Found(plans, _fitted(saved, state.model), left=tuple(left))
+    if not found.optimizers:
+        return Found(why="state")
+    return Found(why=f"state that is clearly that of the optimizer here ({'; '.join(reasons)})")
+
+
+class _Doubt(CkptMirrorError):
+    """What belongs to which parameter is not certain."""
+
+
+def _check_no_doubt(taken: Sequence[Mapping[str, Any]], every: Sequence[Mapping[str, Any]]) -> None:
+    """See that no other group of the save could be meant as well.
+
+    Raises:
+        _Doubt: One could.
+    """
+    if not taken:
+        raise _Doubt("no group is an optimizer's.")
+    listed = [key for group in every for key in _params(group) if isinstance(key, str)]
+    if len(set(listed)) < len(listed):
+        raise _Doubt("a parameter lies in several groups of optimizer keys.")
+    if len(taken) < len(every) and any(_is_positional(group) for group in every):
+        raise _Doubt("state that goes by positions could be that of any of them.")
+
+
+def _by_name(groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], state: Any) -> dict[str, Any]:
+    """Return the groups as one, by parameter name.
+
+    Raises:
+        _Doubt: Positions do not tell, or two of them are of one parameter.
+    """
+    if any(_is_positional(group) for group in groups):
+        live = optimizers_of(state.optimizer)
+        if len(live) != len(groups):
+            raise _Doubt(f"the save has {len(groups)} optimizers that go by positions, here are {len(live)}.")
+        _check_order(model, state.model)
+        _check_calls(groups, state.optimizer)
+        groups = [_named(group, one, state.model) for group, one in zip(groups, live, strict=True)]
+    listed = [key for group in groups for key in _params(group)]
+    if len(set(listed)) < len(listed):
+        raise _Doubt("a parameter lies in several of the groups.")
+    return joined(groups) or {}
+
+
+def _check_order(saved: Mapping[str, Any], module: torch.nn.Module) -> None:
+    """See that the saved model has the parameters of the one here, in the same order."""
+    live = [name for name, _ in live_parameters(module)]
+    there = [name for name in match_names(list(saved), live).values() if name in set(live)]
+    if there != live:
+        raise _Doubt("its state goes by positions, and the parameters are others here, or in another order.")
+
+
+def _check_calls(groups: Sequence[Mapping[str, Any]], optimizers: Any) -> None:
+    """See that optimizers that were saved by name are those of the same names here."""
+    saved = [group.get(_CALLED) for group in groups]
+    live = [str(name) for name in optimizers] if isinstance(optimizers, Mapping) else [None] * len(saved)
+    if saved != live:
+        raise _Doubt(
+            "its state goes by positions, and the optimizers are called otherwise, or not by name, on one side."
+        )
+
+
+def _check_param_names(params: Mapping[str, Any], named: Sequence[str]) -> None:
+    """See that a group that says the names of its parameters (torch's ``param_names``) says these."""
+    said = params.get("param_names")
+    if said is None:
+        return
+    is_text = all(isinstance(one, str) for one in said)
+    if not is_text or list(match_names(list(said), list(named)).values()) != list(named):
+        raise _Doubt("its state goes by positions, and the names that it has for them are not those here.")
+
+
+def _named(group: Mapping[str, Any], one: Any, module: torch.nn.Module) -> dict[str, Any]:
+    names = {id(parameter): name for name, parameter in reversed(list(live_parameters(module)))}
+    lists = [list(params["params"]) for params in group["param_groups"]]
+    if [len(params) for params in lists] != [len(live["params"]) for live in one.param_groups]:
+        raise _Doubt("its state goes by positions, and the parameters are grouped otherwise here.")
+    by_key: dict[str, str] = {}
+    for params, live in zip(lists, one.param_groups, strict=True):
+        for key, parameter in zip(params, live["params"], strict=True):
+            if str(key) in by_key or id(parameter) not in names:
+                raise _Doubt("its state goes by positions, and one position is told twice.")
+            by_key[str(key)] = names[id(parameter)]
+            _check_shapes(group, key, parameter)
+    for told in group["param_groups"]:
+        _check_param_names(told, [by_key[str(key)] for key in told["params"]])
+    state = {by_key.get(str(key), key): value for key, value in (group.get("state") or {}).items()}
+    groups = [{**params, "params": [by_key[str(key)] for key in params["params"]]} for params in group["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
+def _check_shapes(group: Mapping[str, Any], key: Any, parameter: torch.Tensor) -> None:
+    """See that what is kept for a position, number by number, has the shape of the parameter there."""
+    of_all = group.get("state") or {}
+    kept = of_all.get(key, of_all.get(str(key)))
+    for value in kept.values() if isinstance(kept, Mapping) else ():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+            raise _Doubt(f"its state goes by positions, and that of position {key} has another shape.")
+
+
+def _is_positional(group: Mapping[str, Any]) -> bool:
+    return any(not isinstance(key, str) for key in _params(group))
+
+
+def _params(group: Mapping[str, Any]) -> list[Any]:
+    return [key for one in group["param_groups"] for key in one.get("params", ())]
+
+
+def _fitted(saved: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """Return the state with whole tensors sharded as the parameters here are."""
+    owners = owners_of(saved["state"], module)
+    return {**saved, "state": {name: _like(value, owners.get(name), name) for name, value in saved["state"].items()}}
+
+
+def _like(value: Any, owner: torch.Tensor | None, name: str) -> Any:
+    if is_mapping(value):
+        return rebuilt(value, {key: _like(item, owner, f"{name}.{key}") for key, item in value.items()})
+    if is_sequence(value):
+        return rebuilt(value, [_like(item, owner, f"{name}[{index}]") for index, item in enumerate(value)])
+    return spread(value, lambda: iter(()), owner, name)
+
+
+def _is_optimizer(group: Any) -> bool:
+    groups = group.get("param_groups") if isinstance(group, Mapping) else None
+    return isinstance(groups, (list, tuple)) and all(isinstance(one, Mapping) for one in groups)

@@ -1,0 +1,361 @@
+"""Reading a pickle without making anything of it: what would cost more than its bytes is refused before it is loaded.
+
+An allow-list says what a pickle may name. It does not say how much that makes: six bytes ask the C unpickler for a memo
+of gigabytes, a tuple that is hashed 100,000 deep ends the process, one that holds itself twice, 60 times over, is
+never hashed to its end, ``bytearray(10**12)`` is on every list.
+
+Rules:
+* Every opcode is read, none is run; all that the stack would hold is known by its shape. An opcode that honest
+  picklers do not write is refused.
+* Lengths lie inside the file, memo numbers follow one another, calls that allocate by a number are refused.
+* What is hashed is small. What comes out is no deeper than a recursion goes, holds not itself, and unfolds to little
+  more than it is.
+* Linear in the length of the pickle, in time and in memory.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+from ckptmirror.core.errors import IntegrityError, UnsafePickle
+from ckptmirror.formats.pickle_values import Global, Made, check_whole
+
+__all__ = ["MAX_PICKLE_BYTES", "PickleRules", "scan_pickle"]
+
+MAX_PICKLE_BYTES = 1 << 30
+"""As much as the largest ``.metadata`` that is read at all."""
+_MAX_CONTAINERS = 20_000_000  # two million pieces of a DCP directory have ten each
+_FREE_CONTAINERS = 1_000_000
+_BYTES_PER_CONTAINER = 8  # beyond: honest ones are longer, and one byte of a bomb would become 200
+_MAX_OPCODES = 200_000_000
+_MAX_MARKS = 10_000  # at once: one or two for each level that a container is in another
+_MAX_MEMO_GAP = 1_000  # picklers number by ones; the C unpickler makes room up to the highest
+_MAX_KEY_VALUES = 100_000  # of one key; a position of a game or a row of a table may be one
+_MAX_KEY_DEPTH = 16  # hashing a tuple recurses in C, without a check
+_MAX_WORK = 50_000_000  # 5 s
+
+
+class PickleRules:
+    """What one kind of pickle may do besides; the default: no persistent objects, any call."""
+
+    def check_call(self, called: Any, arguments: list[Any]) -> None:
+        """Raise UnsafePickle for a call that is not allowed."""
+
+    def persistent(self, identifier: Any) -> Made:
+        """Return what a persistent id stands for; raise UnsafePickle if nothing."""
+        del identifier
+        raise UnsafePickle("It asks for a persistent object.")
+
+
+def scan_pickle(data: bytes | memoryview, rules: PickleRules) -> None:
+    """Read a whole pickle, and return if loading it is bounded by its size.
+
+    Raises:
+        UnsafePickle: It is beyond the limits, or calls what the rules refuse.
+        IntegrityError: It is broken.
+    """
+    if len(data) > MAX_PICKLE_BYTES:
+        raise UnsafePickle(f"It has {len(data)} bytes; the limit is {MAX_PICKLE_BYTES}.")
+    scan = _Scan(bytes(data), rules)
+    try:
+        result = scan.run()
+    except (IndexError, KeyError, ValueError, struct.error) as error:
+        raise IntegrityError(f"The pickle is broken at byte {scan.at}.") from error
+    if isinstance(result, Made):
+        check_whole(result, scan.containers + scan.values)
+
+
+class _Scan:
+    def __init__(self, data: bytes, rules: PickleRules) -> None:
+        self.data = data
+        self.rules = rules
+        self.at = 0
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.containers = 0
+        self.container_limit = min(_MAX_CONTAINERS, _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER)
+        self.values = 0
+        self.done = 0
+
+    def run(self) -> Any:
+        """Read up to STOP and return what lies on top then."""
+        data, opcodes = self.data, _OPCODES
+        for _ in range(_MAX_OPCODES):
+            code = data[self.at]
+            self.at += 1
+            if code == _STOP:
+                return self.stack.pop()
+            read = opcodes.get(code)
+            if read is None:
+                raise UnsafePickle(f"Unsupported operand {code:#04x} at byte {self.at - 1}.")
+            read(self)
+        raise UnsafePickle(f"It has more than {_MAX_OPCODES} opcodes.")
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def take(self, count: int) -> bytes:
+        end = self.at + count
+        if count < 0 or end > len(self.data):
+            raise IntegrityError(f"The pickle says that {count} bytes follow byte {self.at} of {len(self.data)}.")
+        found = self.data[self.at : end]
+        self.at = end
+        return found
+
+    def number(self, form: struct.Struct) -> int:
+        found: int = form.unpack_from(self.data, self.at)[0]
+        self.at += form.size
+        return found
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at)
+        found = self.data[self.at : end].decode()
+        self.at = end + 1
+        return found
+
+    # -- values ---------------------------------------------------------------------------------------------
+
+    def push(self, value: Any) -> None:
+        self.values += 1
+        self.stack.append(value)
+
+    def make(self, kind: str, items: list[Any]) -> Made:
+        self.containers += 1
+        if self.containers > self.container_limit:
+            raise UnsafePickle(f"Its {len(self.data)} bytes hold more than {self.container_limit} containers.")
+        return Made(kind, items)
+
+    def pop_mark(self) -> list[Any]:
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    def top(self) -> Made:
+        found = self.stack[-1]
+        if not isinstance(found, Made):
+            raise IntegrityError(f"The pickle changes a {type(found).__name__} at byte {self.at}.")
+        return found
+
+    def remember(self, index: int) -> None:
+        if index > len(self.memo) + _MAX_MEMO_GAP:
+            raise UnsafePickle(f"It numbers what it remembers {index}, after {len(self.memo)}.")
+        self.memo[index] = self.stack[-1]
+
+    # -- containers -----------------------------------------------------------------------------------------
+
+    def tuple_of(self, count: int) -> None:
+        items = self.stack[-count:]
+        if len(items) < count:
+            raise IndexError
+        self.stack[-count:] = [self.make("tuple", items)]
+
+    def extend(self, items: list[Any], *, hashed: bool = False) -> None:
+        target = self.top()
+        if hashed:
+            for item in items:
+                self.check_key(item)
+        target.items += items
+        target.count += len(items)
+
+    def set_items(self, items: list[Any]) -> None:
+        if len(items) % 2:
+            raise IndexError
+        for key in items[::2]:
+            if isinstance(key, Made):
+                self.check_key(key)
+        self.extend(items)
+
+    def check_key(self, key: Any) -> None:
+        """Refuse what would be hashed for long, or deep."""
+        if not isinstance(key, Made):
+            return
+        waiting: list[tuple[Made, int]] = [(key, 1)]
+        seen = 0
+        while waiting:
+            made, depth = waiting.pop()
+            seen += 1 + len(made.items)
+            if seen > _MAX_KEY_VALUES or depth > _MAX_KEY_DEPTH:
+                raise UnsafePickle("It has a key that holds too much, or too deep.")
+            waiting += [(item, depth + 1) for item in made.items if isinstance(item, Made)]
+        self.work(seen)
+
+    # -- calls ----------------------------------------------------------------------------------------------
+
+    def call(self) -> None:
+        arguments, called = self.stack.pop(), self.stack.pop()
+        if not isinstance(arguments, Made) or arguments.kind != "tuple":
+            raise IntegrityError(f"The pickle calls something without a tuple at byte {self.at}.")
+        if not isinstance(called, Global):
+            raise UnsafePickle(f"It calls what is no global at byte {self.at}.")
+        self.rules.check_call(called, arguments.items)
+        made = self.make("object", [called, arguments])
+        for argument in arguments.items:
+            if isinstance(argument, Made):
+                made.count += argument.count
+                self.check_elements(argument)
+        self.work(made.count)
+        self.stack.append(made)
+
+    def check_elements(self, container: Made) -> None:
+        """A set, a Counter, a dict may be made of what a call is given."""
+        for item in container.items:
+            if isinstance(item, Made):
+                for one in item.items[:2] if item.kind == "list" else [item]:  # a list may be a pair of a dict's
+                    if isinstance(one, Made) and one.kind == "tuple":
+                        self.check_key(one)
+
+    def build(self) -> None:
+        state = self.stack.pop()
+        target = self.top()
+        target.items.append(state)
+        if isinstance(state, Made):
+            target.count += state.count
+            self.work(state.count)
+
+    def work(self, values: int) -> None:
+        """Count what is copied or hashed beside what the pickle itself is long."""
+        self.done += values
+        if self.done > _MAX_WORK:
+            raise UnsafePickle("It copies or hashes the same values too often.")
+
+    def global_(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise IntegrityError(f"The pickle names a global without text at byte {self.at}.")
+        self.push(Global(f"{module}.{name}"))
+
+    def persistent(self) -> None:
+        self.containers += 1
+        self.stack.append(self.rules.persistent(self.stack.pop()))
+
+    def stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.global_(module, name)
+
+    def memo_value(self, index: int) -> None:
+        self.stack.append(self.memo[index])
+
+    def integer(self) -> None:
+        self.push(int.from_bytes(self.take(self.number(_U1)), "little", signed=True))
+
+    def frame(self) -> None:
+        length = self.number(_U8)
+        if length > len(self.data) - self.at:
+            raise IntegrityError(f"The pickle has a frame of {length} bytes at byte {self.at}.")
+
+
+_U1, _U2, _U4, _U8 = (struct.Struct(f"<{letter}") for letter in "BHIQ")
+_I4: Final = struct.Struct("<i")
+_F8: Final = struct.Struct(">d")
+_STOP: Final = pickle.STOP[0]
+
+
+def _sized(form: struct.Struct, *, is_text: bool) -> Callable[[_Scan], None]:
+    def read(scan: _Scan) -> None:
+        data = scan.take(scan.number(form))
+        scan.push(data.decode("utf-8", "surrogatepass") if is_text else data)
+
+    return read
+
+
+def _fixed(form: struct.Struct) -> Callable[[_Scan], None]:
+    return lambda scan: scan.push(scan.number(form))
+
+
+def _value(value: Any) -> Callable[[_Scan], None]:
+    return lambda scan: scan.push(value)
+
+
+def _empty(kind: str) -> Callable[[_Scan], None]:
+    return lambda scan: scan.stack.append(scan.make(kind, []))
+
+
+def _mark(scan: _Scan) -> None:
+    if len(scan.marks) >= _MAX_MARKS:
+        raise UnsafePickle(f"It marks its stack more than {_MAX_MARKS} times at once.")
+    scan.marks.append(scan.stack)
+    scan.stack = []
+
+
+def _tuple(scan: _Scan) -> None:
+    made = scan.make("tuple", scan.pop_mark())
+    scan.stack.append(made)
+
+
+def _append(scan: _Scan) -> None:
+    scan.extend([scan.stack.pop()])
+
+
+def _set_item(scan: _Scan) -> None:
+    items = scan.stack[-2:]
+    del scan.stack[-2:]
+    scan.set_items(items)
+
+
+def _frozenset(scan: _Scan) -> None:
+    made = scan.make("set", [])
+    items = scan.pop_mark()
+    scan.stack.append(made)
+    scan.extend(items, hashed=True)
+
+
+def _proto(scan: _Scan) -> None:
+    scan.at += 1
+
+
+def _bytearray(scan: _Scan) -> None:
+    data = scan.take(scan.number(_U8))
+    scan.stack.append(scan.make("object", [data]))
+
+
+_OPCODES: dict[int, Callable[[_Scan], None]] = {
+    code[0]: read
+    for code, read in {
+        pickle.PROTO: _proto,
+        pickle.FRAME: _Scan.frame,
+        pickle.NONE: _value(None),
+        pickle.NEWTRUE: _value(True),
+        pickle.NEWFALSE: _value(False),
+        pickle.BININT: _fixed(_I4),
+        pickle.BININT1: _fixed(_U1),
+        pickle.BININT2: _fixed(_U2),
+        pickle.LONG1: _Scan.integer,
+        pickle.BINFLOAT: _fixed(_F8),
+        pickle.BINUNICODE: _sized(_U4, is_text=True),
+        pickle.SHORT_BINUNICODE: _sized(_U1, is_text=True),
+        pickle.BINUNICODE8: _sized(_U8, is_text=True),
+        pickle.SHORT_BINSTRING: _sized(_U1, is_text=True),
+        pickle.SHORT_BINBYTES: _sized(_U1, is_text=False),
+        pickle.BINBYTES: _sized(_U4, is_text=False),
+        pickle.BINBYTES8: _sized(_U8, is_text=False),
+        pickle.BYTEARRAY8: _bytearray,
+        pickle.EMPTY_TUPLE: _empty("tuple"),
+        pickle.EMPTY_LIST: _empty("list"),
+        pickle.EMPTY_DICT: _empty("dict"),
+        pickle.EMPTY_SET: _empty("set"),
+        pickle.MARK: _mark,
+        pickle.TUPLE: _tuple,
+        pickle.TUPLE1: lambda scan: scan.tuple_of(1),
+        pickle.TUPLE2: lambda scan: scan.tuple_of(2),
+        pickle.TUPLE3: lambda scan: scan.tuple_of(3),
+        pickle.APPEND: _append,
+        pickle.APPENDS: lambda scan: scan.extend(scan.pop_mark()),
+        pickle.ADDITEMS: lambda scan: scan.extend(scan.pop_mark(), hashed=True),
+        pickle.FROZENSET: _frozenset,
+        pickle.SETITEM: _set_item,
+        pickle.SETITEMS: lambda scan: scan.set_items(scan.pop_mark()),
+        pickle.BINPUT: lambda scan: scan.remember(scan.number(_U1)),
+        pickle.LONG_BINPUT: lambda scan: scan.remember(scan.number(_U4)),
+        pickle.MEMOIZE: lambda scan: scan.remember(len(scan.memo)),
+        pickle.BINGET: lambda scan: scan.memo_value(scan.number(_U1)),
+        pickle.LONG_BINGET: lambda scan: scan.memo_value(scan.number(_U4)),
+        pickle.GLOBAL: lambda scan: scan.global_(scan.line(), scan.line()),
+        pickle.STACK_GLOBAL: _Scan.stack_global,
+        pickle.REDUCE: _Scan.call,
+        pickle.NEWOBJ: _Scan.call,
+        pickle.BUILD: _Scan.build,
+        pickle.BINPERSID: _Scan.persistent,
+    }.items()
+}

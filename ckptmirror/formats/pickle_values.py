@@ -1,0 +1,79 @@
+"""What a pickle would make, by its shape alone; and whether that can be walked through.
+
+Rules:
+* Nothing here is a value of the pickle's but its numbers, texts and bytes.
+* Deep, circular and endlessly unfolding values are told of without recursion, in linear time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptmirror.core.errors import UnsafePickle
+
+__all__ = ["MAX_DEPTH", "Global", "Made", "check_whole"]
+
+MAX_DEPTH = 300
+"""What reads the values afterwards goes two Python frames deep for each level; Python ends at 1,000."""
+_UNFOLDS_FREELY = 1_000_000  # values that may come of sharing; beyond it
+_UNFOLDS_TIMES = 4  # times as many as are held: our own files share next to nothing
+
+
+class Global(str):
+    """What a pickle names: ``module.name``."""
+
+    __slots__ = ()
+
+
+class Made:
+    """Something that the pickle would make: a container, or what a call returns; with all that is put into it.
+
+    Attributes:
+        kind: ``tuple list dict set object``.
+        items: Values and other ``Made``; of a call what is called, and its arguments.
+        count: As many values as it can hold once it is made: of a call those of its arguments.
+        size_bytes: Of a storage: the bytes that are there.
+    """
+
+    __slots__ = ("count", "items", "kind", "size_bytes")
+
+    def __init__(self, kind: str, items: list[Any], size_bytes: int | None = None) -> None:
+        self.kind = kind
+        self.items = items
+        self.count = len(items)
+        self.size_bytes = size_bytes
+
+
+def check_whole(root: Made, held: int) -> None:
+    """Refuse what is too deep, holds itself, or unfolds to too much; children first, without recursion."""
+    limit = _UNFOLDS_FREELY + _UNFOLDS_TIMES * held
+    known: dict[int, tuple[int, int]] = {}  # values and depth of what is done
+    under_way: set[int] = set()
+    waiting = [root]
+    while waiting:
+        made = waiting[-1]
+        if id(made) in known:
+            waiting.pop()
+            continue
+        below = [item for item in made.items if isinstance(item, Made)]
+        if id(made) not in under_way:
+            under_way.add(id(made))
+            unknown = [item for item in below if id(item) not in known]
+            if any(id(item) in under_way for item in unknown):
+                raise UnsafePickle("It holds something that holds itself.")
+            if unknown:
+                waiting += unknown
+                continue
+        under_way.discard(id(made))
+        waiting.pop()
+        count = 1 + len(made.items) - len(below)
+        depth = 0
+        for item in below:
+            values, deep = known[id(item)]
+            count += values
+            depth = max(depth, deep)
+        if count > limit:
+            raise UnsafePickle(f"It holds {held} values, which unfold to more than {limit}.")
+        if depth >= MAX_DEPTH:
+            raise UnsafePickle(f"It is nested more than {MAX_DEPTH} deep.")
+        known[id(made)] = (count, depth + 1)

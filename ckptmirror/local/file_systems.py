@@ -1,0 +1,123 @@
+"""What kind of file system a directory lies on, and where a root and its table may not lie.
+
+Rules:
+* A root never lies under FUSE: what gcsfuse and its like show as a disk has no atomic rename, and their fsync makes
+  nothing durable. What a host lends its guest (virtiofs) passes both on, and is no such thing.
+* A root may lie on a network file system; its uploads table may not: locks and shared memory do not hold there.
+* A path that does not exist yet is judged by the nearest directory above it that does, links followed.
+* A mount table that cannot be read makes nothing allowed: what statfs(2) calls FUSE stays FUSE.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptmirror.core.errors import ConfigError
+from ckptmirror.local.storage_errors import explained
+
+__all__ = ["file_system_type", "mount_of", "refuse_fuse_root", "refuse_network_place"]
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_FUSE = 0x65735546
+_NETWORK = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB2",
+    0x00C36400: "Ceph",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x19830326: "BeeGFS",
+    0x5346414F: "AFS",
+    0x6B414653: "AFS",
+    0x73757245: "Coda",
+    0x564C: "NCP",
+    0x01021997: "9P",
+    0x7461636F: "OCFS2",
+    0x01161970: "GFS2",
+    0xAAD7AAEA: "PanFS",
+    0x786F4256: "VirtualBox shared folders",
+    _FUSE: "FUSE",
+}
+_LENT_BY_A_HOST = {"virtiofs"}
+
+
+def file_system_type(path: Path) -> int:
+    """Return statfs(2)'s f_type, which os.statvfs leaves out."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    answer = ctypes.create_string_buffer(512)
+    if libc.statfs(os.fsencode(path), answer) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path))
+    return ctypes.c_long.from_buffer(answer).value & 0xFFFFFFFF
+
+
+def refuse_network_place(directory: Path, type_of: Callable[[Path], int] = file_system_type) -> None:
+    """Refuse a directory for the uploads table whose file system is not of this node.
+
+    Raises:
+        ConfigError: It is a network file system or FUSE.
+    """
+    name = _NETWORK.get(_type_of_nearest(directory, type_of))
+    if name is not None:
+        raise ConfigError(
+            f"The pending-uploads table must lie on node-local disk, but {directory} is on {name}.",
+            hint="Set state_dir (`ckptmirror push` has --state-dir) to a directory on this node's own disk.",
+        )
+
+
+def refuse_fuse_root(root: Path, mounts: Path = _MOUNTS, type_of: Callable[[Path], int] = file_system_type) -> None:
+    """Refuse a root under FUSE, wherever its table lies. Nothing is made there.
+
+    Raises:
+        ConfigError: It is under FUSE.
+        LocalStorageUnwritable: Its file system does not answer.
+    """
+    if _type_of_nearest(root, type_of) != _FUSE:
+        return
+    found = mount_of(root, mounts)
+    point, kind = found if found is not None else (_nearest(root), "FUSE")
+    if kind in _LENT_BY_A_HOST:
+        return
+    raise ConfigError(
+        f"The root {root} is on {kind}, mounted on {point}: under FUSE no rename is atomic and no fsync durable.",
+        hint="Choose a root on this machine's own disk, and give what is mounted there as a mirror, by its own URL "
+        "(gs://bucket/prefix).",
+    )
+
+
+def mount_of(place: Path, mounts: Path = _MOUNTS) -> tuple[Path, str] | None:
+    """Return the mount point that ``place`` lies under, and the type of what is mounted; None if nobody says."""
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    types: dict[Path, str] = {}
+    for fields in map(str.split, lines):
+        if "-" in fields[6:-1]:
+            types[_unescaped(fields[4])] = fields[fields.index("-", 6) + 1]  # of several on one point the last is seen
+    real = Path(os.path.realpath(place))
+    for point in (real, *real.parents):
+        if point in types:
+            return point, types[point]
+    return None
+
+
+def _unescaped(point: str) -> Path:
+    """A path as it is: spaces stand in this table as octal escapes."""
+    return Path(re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), point))
+
+
+def _type_of_nearest(path: Path, type_of: Callable[[Path], int]) -> int:
+    nearest = _nearest(path)
+    with explained("look at the file system of", nearest):
+        return type_of(nearest)
+
+
+def _nearest(path: Path) -> Path:
+    real = Path(os.path.realpath(path))
+    return next((candidate for candidate in (real, *real.parents) if candidate.exists()), real)

@@ -1,0 +1,218 @@
+"""Checkpoints of older writers in a directory: found by name, with the ``meta.json`` that speaks for each.
+
+An older writer left ``dist_ckpt_000200/`` or ``dcp_000200/`` (a DCP directory) or ``model_000200.pt``; ``meta.json``
+and ``extra_state.pt`` inside or beside it; ``extra_000200.pt`` beside it, one for all ranks.
+
+Rules:
+* Read, never written. Names, sizes and ``meta.json`` only; no link is followed below the directory.
+* One is listed only with DCP's ``.metadata`` (or its model file) and a ``meta.json`` that speaks for it: one inside; or
+  one beside that names its step, or names none and there is no other step.
+* ``dcp_*`` and ``model_*`` are ckptmirror's names too. What one of its metas, or of its sidecars, tells of, and in a
+  directory that it saves to whatever has no ``meta.json`` inside, is a save of its own that is not whole, never this.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import BrokenMeta, CkptMirrorError
+from ckptmirror.core.model import Kind
+from ckptmirror.core.older import OlderMeta, older_meta_from_bytes
+from ckptmirror.local.files import read_limited
+
+__all__ = ["OlderCheckpoint", "find_older"]
+
+_META = names.build_name(names.ParsedName("legacy_meta"))
+_EXTRA = names.build_name(names.ParsedName("legacy_extra_state"))
+_META_LIMIT_BYTES = 64 * 1024 * 1024
+_KIND_OF: dict[names.Role, Kind] = {"legacy_dcp": "dcp", "dcp": "dcp", "model": "model"}
+_OF_OURS: frozenset[names.Role] = frozenset({"meta", "optim", "extra", "tensors"})
+
+
+@dataclass(frozen=True, slots=True)
+class OlderCheckpoint:
+    """One checkpoint of an older writer.
+
+    Attributes:
+        name: The DCP directory, or the model file, in ``root``.
+        meta: What the ``meta.json`` that speaks for it says.
+        extras: Files of extra state, relative to ``root``; the first is the one to read.
+        why: Why it is not listed as one; "" if it is.
+        is_broken: Whether that is since something is not what it says, rather than missing.
+        is_told: Whether a ``meta.json`` is there at all, if only one that speaks for another step.
+    """
+
+    root: Path
+    step: int
+    kind: Kind
+    name: str
+    meta: OlderMeta = field(default_factory=OlderMeta)
+    extras: tuple[str, ...] = ()
+    size_bytes: int = 0
+    why: str = ""
+    is_broken: bool = False
+    is_told: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The DCP directory or the model file."""
+        return self.root / self.name
+
+    @property
+    def extra(self) -> Path | None:
+        """The file of extra state to read."""
+        return self.root / self.extras[0] if self.extras else None
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether it is loaded when a person names it: also where ``meta.json`` tells of another step beside it."""
+        return not self.why or (self.is_told and not self.is_broken and self.name.startswith("dist_ckpt_"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What lies beside the checkpoints: of ``meta.json`` what it says, or why it cannot be trusted."""
+
+    meta: OlderMeta | None
+    fault: str
+    has_extra: bool
+    extras: frozenset[int]
+    steps: frozenset[int]
+
+    def speaks_for(self, step: int) -> bool:
+        if self.meta is None:
+            return False
+        return self.meta.step == step if self.meta.step is not None else len(self.steps) == 1
+
+
+def find_older(root: Path) -> list[OlderCheckpoint]:
+    """Return what older writers left in a directory, by step; also what cannot be listed, with why."""
+    try:
+        listed = {entry.name: entry for entry in os.scandir(root)}
+    except OSError:
+        return []  # whoever lists the saves says so
+    parsed = {name: one for name in listed if (one := names.parse_name(name)) is not None}
+    candidates = dict(_candidates(root, listed, parsed))
+    if not candidates:
+        return []
+    meta, fault = _meta_at(root / _META)
+    beside = _Beside(
+        meta,
+        fault,
+        _is_file(root / _EXTRA),
+        frozenset(one.step for one in parsed.values() if one.role == "legacy_extra" and one.step is not None),
+        frozenset(one.step for one in candidates.values() if one.step is not None),
+    )
+    found = [_judged(root, name, one, beside) for name, one in candidates.items()]
+    return sorted(found, key=lambda one: (one.step, one.kind, one.name))
+
+
+def _candidates(
+    root: Path, listed: dict[str, os.DirEntry[str]], parsed: dict[str, names.ParsedName]
+) -> Iterator[tuple[str, names.ParsedName]]:
+    ours = {one.step for one in parsed.values() if one.role in _OF_OURS and not one.tag}
+    in_training = (root / names.ATTEMPTS_NAME).exists()
+    for name, one in parsed.items():
+        kind = _KIND_OF.get(one.role)
+        if kind is None or one.tag:
+            continue
+        if listed[name].is_dir(follow_symlinks=False) != (kind == "dcp"):
+            continue
+        inside = kind == "dcp" and _is_file(root / name / _META)
+        if one.role != "legacy_dcp" and (one.step in ours or (in_training and not inside)):
+            continue
+        if one.role == "legacy_dcp" or inside or _is_file(root / _META):
+            yield name, one
+
+
+def _judged(root: Path, name: str, parsed: names.ParsedName, beside: _Beside) -> OlderCheckpoint:
+    step, kind = parsed.step or 0, _KIND_OF[parsed.role]
+    meta, fault = _meta_at(root / name / _META) if kind == "dcp" else (None, "")
+    has_one_inside = meta is not None or bool(fault)
+    if not has_one_inside:
+        fault = beside.fault
+        meta = beside.meta if beside.speaks_for(step) else None
+    why, is_broken = _why_not(root, name, kind)
+    is_told = not why and (has_one_inside or beside.meta is not None)
+    if not why and fault:
+        why, is_broken = fault, True
+    elif not why and meta is None:
+        why = _without_meta(name, beside)
+    elif not why and meta is not None and meta.step not in (None, step):
+        why, is_broken = f"its meta.json says that its step is {meta.step}", True
+    return OlderCheckpoint(
+        root=root,
+        step=step,
+        kind=kind,
+        name=name,
+        meta=meta or OlderMeta(),
+        extras=tuple(_extras(root, name, step, kind, beside)),
+        size_bytes=sum(map(_size_of, _files(root / name))),
+        why=why,
+        is_broken=is_broken,
+        is_told=is_told,
+    )
+
+
+def _without_meta(name: str, beside: _Beside) -> str:
+    if beside.meta is None:
+        return f"there is no meta.json inside or beside {name}"
+    if beside.meta.step is None:
+        return "there are several steps, and the meta.json beside them does not say whose it is"
+    return f"the meta.json beside it is of step {beside.meta.step}"
+
+
+def _why_not(root: Path, name: str, kind: Kind) -> tuple[str, bool]:
+    """Say what is wrong with the tensors' own files, and whether they are broken rather than missing."""
+    main, says = (root / name / ".metadata", ".metadata") if kind == "dcp" else (root / name, name)
+    try:
+        status = main.lstat()
+    except OSError:
+        return f"it has no {says}, so it is not a whole DCP checkpoint", False
+    if not stat.S_ISREG(status.st_mode):
+        return f"{says} is not a regular file", True
+    return ("", False) if status.st_size else (f"{says} is empty", True)
+
+
+def _extras(root: Path, name: str, step: int, kind: Kind, beside: _Beside) -> Iterator[str]:
+    if kind == "dcp" and _is_file(root / name / _EXTRA):
+        yield f"{name}/{_EXTRA}"
+    if step in beside.extras:
+        yield names.build_name(names.ParsedName("legacy_extra", step))
+    said = beside.meta.step if beside.meta is not None else None
+    if beside.has_extra and (beside.speaks_for(step) or (len(beside.steps) == 1 and said in (None, step))):
+        yield _EXTRA
+
+
+def _meta_at(path: Path) -> tuple[OlderMeta | None, str]:
+    """Read a ``meta.json``; None if there is none, and why it cannot be trusted."""
+    if not os.path.lexists(path):
+        return None, ""
+    try:
+        return older_meta_from_bytes(read_limited(path, _META_LIMIT_BYTES)), ""
+    except BrokenMeta as error:
+        return None, error.message
+    except (CkptMirrorError, OSError) as error:
+        return None, f"meta.json cannot be read: {error}"
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return [found for found in sorted(path.rglob("*")) if not found.is_symlink() and found.is_file()]
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:  # it went while it was looked at
+        return 0

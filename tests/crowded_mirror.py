@@ -1,0 +1,82 @@
+"""A ``memory://`` mirror with as many objects as a long run leaves, and a count of what is asked of it.
+
+Rules:
+* The newest save has its bytes; the others have names, sizes and metas, which is all that is read of them.
+* A listing counts one request for each 1,000 objects, as Cloud Storage pages it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.model import Meta, new_id
+from ckptmirror.local.checksums import crc32c
+from ckptmirror.stores import memory
+from ckptmirror.stores.base import ObjectInfo
+from tests.factory import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
+
+_PAGE_OBJECTS = 1000
+RANKS = 32
+OBJECTS_PER_SAVE = 131
+
+
+def crowd(name: str, folder: Path, objects: int) -> tuple[memory.MemoryStore, Meta]:
+    """Fill ``memory://name/run``; return it, and the newest save, which also lies in ``folder``."""
+    store = memory.open(f"memory://{name}/run")
+    saves = objects // OBJECTS_PER_SAVE
+    newest = make_save(folder, saves, ranks=RANKS, number=saves, size_bytes=200)
+    assert len(newest.artifacts) + 1 == OBJECTS_PER_SAVE
+    put_attempts(store, [FIRST_ATTEMPT])
+    held = store._bucket.objects
+    for step in range(1, saves):
+        meta = _as_step(newest, step)
+        data = meta_to_bytes(meta)
+        found = {artifact.path: (b"", artifact.digest.size_bytes) for artifact in meta.artifacts}
+        found[names.SaveName(step).meta] = (data, len(data))
+        for path, (content, size_bytes) in found.items():
+            held[f"run/{path}"] = (content, ObjectInfo(path, size_bytes, step, crc32c(content), {}))
+    put_on_mirror(store, folder, newest)
+    return store, newest
+
+
+def _as_step(meta: Meta, step: int) -> Meta:
+    stem, other = names.SaveName(meta.step).stem, names.SaveName(step).stem
+    artifacts = tuple(replace(one, path=one.path.replace(stem, other, 1)) for one in meta.artifacts)
+    return replace(meta, step=step, save_id=new_id(), save_number=step, artifacts=artifacts)
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the requests to every ``memory://`` mirror of this process."""
+    requests: Counter[str] = Counter()
+    honest: Mapping[str, Any] = {name: getattr(memory.MemoryStore, name) for name in _CALLS}
+
+    def counting(name: str) -> Any:
+        def call(self: memory.MemoryStore, *arguments: Any, **more: Any) -> Any:
+            answer = honest[name](self, *arguments, **more)
+            if name == "list":
+                answer = list(answer)
+                requests["list"] += max(1, -(-len(answer) // _PAGE_OBJECTS))
+                return iter(answer)
+            requests[name] += 1
+            return answer
+
+        return call
+
+    for name in _CALLS:
+        setattr(memory.MemoryStore, name, counting(name))
+    try:
+        yield requests
+    finally:
+        for name, method in honest.items():
+            setattr(memory.MemoryStore, name, method)
+
+
+_CALLS = ("stat", "list", "read", "write", "upload", "download", "delete")

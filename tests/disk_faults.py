@@ -1,0 +1,93 @@
+"""Makes the disk fail in this process at one change of it, or from one change on: the crash points, with an error.
+
+Rules:
+* Each change of the disk lies between two crash points. At the first of them the change is refused, as the kernel or
+  SQLite would refuse it: nothing was changed.
+* What takes something away, or only makes a name durable, needs no room: a full disk lets it through, a broken one not.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import apsw
+
+from ckptmirror.local import crashpoints
+
+__all__ = ["DiskFault", "failing"]
+
+_NEEDS_NO_ROOM = (
+    "dir.fsync",
+    "dir.rmdir",
+    "file.unlink",
+    "mirror.remove_directory",
+    "mirror.unlink",
+    "mirror.unlink_temporary",
+    "table.remove_temporary",
+    "trash.rename",
+    "trash.rmdir",
+    "trash.unlink",
+)
+_IN_FILES = ("create", "fsync", "publish", "move_log", "set_aside")
+_BY_SQLITE = {errno.ENOSPC: apsw.FullError, errno.EDQUOT: apsw.FullError, errno.EIO: apsw.IOError}
+
+
+@dataclass
+class DiskFault:
+    """What is to fail, and what did.
+
+    Attributes:
+        at: The number of the change, from 1; 0 for none.
+        lasting: Whether every later change that takes room fails too.
+        code: The errno.
+        prefix: Only changes whose label begins so are counted.
+        other_than: Changes whose label begins so are not.
+        labels: The changes counted.
+        struck: The labels of those that were refused.
+    """
+
+    at: int = 0
+    lasting: bool = False
+    code: int = errno.ENOSPC
+    prefix: str = ""
+    other_than: str = "-"
+    labels: list[str] = field(default_factory=list)
+    struck: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def point(self, name: str) -> None:
+        """Stand in for ``crashpoints.point``."""
+        label, _, side = name.rpartition(":")
+        if side != "before" or not label.startswith(self.prefix) or label.startswith(self.other_than):
+            return
+        if self.code != errno.EIO and label in _NEEDS_NO_ROOM:
+            return
+        with self._lock:
+            self.labels.append(label)
+            strikes = len(self.labels) == self.at or (self.lasting and 0 < self.at < len(self.labels))
+            if strikes:
+                self.struck.append(label)
+        if strikes:
+            raise self._error(label)
+
+    def _error(self, label: str) -> Exception:
+        area, _, change = label.rpartition(".")
+        if area == "table" and change not in _IN_FILES:
+            return _BY_SQLITE[self.code]("the disk refuses")
+        return OSError(self.code, os.strerror(self.code))
+
+
+@contextmanager
+def failing(fault: DiskFault) -> Iterator[DiskFault]:
+    """Let the disk of this process fail so in the body."""
+    honest = crashpoints.point
+    crashpoints.point = fault.point
+    try:
+        yield fault
+    finally:
+        crashpoints.point = honest

@@ -1,0 +1,172 @@
+"""Google's token services, as far as credentials need them, in a process of their own: ``python -m tests.fake_google``.
+
+It prints its URL, ends with its standard input, and answers by the JSON of its first argument:
+
+* ``POST /token``: a service account's signed assertion (``public_key`` checks it) or a login's ``refresh_token``;
+* ``POST /sts/token``: the exchange of somebody else's token, ``subject``, for a federated one;
+* ``POST …/EMAIL:generateAccessToken``: impersonation, for whoever comes with ``may_impersonate``;
+* ``GET /subject``: where a workload finds its own token; ``GET /computeMetadata/…``: a virtual machine's;
+* ``GET /asked``: what was asked for so far.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import parse_qs
+
+HOME = Path(__file__).resolve().parents[1]
+EXCHANGE = "urn:ietf:params:oauth:grant-type:token-exchange"
+JWT = "urn:ietf:params:oauth:grant-type:jwt-bearer"
+
+
+# A login's token service, and impersonation: where they are no file and no variable can say.
+GOOGLES_NAMES = ("oauth2.googleapis.com", "iamcredentials.googleapis.com")
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    facts: ClassVar[dict[str, Any]] = {}
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path.partition("?")[0])
+        is_machine = self.headers.get("Metadata-Flavor") == "Google"
+        if self.path == "/asked":
+            return self.say(200, self.asked[:-1])
+        if self.path == "/subject":
+            return self.say(200, self.facts["subject"], "text/plain")
+        if not is_machine or "machine" not in self.facts:
+            return self.say(404, {})
+        if "/token" in self.path:
+            return self.say(200, {"access_token": self.facts["machine"], "expires_in": 3000, "token_type": "Bearer"})
+        if "project-id" in self.path or self.path == "/":
+            return self.say(200, "p", "text/plain")
+        return self.say(200, {"email": "vm@p.iam.gserviceaccount.com", "scopes": [], "aliases": ["default"]})
+
+    def do_POST(self) -> None:
+        self.asked.append(self.path.partition("?")[0])
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        if self.path == "/token":
+            return self.grant({key: values[0] for key, values in parse_qs(body).items()})
+        if self.path == "/sts/token":
+            return self.exchange({key: values[0] for key, values in parse_qs(body).items()})
+        if self.path.endswith(":generateAccessToken"):
+            return self.impersonate(json.loads(body))
+        return self.say(404, {})
+
+    def grant(self, form: dict[str, str]) -> None:
+        if form["grant_type"] == JWT:
+            from google.auth import jwt
+
+            audience = f"https://{GOOGLES_NAMES[0]}/token"
+            claims = jwt.decode(form["assertion"], certs=self.facts["public_key"].encode(), audience=audience)
+            if not claims.get("scope"):
+                return self.say(400, {"error": "invalid_scope"})
+            if self.facts.get("disabled"):
+                return self.say(400, {"error": "invalid_grant", "error_description": "The account is disabled."})
+            return self.give("service_account")
+        if form["grant_type"] == "refresh_token" and form["refresh_token"] == "good":
+            return self.give("login")
+        return self.say(400, {"error": "invalid_grant", "error_description": "Token has been expired or revoked."})
+
+    def exchange(self, form: dict[str, str]) -> None:
+        if form["grant_type"] != EXCHANGE or form["subject_token"] != self.facts["subject"]:
+            return self.say(400, {"error": "invalid_request", "error_description": "The subject token is not ours."})
+        return self.give("federated", issued_token_type="urn:ietf:params:oauth:token-type:access_token")
+
+    def impersonate(self, body: dict[str, Any]) -> None:
+        if self.headers.get("Authorization") != f"Bearer {self.facts['may_impersonate']}":
+            message = "Permission 'iam.serviceAccounts.getAccessToken' denied on resource (or it may not exist)."
+            return self.say(403, {"error": {"code": 403, "message": message, "status": "PERMISSION_DENIED"}})
+        assert body["scope"]
+        until = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 3600))
+        return self.say(200, {"accessToken": self.facts["impersonated"], "expireTime": until})
+
+    def give(self, which: str, **more: Any) -> None:
+        return self.say(200, {"access_token": self.facts[which], "expires_in": 3600, "token_type": "Bearer", **more})
+
+    def say(self, status: int, body: Any, content_type: str = "application/json") -> None:
+        data = (body if isinstance(body, str) else json.dumps(body)).encode()
+        self.send_response(status)
+        self.send_header("Metadata-Flavor", "Google")
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
+class FakeGoogle:
+    """The process as a test sees it."""
+
+    def __init__(self, url: str, tls_port: int) -> None:
+        self.url = url
+        self.tls_port = tls_port
+        self.host = url.partition("://")[2]
+
+    def asked(self) -> list[str]:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{self.url}/asked") as answer:
+            found: list[str] = json.loads(answer.read())
+            return found
+
+
+@contextmanager
+def fake_google(**facts: Any) -> Iterator[FakeGoogle]:
+    """Run it.
+
+    Args:
+        facts: The tokens that it gives, and what it checks; ``certificate`` is a file with which it answers over TLS
+            too, on another port, under the name that it has at Google.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.fake_google", json.dumps(facts)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(HOME)},
+    )
+    try:
+        assert process.stdout is not None
+        url, tls_port = process.stdout.readline().split()
+        yield FakeGoogle(url, int(tls_port))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def tls_port(certificate: str | None) -> int:
+    """Answer over TLS too; return the port, 0 without a certificate."""
+    if certificate is None:
+        return 0
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server.server_port
+
+
+def main() -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    url = f"http://127.0.0.1:{server.server_port}"
+    Answers.facts.update(json.loads(sys.argv[1]))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(url, tls_port(Answers.facts.get("certificate")), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""`ckptmirror demo --mirror` (`make demo MIRROR=`): the same story on a mirror of the user's, left as it was."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptmirror.cli._demo_place import DemoPlace, make_place
+from ckptmirror.core.errors import NameTaken
+from ckptmirror.stores import open_store
+from ckptmirror.testing import GcsServerProcess
+from tests.cli_place import assert_tells, clean_environment, run
+
+HOME = Path(__file__).resolve().parents[2]
+DEMO_LIMIT_S = 600.0
+URL = "gs://bucket/team"
+
+
+def target_command(target: str, **variables: str) -> list[str]:
+    """What a target of the Makefile runs last, with this interpreter."""
+    said = subprocess.run(
+        [
+            *("make", "-n", "--no-print-directory", target, "VENV=VENV"),
+            *(f"{name}={value}" for name, value in variables.items()),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=HOME,
+        check=True,
+    )
+    last = said.stdout.splitlines()[-1].replace("'", "")
+    assert last.startswith("VENV/bin/ckptmirror ")
+    return [sys.executable, "-m", *last.removeprefix("VENV/bin/").split()]
+
+
+@pytest.mark.timeout(DEMO_LIMIT_S + 60)
+def test_the_demo_on_a_bucket_removes_what_it_made_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GcsServerProcess(tmp_path / "gcs", buckets=["bucket"]) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        theirs = {"theirs.txt": b"1", "ckptmirror-demo-20200101-000000-00000000/run/meta_000010.json": b"2"}
+        store = open_store(URL)
+        before = [store.write(name, data, if_generation=0) for name, data in theirs.items()]
+        server.clear_log()
+        done = subprocess.run(
+            target_command("demo", MIRROR=URL),
+            capture_output=True,
+            text=True,
+            timeout=DEMO_LIMIT_S,
+            env=clean_environment(**server.environment, PYTHONPATH=str(HOME)),
+            cwd=tmp_path,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        place = re.search(r"Everything lies under (\S+)\. ", done.stdout)
+        assert place
+        assert place[1].startswith(f"{URL}/ckptmirror-demo-")
+        assert f"it continued from step 60 of {place[1]}/run" in done.stdout
+        assert re.search(rf"The \d{{2,}} objects that it made \(.*\) are removed from {place[1]}\.", done.stdout)
+        assert sorted(store.list(), key=lambda info: info.name) == sorted(before, key=lambda info: info.name)
+        changed = [entry for entry in server.log() if entry["method"] in ("POST", "PUT", "PATCH", "DELETE")]
+        prefix = place[1].removeprefix("gs://bucket/")
+        assert changed
+        assert {entry["object"].startswith(prefix) for entry in changed if entry.get("object")} == {True}
+        deletes = [entry for entry in changed if entry["operation"] == "object.delete"]
+        assert deletes
+        assert all("ifGenerationMatch" in entry["query"] for entry in deletes)
+
+
+@pytest.mark.parametrize(
+    ("mirror", "exit_code", "words"),
+    [
+        ("gs://no-such-bucket/x", 10, ["does not exist"]),
+        ("gs://guarded/x", 12, ["wants credentials"]),
+        ("memory://x", 10, ["only mirror"]),
+        ("fsspec+memory://x", 10, ["only mirror"]),
+        ("nonsense", 10, ["URL"]),
+    ],
+)
+def test_the_demo_says_at_once_what_keeps_it_from_a_mirror(
+    mirror: str, exit_code: int, words: list[str], tmp_path: Path
+) -> None:
+    access = {"tokens": {}, "anonymous": {"permissions": ["storage.objects.get"], "buckets": ["guarded"]}}
+    if "no-such" in mirror:
+        access["anonymous"] = {"roles": ["roles/storage.objectUser"]}
+    with GcsServerProcess(tmp_path / "gcs", buckets=["guarded"], access=access) as server:
+        ended = run("demo", "--mirror", mirror, env={**server.environment, "CKPTMIRROR_GCS_CREDENTIALS": "anonymous"})
+    assert_tells(ended, exit_code, *words)
+
+
+def test_the_place_of_a_demo_is_new_each_time_and_must_be_empty(tmp_path: Path) -> None:
+    first, second = make_place(str(tmp_path)), make_place(f"file://{tmp_path}/")
+    assert first.url != second.url
+    assert first.url.startswith(f"file://{tmp_path}/ckptmirror-demo-")
+    first.check_empty()
+    store = open_store(first.url)
+    store.write("x", b"theirs", if_generation=0)
+    with pytest.raises(NameTaken, match="not empty"):
+        first.check_empty()
+    assert store.read("x", limit_bytes=10)[0] == b"theirs"
+
+
+def test_a_kept_demo_says_what_there_is_and_how_to_remove_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = make_place(str(tmp_path))
+    place.check_empty()
+    open_store(f"{place.url}/run").write("x", b"12345", if_generation=0)
+    neighbour = tmp_path / "neighbour"
+    neighbour.write_text("theirs")
+    place.leave(keep=True)
+    said = capsys.readouterr().out
+    assert re.search(r"\d objects \(\d+ B\) are kept", said)
+    subprocess.run(said.splitlines()[-1].split(), check=True)
+    assert list(tmp_path.iterdir()) == [neighbour]
+
+
+def test_a_demo_in_a_directory_leaves_no_folder_and_no_lock_file_behind(tmp_path: Path) -> None:
+    place = make_place(str(tmp_path))
+    place.check_empty()
+    open_store(f"{place.url}/run").write("a/b", b"12345", if_generation=0)
+    place.leave(keep=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_mirror_the_target_asks_for_none() -> None:
+    assert target_command("demo")[1:] == ["-m", "ckptmirror", "demo"]
+    assert target_command("demo", MIRROR=URL)[1:] == ["-m", "ckptmirror", "demo", "--mirror", URL]
+
+
+def test_the_command_that_removes_a_demo_from_a_bucket_names_its_place_alone() -> None:
+    assert DemoPlace("gs://bucket/a/b").removal == "gcloud storage rm --recursive gs://bucket/a/b"

@@ -1,0 +1,87 @@
+"""Runs a verb of the real command line with its stderr on a terminal of its own, and reads what that shows."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import termios
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.cli_place import AS_MODULE, LIMIT_S, clean_environment
+
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def bare(text: str) -> str:
+    """What a terminal shows, without the codes that colour and move."""
+    return _ESCAPE.sub("", text)
+
+
+class OnTerminal:
+    """A verb on a terminal."""
+
+    def __init__(
+        self, *arguments: str | Path, columns: int = 100, env: dict[str, str] | None = None, **more: Any
+    ) -> None:
+        self._here, there = pty.openpty()
+        self.resize(columns)
+        self.shown = ""
+        environment = clean_environment(**({"TERM": "xterm"} | (env or {})))
+        environment.pop("COLUMNS", None)
+        self.process: subprocess.Popen[str] = subprocess.Popen(
+            [*AS_MODULE, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=there,
+            text=True,
+            env=environment,
+            **more,
+        )
+        os.close(there)
+
+    def resize(self, columns: int) -> None:
+        """Make the terminal as wide as this."""
+        fcntl.ioctl(self._here, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """Read until it has shown this, since it began."""
+        deadline = time.monotonic() + LIMIT_S
+        while (found := re.search(pattern, bare(self.shown))) is None:
+            assert time.monotonic() < deadline, self.shown
+            assert self._read(), f"it ended and showed no {pattern!r}:\n{bare(self.shown)}"
+        return found
+
+    def end(self) -> tuple[int, str, str]:
+        """Read to the end; return exit code, stdout, and all that was shown."""
+        while self._read():
+            continue
+        stdout, _ = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, stdout, self.shown
+
+    def _read(self) -> bool:
+        ready, _, _ = select.select([self._here], [], [], LIMIT_S)
+        assert ready, self.shown
+        try:
+            piece = os.read(self._here, 65536)
+        except OSError:  # EIO: nobody holds the terminal any more
+            return False
+        self.shown += piece.decode(errors="replace")
+        return bool(piece)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Any:
+        self.process.kill()
+        self.process.communicate()
+        os.close(self._here)

@@ -1,0 +1,183 @@
+"""A ``.pt`` file of somebody who means harm is refused in an instant, before anything is made of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptmirror.core.errors import IntegrityError, UnsafePickle
+from ckptmirror.formats.plain import decode
+from ckptmirror.formats.unpickle import load_pt, load_stream
+from tests.hostile_files import (
+    ARCHIVES,
+    Record,
+    archive,
+    called,
+    dict_of,
+    get,
+    nested_lists,
+    number,
+    pickled,
+    pt,
+    put,
+    text,
+)
+
+# Reads every file as a load does. The limits: what one file may take, of memory beyond the program and of time.
+_READER = """
+import json, os, resource, sys, time
+from pathlib import Path
+import torch
+from ckptmirror.core.errors import IntegrityError
+from ckptmirror.formats.plain import decode
+from ckptmirror.formats.unpickle import load_pt
+
+torch.set_num_threads(1)
+with open("/proc/self/statm") as facts:
+    size_bytes = int(facts.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size_bytes + (256 << 20), -1))
+resource.setrlimit(resource.RLIMIT_CPU, (200, 200))
+for name in sys.argv[1:]:
+    began = time.process_time()
+    try:
+        decode(load_pt(Path(name)))
+        end = "loaded"
+    except IntegrityError as error:
+        end = str(error)
+    print(json.dumps([name, end, time.process_time() - began]), flush=True)
+"""
+
+
+def _read_in_a_child(folder: Path, files: dict[str, bytes]) -> dict[str, tuple[str, float]]:
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _READER, *files],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    found: dict[str, tuple[str, float]] = {}
+    for line in ended.stdout.splitlines():
+        name, end, seconds = json.loads(line)
+        found[name] = end, seconds
+    assert ended.returncode == 0, (list(found)[-1:], ended.stderr[-2000:])
+    return found
+
+
+def test_every_hostile_archive_is_refused_within_256_mib_and_five_seconds(tmp_path: Path) -> None:
+    files = {name: make() for name, make in ARCHIVES.items()}
+    found = _read_in_a_child(tmp_path, files)
+    assert set(found) == set(files)
+    for name, (end, seconds) in found.items():
+        assert end.startswith(name), (name, end)
+        assert f"{name} is broken" not in end, "it came as far as torch"
+        assert seconds < 5, (name, seconds)
+    assert not (tmp_path / "owned").exists()
+
+
+_SMALL = [name for name in ARCHIVES if not any(word in name for word in ("hours", "deep", "bytearray", "1000:1"))]
+
+
+@pytest.mark.parametrize("what", _SMALL)
+def test_a_hostile_archive_is_refused_by_name_with_one_short_line(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "model_000200.pt"
+    path.write_bytes(ARCHIVES[what]())
+    for load in (lambda: load_pt(path), lambda: load_stream(io.BytesIO(path.read_bytes()), str(path))):
+        with pytest.raises(IntegrityError) as caught:
+            load()
+        assert str(path) in caught.value.message
+        assert len(caught.value.message) < 500
+        assert "\n" not in caught.value.message
+
+
+def _saved(value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, 2.5, "text", None, True, b"bytes", 10**300], "b": {(1, "x"): {3, 4}}},
+        Counter("abracadabra"),
+        bytearray(b"abc"),
+        torch.Size([3, 4]),
+        torch.device("cpu"),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(3, 4).t(),
+        torch.ones(1).expand(1000, 1000),
+        torch.empty(0),
+        torch.eye(3).to_sparse(),
+        torch.ones(3, dtype=torch.float8_e4m3fn),
+        torch.ones(3, dtype=torch.complex64),
+        torch.empty(3, device="meta"),
+    ],
+    ids=lambda value: f"{type(value).__name__} {getattr(value, 'dtype', '')}",
+)
+def test_what_torch_saves_honestly_is_loaded(value: Any) -> None:
+    loaded = load_stream(_saved(value), "here")
+    assert type(loaded) is type(value)
+    if not isinstance(value, torch.Tensor):
+        assert loaded == value
+
+
+def test_the_same_values_in_many_places_are_loaded() -> None:
+    shared = list(range(1000))
+    assert load_stream(_saved([shared] * 900), "here") == [shared] * 900
+    weight = torch.ones(3)
+    assert len(load_stream(_saved([weight] * 10_000), "here")) == 10_000
+
+
+def test_what_is_nested_as_deep_as_is_allowed_is_loaded_and_decoded(tmp_path: Path) -> None:
+    for depth, is_allowed in ((300, True), (301, False)):
+        path = tmp_path / f"{depth}.pt"
+        path.write_bytes(pt(nested_lists(depth)))
+        if is_allowed:
+            decode(load_pt(path))
+        else:
+            with pytest.raises(UnsafePickle, match="nested more than 300 deep"):
+                load_pt(path)
+
+
+def test_an_archive_by_hand_is_one_that_torch_reads(tmp_path: Path) -> None:
+    """Otherwise the others were refused for their form."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(pt(dict_of((text("a"), number(1)), (text("b"), b"]" + put(0) + get(0) + b"\x86"))))
+    assert load_pt(path) == torch.load(path, weights_only=True) == {"a": 1, "b": ([], [])}
+    many = archive(Record("data.pkl", pickled(number(7))), *(Record(f"x/{i}", b"") for i in range(70_000)))
+    path.write_bytes(many + b"")
+    with pytest.raises(IntegrityError, match="version"):
+        load_pt(path)
+
+
+def test_indices_of_a_sparse_tensor_outside_of_it_are_refused() -> None:
+    outside = torch.sparse_coo_tensor(torch.tensor([[10**9]]), torch.tensor([1.0]), (10,), check_invariants=False)
+    with pytest.raises(IntegrityError, match="inconsistent with indices"):
+        load_stream(_saved(outside), "here")
+    assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
+
+
+def test_a_call_of_what_a_user_allowed_is_left_to_the_user(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(pt(called("fractions", "Fraction", number(1), number(3))))
+    from fractions import Fraction
+
+    with pytest.raises(UnsafePickle, match="Fraction"):
+        load_pt(path)
+    with torch.serialization.safe_globals([Fraction]):
+        assert load_pt(path) == Fraction(1, 3)

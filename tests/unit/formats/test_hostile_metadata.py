@@ -1,0 +1,176 @@
+"""A ``.metadata`` of somebody who means harm, and tensors in a DCP directory that are none."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from ckptmirror.core.errors import IntegrityError, UnsafePickle
+from ckptmirror.formats.dcp_read import read_directory_metadata, read_whole_directory
+from ckptmirror.formats.unpickle import loads_metadata
+from tests.contract.format_cases import make_state, save
+from tests.hostile_files import (
+    Record,
+    called,
+    dict_of,
+    doubling_tuples,
+    get,
+    global_,
+    nested_lists,
+    nested_tuples,
+    number,
+    pt,
+    put,
+    storage,
+    tensor,
+    text,
+    tuple_,
+    with_record,
+)
+
+_HERE = "torch.distributed.checkpoint.metadata"
+
+
+def made(name: str, state: bytes) -> bytes:
+    """Push an object of DCP's with a state."""
+    return global_(_HERE, name) + b")\x81" + state + b"b"
+
+
+def _index_of_indices(times: int) -> bytes:
+    """Push a dict with a key that holds another twice, and so on; each is filled when the one above has it already."""
+    empty = global_(_HERE, "MetadataIndex") + b")\x81"
+    links = b"".join(
+        get(i) + dict_of((text("fqn"), tuple_(empty + put(i + 1), get(i + 1)))) + b"b" for i in range(times)
+    )
+    return b"(" + empty + put(0) + links + b"t" + put(times + 1) + dict_of((get(0), number(1))) + b"\x86"
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "a command": (called("posix", "system", text("touch owned")), "not on the allow-list"),
+    "a memo of gigabytes": (number(1) + put(0x7FFFFFFF), "numbers what it remembers"),
+    "a text of 2 ** 60 bytes": (b"\x8d" + struct.pack("<Q", 1 << 60), "says that 1152921504606846976 bytes follow"),
+    "bytes of 2 ** 60": (b"\x8e" + struct.pack("<Q", 1 << 60), "says that"),
+    "a bytearray of 2 ** 38": (b"\x96" + struct.pack("<Q", 1 << 38), "says that"),
+    "a frame of 2 ** 60 bytes": (b"\x95" + struct.pack("<Q", 1 << 60), "a frame of"),
+    "a number of 2 ** 31 bytes": (b"\x8b" + b"\xff\xff\xff\x7f", "Unsupported operand"),
+    "a key that is hashed for hours": (dict_of((doubling_tuples(60), number(1))), "a key that holds too much"),
+    "a key that is hashed 300,000 deep": (dict_of((nested_tuples(300_000), number(1))), "a key that holds too much"),
+    "an index that is hashed for hours": (
+        dict_of((made("MetadataIndex", dict_of((text("fqn"), doubling_tuples(60)))), number(1))),
+        "a key that holds too much",
+    ),
+    "an index of indices": (_index_of_indices(60), "a key that holds too much"),
+    "lists 100,000 deep": (nested_lists(100_000), "nested more than"),
+    "a duplicate of the stack": (number(1) + b"2\x86", "Unsupported operand"),
+    "an extension": (b"\x82\x01", "Unsupported operand"),
+    "a persistent id": (text("x") + b"Q", "persistent object"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_metadata_is_refused_before_it_is_unpickled(what: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    body, why = HOSTILE[what]
+    began = time.process_time()
+    with pytest.raises(IntegrityError, match=why):
+        loads_metadata(b"\x80\x04" + body + b".", "here")
+    assert time.process_time() - began < 5
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """An honest one."""
+    save("dcp", tmp_path, make_state())
+    return tmp_path / "dcp_000200"
+
+
+def _metadata(directory: Path) -> Metadata:
+    found = pickle.loads((directory / ".metadata").read_bytes())
+    assert isinstance(found, Metadata)
+    return found
+
+
+def _write(directory: Path, metadata: Metadata) -> None:
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_a_shape_whose_product_takes_hours_is_refused(directory: Path) -> None:
+    metadata = _metadata(directory)
+    entry: Any = metadata.state_dict_metadata["model.inner.weight"]
+    for shape in ((3,) * 200_000, (1 << 2000, 0), (1 << 63,)):
+        entry.size = shape
+        _write(directory, metadata)
+        began = time.process_time()
+        with pytest.raises(IntegrityError, match="no valid size"):
+            read_directory_metadata(directory)
+        assert time.process_time() - began < 5
+
+
+def test_a_tensor_of_a_petabyte_in_a_file_of_ten_bytes_is_refused(directory: Path) -> None:
+    metadata = _metadata(directory)
+    entry: Any = metadata.state_dict_metadata["model.inner.weight"]
+    entry.size = torch.Size([10**15])
+    entry.chunks[0].sizes = torch.Size([10**15])
+    entry.chunks[0].offsets = torch.Size([0])
+    (index,) = (index for index in metadata.storage_data if index.fqn == "model.inner.weight")
+    metadata.storage_data[MetadataIndex(index.fqn, torch.Size([0]))] = metadata.storage_data.pop(index)
+    _write(directory, metadata)
+    with pytest.raises(IntegrityError, match="too short"):
+        read_whole_directory(directory)
+    next(iter(metadata.storage_data.values())).length = 10**18
+    for info in metadata.storage_data.values():
+        info.length = 10**18
+    _write(directory, metadata)
+    with pytest.raises(IntegrityError, match=r"ends at byte|overlaps"):
+        read_whole_directory(directory)
+
+
+def test_a_place_in_the_state_that_is_100000_names_deep_is_refused(directory: Path) -> None:
+    metadata = _metadata(directory)
+    metadata.planner_data["model.inner.weight"] = ("model",) * 100_000
+    _write(directory, metadata)
+    with pytest.raises(IntegrityError, match="deep"):
+        read_whole_directory(directory)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (pt(called("builtins", "bytearray", number(10**9)), sx=b"\0" * 1000), "bytearray of a length"),
+        (pt(tensor(storage("0", 100), [10**9], [1]), s0=b"\0" * 400, sx=b"\0" * 1000), "ends at value"),
+        (with_record(Record("data/0", b"\0" * 10**6, deflated=True), 10**6), "compressed"),
+        (b"\x80\x02" + called("posix", "system", text("touch owned")) + b".", "no archive"),
+    ],
+    ids=["bytearray", "shape", "bomb", "pickle"],
+)
+def test_a_tensor_of_a_dcp_directory_is_checked_before_torch_loads_it(
+    what: bytes, why: str, directory: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(directory.parent)
+    metadata = _metadata(directory)
+    (index,) = (index for index in metadata.storage_data if index.fqn == "model.inner.weight")
+    info = metadata.storage_data[index]
+    path = directory / info.relative_path
+    what = what.ljust(500, b"\0")  # as long as the tensor at least
+    info.offset, info.length = path.stat().st_size, len(what)
+    path.write_bytes(path.read_bytes() + what)
+    _write(directory, metadata)
+    with pytest.raises(IntegrityError, match=why):
+        read_whole_directory(directory)
+    assert not (directory.parent / "owned").exists()
+
+
+def test_unsafe_is_told_apart_from_broken() -> None:
+    with pytest.raises(UnsafePickle):
+        loads_metadata(b"\x80\x04" + tuple_(number(1) + put(0x7FFFFFFF)) + b".", "here")
+    with pytest.raises(IntegrityError) as caught:
+        loads_metadata(b"\x80\x04(", "here")
+    assert type(caught.value) is IntegrityError
