@@ -1,4 +1,5 @@
 # Everything a user or developer runs. The environment is .venv, made by `make setup`, pip only.
+# Another Python beside it: `make test PYTHON=python3.13 VENV=.venv-3.13`.
 #
 # TORCH_INDEX: PyTorch's own index for a build without CUDA, where pip would fetch the CUDA one:
 #     make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -27,8 +28,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## Train, kill, resume, rotate, lose the disk, stage: the whole story, here or with MIRROR=gs://bucket/prefix
 	$(BIN)/ckptmirror demo $(if $(MIRROR),--mirror '$(MIRROR)')
 
-test: setup  ## Run every test, in WORKERS processes
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+test: setup  ## Run every test, in WORKERS processes; the unit tests, whose files are short, come last and fill them evenly
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-gcs: setup  ## Run the store contract suite in a bucket of yours: BUCKET=my-bucket
 	$(BIN)/python -m tests.contract.in_bucket '$(BUCKET)'

@@ -30,7 +30,11 @@ __all__ = ["FILE_VARIABLE", "SETTINGS", "Setting", "Settings", "Value", "load_se
 FILE_VARIABLE = "CKPTMIRROR_CONFIG"
 _PREFIX = "CKPTMIRROR_"
 _NO_SETTINGS = ("CKPTMIRROR_CRASH_", "CKPTMIRROR_CAMPAIGN")  # what tests of crashes are told by
-_STORES_OWN = ("CKPTMIRROR_GCS_CREDENTIALS", "CKPTMIRROR_GCS_ENDPOINT")  # as Google's own variables, read by the store
+_STORES_OWN = (  # as Google's own variables, read where a store is opened
+    "CKPTMIRROR_GCS_CREDENTIALS",
+    "CKPTMIRROR_GCS_ENDPOINT",
+    "CKPTMIRROR_RETRY_S",
+)
 _HINT = "Correct it, then see every setting with `ckptmirror config`."
 
 
@@ -139,6 +143,7 @@ SETTINGS: tuple[Setting, ...] = (
         checks.one_of("async", "blocking"),
     ),
     Setting("state_dir", None, "node-local directory of the uploads table, for a root on a network file system", _path),
+    Setting("persistent_dir", None, "where emergency snapshots are copied to: a disk that outlives the machine", _path),
     Setting("workers_per_mirror", 2, "upload threads for each mirror", checks.whole(1), _number),
     Setting("timeout_s", 600.0, "limit of every wait for another rank, in seconds", checks.above_0, _number),
     Setting(
@@ -261,7 +266,7 @@ def _of_file(file: SettingsFile) -> dict[str, Value]:
         else:
             raise ConfigError(f"{file.where(key)}: {key} {checks.wrong_value(given, f'a table, [{key}]')}.", hint=_HINT)
     values = {name: _checked(name, given, file.where) for name, given in flat.items()}
-    for name in {"root", "state_dir"} & values.keys():
+    for name in {"root", "state_dir", "persistent_dir"} & values.keys():
         values[name] = Value(file.path.parent / values[name].value, values[name].source)
     return values
 

@@ -20,7 +20,7 @@ from ckptmirror.core import events
 from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError, WaitTimeout
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.arguments import checked_kinds, checked_step, told_of
+from ckptmirror.flow.arguments import checked_kinds, checked_step, node_key, told_of
 from ckptmirror.flow.emergency import save_emergency
 from ckptmirror.flow.handle import DEFAULT_WAIT_S, SaveHandle
 from ckptmirror.flow.load_state import Reference, load_state
@@ -32,12 +32,11 @@ from ckptmirror.flow.save_parts import import_formats
 from ckptmirror.flow.settled import open_files
 from ckptmirror.flow.status import Status, is_mirrored, read_status
 from ckptmirror.formats.train_state import checked_parts
-from ckptmirror.local import files
 from ckptmirror.local.lock import RankLock
 from ckptmirror.local.saying import saying
 from ckptmirror.observe.journal import Journal
 from ckptmirror.observe.log import LogListener, log_failure
-from ckptmirror.ranks import Ranks, StopRequest, node_key_of, open_ranks
+from ckptmirror.ranks import Ranks, StopRequest, open_ranks
 
 if TYPE_CHECKING:
     from ckptmirror.flow.rotate import RotationReport
@@ -61,6 +60,8 @@ class CheckpointManager:
             collectives is used.
         mode: ``"async"`` returns after the host copy; ``"blocking"`` after the commit.
         state_dir: Node-local directory of the uploads table, where root is on a network file system.
+        persistent_dir: Directory that outlives this machine, one for each run: emergency snapshots are copied there
+            too, and brought back from there.
         workers_per_mirror: Upload threads for each mirror.
         timeout_s: Limit of every wait for another rank, in seconds.
 
@@ -79,6 +80,7 @@ class CheckpointManager:
         process_group: Any = None,
         mode: Literal["async", "blocking"] = "async",
         state_dir: str | Path | None = None,
+        persistent_dir: str | Path | None = None,
         workers_per_mirror: int = 2,
         timeout_s: float = 600.0,
     ) -> None:
@@ -92,14 +94,15 @@ class CheckpointManager:
         self.events.subscribe(Journal(self.root, "trainer"))
         self._specs = mirror_specs(mirrors)
         self._state_dir = Path(state_dir) if state_dir is not None else None
+        self._persistent_dir = Path(persistent_dir).absolute() if persistent_dir is not None else None
         self._node: Node | None = None
         self._rank_lock: RankLock | None = None
         self._saver: Saver | None = None
         self._last_before: SaveHandle | None = None  # the last save of the attempt before this process's latest
         self._closed = False
         self._freed = False
-        node_key, failure = _node_key(self.root)
-        self.ranks: Ranks = open_ranks(process_group, node_key=node_key, timeout_s=timeout_s)
+        own_key, failure = node_key(self.root)
+        self.ranks: Ranks = open_ranks(process_group, node_key=own_key, timeout_s=timeout_s)
         self._save_ranks = self.ranks.channel("save")
         try:
             if self.ranks.nodes > 1:
@@ -114,6 +117,7 @@ class CheckpointManager:
                     retention or Retention(),
                     self.events,
                     state_dir=self._state_dir,
+                    persistent_dir=self._persistent_dir,
                     workers_per_mirror=workers_per_mirror,
                 )
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
@@ -253,6 +257,7 @@ class CheckpointManager:
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             bus=self.events,
+            persistent_dir=self._persistent_dir,
         )
 
     # -- look -----------------------------------------------------------------------------------------------
@@ -386,12 +391,3 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("This manager is closed.")
-
-
-def _node_key(root: Path) -> tuple[str, BaseException | None]:
-    """Ranks that share one root are one node, however each spells its path; a rank without a root says so later."""
-    try:
-        files.make_dirs(root)
-        return node_key_of(root), None
-    except (OSError, CkptMirrorError) as error:
-        return str(root), error

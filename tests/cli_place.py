@@ -21,6 +21,7 @@ from tests.factory import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
 CONSOLE_SCRIPT = Path(sys.executable).with_name("ckptmirror")
 AS_MODULE = (sys.executable, "-m", "ckptmirror")
 LIMIT_S = 60.0
+IMPATIENT = {"CKPTMIRROR_RETRY_S": "0.5"}  # for tests of what is said in the end where nobody answers
 
 
 def clean_environment(**more: str) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""One seed for the whole run, chosen before its worker processes start, so that all of them collect the same tests."""
+"""One seed for the whole run, chosen before its worker processes start, so that all of them collect the same tests.
+
+Hypothesis fails no test because the machine is slow or busy.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ import os
 import random
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,6 +1,6 @@
 """Google's token services, as far as credentials need them, in a process of their own: ``python -m tests.fake_google``.
 
-It prints its URL, ends with its standard input, and answers by the JSON of its first argument:
+It answers by the JSON of its first argument:
 
 * ``POST /token``: a service account's signed assertion (``public_key`` checks it) or a login's ``refresh_token``;
 * ``POST /sts/token``: the exchange of somebody else's token, ``subject``, for a federated one;
@@ -11,22 +11,14 @@ It prints its URL, ends with its standard input, and answers by the JSON of its 
 
 from __future__ import annotations
 
-import http.server
 import json
-import os
-import ssl
-import subprocess
-import sys
-import threading
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager
+from typing import Any
 from urllib.parse import parse_qs
 
-HOME = Path(__file__).resolve().parents[1]
+from tests.small_server import Answers, SmallServer, running, serve
+
 EXCHANGE = "urn:ietf:params:oauth:grant-type:token-exchange"
 JWT = "urn:ietf:params:oauth:grant-type:jwt-bearer"
 
@@ -35,15 +27,12 @@ JWT = "urn:ietf:params:oauth:grant-type:jwt-bearer"
 GOOGLES_NAMES = ("oauth2.googleapis.com", "iamcredentials.googleapis.com")
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
-    facts: ClassVar[dict[str, Any]] = {}
-    asked: ClassVar[list[str]] = []
-
+class Google(Answers):
     def do_GET(self) -> None:
+        if self.path == "/asked":
+            return super().do_GET()
         self.asked.append(self.path.partition("?")[0])
         is_machine = self.headers.get("Metadata-Flavor") == "Google"
-        if self.path == "/asked":
-            return self.say(200, self.asked[:-1])
         if self.path == "/subject":
             return self.say(200, self.facts["subject"], "text/plain")
         if not is_machine or "machine" not in self.facts:
@@ -96,77 +85,19 @@ class Answers(http.server.BaseHTTPRequestHandler):
     def give(self, which: str, **more: Any) -> None:
         return self.say(200, {"access_token": self.facts[which], "expires_in": 3600, "token_type": "Bearer", **more})
 
-    def say(self, status: int, body: Any, content_type: str = "application/json") -> None:
-        data = (body if isinstance(body, str) else json.dumps(body)).encode()
-        self.send_response(status)
-        self.send_header("Metadata-Flavor", "Google")
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        del format, args
+    def say(self, status: int, body: Any, content_type: str = "application/json", **headers: str) -> None:
+        super().say(status, body, content_type, Metadata_Flavor="Google", **headers)
 
 
-class FakeGoogle:
-    """The process as a test sees it."""
-
-    def __init__(self, url: str, tls_port: int) -> None:
-        self.url = url
-        self.tls_port = tls_port
-        self.host = url.partition("://")[2]
-
-    def asked(self) -> list[str]:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{self.url}/asked") as answer:
-            found: list[str] = json.loads(answer.read())
-            return found
-
-
-@contextmanager
-def fake_google(**facts: Any) -> Iterator[FakeGoogle]:
+def fake_google(**facts: Any) -> AbstractContextManager[SmallServer]:
     """Run it.
 
     Args:
         facts: The tokens that it gives, and what it checks; ``certificate`` is a file with which it answers over TLS
             too, on another port, under the name that it has at Google.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.fake_google", json.dumps(facts)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(HOME)},
-    )
-    try:
-        assert process.stdout is not None
-        url, tls_port = process.stdout.readline().split()
-        yield FakeGoogle(url, int(tls_port))
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def tls_port(certificate: str | None) -> int:
-    """Answer over TLS too; return the port, 0 without a certificate."""
-    if certificate is None:
-        return 0
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server.server_port
-
-
-def main() -> None:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    url = f"http://127.0.0.1:{server.server_port}"
-    Answers.facts.update(json.loads(sys.argv[1]))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(url, tls_port(Answers.facts.get("certificate")), flush=True)
-    sys.stdin.read()
+    return running("tests.fake_google", facts)
 
 
 if __name__ == "__main__":
-    main()
+    serve(Google)

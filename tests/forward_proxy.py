@@ -1,26 +1,26 @@
-"""A forward proxy for plain HTTP, as a process of its own: ``python -m tests.forward_proxy LOG``.
-
-It listens on a free port of 127.0.0.1, prints it, and writes each request line that it was asked to ``LOG``.
-"""
+"""A forward proxy for plain HTTP, in a process of its own; ``GET /asked`` says which requests it was asked to make."""
 
 from __future__ import annotations
 
 import http.client
-import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from contextlib import AbstractContextManager
 from urllib.parse import urlsplit
 
+from tests.small_server import Answers, SmallServer, running, serve
 
-class Forwards(BaseHTTPRequestHandler):
+
+class Forwards(Answers):
     """Asks the server that a whole URL names, and hands its answer on."""
 
     protocol_version = "HTTP/1.1"
-    log_path: Path
+
+    def do_GET(self) -> None:
+        if self.path == "/asked":
+            return super().do_GET()
+        return self.forward()
 
     def forward(self) -> None:
-        with self.log_path.open("a") as log:
-            log.write(f"{self.command} {self.path}\n")
+        self.asked.append(f"{self.command} {self.path}")
         target = urlsplit(self.path)
         if target.scheme != "http" or not target.hostname:
             self.send_error(400, "ask for a whole URL")
@@ -39,18 +39,13 @@ class Forwards(BaseHTTPRequestHandler):
         self.wfile.write(data)
         connection.close()
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_PATCH = forward  # noqa: N815 - http.server looks for these names
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing on stderr."""
+    do_PUT = do_POST = do_DELETE = do_PATCH = forward  # noqa: N815 - http.server looks for these names
 
 
-def main() -> None:
-    Forwards.log_path = Path(sys.argv[1])
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Forwards)
-    print(server.server_port, flush=True)
-    server.serve_forever()
+def forward_proxy() -> AbstractContextManager[SmallServer]:
+    """Run it."""
+    return running("tests.forward_proxy", {})
 
 
 if __name__ == "__main__":
-    main()
+    serve(Forwards)

@@ -202,6 +202,18 @@ ARCHIVES: dict[str, Callable[[], bytes]] = {
         + (get(1) + get(0) + b"\x85R") * 100_000
         + b"t"
     ),
+    "one long tuple given to calls for hours": lambda: pt(
+        b"("
+        + (b"(" + number(0) * 20_000 + b"t" + put(0) + global_("collections", "OrderedDict") + put(1))
+        + (get(1) + get(0) + b"R") * 20_000
+        + b"t"
+    ),
+    "a bytearray of a tensor": lambda: pt(
+        called("builtins", "bytearray", tensor(storage("0", 1), [], [])), s0=b"\0" * 4
+    ),
+    "a set of a tensor that says how long it is": lambda: pt(
+        called("builtins", "set", tensor(storage("0", 1), [10**9], [0])), s0=b"\0" * 4
+    ),
     "a number in a memo of gigabytes": lambda: pt(number(1) + put(0x7FFFFFFF)),
     "a text of 2 ** 32 bytes": lambda: pt(b"X" + b"\xff\xff\xff\xff"),
     "a number of 2 ** 31 bytes": lambda: pt(b"\x8b" + b"\xff\xff\xff\x7f"),

@@ -85,6 +85,11 @@ class DemoPlace:
             return f"gcloud storage rm --recursive {self.url}"
         return f"rm -r {quote(unquote(self.url.removeprefix('file://')))}"
 
+    @property
+    def left(self) -> str:
+        """Where something of it may be left, and how to remove that."""
+        return f"what it made may be under {self.url}, and `{self.removal}` removes it"
+
     def leave(self, *, keep: bool) -> None:
         """Say what is there and how to remove it, or remove it and say that."""
         if keep:
@@ -92,7 +97,11 @@ class DemoPlace:
             print(f"{count} objects ({size(size_bytes)}) are kept under {self.url}; remove them with")
             print(f"  {self.removal}")
             return
-        count, size_bytes = self.remove()
+        try:
+            count, size_bytes = self.remove()
+        except (CkptMirrorError, OSError):
+            self.tell_kept()
+            raise
         print(f"The {count} objects that it made ({size(size_bytes)}) are removed from {self.url}.")
 
     def tell_kept(self) -> None:

@@ -4,6 +4,7 @@ Rules:
 * Whatever a verb does may stop at any instant (the same command continues), so leaving never waits for long: after
   ``GRACE_S``, or at a second signal, the process is gone.
 * The limit is kept by SIGALRM, not by a thread: a signal may arrive while the lock that starts threads is held.
+* The sentence says what the same command would do; a verb for which that is not to continue says so beforehand.
 * Only the light parts of the standard library are imported here.
 """
 
@@ -12,14 +13,27 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
-__all__ = ["GRACE_S", "Interrupted", "Interrupts"]
+__all__ = ["GRACE_S", "Interrupted", "Interrupts", "told_when_interrupted"]
 
 GRACE_S = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = b"\x1b[?25h"
+_told = ["the same command continues where it stopped"]
+
+
+@contextmanager
+def told_when_interrupted(what: str) -> Iterator[None]:
+    """While it is entered, a signal has this said of what comes next."""
+    _told.append(what)
+    try:
+        yield
+    finally:
+        _told.pop()
 
 
 class Interrupted(BaseException):
@@ -28,11 +42,12 @@ class Interrupted(BaseException):
     def __init__(self, signum: int) -> None:
         self.signum = signum
         self.exit_code = 128 + signum
+        self._next = _told[-1]
 
     def tell(self) -> None:
         """Say what happened, in one sentence; nobody may be listening any more."""
         what = "interrupted" if self.signum == signal.SIGINT else "terminated"
-        text = f"ckptmirror: {what}; the same command continues where it stopped.\n".encode()
+        text = f"ckptmirror: {what}; {self._next}.\n".encode()
         try:
             os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + text)
         except OSError:

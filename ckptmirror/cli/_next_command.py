@@ -52,7 +52,10 @@ def with_places(hint: str, given: Mapping[str, Any]) -> str:
 
 
 def _completed(command: str, given: Mapping[str, Any]) -> str:
-    words = shlex.split(command)
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a name in it has a quote of its own
+        return command
     verb = words[1]
     step = given.get("step")
     if isinstance(step, int):

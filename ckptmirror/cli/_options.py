@@ -27,7 +27,7 @@ __all__ = [
     "json_option",
     "mirror_option",
     "need_mirror",
-    "on_this_disk_alone",
+    "on_no_mirror",
     "print_json",
     "root_option",
     "seconds_option",
@@ -160,7 +160,7 @@ def size(size_bytes: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def on_this_disk_alone(step: int) -> str:
+def on_no_mirror(step: int, copy: Path | None) -> str:
     """Say what an emergency snapshot that is newer than all else means for who gives this machine back."""
-    what = f"the newest state, step {step}, is an emergency snapshot on this disk alone"
-    return f"{what}; the next start goes on from it"
+    where = "on this disk alone" if copy is None else f"on this disk and in {copy}"
+    return f"the newest state, step {step}, is an emergency snapshot {where}; the next start goes on from it"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.cli._next_command import with_places
-from ckptmirror.cli._options import on_this_disk_alone, print_json, size
+from ckptmirror.cli._options import on_no_mirror, print_json, size
 from ckptmirror.cli._progress import shows_bar
 from ckptmirror.core import events
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
@@ -77,6 +77,7 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
                 "refused": dict(report.refused),
                 "left": dict(report.left),
                 "emergency_step": report.emergency_step,
+                "emergency_copy": str(report.emergency_copy) if report.emergency_copy is not None else None,
                 "unasked": {url: str(error) for url, error in report.unasked.items()},
             }
         )
@@ -90,7 +91,7 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
     for url, count in report.left.items():
         print(f"{count} files wait for {url}, which is no mirror of {root} any more.", file=sys.stderr)
     if report.emergency_step is not None:
-        print(f"ckptmirror: {on_this_disk_alone(report.emergency_step)}.", file=sys.stderr)
+        print(f"ckptmirror: {on_no_mirror(report.emergency_step, report.emergency_copy)}.", file=sys.stderr)
     if report.pending:
         print(f"{report.pending} files are still pending; the same command carries on.", file=sys.stderr)
     for url, reason in report.refused.items():

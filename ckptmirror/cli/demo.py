@@ -23,6 +23,7 @@ import click
 
 from ckptmirror.cli._demo_place import DemoPlace, make_place
 from ckptmirror.cli._exit_codes import exit_codes
+from ckptmirror.cli._interrupts import told_when_interrupted
 from ckptmirror.cli._options import size
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.flow.resolve import find_local_checkpoint_steps, list_checkpoints
@@ -33,7 +34,7 @@ EVERY = 10
 BUCKET = "demo"
 LIMIT_S = 120.0
 LEAVE_S = 40.0  # torchrun gives its workers 30
-_OF_THE_SERVICE = ("CKPTMIRROR_GCS_CREDENTIALS", "CKPTMIRROR_GCS_ENDPOINT")
+_OF_THE_SERVICE = ("CKPTMIRROR_GCS_CREDENTIALS", "CKPTMIRROR_GCS_ENDPOINT", "CKPTMIRROR_RETRY_S")
 MIRROR_LIMIT_S = 900.0  # to a real bucket, over whatever line there is
 FIRST_DISK = "first-disk.svg"
 
@@ -78,21 +79,25 @@ def command(mirror: str | None, keep: bool, timeline: Path | None) -> int:
         print(f"Everything lies under {place.url}. Nothing else there is touched.", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="ckptmirror-demo-"))
     told = False
-    try:
-        with _server(folder) if place is None else contextlib.nullcontext() as server:
-            Story(folder, server, place).tell()
-        told = True
-        if timeline is not None:
-            shutil.copyfile(folder / FIRST_DISK, timeline)
-    finally:
-        if told and not keep:
-            shutil.rmtree(folder)
-        else:
-            print(f"the demo's files are in {folder}", file=sys.stderr)
-        if place is not None and not told:
-            place.tell_kept()
-    if place is not None:
-        place.leave(keep=keep)
+    again = "the same command begins anew" + (f", elsewhere; {place.left}" if place is not None else "")
+    with told_when_interrupted(again):
+        try:
+            with _server(folder) if place is None else contextlib.nullcontext() as server:
+                Story(folder, server, place).tell()
+            told = True
+            if timeline is not None:
+                shutil.copyfile(folder / FIRST_DISK, timeline)
+        except Exception:
+            if place is not None:
+                place.tell_kept()
+            raise
+        finally:
+            if told and not keep:
+                shutil.rmtree(folder)
+            else:
+                print(f"the demo's files are in {folder}", file=sys.stderr)
+        if place is not None:
+            place.leave(keep=keep)
     return 0
 
 

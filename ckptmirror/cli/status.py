@@ -9,7 +9,7 @@ import click
 
 from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._next_command import with_places
-from ckptmirror.cli._options import json_option, on_this_disk_alone, print_json, root_option, size
+from ckptmirror.cli._options import json_option, on_no_mirror, print_json, root_option, size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.status import SaveLine, Status
@@ -59,10 +59,17 @@ def _verdict(status: Status) -> str:
     if not status.is_mirrored(None):
         return "NOT SAFE: there are saves without upload records; `ckptmirror drain` makes and finishes them"
     if status.emergency_step is not None:
-        return f"NOT SAFE: {on_this_disk_alone(status.emergency_step)}"
+        is_apart = status.emergency_copy is not None and _is_apart(status.emergency_copy, status.root)
+        what = on_no_mirror(status.emergency_step, status.emergency_copy)
+        return f"{'safe' if is_apart else 'NOT SAFE'}: {what}"
     if not status.saves:
         return "nothing is saved here yet, and nothing waits for a mirror"
     return "safe: every save is verified on every required mirror"
+
+
+def _is_apart(one: Path, other: Path) -> bool:
+    """Whether two directories lie on two disks, as far as the system tells."""
+    return one.stat().st_dev != other.stat().st_dev
 
 
 def _safety(line: SaveLine) -> str:
@@ -86,6 +93,7 @@ def _facts(status: Status) -> dict[str, Any]:
         "failed_files": status.failed_files,
         "unasked": list(status.unasked),
         "emergency_step": status.emergency_step,
+        "emergency_copy": str(status.emergency_copy) if status.emergency_copy is not None else None,
         "saves": [
             {
                 "step": line.step,

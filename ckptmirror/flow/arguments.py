@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import ConfigError, UsageError
+from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.names import MAX_STEP
-from ckptmirror.ranks import StopRequest
+from ckptmirror.local import files
+from ckptmirror.ranks import StopRequest, node_key_of
 
-__all__ = ["checked_kinds", "checked_step", "told_of"]
+__all__ = ["checked_kinds", "checked_step", "node_key", "told_of"]
+
+
+def node_key(root: Path) -> tuple[str, BaseException | None]:
+    """Ranks that share one root are one node, however each spells its path; a rank without a root says so later."""
+    try:
+        files.make_dirs(root)
+        return node_key_of(root), None
+    except (OSError, CkptMirrorError) as error:
+        return str(root), error
 
 
 def told_of(stop: StopRequest, rank: int) -> events.StopRequested:

@@ -28,7 +28,7 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.lineage import attempts_of_metas, join_lists, merge_attempts
-from ckptmirror.core.model import Attempt, AttemptList, new_id
+from ckptmirror.core.model import Attempt, AttemptList, Meta, new_id
 from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local import files
 from ckptmirror.local.checksums import crc32c
@@ -45,6 +45,7 @@ __all__ = [
     "read_local_attempts",
     "read_mirror_attempts",
     "told_here",
+    "with_kept",
 ]
 
 _LIST_LIMIT_BYTES = 16 * 1024 * 1024
@@ -157,6 +158,25 @@ def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | 
             f"{path} is broken, and no mirror has a list: {error}",
             hint="Move it away, and the list is rebuilt from the saves; a rewind that nothing was saved after is lost.",
         )
+
+
+def with_kept(
+    root: Path, kept: Sequence[Meta], local: AttemptList | None, lists: Sequence[AttemptList]
+) -> AttemptList | None:
+    """Complete the root's list from what the persistent directory has of the run; of another run it has nothing to say.
+
+    Raises:
+        ConfigError: Nothing else tells of a run, and there it is several.
+    """
+    known = next((one.run_id for one in (local, *lists) if one is not None), None)
+    of_others = {meta.run_id for meta in kept if known not in (None, meta.run_id)}
+    for run_id in of_others:
+        _log.warning("the persistent directory has snapshots of another run, %s, which are left alone", run_id[:8])
+    try:
+        told = attempts_of_metas(meta for meta in kept if meta.run_id not in of_others)
+        return told if local is None else local if told is None else merge_attempts(local, told)
+    except LineageError as error:
+        raise not_one_run(root, error) from error
 
 
 def not_one_run(root: Path, error: LineageError) -> ConfigError:

@@ -38,7 +38,7 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.lineage import merge_attempts, next_number, told_by_drain
-from ckptmirror.core.model import Attempt, AttemptList, SaveRef, new_id
+from ckptmirror.core.model import Attempt, AttemptList, Meta, SaveRef, new_id
 from ckptmirror.flow.attempts import (
     attempts_here,
     check_run,
@@ -48,6 +48,7 @@ from ckptmirror.flow.attempts import (
     note_met,
     read_mirror_attempts,
     told_here,
+    with_kept,
 )
 from ckptmirror.flow.catalog import rebuild_attempts
 from ckptmirror.flow.mirrors import Mirror
@@ -107,10 +108,15 @@ class RunClaim:
         return AttemptList(self.run_id, (*kept, self.attempt))
 
     @classmethod
-    def make(cls, root: Path, mirrors: Sequence[Mirror]) -> RunClaim:
+    def make(cls, root: Path, mirrors: Sequence[Mirror], kept: Sequence[Meta] = ()) -> RunClaim:
         """Claim the run: read all lists, then add an undecided attempt to each mirror that answers, in order.
 
         The caller holds the root lock. If no mirror answers, the local list alone serves.
+
+        Args:
+            root: The local root.
+            mirrors: Its mirrors.
+            kept: What lies in the persistent directory: it tells of attempts as the root's own metas do.
 
         Raises:
             ConfigError: A mirror belongs to another run.
@@ -119,7 +125,7 @@ class RunClaim:
             AttemptFenced: Another attempt claims the same run at the same time, and is newer.
         """
         for _ in range(_RACES_LIMIT):
-            claim = cls._read(root, mirrors)
+            claim = cls._read(root, mirrors, kept)
             begins_run = not claim.known.attempts  # then another may win the race to begin it, and to name it
             if not begins_run:
                 claim._write_undecided()
@@ -146,7 +152,7 @@ class RunClaim:
         return claim if claim.known.attempts else None
 
     @classmethod
-    def _read(cls, root: Path, mirrors: Sequence[Mirror]) -> RunClaim:
+    def _read(cls, root: Path, mirrors: Sequence[Mirror], kept: Sequence[Meta] = ()) -> RunClaim:
         lists: list[AttemptList] = []
         silent: dict[str, CkptMirrorError] = {}
         lost: list[str] = []
@@ -179,6 +185,7 @@ class RunClaim:
                 lists.append(there)
         if broken is not None:
             raise broken
+        local = with_kept(root, kept, local, lists)
         if local is not None and not is_told:
             lost.append(str(root))
         try:

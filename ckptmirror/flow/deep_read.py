@@ -1,8 +1,7 @@
 """Deep reading: every byte of many files or objects, compared with the checksums of its blocks, and kept nowhere.
 
 Rules:
-* One pool for all, by ranges, so that one large file is read in parallel too. Memory is bounded: a kept buffer a
-  worker.
+* One pool for all (``pool``), by ranges, so that one large file is read in parallel too.
 * Of an object the generation is pinned: what is put in its place meanwhile is not read for it.
 * A block of a mirror that does not verify is asked for a bounded number of times: it may have broken on its way.
 * A file is read past the page cache where the file system allows, so that what rotted on the disk is seen.
@@ -15,7 +14,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +22,8 @@ from typing import Protocol
 from ckptmirror.core.errors import CkptMirrorError, NotAuthorised, ObjectNotFound
 from ckptmirror.core.model import Digest
 from ckptmirror.core.verification import State
-from ckptmirror.local import direct_io, files
+from ckptmirror.flow.pool import run_jobs
+from ckptmirror.local import direct_io
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.local.listing import is_not_readable_now
 from ckptmirror.stores.base import Store
@@ -32,7 +32,6 @@ __all__ = ["WORKERS", "FileToRead", "Found", "ObjectToRead", "ToRead", "read_all
 
 WORKERS = 4
 _TRIES_PER_BLOCK = 3
-_STOP_WAIT_S = 1.0
 _PAGE = 4096
 
 
@@ -161,8 +160,7 @@ class _Job:
 class _Item:
     """One of the things to read, while it is read."""
 
-    def __init__(self, number: int, source: ToRead, chunk_size_bytes: int) -> None:
-        self.number = number
+    def __init__(self, source: ToRead, chunk_size_bytes: int) -> None:
         self.source = source
         digest = source.digest
         run = max(chunk_size_bytes // digest.block_size_bytes, 1)
@@ -215,40 +213,27 @@ def read_all(
     ``on_bytes`` is called, by one thread at a time, with the number of bytes just read. A mirror that does not answer
     any more raises nothing: what was not read by then is ``unreadable``.
     """
-    return _Pool(sources, on_bytes, workers).run()
+    return _Reading(sources, on_bytes).run(workers)
 
 
-class _Pool:
-    def __init__(self, sources: Sequence[ToRead], on_bytes: Callable[[int], None] | None, workers: int) -> None:
-        self._items = [_Item(number, source, direct_io.BUFFER_SIZE_BYTES) for number, source in enumerate(sources)]
-        self._jobs: Iterator[_Job] = (job for item in self._items for job in item.jobs)
-        self._workers = min(workers, sum(len(item.jobs) for item in self._items))
+class _Reading:
+    """One call: what its threads share."""
+
+    def __init__(self, sources: Sequence[ToRead], on_bytes: Callable[[int], None] | None) -> None:
+        self._items = [_Item(source, direct_io.BUFFER_SIZE_BYTES) for source in sources]
         self._on_bytes = on_bytes
-        self._lock = threading.Lock()
+        self._telling = threading.Lock()
         self._stop = threading.Event()
-        self._unforeseen: BaseException | None = None
         self._ended: CkptMirrorError | None = None
 
-    def run(self) -> list[Found | None]:
-        threads = [
-            threading.Thread(target=self._work, name=f"ckptmirror-verify-{number}", daemon=True)
-            for number in range(self._workers)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        except BaseException:  # a person's interrupt
-            self._stop.set()
-            for thread in threads:
-                thread.join(_STOP_WAIT_S)
-            raise
+    def run(self, workers: int) -> list[Found | None]:
+        jobs = [job for item in self._items for job in item.jobs]
+        run_jobs(jobs, self._read, name="ckptmirror-verify", workers=workers, stop=self._stop, at_end=self._close)
+        return [self._outcome(item) for item in self._items]
+
+    def _close(self) -> None:
         for item in self._items:
             item.close()
-        if self._unforeseen is not None:
-            raise self._unforeseen
-        return [self._outcome(item) for item in self._items]
 
     def _outcome(self, item: _Item) -> Found | None:
         found = item.outcome()
@@ -257,23 +242,10 @@ class _Pool:
             return Found(f"it was not read to its end: {self._ended}", state)
         return found
 
-    def _work(self) -> None:
-        try:
-            with files.kept_buffer() as buffer:
-                while not self._stop.is_set():
-                    with self._lock:
-                        job = next(self._jobs, None)
-                    if job is None:
-                        return
-                    if job.item.found is None:  # else it is known already what is wrong with it
-                        self._read(job, buffer)
-        except BaseException as error:  # noqa: BLE001 - raised again by run(), in the caller's thread
-            with self._lock:
-                self._unforeseen = self._unforeseen or error
-            self._stop.set()
-
     def _read(self, job: _Job, buffer: memoryview) -> None:
         item = job.item
+        if item.found is not None:
+            return  # it is known already what is wrong with it
         try:
             item.open()
             wrong = [number for number in range(job.first, job.last) if not self._is_right(item.source, number, buffer)]
@@ -301,7 +273,7 @@ class _Pool:
                 crc = crc32c(piece, crc)
                 at += len(piece)
                 if turn == 0 and self._on_bytes is not None:
-                    with self._lock:
+                    with self._telling:
                         self._on_bytes(len(piece))
             if at < end:
                 raise _StoppedError("the reading ended")

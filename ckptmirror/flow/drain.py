@@ -34,6 +34,7 @@ from ckptmirror.flow.claim import publish_attempts
 from ckptmirror.flow.destination import is_training_root
 from ckptmirror.flow.emergency_files import is_emergency
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, left_behind, mirror_specs, open_mirrors
+from ckptmirror.flow.persistent import copy_of
 from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.settled import open_files, open_saves
@@ -80,6 +81,7 @@ class DrainReport:
         unasked: Other mirrors that could not be asked for what was verified there before, with what they said.
         left: How many files wait for each mirror that is configured no more; nobody sends them.
         emergency_step: The step of an emergency snapshot that is newer than all other saves here: no mirror gets it.
+        emergency_copy: The persistent directory that has a whole copy of it.
     """
 
     drained: Drained
@@ -89,6 +91,7 @@ class DrainReport:
     unasked: Mapping[str, CkptMirrorError] = field(default_factory=dict)
     left: Mapping[str, int] = field(default_factory=dict)
     emergency_step: int | None = None
+    emergency_copy: Path | None = None
 
     @property
     def is_verified(self) -> bool:
@@ -310,14 +313,16 @@ def _run(
     unasked = {url: error for url, error in unasked.items() if url not in refused}
     left = left_behind(table, {row.url for row in table.mirrors()})
     return DrainReport(
-        _settled(table, urls, Seen()), pending, tuple(failed), refused, unasked, left, _emergency_step(here)
+        _settled(table, urls, Seen()), pending, tuple(failed), refused, unasked, left, *_emergency(root, here)
     )
 
 
-def _emergency_step(here: Catalog) -> int | None:
-    """The newest step of the lineage, if an emergency snapshot holds it."""
+def _emergency(root: Path, here: Catalog) -> tuple[int | None, Path | None]:
+    """The newest step of the lineage, if an emergency snapshot holds it, and where that has a copy."""
     newest = max(lineage_of(here).current.values(), key=lambda save: save.step, default=None)
-    return newest.step if newest is not None and newest.kinds == ("emergency",) else None
+    if newest is None or newest.kinds != ("emergency",):
+        return None, None
+    return newest.step, copy_of(root, newest.save_id)
 
 
 class _Refusals:

@@ -4,13 +4,12 @@ Rules:
 * No collective: a rank may be alone by now. What ranks must share follows from what they know already (the save id is a
   digest of attempt, number and step) or is settled by the file system (the first rank's directory name wins).
 * A rank's files are written first, its meta last; the snapshot is whole when the metas of all ranks are there.
-* It goes to local disk only, and says so: nothing here needs a mirror.
+* It goes to local disk first, and no mirror gets it; with ``persistent_dir`` each rank then copies its part there.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import time
@@ -21,8 +20,9 @@ from typing import TYPE_CHECKING
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_to_bytes, plain_values
 from ckptmirror.core.errors import CkptMirrorError, NameTaken
-from ckptmirror.core.model import Attempt, Meta, new_id
-from ckptmirror.flow.emergency_files import note_path, read_note
+from ckptmirror.core.model import Attempt, Meta
+from ckptmirror.flow.emergency_files import note_path, read_note, write_note
+from ckptmirror.flow.persistent import keep_copy
 from ckptmirror.local import files
 from ckptmirror.local.saying import saying
 
@@ -51,8 +51,12 @@ def save_emergency(
     rank: int,
     world_size: int,
     bus: events.EventBus,
+    persistent_dir: Path | None = None,
 ) -> Path:
     """Write this rank's part of the emergency snapshot, durable on return; give its directory.
+
+    Args:
+        persistent_dir: Where a copy goes, if anywhere; that it cannot go there is only logged.
 
     Raises:
         LocalStorageFull: There is no room; earlier saves are untouched.
@@ -61,7 +65,7 @@ def save_emergency(
 
     started = time.monotonic()
     save_id = emergency_save_id(attempt, number, step)
-    name = _agreed_name(root, save_id, step)
+    name = _agreed_name(root, save_id, step, persistent_dir)
     parsed = names.parse_name(name)
     assert parsed is not None
     directory = root / name
@@ -99,21 +103,21 @@ def save_emergency(
             duration_s=time.monotonic() - started,
         )
     )
+    if persistent_dir is not None:
+        keep_copy(root, name, meta, rank, persistent_dir)
     return directory
 
 
-def _agreed_name(root: Path, save_id: str, step: int) -> str:
+def _agreed_name(root: Path, save_id: str, step: int, persistent_dir: Path | None) -> str:
     """Let the first rank of the node name the directory; the others read the name."""
-    note = note_path(root, save_id)
     name = names.emergency_dir_name(step, datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"))
     if os.path.lexists(root / name):  # of another snapshot in the same second
         name = names.emergency_dir_name(step, datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), save_id[:8])
-    mine = json.dumps({"directory": name}).encode()
     try:
-        files.write_bytes(note, mine, save_id=new_id())  # a temporary of its own: the final name decides who is first
+        write_note(root, save_id, name, persistent_dir)
     except NameTaken:
-        name = read_note(note)
+        name = read_note(note_path(root, save_id)).directory
     parsed = names.parse_name(name)
     if parsed is None or parsed.role != "emergency" or parsed.step != step:
-        raise NameTaken(f"{note} does not name an emergency directory of step {step}.")
+        raise NameTaken(f"{note_path(root, save_id)} does not name an emergency directory of step {step}.")
     return name

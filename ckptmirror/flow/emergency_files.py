@@ -10,15 +10,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError
-from ckptmirror.core.model import Meta
+from ckptmirror.core.model import Meta, new_id
 from ckptmirror.flow.trash import empty_trash
 from ckptmirror.local import files
 
-__all__ = ["delete_emergency", "is_emergency", "meta_paths", "note_path", "read_note", "remove_stale_notes"]
+__all__ = [
+    "delete_emergency",
+    "is_emergency",
+    "meta_paths",
+    "note_path",
+    "read_note",
+    "remove_stale_notes",
+    "write_note",
+]
 
 _NOTE_LIMIT_BYTES = 4096
 
@@ -52,8 +61,32 @@ def note_path(root: Path, save_id: str) -> Path:
     return root / names.CONTROL_DIR / f"emergency-{save_id[:8]}.json"
 
 
-def read_note(path: Path) -> str:
-    """Return the directory that a note names.
+@dataclass(frozen=True)
+class Note:
+    """What the ranks of a snapshot agreed on.
+
+    Attributes:
+        directory: The snapshot's name.
+        persistent_dir: Where its copy was to go, if anywhere.
+    """
+
+    directory: str
+    persistent_dir: Path | None = None
+
+
+def write_note(root: Path, save_id: str, directory: str, persistent_dir: Path | None) -> None:
+    """Write the note of a snapshot.
+
+    Raises:
+        NameTaken: There is one.
+    """
+    facts = {"directory": directory} | ({"persistent_dir": str(persistent_dir)} if persistent_dir is not None else {})
+    # A temporary of its own: the final name decides who is first.
+    files.write_bytes(note_path(root, save_id), json.dumps(facts).encode(), save_id=new_id())
+
+
+def read_note(path: Path) -> Note:
+    """Read the note of a snapshot.
 
     Raises:
         FileNotFoundError: There is no such note.
@@ -65,7 +98,8 @@ def read_note(path: Path) -> str:
         raise ValueError(f"{path} is nested too deep") from error
     if not isinstance(note, dict) or not isinstance(note.get("directory"), str):
         raise ValueError(f"{path} is no note of an emergency snapshot")
-    return str(note["directory"])
+    persistent = note.get("persistent_dir")
+    return Note(note["directory"], Path(persistent) if isinstance(persistent, str) else None)
 
 
 def remove_stale_notes(root: Path) -> list[str]:
@@ -73,7 +107,7 @@ def remove_stale_notes(root: Path) -> list[str]:
     removed = []
     for path in sorted((root / names.CONTROL_DIR).glob("emergency-*.json")):
         try:
-            if os.path.lexists(root / read_note(path)):
+            if os.path.lexists(root / read_note(path).directory):
                 continue
         except FileNotFoundError:
             continue

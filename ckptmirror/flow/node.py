@@ -21,17 +21,10 @@ from pathlib import Path
 from shlex import quote
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import (
-    BrokenTable,
-    CkptMirrorError,
-    DeadlinePassed,
-    LocalStorageFull,
-    NoTable,
-    Temporary,
-)
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, DeadlinePassed, LocalStorageFull, NoTable, Temporary
 from ckptmirror.core.model import Meta, SaveRef
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.catalog import local_catalog
+from ckptmirror.flow.catalog import Catalog, local_catalog
 from ckptmirror.flow.claim import RunClaim
 from ckptmirror.flow.mirrors import (
     Mirror,
@@ -42,6 +35,7 @@ from ckptmirror.flow.mirrors import (
     open_mirrors,
     set_mirrors,
 )
+from ckptmirror.flow.persistent import open_persistent, persistent_catalog
 from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.rotate import ROTATE_LOCK_NAME, RotationReport, rotate
@@ -79,11 +73,12 @@ class Node:
         bus: events.EventBus,
         *,
         state_dir: Path | None = None,
+        persistent_dir: Path | None = None,
         workers_per_mirror: int = 2,
         clock: LeaseClock | None = None,
         verb: str | None = None,
     ) -> None:
-        self.root = root
+        self.root, self.persistent_dir = root, persistent_dir
         self.specs = list(specs)
         self.retention = retention
         self.claim: RunClaim | None = None
@@ -95,6 +90,8 @@ class Node:
         self._rotator: Rotator | None = None
         self._recheck: Recheck | None = None
         check_place(root, state_dir)
+        self.persistent_is_new = open_persistent(root, persistent_dir)
+        self.persistent: Catalog | None = None  # as the last start saw it
         files.make_dirs(root / names.TRASH_DIR)  # now: on a full disk a failed save goes there
         self.lock = RootLock(root)
         owner = {"verb": verb} if verb is not None else {}
@@ -118,7 +115,9 @@ class Node:
         rotator_ended, _ = self._stop_services()
         if not rotator_ended or self._is_bringing():
             raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
-        self.claim = RunClaim.make(self.root, self.mirrors)
+        self.persistent = persistent_catalog(self.persistent_dir, self.root) if self.persistent_dir else None
+        kept = self.persistent.saves.values() if self.persistent is not None else ()
+        self.claim = RunClaim.make(self.root, self.mirrors, tuple(kept))
         self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))
         for url, reason in self.claim.unclaimed.items():
             saying(_log, mirror=url).warning("%s does not answer and is claimed later: %s", url, reason)
@@ -278,6 +277,7 @@ class Node:
             bus=self._bus,
             dry_run=dry_run,
             snapshots=self._is_decided() and not self.lock.lost,
+            persistent_dir=self.persistent_dir,
         )
 
     def _is_decided(self) -> bool:

@@ -35,6 +35,7 @@ class Places:
         silent: Mirrors that did not answer, with the reason.
         unfinished: The save whose copy on the disk an earlier start was mending when it was killed: files of it may
             be broken still, so a mirror's comes first.
+        persistent: The emergency snapshots in the persistent directory, if there is one.
         save_ids: Whose meta lies under which name, with its place before it, as far as the table knows.
     """
 
@@ -44,11 +45,13 @@ class Places:
     silent: dict[str, str] = field(default_factory=dict)
     save_ids: dict[str, str] = field(default_factory=dict)
     unfinished: str | None = None
+    persistent: Catalog | None = None
 
     def metas(self) -> dict[tuple[str, Kind], dict[str, Meta]]:
         """For each save id and kind: the meta by place, best place first."""
         found: dict[tuple[str, Kind], dict[str, Meta]] = {}
-        for place, catalog in ((DISK, self.disk), *self.mirrors.items()):
+        elsewhere = [(catalog.place, catalog) for catalog in self._elsewhere()]
+        for place, catalog in ((DISK, self.disk), *elsewhere):
             for meta in catalog.saves.values():
                 for kind in meta.kinds if meta.run_id == self.run_id else ():
                     if place != DISK or self._holds_all(meta, kind):
@@ -114,7 +117,7 @@ class Places:
 
     def problems(self) -> dict[str, Problem]:
         """Everything of this run that looks like a save and is whole nowhere, by place and name."""
-        found = dict(self.disk.problems)
+        found = dict(self.disk.problems) | (dict(self.persistent.problems) if self.persistent is not None else {})
         for url, catalog in self.mirrors.items():
             found |= {f"{url}/{name}": problem for name, problem in catalog.problems.items()}
         for name, problem in found.items():
@@ -193,19 +196,24 @@ class Places:
             way.append(earlier)
         return way
 
+    def _elsewhere(self) -> list[Catalog]:
+        return [*self.mirrors.values(), *([self.persistent] if self.persistent is not None else [])]
+
     def _all_metas(self) -> list[Meta]:
-        catalogs = (self.disk, *self.mirrors.values())
+        catalogs = (self.disk, *self._elsewhere())
         broken = [problem.meta for there in catalogs for problem in there.problems.values()]
         return [meta for there in catalogs for meta in there.saves.values()] + [m for m in broken if m is not None]
 
 
-def look_everywhere(root: Path, mirrors: Sequence[Mirror], claim: RunClaim) -> Places:
-    """Look at the disk and at every mirror that answers.
+def look_everywhere(
+    root: Path, mirrors: Sequence[Mirror], claim: RunClaim, persistent: Catalog | None = None
+) -> Places:
+    """Look at the disk and at every mirror that answers; what is in the persistent directory was looked at before.
 
     Raises:
         StoreTemporary: A required mirror answered a moment ago, and does not any more.
     """
-    places = Places(claim.run_id, local_catalog(root), unfinished=being_brought(root))
+    places = Places(claim.run_id, local_catalog(root), unfinished=being_brought(root), persistent=persistent)
     for mirror in mirrors:
         if mirror.url in claim.unclaimed:
             places.silent[mirror.url] = claim.unclaimed[mirror.url]

@@ -17,6 +17,7 @@ import json
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from shlex import quote
 
 from ckptmirror.core import events
@@ -46,6 +47,7 @@ from ckptmirror.core.resumption import (
 )
 from ckptmirror.flow.mirrors import Mirror, counting
 from ckptmirror.flow.node import Node
+from ckptmirror.flow.persistent import bring_snapshot
 from ckptmirror.flow.places import look_everywhere
 from ckptmirror.flow.policy import Policy, settled_policy
 from ckptmirror.flow.reconcile import BRINGING_NAME, add_missing_records
@@ -93,7 +95,7 @@ class Proposer:
         self._made_room = False
         self._only: str | None = None  # the one save that may still be loaded, once the state was touched
         self._claim = node.start_claim()
-        self._places = look_everywhere(node.root, node.mirrors, self._claim)
+        self._places = look_everywhere(node.root, node.mirrors, self._claim, node.persistent)
         self._places.learn_save_ids(node.table)
         self._metas = self._places.metas()
         self._order = self._places.order(self._claim.attempts.attempts)
@@ -105,6 +107,8 @@ class Proposer:
         self._queue = self._plan()
         for url, reason in self._places.silent.items():
             self._not_seen.append(f"{url} did not answer ({reason}): what it alone holds was not seen")
+        if node.persistent_is_new and self._claim.known.attempts:
+            self._say(f"{node.persistent_dir}, which was not there and was made: is a file system not mounted?")
         for line in self._claim.lost:
             _log.error("%s", line)
             self._not_seen.append(line)
@@ -340,13 +344,16 @@ class Proposer:
         self._passed_over.append(line)
 
     def _bring(self, url: str, meta: Meta, kind: Kind) -> Meta:
-        """Stage a save into the root; a broken local copy of it steps aside for the mirror's.
+        """Stage a save, or copy a snapshot, into the root; a broken local copy of it steps aside for the mirror's.
 
         A note says what is being brought, so that a start that is killed here is continued by the next.
 
         Raises:
             IntegrityError: The mirror's copy is broken, or no longer whole.
         """
+        if self._places.persistent is not None and url == self._places.persistent.place:
+            bring_snapshot(self._node.root, Path(url), meta)
+            return meta
         mirror: Mirror = next(mirror for mirror in self._node.mirrors if mirror.url == url)
         note = json.dumps({"save_id": meta.save_id}).encode()
         files.write_bytes(self._node.root / BRINGING_NAME, note, save_id=new_id(), replace=True)

@@ -1,7 +1,7 @@
 """Receive: many objects of a mirror into temporaries, by ranges in parallel, every block verified as it arrives.
 
 Rules:
-* One pool for all objects, so that many small files are parallel too. Memory is bounded: a kept buffer a worker.
+* One pool for all objects (``pool``), so that many small files are parallel too.
 * The generation is pinned: bytes of two versions of an object are never mixed.
 * A block that is not what was saved is fetched again a bounded number of times; then it is an IntegrityError (I9).
 * Blocks that an interrupted call left in a temporary, and that verify, are not fetched again.
@@ -11,14 +11,14 @@ Rules:
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.core.model import Digest
+from ckptmirror.flow.pool import run_jobs
 from ckptmirror.local import files
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores.base import ObjectInfo, Store
@@ -28,7 +28,6 @@ __all__ = ["CHUNK_SIZE_BYTES", "WORKERS", "Incoming", "read_back_crc32c", "recei
 WORKERS = 4
 CHUNK_SIZE_BYTES = 8 * 1024 * 1024
 _TRIES_PER_BLOCK = 3
-_STOP_WAIT_S = 2.0
 _READ_BACK_BYTES = 4 * 1024 * 1024
 
 Fill: TypeAlias = Callable[[int, memoryview], None]
@@ -78,7 +77,7 @@ def receive(
         StoreTemporary: The mirror stopped answering; the temporaries stay, and the next call continues them.
         LocalStorageFull: The disk filled up; the temporaries stay.
     """
-    _Pool(store, incoming, on_bytes, workers, chunk_size_bytes).run()
+    _Reception(store, incoming, on_bytes, chunk_size_bytes).run(workers)
 
 
 class _Receiving:
@@ -116,70 +115,29 @@ class _Receiving:
             file.close()
 
 
-class _Pool:
-    """The workers of one call."""
+class _Reception:
+    """One call: what its threads share."""
 
     def __init__(
-        self,
-        store: Store,
-        incoming: Sequence[Incoming],
-        on_bytes: Callable[[int, int], None] | None,
-        workers: int,
-        chunk_size_bytes: int,
+        self, store: Store, incoming: Sequence[Incoming], on_bytes: Callable[[int, int], None] | None, chunk: int
     ) -> None:
         self._store = store
-        self._receiving = [_Receiving(one, chunk_size_bytes) for one in incoming]
-        self._jobs: Iterator[_Job] = (job for file in self._receiving for job in file.jobs)
-        self._workers = min(workers, sum(len(file.jobs) for file in self._receiving))
-        self._working = self._workers
-        self._chunk_size_bytes = chunk_size_bytes
+        self._receiving = [_Receiving(one, chunk) for one in incoming]
+        self._chunk_size_bytes = chunk
         self._on_bytes = on_bytes
-        self._lock = threading.Lock()
+        self._telling = threading.Lock()
         self._stop = threading.Event()
-        self._errors: list[BaseException] = []
 
-    def run(self) -> None:
-        threads = [
-            threading.Thread(target=self._work, name=f"ckptmirror-stage-{number}", daemon=True)
-            for number in range(self._workers)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        except BaseException:  # a person's interrupt: the temporaries stay for the next call
-            self._stop.set()
-            deadline = time.monotonic() + _STOP_WAIT_S
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
-            raise
-        if self._errors:
-            raise self._errors[0]
+    def run(self, workers: int) -> None:
+        jobs = [job for file in self._receiving for job in file.jobs]
+        run_jobs(jobs, self._bring, name="ckptmirror-stage", workers=workers, stop=self._stop, at_end=self._close)
 
-    def _work(self) -> None:
-        try:
-            with files.kept_buffer() as kept:
-                buffer = kept[: self._chunk_size_bytes]
-                while not self._stop.is_set():
-                    with self._lock:
-                        job = next(self._jobs, None)
-                    if job is None:
-                        return
-                    self._bring(job, buffer)
-        except BaseException as error:  # noqa: BLE001 - raised again by run(), in the caller's thread
-            with self._lock:
-                self._errors.append(error)
-            self._stop.set()
-        finally:
-            with self._lock:
-                self._working -= 1
-                last = not self._working
-            if last:  # nobody writes any more
-                for file in self._receiving:
-                    file.close()
+    def _close(self) -> None:
+        for file in self._receiving:
+            file.close()
 
-    def _bring(self, job: _Job, buffer: memoryview) -> None:
+    def _bring(self, job: _Job, kept_buffer: memoryview) -> None:
+        buffer = kept_buffer[: self._chunk_size_bytes]
         file = job.file.open()
         length = job.end - job.offset
         if file.continued and self._wrong_block(job, buffer, file.read_at) is None:
@@ -189,7 +147,7 @@ class _Pool:
             self._fetch(job, buffer, file)
         job.file.job_over()
         if self._on_bytes is not None:
-            with self._lock:
+            with self._telling:
                 self._on_bytes(length - kept, kept)
 
     def _fetch(self, job: _Job, buffer: memoryview, file: files.RangeFile) -> None:

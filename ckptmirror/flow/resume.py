@@ -50,7 +50,7 @@ class ResumeInfo:
     Attributes:
         step: The step of the save that was loaded.
         kind: The kind that was loaded.
-        place: ``"disk"`` or the URL of the mirror it was brought from.
+        place: ``"disk"``, or the URL of the mirror or the persistent directory that it was brought from.
         loaded: Parts of the state that were loaded.
         missing: Parts of the state that the save does not hold, or that were left out (``exclude``).
         passed_over: Newer saves and copies that could not be used or of which no list tells, and mirrors that did not

@@ -12,7 +12,8 @@ Rules:
 * The meta goes first, then the files are renamed to trash, then the trash is emptied, then the record is forgotten. A
   crash in between leaves files that the table proves to be verified and without a meta; :func:`finish_interrupted`
   carries on, but for what a later save of the same bytes names by then.
-* An emergency snapshot goes in the stead of a newer save, about which the mirrors are asked (docs/adr/0003).
+* An emergency snapshot goes in the stead of a newer save, about which the mirrors are asked (docs/adr/0003), and with
+  it its copy in the persistent directory.
 * ``latest`` is moved to the newest save of the lineage before what it points at goes.
 * One rotation at a time per root, held by a lock file.
 """
@@ -23,21 +24,23 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, NoTable, WaitTimeout
-from ckptmirror.core.model import Artifact, AttemptList, Meta
+from ckptmirror.core.model import AttemptList, Meta
 from ckptmirror.core.retention import Retention, RotationPlan, SaveStatus, plan_rotation
 from ckptmirror.flow.catalog import META_LIMIT_BYTES, local_catalog
 from ckptmirror.flow.commit import NAMES_LOCK_NAME, claimed_by_others, latest_target, stray_below, top_names
 from ckptmirror.flow.emergency_files import delete_emergency, is_emergency, meta_paths
 from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
+from ckptmirror.flow.persistent import snapshots_in
 from ckptmirror.flow.safety import is_skipped, save_safety, why_not_safe, why_not_same
 from ckptmirror.flow.status import table_path
 from ckptmirror.flow.trash import empty_trash
+from ckptmirror.flow.untouched import why_not_ours
 from ckptmirror.local import files
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.lock import exclusive
@@ -70,10 +73,15 @@ class RotationReport:
 
 
 def gather(
-    root: Path, table: UploadsTable, mirrors: Sequence[Mirror], attempts: AttemptList | None
+    root: Path,
+    table: UploadsTable,
+    mirrors: Sequence[Mirror],
+    attempts: AttemptList | None,
+    persistent: Mapping[str, Meta] | None = None,
 ) -> tuple[list[SaveStatus], dict[str, Meta]]:
-    """Collect what the plan needs to know of every whole local save."""
+    """Collect what the plan needs to know of every whole local save, and of the snapshots in a persistent directory."""
     catalog = local_catalog(root)
+    catalog = replace(catalog, saves={**(persistent or {}), **catalog.saves})
     order = catalog.lineage(attempts)
     standing = order.standing_by_save()
     statuses = []
@@ -104,6 +112,7 @@ def rotate(
     bus: events.EventBus | None = None,
     dry_run: bool = False,
     snapshots: bool = False,
+    persistent_dir: Path | None = None,
 ) -> RotationReport:
     """Delete what the plan says and the mirrors confirm, now, without waiting for uploads.
 
@@ -116,6 +125,7 @@ def rotate(
         bus: Told what was deleted and what was refused.
         dry_run: Delete nothing.
         snapshots: Delete emergency snapshots too: only for the attempt that runs, once it is decided.
+        persistent_dir: Where emergency snapshots have copies.
 
     Raises:
         WaitTimeout: Another rotation of this root does not end.
@@ -124,7 +134,8 @@ def rotate(
     with exclusive(root / ROTATE_LOCK_NAME, timeout_s=_LOCK_WAIT_S):
         if not dry_run:
             _finish(root, table, mirrors)
-        statuses, metas = gather(root, table, mirrors, attempts)
+        copies = snapshots_in(persistent_dir) if persistent_dir is not None else {}
+        statuses, metas = gather(root, table, mirrors, attempts, copies)
         plan = plan_rotation(statuses, retention)
         refused = dict(plan.refuse)
         deleted = []
@@ -133,13 +144,15 @@ def rotate(
             meta, began = metas[save_id], time.monotonic()
             successor = metas.get(plan.successors.get(save_id, save_id))
             assert successor is not None
-            reason = absent or _why_not_ours(root, meta) or _why_not_elsewhere(table, mirrors, successor)
+            homes = _homes(root, persistent_dir, meta, copies)
+            touched = [why for home in homes if (why := why_not_ours(home, meta)) is not None]
+            reason = absent or next(iter(touched), None) or _why_not_elsewhere(table, mirrors, successor)
             if reason is None and successor is not meta:
                 reason = _why_gone(table, mirrors, successor)
             if reason is None and is_emergency(meta) and not snapshots:
                 reason = "only the running trainer deletes an emergency snapshot: a start may be reading it"
             if reason is None:
-                reason = _delete_pointed_at(root, table, meta, _newest(statuses, metas))
+                reason = _delete_pointed_at(root, table, meta, _newest(statuses, metas), homes)
             if reason is not None:
                 refused[save_id] = reason
                 continue
@@ -158,13 +171,22 @@ def _required_and_absent(table: UploadsTable, mirrors: Sequence[Mirror]) -> str 
     return f"{absent[0]} is required, and cannot be asked here" if absent else None
 
 
-def _delete_pointed_at(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) -> str | None:
-    """Delete a save, and see that ``latest`` does not dangle; say why if it cannot be deleted."""
+def _homes(root: Path, persistent_dir: Path | None, meta: Meta, copies: Mapping[str, Meta]) -> list[Path]:
+    """Return where a save lies: only a snapshot may lie elsewhere than in the root."""
+    copy = [persistent_dir] if persistent_dir is not None and meta.save_id in copies else []
+    return [*copy, root] if not copy or all((root / path).exists() for path in meta_paths(meta)) else copy
+
+
+def _delete_pointed_at(
+    root: Path, table: UploadsTable, meta: Meta, newest: Meta | None, homes: Sequence[Path]
+) -> str | None:
+    """Delete a save wherever it lies, and see that ``latest`` does not dangle; say why if it cannot be deleted."""
     try:
         if not is_emergency(meta):
             return _delete(root, table, meta, newest)
         pointed = _point_latest_elsewhere(root, meta, newest)
-        delete_emergency(root, meta)  # nothing else ever gets its name, which holds the second when it was taken
+        for home in homes:  # nothing else ever gets its name, which holds the second when it was taken
+            delete_emergency(home, meta)
         if not pointed:
             _point_latest_elsewhere(root, meta, newest)
     except (CkptMirrorError, OSError) as error:
@@ -185,36 +207,6 @@ def _why_gone(table: UploadsTable, mirrors: Sequence[Mirror], successor: Meta) -
         if there.mirror in required and not (there.verified and there.committed):
             return f"step {successor.step} is not on {there.mirror} any more"
     return None
-
-
-def _why_not_ours(root: Path, meta: Meta) -> str | None:
-    """Say what under a save's names somebody else put there; None if there is nothing.
-
-    Sizes were compared by the inventory. Bytes are read only where a file changed after the meta was written.
-    """
-    committed = [_changed_ns(root / path) for path in meta_paths(meta)]
-    for artifact in meta.artifacts:
-        changed_ns = _changed_ns(root / artifact.path)
-        if changed_ns is None or not all(committed):
-            return f"{artifact.path} went away while it was looked at"
-        if changed_ns > min(filter(None, committed)) and not _holds(root, artifact):
-            return f"{artifact.path} was changed after the save was committed"
-    ours = {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)}
-    return stray_below(root, top_names(meta.artifacts), ours)
-
-
-def _holds(root: Path, artifact: Artifact) -> bool:
-    try:
-        return digest_file(root / artifact.path).crc32c == artifact.digest.crc32c
-    except (CkptMirrorError, OSError):
-        return False
-
-
-def _changed_ns(path: Path) -> int | None:
-    try:
-        return path.lstat().st_ctime_ns
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def _newest(statuses: Sequence[SaveStatus], metas: Mapping[str, Meta]) -> Meta | None:

@@ -21,6 +21,7 @@ from ckptmirror.core.model import Kind, new_id
 from ckptmirror.flow.catalog import local_catalog
 from ckptmirror.flow.choose import lineage_of
 from ckptmirror.flow.mirrors import counting
+from ckptmirror.flow.persistent import copy_of
 from ckptmirror.flow.settled import open_saves
 from ckptmirror.flow.table_place import open_known_table, table_path
 from ckptmirror.local import files
@@ -61,7 +62,8 @@ class Status:
         trainer: What the trainer last wrote to ``status.json``.
         problems: Things under the root that look like saves and are not whole.
         unsettled: Save id -> why it is not on every required mirror: of whole saves, and of all that the table knows.
-        emergency_step: The step of an emergency snapshot that is newer than all that is safe; it lies here alone.
+        emergency_step: The step of an emergency snapshot that is newer than all that is safe: no mirror gets it.
+        emergency_copy: The persistent directory that has a whole copy of it.
         unasked: Mirrors that count and have yet to say that they still have what was verified there.
     """
 
@@ -78,6 +80,7 @@ class Status:
     unsettled: Mapping[str, str]
     unasked: tuple[str, ...] = ()
     emergency_step: int | None = None
+    emergency_copy: Path | None = None
 
     def is_mirrored(self, save_id: str | None) -> bool:
         """Whether a save (all of them, if None) waits for no mirror that counts (so always where none is configured).
@@ -148,7 +151,8 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     unsafe = [record for record in records if record.mirror in required and record.state in WAITING]
     current = [line for line in saves if line.standing == "current"]
     safe = max((line.step for line in current if line.safe), default=None)
-    snapshots = [line.step for line in current if line.kinds == ("emergency",) and (safe is None or line.step > safe)]
+    snapshots = [line for line in current if line.kinds == ("emergency",) and (safe is None or line.step > safe)]
+    snapshot = max(snapshots, key=lambda line: line.step, default=None)
     return Status(
         root=root,
         mirrors=tuple(mirrors),
@@ -162,7 +166,8 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         problems={name: str(why) for name, why in catalog.problems.items()},
         unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in missing},
         unasked=tuple(url for url, _ in mirrors if url in unasked),
-        emergency_step=max(snapshots, default=None),
+        emergency_step=snapshot.step if snapshot is not None else None,
+        emergency_copy=copy_of(root, snapshot.save_id) if snapshot is not None else None,
     )
 
 

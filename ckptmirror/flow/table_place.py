@@ -29,7 +29,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.model import new_id
 from ckptmirror.local import files
-from ckptmirror.local.file_systems import refuse_fuse_root, refuse_network_place
+from ckptmirror.local.file_systems import refuse_fuse, refuse_network_place
 from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
 
 __all__ = ["check_place", "note_place", "open_known_table", "open_table", "table_path"]
@@ -94,7 +94,7 @@ def check_place(root: Path, state_dir: Path | None = None) -> None:
         Temporary: The root is not mounted now.
         ForeignTable: The table is another root's.
     """
-    refuse_fuse_root(root)
+    refuse_fuse(root)
     path = table_path(root, state_dir)
     if not path.exists():
         refuse_network_place(path.parent)

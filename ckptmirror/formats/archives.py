@@ -23,12 +23,11 @@ from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.pickle_scan import PickleRules, scan_pickle
 from ckptmirror.formats.pickle_values import Global, Made
 
-__all__ = ["check_archive", "check_archive_file", "check_archive_stream"]
+__all__ = ["Archive", "check_archive", "check_archive_file", "check_archive_stream"]
 
 ReadAt = Callable[[int, int], bytes]
 
-_MAX_RECORDS = 1_000_000
-_MAX_DIRECTORY_BYTES = 1 << 28
+_MAX_DIRECTORY_BYTES = 1 << 30  # ten million tensors
 _END = struct.Struct("<4s4H2LH")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
@@ -43,16 +42,27 @@ class _Record:
     size_bytes: int
 
 
-def check_archive_file(path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """What is known of an archive that was checked.
+
+    Attributes:
+        has_sparse: Whether it makes sparse tensors: their indices can be looked at only once they are loaded.
+    """
+
+    has_sparse: bool
+
+
+def check_archive_file(path: Path) -> Archive:
     """Check a ``.pt`` file. For what is raised see :func:`check_archive`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        check_archive(lambda offset, count: os.pread(descriptor, count, offset), os.fstat(descriptor).st_size)
+        return check_archive(lambda offset, count: os.pread(descriptor, count, offset), os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)
 
 
-def check_archive_stream(stream: BinaryIO | io.BytesIO) -> None:
+def check_archive_stream(stream: BinaryIO | io.BytesIO) -> Archive:
     """Check an archive that fills a stream from here to its end, and leave the stream where it was."""
     begin = stream.tell()
     size_bytes = stream.seek(0, os.SEEK_END) - begin
@@ -62,12 +72,12 @@ def check_archive_stream(stream: BinaryIO | io.BytesIO) -> None:
         return stream.read(count)
 
     try:
-        check_archive(read_at, size_bytes)
+        return check_archive(read_at, size_bytes)
     finally:
         stream.seek(begin)
 
 
-def check_archive(read_at: ReadAt, size_bytes: int) -> None:
+def check_archive(read_at: ReadAt, size_bytes: int) -> Archive:
     """Check an archive of ``size_bytes``.
 
     Raises:
@@ -82,7 +92,9 @@ def check_archive(read_at: ReadAt, size_bytes: int) -> None:
     if found is None:
         raise IntegrityError("It is an archive without data.pkl.")
     data = read_at(found.offset, found.size_bytes)
-    scan_pickle(data, _TorchRules({n[5:]: r.size_bytes for n, r in records.items() if n.startswith("data/")}))
+    rules = _TorchRules({n[5:]: r.size_bytes for n, r in records.items() if n.startswith("data/")})
+    scan_pickle(data, rules)
+    return Archive(rules.has_sparse)
 
 
 # -- the directory ------------------------------------------------------------------------------------------
@@ -138,7 +150,7 @@ def _directory(read_at: ReadAt, size_bytes: int) -> tuple[int, int, int]:
         magic, rest, _, _, disk, disk_2, here, count, length, begin = _END_64.unpack(read_at(at, _END_64.size))
         if magic != b"PK\6\6" or rest != _END_64.size - 12 or disk or disk_2 or here != count:
             raise IntegrityError("The directory of the archive is broken.")
-    if begin + length != at or length > _MAX_DIRECTORY_BYTES or count > _MAX_RECORDS:
+    if begin + length != at or length > _MAX_DIRECTORY_BYTES:
         raise IntegrityError("The directory of the archive is too large, or does not lie at its end.")
     return begin, length, count
 
@@ -193,19 +205,32 @@ _ITEM_BYTES = {
 _CALLS_ANOTHER = "torch._tensor._rebuild_from_type_v2"
 _ALLOCATES = re.compile(r"torch\.((cuda|xpu|hpu|mtia)\.)?((sparse|storage)\.)?\w*(Tensor|Storage)", re.ASCII)
 _BYTEARRAYS = frozenset({"builtins.bytearray", "__builtin__.bytearray"})
+_OF_ANOTHER = _BYTEARRAYS | {  # these make as many values as what they are given has; a tensor has as many as it says
+    *("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset"),
+    *("collections.Counter", "collections.OrderedDict", "torch.Size"),
+}
+_ENCODES = "_codecs.encode"
 
 
 class _TorchRules(PickleRules):
     def __init__(self, sizes_bytes: Mapping[str, int]) -> None:
         self._sizes_bytes = sizes_bytes
+        self.has_sparse = False
 
-    def check_call(self, called: Any, arguments: list[Any]) -> None:
+    def check_call(self, called: Any, arguments: list[Any]) -> bool:
         if called in _OVER_STORAGE:
             _check_view(arguments)
-        elif called in _BYTEARRAYS:
-            if any(type(argument) is int for argument in arguments):
+            return _are_bare(arguments[4:])
+        if called == "torch._utils._rebuild_parameter":
+            return _are_bare(arguments)
+        if called == "torch._utils._rebuild_sparse_tensor":
+            self.has_sparse = True
+        elif called in _OF_ANOTHER:
+            if any(isinstance(one, Made) and one.kind == "object" and one.items[:1] != [_ENCODES] for one in arguments):
+                raise UnsafePickle(f"It makes a {called} of a tensor, of any length.")
+            if called in _BYTEARRAYS and any(type(argument) is int for argument in arguments):
                 raise UnsafePickle("It makes a bytearray of a length.")
-        elif called == "_codecs.encode":
+        elif called == _ENCODES:
             if len(arguments) > 1 and arguments[1] not in ("latin1", "latin-1"):
                 raise UnsafePickle(f"It encodes a text as {str(arguments[1])[:20]!a}.")
         elif called == _CALLS_ANOTHER:
@@ -216,6 +241,7 @@ class _TorchRules(PickleRules):
             self.check_call(arguments[0], arguments[2].items)
         elif _ALLOCATES.fullmatch(called):
             raise UnsafePickle(f"It makes a {called} by itself, of any length.")
+        return False
 
     def persistent(self, identifier: Any) -> Made:
         parts = identifier.items if isinstance(identifier, Made) and identifier.kind == "tuple" else []
@@ -228,6 +254,16 @@ class _TorchRules(PickleRules):
         if not 0 <= count * _ITEM_BYTES.get(parts[1], 1) <= size_bytes:
             raise IntegrityError(f"It says that storage {key[:40]!a} has {count} values; it has {size_bytes} bytes.")
         return Made("object", [], size_bytes)
+
+
+def _are_bare(arguments: list[Any]) -> bool:
+    """Whether there is nothing in the arguments of a tensor but values, tensors, and the empty dict of its hooks."""
+    return all(not isinstance(one, Made) or len(one.items) == 0 or _is_empty(one) for one in arguments)
+
+
+def _is_empty(made: Made) -> bool:
+    called, *arguments = made.items
+    return isinstance(called, Global) and all(isinstance(one, Made) and not one.items for one in arguments)
 
 
 def _check_view(arguments: list[Any]) -> None:

@@ -23,6 +23,7 @@ import torch
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.core.model import Digest
+from ckptmirror.formats.depth import TooDeep, too_deep
 from ckptmirror.formats.shards import read_pieces
 from ckptmirror.formats.tensor_bytes import compact
 from ckptmirror.formats.unpickle import load_pt, load_stream, refused_as_usage
@@ -30,12 +31,14 @@ from ckptmirror.local.files import ArtifactWriter
 
 __all__ = ["ArtifactStream", "write_json", "write_pt"]
 
+_SHOWN_LETTERS = 100
+
 
 class ArtifactStream(io.RawIOBase):
     """An :class:`ArtifactWriter` in the form that torch writes to.
 
-    An error of the disk is not raised into torch, whose frames would keep the exported memory of what was being
-    written: where such frames meet the garbage collector, some versions of Python (3.12.1) crash.
+    An error of the disk is not raised into torch, whose frames would keep the memory of an ``io.BytesIO`` that was
+    being written: where the garbage collector finds it in a cycle, Python 3.12.0 and 3.12.1 crash (gh-111049).
 
     Attributes:
         error: The first error. What is written after it goes nowhere; the caller raises it when torch has returned.
@@ -117,17 +120,20 @@ def _read_back(written: Path, tree: Any, name: str) -> None:
             except IntegrityError:
                 read_pieces(load_pt(written, mmap=True))  # some kinds of tensor have no form without bytes
     except UsageError as error:
-        if (place := _unloadable(tree, "")) is None:
+        if isinstance(error.__cause__, TooDeep):
+            raise too_deep(tree, "") from error
+        if (found := _unloadable(tree, "")) is None:
             raise
+        place, why = found
         raise UsageError(
-            f"{place} could not be loaded back, so it is not saved (in {name}).",
+            f"{place} could not be loaded back, so it is not saved (in {name}): {why}",
             hint="Leave it out of the state, or save numbers, text, lists, dicts and tensors, or an object with "
             "state_dict() and load_state_dict().",
         ) from error
 
 
-def _unloadable(tree: Any, where: str) -> str | None:
-    """Return the place and the type of the first value in ``tree`` that no load takes, looking at one by one."""
+def _unloadable(tree: Any, where: str) -> tuple[str, str] | None:
+    """Return the place and the type of the first value in ``tree`` that no load takes, and why; looking one by one."""
     if isinstance(tree, torch.Tensor):
         return None
     if isinstance(tree, dict):
@@ -135,23 +141,28 @@ def _unloadable(tree: Any, where: str) -> str | None:
     elif isinstance(tree, (list, tuple)):
         pairs = [(f"{where}[{index}]", None, item) for index, item in enumerate(tree)]
     else:
-        return None if _loads(tree) else f"{where}, a {type(tree).__qualname__},"
+        why = _refusal(tree)
+        return None if why is None else (f"{where}, a {type(tree).__qualname__},", why)
     for place, key, item in pairs:
-        if not _loads(key):
-            return f"A key of {where or 'the state'}, {key!r},"
+        if (why := _refusal({key: None})) is not None:
+            return f"A key of {where or 'the state'}, {_short(repr(key))},", why
         if (found := _unloadable(item, place)) is not None:
             return found
     return None
 
 
-def _loads(value: Any) -> bool:
+def _refusal(value: Any) -> str | None:
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
-        load_stream(io.BytesIO(stream.getvalue()), "")
-    except Exception:  # noqa: BLE001 - whatever goes wrong, it is the value that is looked for
-        return False
-    return True
+        load_stream(io.BytesIO(stream.getvalue()), "it")
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong, it is the value that is looked for
+        return error.message if isinstance(error, CkptMirrorError) else f"{type(error).__name__}: {error}"
+    return None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}…"
 
 
 @contextmanager

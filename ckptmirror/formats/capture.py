@@ -25,6 +25,7 @@ from ckptmirror.formats.aliases import KEY as ALIASES
 from ckptmirror.formats.aliases import aliases_of
 from ckptmirror.formats.asking import state_of
 from ckptmirror.formats.base import Snapshot
+from ckptmirror.formats.depth import too_deep
 from ckptmirror.formats.names import bare, live_parameters, live_values
 from ckptmirror.formats.optimizer_state import capture_optimizer
 from ckptmirror.formats.plain import encode
@@ -106,6 +107,13 @@ def capture(
 
 def capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
     """Return what this rank holds, without talking to any other rank and without the whole model."""
+    try:
+        return _capture_local(state, step=step, rank=rank)
+    except RecursionError as error:
+        raise too_deep({"extra": state.extra}, "") from error
+
+
+def _capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
     if not isinstance(state.model, torch.nn.Module):
         raise UsageError(f"TrainState.model is a {type(state.model).__qualname__}, not a torch.nn.Module.")
     others = [n for n, v in vars(state).items() if n not in (*PARTS, "training_config") and v is not None]

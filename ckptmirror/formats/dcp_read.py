@@ -33,11 +33,11 @@ from torch.futures import Future
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges, file_names
+from ckptmirror.formats.depth import max_depth
 from ckptmirror.formats.live import check_fits, finish_model, pair_names, warn_missing, warn_unused
 from ckptmirror.formats.names import live_values, makes_room, shard_again
 from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
-from ckptmirror.formats.pickle_values import MAX_DEPTH
 from ckptmirror.formats.plain import decode
 from ckptmirror.formats.shards import piece_of
 from ckptmirror.formats.tied import refuse_two_values, sharing
@@ -248,8 +248,8 @@ def _entries(metadata: Metadata) -> list[_Entry]:
         path = paths.get(key)
         if not (isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)):
             path = tuple(key.split(".", 1))
-        if len(path) > MAX_DEPTH:
-            raise IntegrityError(f"The metadata puts {key[:80]!a} more than {MAX_DEPTH} deep.")
+        if len(path) > max_depth():
+            raise IntegrityError(f"The metadata puts {key[:80]!a} more than {max_depth()} deep.")
         result.append(_Entry(key, path, described))
     return result
 

@@ -286,7 +286,9 @@ class Giver:
         return give(now, saved, path, where)
 
     def _give_mapping(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
-        given = {key: self.give(now.get(key), (*path, key), f"{where}.{key}") for key in saved}
+        given = {}
+        for key in saved:  # no comprehension: it would be one frame more for each level
+            given[key] = self.give(now.get(key), (*path, key), f"{where}.{key}")
         named = type(now) in (dict, OrderedDict)
         for key, value in now.items():
             if key not in saved and ((named and type(key) is str) or kind_alive(value) is not None):
@@ -305,14 +307,13 @@ class Giver:
         if len(now) != len(saved) and (alive := kind_alive(now)) is not None:
             raise _other_number(where, len(saved), len(now), alive)
         live = list(now)
-        given = (
-            list(self.source.whole(path))
-            if all(map(is_plain, live)) and not any_leaf(saved, _is_piece)
-            else [
-                self.give(live[index] if index < len(live) else None, (*path, index), f"{where}[{index}]")
-                for index in range(len(saved))
-            ]
-        )
+        if all(map(is_plain, live)) and not any_leaf(saved, _is_piece):
+            given = list(self.source.whole(path))
+        else:
+            given = []
+            for index in range(len(saved)):
+                value = live[index] if index < len(live) else None
+                given.append(self.give(value, (*path, index), f"{where}[{index}]"))
         if isinstance(now, tuple):
             return rebuilt(saved, given)
         if isinstance(now, deque) and now.maxlen != saved.maxlen:

@@ -2,7 +2,8 @@
 
 Rules:
 * On save and for the live model torch's own traversal gives the names: it takes off ``module.`` and ``_orig_mod.``
-  only where a wrapper put them.
+  only where a wrapper put them. It is asked again only when the model's own names change: it takes longer than all
+  else on the training thread.
 * Names from a file are matched exactly first; only if that fails, both sides are compared without the marks of
   wrappers, and only if that is unambiguous.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -33,6 +35,7 @@ __all__ = [
 
 _PREFIX = "module"
 _CHECKPOINTED = "_checkpoint_wrapped_module"
+_KNOWN: WeakKeyDictionary[torch.nn.Module, dict[str, str]] = WeakKeyDictionary()  # clean name by own name
 _ANYWHERE = ("_orig_mod", _CHECKPOINTED, "_fsdp_wrapped_module")
 
 
@@ -44,17 +47,24 @@ class LiveValues(dict[str, Any]):
 
 def live_values(model: torch.nn.Module) -> LiveValues:
     """Return the model's persistent tensors and extra state by clean name; tensors are aliases of the live ones."""
-    if next(model.parameters(), None) is None and not (empty := model.state_dict()):
-        state = empty  # torch's helper takes an empty state for a mistake
-    else:
-        state = get_model_state_dict(model)
-    if lazy := [name for name, value in state.items() if isinstance(value, torch.Tensor) and is_lazy(value)]:
+    is_patched = "state_dict" in vars(model)  # by torch, to copy or to gather, for one; its helper sees through that
+    state = get_model_state_dict(model) if is_patched else model.state_dict()
+    names = _KNOWN.get(model, {}) if not is_patched else {name: name for name in state}
+    if names.keys() != state.keys():
+        clean = clean_names(model)
+        names = {name: clean(name) for name in state}
+        by_torch = get_model_state_dict(model)
+        if by_torch.keys() == set(names.values()):
+            _KNOWN[model] = names
+        else:
+            names, state = {name: name for name in by_torch}, by_torch
+    values = LiveValues((names[name], value) for name, value in state.items())
+    values.metadata = getattr(state, "_metadata", None)
+    if lazy := [name for name, value in values.items() if isinstance(value, torch.Tensor) and is_lazy(value)]:
         raise UsageError(
             f"{lazy[0]} is a lazy parameter or buffer that has no shape yet.",
             hint="Run one forward pass through the model before save() or resume(): that makes it.",
         )
-    values = LiveValues(state)
-    values.metadata = getattr(state, "_metadata", None)
     return values
 
 

@@ -26,7 +26,7 @@ from ckptmirror.formats.capture import HAS_OPTIMIZER
 from ckptmirror.formats.dcp_read import read_tree
 from ckptmirror.formats.live import load_model, warn_missing, warn_unused
 from ckptmirror.formats.names import shard_again
-from ckptmirror.formats.older_optimizers import Found, find_optimizer, groups_of, is_optimizer_key, joined
+from ckptmirror.formats.older_optimizers import Found, Group, find_optimizer, groups_of, is_optimizer_key, joined
 from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer
 from ckptmirror.formats.plain import decode
@@ -64,13 +64,13 @@ class OlderState:
     Attributes:
         model: Whole tensors by name.
         versions: What its modules said of their layout, if they did.
-        optimizers: The groups of optimizer keys, in order, each as it was saved.
+        optimizers: The groups of optimizer keys, in order.
         extra: All else, of the tensors' own file and of the file beside it.
     """
 
     model: dict[str, Any]
     versions: Versions | None = None
-    optimizers: list[Any] = field(default_factory=list)
+    optimizers: list[Group] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

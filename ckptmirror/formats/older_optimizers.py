@@ -27,21 +27,33 @@ from ckptmirror.formats.optimizer_state import Plan, optimizers_of, owners_of, p
 from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.shards import spread
 
-__all__ = ["Found", "find_optimizer", "groups_of", "is_optimizer_key", "joined", "optimizer_key_counts"]
+__all__ = ["Found", "Group", "find_optimizer", "groups_of", "is_optimizer_key", "joined", "optimizer_key_counts"]
 
 # Groups of optimizer keys: AdamW, Muon and scheduler histories; AdamW and Muon; AdamW; none.
 optimizer_key_counts = [3, 2, 1, 0]
 
-_CALLED = "ckptmirror.called"
 _log = logging.getLogger("ckptmirror.older")
 _KEY = re.compile(r"(?:optimizer|optim)s?(?:_([0-9]{1,3}))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one group of optimizer keys holds.
+
+    Attributes:
+        name: Under which it stood in a dict of several; None if it stood alone or in a list.
+        state: As it was saved: that of an optimizer, or whatever else was put there.
+    """
+
+    name: str | None
+    state: Any
 
 
 class _Saved(Protocol):
     @property
     def model(self) -> dict[str, Any]: ...
     @property
-    def optimizers(self) -> list[Any]: ...
+    def optimizers(self) -> list[Group]: ...
 
 
 @dataclass(frozen=True)
@@ -64,27 +76,27 @@ def is_optimizer_key(key: str) -> bool:
     return _KEY.fullmatch(key) is not None
 
 
-def groups_of(tree: Mapping[str, Any]) -> list[Any]:
+def groups_of(tree: Mapping[str, Any]) -> list[Group]:
     """Return the groups of optimizer keys at the top of a checkpoint, in order."""
     keys = [(int(match[1] or 0), key) for key in tree if (match := _KEY.fullmatch(key))]
-    found: list[Any] = []
+    found: list[Group] = []
     for _, key in sorted(keys):
         value = tree[key]
         if isinstance(value, (list, tuple)):
-            found += value
+            found += [Group(None, item) for item in value]
         elif isinstance(value, Mapping) and value and all(_is_optimizer(item) for item in value.values()):
-            found += [{**item, _CALLED: str(name)} for name, item in value.items()]
+            found += [Group(str(name), item) for name, item in value.items()]
         else:
-            found.append(value)
+            found.append(Group(None, value))
     return found
 
 
-def joined(groups: Iterable[Any]) -> dict[str, Any] | None:
+def joined(groups: Iterable[Group]) -> dict[str, Any] | None:
     """Return the state of several optimizers as that of one; None without any, or where that cannot be said.
 
     Several that go by positions count from 0 each: without a model whose parameters they are nobody can join them.
     """
-    own = [group for group in groups if _is_optimizer(group)]
+    own = _states(groups)
     if not own:
         return None
     if len(own) > 1 and any(_is_positional(group) for group in own):
@@ -99,22 +111,24 @@ def joined(groups: Iterable[Any]) -> dict[str, Any] | None:
 def find_optimizer(found: _Saved, state: Any) -> Found:
     """Find what the optimizers of ``state`` are to be given, touching nothing."""
     reasons: list[str] = []
-    every = [group for group in found.optimizers if _is_optimizer(group)]
+    every = _states(found.optimizers)
     for count in optimizer_key_counts:
         if count > len(found.optimizers):
             continue
         if count == 0:
             break
         first = found.optimizers[:count]
-        own = [group for group in first if _is_optimizer(group)]
+        own = [group for group in first if _is_optimizer(group.state)]
         try:
-            _check_no_doubt(own, every)
+            _check_no_doubt(_states(own), every)
             saved = _by_name(own, found.model, state)
             plans = plan_optimizer(state.model, state.optimizer, saved)
         except CkptMirrorError as error:
             reasons.append(f"{count} of {len(found.optimizers)}: {error.message}")
             continue
-        left = [f"group {place} is no optimizer's" for place, group in enumerate(first, 1) if not _is_optimizer(group)]
+        left = [
+            f"group {place} is no optimizer's" for place, group in enumerate(first, 1) if not _is_optimizer(group.state)
+        ]
         if count < len(found.optimizers):
             left.append(f"of {len(found.optimizers)} groups of optimizer keys the first {count} fit; the rest is left")
         return Found(plans, _fitted(saved, state.model), left=tuple(left))
@@ -142,20 +156,21 @@ def _check_no_doubt(taken: Sequence[Mapping[str, Any]], every: Sequence[Mapping[
         raise _Doubt("state that goes by positions could be that of any of them.")
 
 
-def _by_name(groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], state: Any) -> dict[str, Any]:
+def _by_name(groups: Sequence[Group], model: Mapping[str, Any], state: Any) -> dict[str, Any]:
     """Return the groups as one, by parameter name.
 
     Raises:
         _Doubt: Positions do not tell, or two of them are of one parameter.
     """
-    if any(_is_positional(group) for group in groups):
+    if any(_is_positional(group.state) for group in groups):
         live = optimizers_of(state.optimizer)
         if len(live) != len(groups):
             raise _Doubt(f"the save has {len(groups)} optimizers that go by positions, here are {len(live)}.")
         _check_order(model, state.model)
         _check_calls(groups, state.optimizer)
-        groups = [_named(group, one, state.model) for group, one in zip(groups, live, strict=True)]
-    listed = [key for group in groups for key in _params(group)]
+        pairs = zip(groups, live, strict=True)
+        groups = [Group(group.name, _named(group.state, one, state.model)) for group, one in pairs]
+    listed = [key for group in groups for key in _params(group.state)]
     if len(set(listed)) < len(listed):
         raise _Doubt("a parameter lies in several of the groups.")
     return joined(groups) or {}
@@ -169,9 +184,9 @@ def _check_order(saved: Mapping[str, Any], module: torch.nn.Module) -> None:
         raise _Doubt("its state goes by positions, and the parameters are others here, or in another order.")
 
 
-def _check_calls(groups: Sequence[Mapping[str, Any]], optimizers: Any) -> None:
+def _check_calls(groups: Sequence[Group], optimizers: Any) -> None:
     """See that optimizers that were saved by name are those of the same names here."""
-    saved = [group.get(_CALLED) for group in groups]
+    saved = [group.name for group in groups]
     live = [str(name) for name in optimizers] if isinstance(optimizers, Mapping) else [None] * len(saved)
     if saved != live:
         raise _Doubt(
@@ -237,6 +252,11 @@ def _like(value: Any, owner: torch.Tensor | None, name: str) -> Any:
     if is_sequence(value):
         return rebuilt(value, [_like(item, owner, f"{name}[{index}]") for index, item in enumerate(value)])
     return spread(value, lambda: iter(()), owner, name)
+
+
+def _states(groups: Iterable[Group]) -> list[Any]:
+    """Return what the groups hold that are an optimizer's."""
+    return [group.state for group in groups if _is_optimizer(group.state)]
 
 
 def _is_optimizer(group: Any) -> bool:

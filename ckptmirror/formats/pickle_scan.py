@@ -7,6 +7,7 @@ never hashed to its end, ``bytearray(10**12)`` is on every list.
 Rules:
 * Every opcode is read, none is run; all that the stack would hold is known by its shape. An opcode that honest
   picklers do not write is refused.
+* No limit is one of size alone: whatever an honest pickler writes, of any length, is let through.
 * Lengths lie inside the file, memo numbers follow one another, calls that allocate by a number are refused.
 * What is hashed is small. What comes out is no deeper than a recursion goes, holds not itself, and unfolds to little
   more than it is.
@@ -23,26 +24,24 @@ from typing import Any, Final
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.pickle_values import Global, Made, check_whole
 
-__all__ = ["MAX_PICKLE_BYTES", "PickleRules", "scan_pickle"]
+__all__ = ["PickleRules", "scan_pickle"]
 
-MAX_PICKLE_BYTES = 1 << 30
-"""As much as the largest ``.metadata`` that is read at all."""
-_MAX_CONTAINERS = 20_000_000  # two million pieces of a DCP directory have ten each
 _FREE_CONTAINERS = 1_000_000
-_BYTES_PER_CONTAINER = 8  # beyond: honest ones are longer, and one byte of a bomb would become 200
-_MAX_OPCODES = 200_000_000
+_BYTES_PER_CONTAINER = 6  # beyond: torch writes no shorter ones, and one byte of a bomb would become 200
 _MAX_MARKS = 10_000  # at once: one or two for each level that a container is in another
 _MAX_MEMO_GAP = 1_000  # picklers number by ones; the C unpickler makes room up to the highest
 _MAX_KEY_VALUES = 100_000  # of one key; a position of a game or a row of a table may be one
 _MAX_KEY_DEPTH = 16  # hashing a tuple recurses in C, without a check
-_MAX_WORK = 50_000_000  # 5 s
+_FREE_WORK = 10_000_000  # a second; beyond it one for each byte: a key has at least as many as it has values
+_SHOWN_BYTES = 1 << 16  # longer texts name nothing, and are passed over
 
 
 class PickleRules:
     """What one kind of pickle may do besides; the default: no persistent objects, any call."""
 
-    def check_call(self, called: Any, arguments: list[Any]) -> None:
-        """Raise UnsafePickle for a call that is not allowed."""
+    def check_call(self, called: Any, arguments: list[Any]) -> bool:  # noqa: ARG002 - for others to look at
+        """Raise UnsafePickle for a call that is not allowed; return whether nobody walks into what it makes."""
+        return False
 
     def persistent(self, identifier: Any) -> Made:
         """Return what a persistent id stands for; raise UnsafePickle if nothing."""
@@ -57,8 +56,6 @@ def scan_pickle(data: bytes | memoryview, rules: PickleRules) -> None:
         UnsafePickle: It is beyond the limits, or calls what the rules refuse.
         IntegrityError: It is broken.
     """
-    if len(data) > MAX_PICKLE_BYTES:
-        raise UnsafePickle(f"It has {len(data)} bytes; the limit is {MAX_PICKLE_BYTES}.")
     scan = _Scan(bytes(data), rules)
     try:
         result = scan.run()
@@ -77,14 +74,15 @@ class _Scan:
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.containers = 0
-        self.container_limit = min(_MAX_CONTAINERS, _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER)
+        self.container_limit = _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
+        self.work_limit = _FREE_WORK + len(data)
         self.values = 0
         self.done = 0
 
     def run(self) -> Any:
         """Read up to STOP and return what lies on top then."""
         data, opcodes = self.data, _OPCODES
-        for _ in range(_MAX_OPCODES):
+        while True:  # up to the end of the data at most
             code = data[self.at]
             self.at += 1
             if code == _STOP:
@@ -93,17 +91,16 @@ class _Scan:
             if read is None:
                 raise UnsafePickle(f"Unsupported operand {code:#04x} at byte {self.at - 1}.")
             read(self)
-        raise UnsafePickle(f"It has more than {_MAX_OPCODES} opcodes.")
 
     # -- reading --------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> bytes:
-        end = self.at + count
-        if count < 0 or end > len(self.data):
-            raise IntegrityError(f"The pickle says that {count} bytes follow byte {self.at} of {len(self.data)}.")
-        found = self.data[self.at : end]
+        """Return the next bytes; of more than a name has, the first."""
+        begin, end = self.at, self.at + count
+        if end > len(self.data):
+            raise IntegrityError(f"The pickle says that {count} bytes follow byte {begin} of {len(self.data)}.")
         self.at = end
-        return found
+        return self.data[begin : end if count <= _SHOWN_BYTES else begin]
 
     def number(self, form: struct.Struct) -> int:
         found: int = form.unpack_from(self.data, self.at)[0]
@@ -135,8 +132,10 @@ class _Scan:
 
     def top(self) -> Made:
         found = self.stack[-1]
-        if not isinstance(found, Made):
-            raise IntegrityError(f"The pickle changes a {type(found).__name__} at byte {self.at}.")
+        if not isinstance(found, Made) or found.kind == "tuple":
+            raise IntegrityError(
+                f"The pickle changes a {getattr(found, 'kind', type(found).__name__)} at byte {self.at}."
+            )
         return found
 
     def remember(self, index: int) -> None:
@@ -190,13 +189,13 @@ class _Scan:
             raise IntegrityError(f"The pickle calls something without a tuple at byte {self.at}.")
         if not isinstance(called, Global):
             raise UnsafePickle(f"It calls what is no global at byte {self.at}.")
-        self.rules.check_call(called, arguments.items)
-        made = self.make("object", [called, arguments])
+        is_leaf = self.rules.check_call(called, arguments.items)
+        made = self.make("object", [] if is_leaf else [called, arguments])
         for argument in arguments.items:
             if isinstance(argument, Made):
                 made.count += argument.count
                 self.check_elements(argument)
-        self.work(made.count)
+        self.work(made.count + len(arguments.items))
         self.stack.append(made)
 
     def check_elements(self, container: Made) -> None:
@@ -218,7 +217,7 @@ class _Scan:
     def work(self, values: int) -> None:
         """Count what is copied or hashed beside what the pickle itself is long."""
         self.done += values
-        if self.done > _MAX_WORK:
+        if self.done > self.work_limit:
             raise UnsafePickle("It copies or hashes the same values too often.")
 
     def global_(self, module: Any, name: Any) -> None:
@@ -235,7 +234,7 @@ class _Scan:
         self.global_(module, name)
 
     def memo_value(self, index: int) -> None:
-        self.stack.append(self.memo[index])
+        self.push(self.memo[index])
 
     def integer(self) -> None:
         self.push(int.from_bytes(self.take(self.number(_U1)), "little", signed=True))
@@ -331,7 +330,7 @@ _OPCODES: dict[int, Callable[[_Scan], None]] = {
         pickle.BINBYTES: _sized(_U4, is_text=False),
         pickle.BINBYTES8: _sized(_U8, is_text=False),
         pickle.BYTEARRAY8: _bytearray,
-        pickle.EMPTY_TUPLE: _empty("tuple"),
+        pickle.EMPTY_TUPLE: _value(Made("tuple", [])),  # there is but one
         pickle.EMPTY_LIST: _empty("list"),
         pickle.EMPTY_DICT: _empty("dict"),
         pickle.EMPTY_SET: _empty("set"),

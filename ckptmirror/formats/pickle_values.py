@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from ckptmirror.core.errors import UnsafePickle
+from ckptmirror.formats.depth import TooDeep, max_depth
 
-__all__ = ["MAX_DEPTH", "Global", "Made", "check_whole"]
+__all__ = ["Global", "Made", "check_whole"]
 
-MAX_DEPTH = 300
-"""What reads the values afterwards goes two Python frames deep for each level; Python ends at 1,000."""
 _UNFOLDS_FREELY = 1_000_000  # values that may come of sharing; beyond it
 _UNFOLDS_TIMES = 4  # times as many as are held: our own files share next to nothing
 
@@ -47,6 +46,7 @@ class Made:
 def check_whole(root: Made, held: int) -> None:
     """Refuse what is too deep, holds itself, or unfolds to too much; children first, without recursion."""
     limit = _UNFOLDS_FREELY + _UNFOLDS_TIMES * held
+    deepest = max_depth()
     known: dict[int, tuple[int, int]] = {}  # values and depth of what is done
     under_way: set[int] = set()
     waiting = [root]
@@ -74,6 +74,6 @@ def check_whole(root: Made, held: int) -> None:
             depth = max(depth, deep)
         if count > limit:
             raise UnsafePickle(f"It holds {held} values, which unfold to more than {limit}.")
-        if depth >= MAX_DEPTH:
-            raise UnsafePickle(f"It is nested more than {MAX_DEPTH} deep.")
+        if depth >= deepest:
+            raise TooDeep(f"It is nested more than {deepest} deep.")
         known[id(made)] = (count, depth + 1)

@@ -12,12 +12,13 @@ Rules:
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ckptmirror.core.errors import IntegrityError
+from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.aliases import aliases_in
@@ -247,13 +248,19 @@ class _Loader:
             lambda path: versions_in(tree, path[above:]),
             lambda path: aliases_in(tree, path[above:]),
         )
-        if name == "extra":
-            self.taken.take(state_of(self.state.ema, "ema"), "the average")  # the extra may hold something of it
-            giver.give_values(target, (*self.at, name), name)
-        elif name == "dataloader":
-            giver.give_objects(target, (*self.at, name), name, has_position)
-        else:
-            giver.give_objects(target, (*self.at, name), name)
+        try:
+            if name == "extra":
+                self.taken.take(state_of(self.state.ema, "ema"), "the average")  # the extra may hold something of it
+                giver.give_values(target, (*self.at, name), name)
+            elif name == "dataloader":
+                giver.give_objects(target, (*self.at, name), name, has_position)
+            else:
+                giver.give_objects(target, (*self.at, name), name)
+        except RecursionError as error:
+            raise UsageError(
+                f"The saved {name} is nested too deep to be loaded from here, below what else this thread has called.",
+                hint=f"Call sys.setrecursionlimit(n) first: it is {sys.getrecursionlimit()}.",
+            ) from error
         self.missing += giver.missing
 
     def _count_positions(self) -> None:

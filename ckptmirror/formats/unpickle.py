@@ -17,7 +17,7 @@ import pickle
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from ckptmirror.core.errors import IntegrityError, Temporary, UnsafePickle, UsageError
 from ckptmirror.formats.archives import check_archive, check_archive_file, check_archive_stream
+from ckptmirror.formats.sparse import checked_sparse
 from ckptmirror.formats.vetting import vet
 
 __all__ = [
@@ -65,9 +66,9 @@ def load_pt(path: Path, *, map_location: str = "cpu", mmap: bool = False) -> Any
     check_regular(path)
 
     def load() -> Any:
-        check_archive_file(path)
-        with _checking_sparse():
-            return torch.load(str(path), map_location=map_location, weights_only=True, mmap=mmap)
+        archive = check_archive_file(path)
+        loaded = torch.load(str(path), map_location=map_location, weights_only=True, mmap=mmap)
+        return checked_sparse(loaded) if archive.has_sparse else loaded
 
     return _guarded(str(path), load)
 
@@ -76,9 +77,9 @@ def load_stream(stream: BinaryIO | io.BytesIO, name: str) -> Any:
     """Like :func:`load_pt`, from an open file; ``name`` is for messages."""
 
     def load() -> Any:
-        check_archive_stream(stream)
-        with _checking_sparse():
-            return torch.load(stream, map_location="cpu", weights_only=True)
+        archive = check_archive_stream(stream)
+        loaded = torch.load(stream, map_location="cpu", weights_only=True)
+        return checked_sparse(loaded) if archive.has_sparse else loaded
 
     return _guarded(name, load)
 
@@ -96,7 +97,8 @@ def check_slice(stream: Any, offset: int, length: int, name: str) -> None:
         found: bytes = stream.read(max(0, min(count, length - begin)))
         return found
 
-    _guarded(name, lambda: check_archive(read_at, length))
+    if _guarded(name, lambda: check_archive(read_at, length)).has_sparse:
+        raise UnsafePickle(f"{name}: It holds a sparse tensor, which no DCP directory does.")
 
 
 def check_regular(path: Path) -> int:
@@ -138,12 +140,6 @@ def refused_as_usage() -> Generator[None, None, None]:
             f"What was written could not be loaded back, so it is not saved: {error.message}",
             hint="Save numbers, text, lists, dicts and tensors, or an object with state_dict() and load_state_dict().",
         ) from error
-
-
-def _checking_sparse() -> AbstractContextManager[Any]:
-    """Have torch check the indices of sparse tensors, which it would later write to without a look."""
-    context: AbstractContextManager[Any] = torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call]
-    return context
 
 
 def _guarded(name: str, load: Callable[[], Any]) -> Any:

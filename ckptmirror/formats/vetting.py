@@ -69,7 +69,7 @@ def vet(data: bytes) -> None:
     if child.returncode == 0:
         return
     if child.returncode == _REFUSED:
-        is_unsafe, message = json.loads(child.stdout)
+        is_unsafe, message = json.loads(child.stdout.splitlines()[-1])  # what starts with every Python may print too
         raise (UnsafePickle if is_unsafe else IntegrityError)(message)
     if child.returncode in (_TOO_MUCH, -signal.SIGXCPU, -signal.SIGSEGV):
         raise UnsafePickle(f"Its {len(data)} bytes take more memory or time than {len(data)} honest ones can.")
@@ -97,8 +97,9 @@ def main(size_bytes: int) -> NoReturn:
         sys.exit(_TOO_MUCH)
     except Exception as error:  # noqa: BLE001 - hostile pickles fail in any way
         text = error.message if isinstance(error, UnsafePickle) else f"It is broken: {type(error).__name__}: {error}"
-        sys.stdout.write(json.dumps([isinstance(error, UnsafePickle), text[:300]]))
-        sys.exit(_REFUSED)
+        sys.stdout.write("\n" + json.dumps([isinstance(error, UnsafePickle), text[:300]]))
+        sys.stdout.flush()
+        os._exit(_REFUSED)  # nothing is printed after it
     os._exit(0)  # without taking apart what was made: it may be deeper than a recursion goes
 
 

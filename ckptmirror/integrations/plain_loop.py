@@ -148,7 +148,12 @@ def run(args: argparse.Namespace) -> None:
     state = build_state(rank, world_size, wrap=True)
     log = Path(args.notes) if args.notes and rank == 0 else None
     stop = StopRequest().install()
-    manager = CheckpointManager(args.root, mirrors=args.mirror, retention=Retention(keep_last=args.keep_last))
+    manager = CheckpointManager(
+        args.root,
+        mirrors=args.mirror,
+        retention=Retention(keep_last=args.keep_last),
+        persistent_dir=args.persistent_dir,
+    )
     start = manager.resume(state)
     first = 1 if start is None else start.step + 1
     note(log, event="start", step=first - 1, kind=start and start.kind, place=start and start.place, pid=os.getpid())
@@ -179,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a small byte-level transformer with ckptmirror.")
     parser.add_argument("--root", required=True, help="directory on local disk")
     parser.add_argument("--mirror", action="append", default=[], help="mirror URL (may be repeated)")
+    parser.add_argument("--persistent-dir", help="where emergency snapshots are copied to")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--keep-last", type=int, default=None)

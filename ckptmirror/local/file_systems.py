@@ -19,7 +19,7 @@ from pathlib import Path
 from ckptmirror.core.errors import ConfigError
 from ckptmirror.local.storage_errors import explained
 
-__all__ = ["file_system_type", "mount_of", "refuse_fuse_root", "refuse_network_place"]
+__all__ = ["file_system_type", "mount_of", "refuse_fuse", "refuse_network_place"]
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _FUSE = 0x65735546
@@ -70,22 +70,25 @@ def refuse_network_place(directory: Path, type_of: Callable[[Path], int] = file_
         )
 
 
-def refuse_fuse_root(root: Path, mounts: Path = _MOUNTS, type_of: Callable[[Path], int] = file_system_type) -> None:
-    """Refuse a root under FUSE, wherever its table lies. Nothing is made there.
+def refuse_fuse(
+    place: Path, mounts: Path = _MOUNTS, type_of: Callable[[Path], int] = file_system_type, *, what: str = "root"
+) -> None:
+    """Refuse a root under FUSE, wherever its table lies, or another place (``what``). Nothing is made there.
 
     Raises:
         ConfigError: It is under FUSE.
         LocalStorageUnwritable: Its file system does not answer.
     """
-    if _type_of_nearest(root, type_of) != _FUSE:
+    if _type_of_nearest(place, type_of) != _FUSE:
         return
-    found = mount_of(root, mounts)
-    point, kind = found if found is not None else (_nearest(root), "FUSE")
+    found = mount_of(place, mounts)
+    point, kind = found if found is not None else (_nearest(place), "FUSE")
     if kind in _LENT_BY_A_HOST:
         return
+    where = "this machine's own disk" if what == "root" else "a disk, or on NFS"
     raise ConfigError(
-        f"The root {root} is on {kind}, mounted on {point}: under FUSE no rename is atomic and no fsync durable.",
-        hint="Choose a root on this machine's own disk, and give what is mounted there as a mirror, by its own URL "
+        f"The {what} {place} is on {kind}, mounted on {point}: under FUSE no rename is atomic and no fsync durable.",
+        hint=f"Choose a {what} on {where}, and give what is mounted there as a mirror, by its own URL "
         "(gs://bucket/prefix).",
     )
 

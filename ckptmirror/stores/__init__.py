@@ -36,14 +36,15 @@ def open_store(
     Args:
         url: ``gs://bucket/prefix``, ``file:///directory`` (or the directory's absolute path), ``memory://name``, or a
             URL that fsspec knows (``s3://bucket/prefix``; ``gcsfs+gs://bucket/prefix`` for gcsfs).
-        retry: Repeat what failed temporarily, a stated number of times (``RetryingStore``).
+        retry: Repeat what failed temporarily, a stated number of times, for as long as ``CKPTMIRROR_RETRY_S`` says
+            (``RetryingStore``).
         bytes_per_s: Limit of uploads and downloads together (``ThrottledStore``).
         requests_per_s: Limit of calls of any kind.
         bus: Told of every call (``ObservedStore``).
         on_wait: Told before each wait for the next try: the URL, for how many seconds, and why.
 
     Raises:
-        ConfigError: The URL is not understood, or a limit is not above 0.
+        ConfigError: The URL is not understood, or a limit is not above 0, or ``CKPTMIRROR_RETRY_S`` is no number.
     """
     module, normalised = _understood(url)
     store: Store = module.open(normalised)
@@ -56,9 +57,9 @@ def open_store(
 
         store = ThrottledStore(store, bytes_per_s=bytes_per_s, requests_per_s=requests_per_s)
     if retry:
-        from ckptmirror.stores.retrying import RetryingStore
+        from ckptmirror.stores.retrying import RetryingStore, total_s_of_environment
 
-        return RetryingStore(store, on_wait=on_wait)
+        return RetryingStore(store, total_s=total_s_of_environment(), on_wait=on_wait)
     return store
 
 

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import os
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -316,16 +317,34 @@ class FsspecStore:
             yield
         except CkptMirrorError:
             raise
-        except FileExistsError as error:
-            raise PreconditionFailed(f"{what}: it exists.") from error
-        except FileNotFoundError as error:
-            raise ObjectNotFound(f"{what}: it is not there.") from error
-        except PermissionError as error:
-            raise NotAuthorised(f"{what}: {error}") from error
-        except NotImplementedError as error:
-            raise StorePermanent(f"{what}: this file system cannot do that.") from error
         except Exception as error:  # a file system may raise anything of the libraries below it
-            raise StoreTemporary(f"{what}: {type(error).__name__}: {error}") from error
+            _let_go(error)
+            raise _meaning(what, error) from error
+
+
+def _meaning(what: str, error: Exception) -> CkptMirrorError:
+    if isinstance(error, FileExistsError):
+        return PreconditionFailed(f"{what}: it exists.")
+    if isinstance(error, FileNotFoundError):
+        return ObjectNotFound(f"{what}: it is not there.")
+    if isinstance(error, PermissionError):
+        return NotAuthorised(f"{what}: {error}")
+    if isinstance(error, NotImplementedError):
+        return StorePermanent(f"{what}: this file system cannot do that.")
+    return StoreTemporary(f"{what}: {type(error).__name__}: {error}")
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames of an error hold: the bytes that were on their way.
+
+    fsspec raises in one thread what it caught in another, in a frame that also names the error: a cycle. Where the
+    garbage collector finds the memory of an ``io.BytesIO`` in a cycle, Python 3.12.0 and 3.12.1 crash (gh-111049).
+    """
+    met: list[BaseException] = []
+    while error is not None and error not in met:
+        traceback.clear_frames(error.__traceback__)
+        met.append(error)
+        error = error.__cause__ or error.__context__
 
 
 def _file_system(protocol: str) -> Any:

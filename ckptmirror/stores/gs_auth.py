@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -192,9 +193,15 @@ def _ask_token_service(
 
     from ckptmirror.stores.gs_http import CONNECTION_ERRORS, Endpoint, Limits
 
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        endpoint = Endpoint.parse(f"{parts.scheme}://{parts.netloc}")
+    except (ConfigError, ValueError) as error:
+        where = re.split(r"[?#]", url)[0].rpartition("@")[2][:_SAID_LETTERS]
+        said = f"The credentials name a token service {where!a}, which is not http://host:port."
+        raise NotAuthorised(said, hint=_LOGIN_HINT) from error
     limit_s = min(timeout or _TOKEN_TIMEOUT_S, _TOKEN_TIMEOUT_S)
-    connection = Endpoint.parse(f"{parts.scheme}://{parts.netloc}").connect(Limits(limit_s, limit_s))
+    connection = endpoint.connect(Limits(limit_s, limit_s))
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
         connection.request(method, target, body=body, headers=dict(headers or {}))

@@ -22,6 +22,7 @@ from typing import Any
 from ckptmirror.core.errors import ObjectNotFound, StoreTemporary
 from ckptmirror.stores.gs_auth import Anonymous, GoogleTokens, credentials_for_client, token_errors
 from ckptmirror.stores.gs_http import Endpoint, Limits, error_for, retry_after_s
+from ckptmirror.stores.gs_proxy import escaped, proxy_setting
 from ckptmirror.stores.gs_trust import ca_bundle, hint_for, untrusted
 
 __all__ = ["Changes", "crc32c_text"]
@@ -117,8 +118,13 @@ class Changes:
                 credentials=credentials_for_client(self._tokens),
                 client_options={"api_endpoint": self._endpoint.url},
             )
+        session = client._http
+        session.trust_env = False  # it reads two of the three variables for certificates, and proxies by the letter
         if (bundle := ca_bundle()) is not None:
-            client._http.verify = bundle  # requests reads two of the three variables by itself
+            session.verify = bundle
+        if self._endpoint.proxy() is not None:
+            scheme = self._endpoint.scheme
+            session.proxies = {scheme: escaped(proxy_setting(f"{scheme.upper()}_PROXY"))}
         return client
 
 

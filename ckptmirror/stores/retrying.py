@@ -6,31 +6,54 @@ Rules:
   caller compares. ``identity`` is not: a file system that is not mounted is not so in a second.
 * Delays are drawn between zero and a limit that doubles ("full jitter"), never shorter than the store's Retry-After.
 * It ends with the last error after ``tries`` tries, or when the next would begin later than ``total_s`` after the
-  first; ``close`` ends it at once.
+  first (a mirror's: ``CKPTMIRROR_RETRY_S``); ``close`` ends it at once.
 * An upload is continued with the session that the failed try learned, a listing after the last name that was yielded.
 * The first try costs nothing: the retry library is imported when something has failed.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from ckptmirror.core.errors import StoreTemporary
+from ckptmirror.core.errors import ConfigError, StoreTemporary
 from ckptmirror.stores.base import ObjectInfo, Store, Upload
 from ckptmirror.stores.decorator import StoreDecorator
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
 
-__all__ = ["OnWait", "RetryingStore"]
+__all__ = ["TOTAL_S", "OnWait", "RetryingStore", "total_s_of_environment"]
+
+TOTAL_S = 120.0
+_VARIABLE = "CKPTMIRROR_RETRY_S"
 
 OnWait: TypeAlias = Callable[[str, float, StoreTemporary], None]
 _Result = TypeVar("_Result")
 _random = random.Random()  # the training's own numbers stay its own
+
+
+def total_s_of_environment() -> float:
+    """Return for how many seconds the user wants a mirror to be tried again.
+
+    Raises:
+        ConfigError: That is no number of seconds.
+    """
+    text = os.environ.get(_VARIABLE) or str(TOTAL_S)
+    try:
+        total_s = float(text)
+    except ValueError:
+        total_s = math.nan
+    if not 0.0 <= total_s < math.inf:
+        raise ConfigError(
+            f"{_VARIABLE} is {text!r}, not a number of seconds.", hint=f"Correct {_VARIABLE}; 0 asks a mirror once."
+        )
+    return total_s
 
 
 class RetryingStore(StoreDecorator):
@@ -51,7 +74,7 @@ class RetryingStore(StoreDecorator):
         store: Store,
         *,
         tries: int = 6,
-        total_s: float = 120.0,
+        total_s: float = TOTAL_S,
         first_delay_s: float = 0.5,
         longest_delay_s: float = 20.0,
         wait: Callable[[float], object] | None = None,

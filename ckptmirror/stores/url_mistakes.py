@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import os
 import re
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 __all__ = ["is_web_address", "nearest_urls"]
 
-_WEB_HOSTS = ("storage.googleapis.com", "storage.cloud.google.com", "console.cloud.google.com")
+_WEB_HOSTS = (
+    *("storage.googleapis.com", "www.googleapis.com"),
+    *("storage.cloud.google.com", "console.cloud.google.com"),
+)
+_API_PATH = re.compile(r"((download|upload)/)?storage/v1/b/(?P<bucket>[^/]+)(/o(/(?P<name>.*))?)?")
 _WRITTEN = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)(?P<mark>:/*|/{2,})(?P<rest>.*)", re.DOTALL)
 
 
@@ -51,7 +55,10 @@ def _tidy(path: str) -> str:
 
 
 def _bucket_of(address: str) -> str:
-    parts = urlsplit(address)
-    host = (parts.hostname or "").removesuffix("." + _WEB_HOSTS[0])
-    path = parts.path if host in _WEB_HOSTS else f"{host}/{parts.path}"
-    return "gs://" + _tidy(unquote(path).removeprefix("/storage/browser/"))
+    host, _, path = re.split(r"[?#]", address.partition("://")[2])[0].partition("/")
+    host = host.rpartition("@")[2].partition(":")[0].lower()
+    bucket = host.removesuffix(_WEB_HOSTS[0]).rstrip(".") if host not in _WEB_HOSTS else ""
+    own = _tidy(path).removeprefix("storage/browser/")
+    if of_the_api := _API_PATH.fullmatch(own):
+        own = f"{of_the_api['bucket']}/{of_the_api['name'] or ''}"
+    return "gs://" + _tidy(unquote(f"{bucket}/{own}"))

@@ -3,19 +3,22 @@
 Rules:
 * Ratios are taken within a round and their median is shown: a machine that becomes slower meanwhile slows all.
 * Every second round goes backwards, so that nobody always follows the same one.
-* What prepares a run or removes what it left is not measured, nor is writing back what is in the page cache.
+* What prepares a run or removes what it left is not measured, nor is writing back what is in the page cache, nor what
+  a virtual disk goes on doing for a moment when it has said that all is written.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = ["Contestant", "Measured", "measure", "table"]
 
+_REST_S = 1.0
 Role = Literal["limit", "ours", "peer"]
 
 
@@ -70,6 +73,7 @@ def measure(contestants: Sequence[Contestant], rounds: int, *, unit: str = "s", 
         for contestant in reversed(order) if number % 2 else order:
             contestant.before()
             os.sync()
+            time.sleep(_REST_S)
             try:
                 values = contestant.run()
             finally:

@@ -93,7 +93,8 @@ def wrong_after_kill(place: Place) -> list[str]:
     problems = mirrored.problems if mirrored else {}
     wrong += [f"the mirror advertises what is not whole: {name}: {why}" for name, why in problems.items()]
     whole: dict[str, list[Facts]] = {}
-    for catalog, directory in ((mirrored, place.mirror), (local, place.root)):
+    persistent = local_catalog(place.path / "persistent")
+    for catalog, directory in ((mirrored, place.mirror), (local, place.root), (persistent, place.path / "persistent")):
         for save_id, meta in (catalog.saves if catalog else {}).items():
             facts = facts_at(directory, meta, objects=catalog is mirrored)
             if facts != named(meta):

@@ -63,7 +63,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def start(place: Path, *, workers: int = 1, keep_last: int | None = None, mirrored: bool = True) -> CheckpointManager:
-    """Make a manager as a trainer would, over the place's root and mirror."""
+    """Make a manager as a trainer would, over the root, the mirror, and the persistent directory if there is one."""
     return CheckpointManager(
         place / "root",
         [f"file://{place}/mirror"] if mirrored else [],
@@ -71,6 +71,7 @@ def start(place: Path, *, workers: int = 1, keep_last: int | None = None, mirror
         workers_per_mirror=workers,
         retention=Retention(keep_last=keep_last),
         timeout_s=LIMIT_S,
+        persistent_dir=place / "persistent" if (place / "persistent").is_dir() else None,
     )
 
 
@@ -202,6 +203,18 @@ def save_unmirrored(place: Path, arm: Arm) -> None:
     arm()
     save(place, manager, 200)
     manager.close(timeout_s=LIMIT_S)
+
+
+def prepare_one_and_a_persistent_directory(place: Path, arm: Arm) -> None:
+    """Step 100, on the mirror; emergency snapshots have a second place from then on."""
+    prepare_one_mirrored(place, arm)
+    (place / "persistent").mkdir()
+
+
+def prepare_kept_snapshot(place: Path, arm: Arm) -> None:
+    """Step 100, on the mirror, and an emergency snapshot of step 200 with a copy in the persistent directory."""
+    prepare_one_and_a_persistent_directory(place, arm)
+    save_emergency(place, lambda: None)
 
 
 def save_emergency(place: Path, arm: Arm) -> None:
@@ -343,6 +356,8 @@ STORIES: dict[str, Callable[[Path, Arm], None]] = {
         save_one,
         save_same_step,
         save_unmirrored,
+        prepare_one_and_a_persistent_directory,
+        prepare_kept_snapshot,
         save_emergency,
         upload,
         first_start,

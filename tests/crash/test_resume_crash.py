@@ -74,6 +74,15 @@ CAMPAIGNS = {
         disturb=let_bits_rot,
         always=("dir.publish", "trash.rename"),
     ),
+    "the disk is lost, and a snapshot has a copy": Campaign(
+        "prepare_kept_snapshot",
+        "resume",
+        "go_on",
+        after_kill_without_disk,
+        after_recovery,
+        disturb=lose_the_disk,
+        always=("dir.publish",),
+    ),
     "the control directory is lost": Campaign(
         "prepare_three_mirrored",
         "resume",

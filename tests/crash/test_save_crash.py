@@ -36,6 +36,9 @@ CAMPAIGNS = {
         always=("save.publish",),
     ),
     "an emergency": Campaign("prepare_one_mirrored", "save_emergency", "go_on", wrong_after_kill, after_recovery),
+    "an emergency with a copy": Campaign(
+        "prepare_one_and_a_persistent_directory", "save_emergency", "go_on", wrong_after_kill, after_recovery
+    ),
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from ckptmirror import CheckpointManager, Retention, TrainState, errors
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.cli_place import assert_explains, assert_tells, make_mirrored, make_pending, run
+from tests.cli_place import IMPATIENT, assert_explains, assert_tells, make_mirrored, make_pending, run
 from tests.unit.local.conftest import mounted  # noqa: F401 - a fixture
 
 GS_URL = "gs://test-bucket/run"
@@ -272,12 +272,12 @@ def on_gs(verb: str, folder: Path) -> list[str]:
 
 
 def test_a_mirror_that_does_not_answer_is_temporary(tmp_path: Path):
-    ended = run("ls", GS_URL, env={"STORAGE_EMULATOR_HOST": "http://127.0.0.1:1"})
+    ended = run("ls", GS_URL, env=IMPATIENT | {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:1"})
     assert_tells(ended, 5)
 
 
 def test_a_directory_mirror_that_is_not_mounted_is_no_empty_mirror(tmp_path: Path):
     url = f"file://{tmp_path}/nfs/run"
-    ended = run("stage", "--step", "1", "--mirror", url, "--dest", tmp_path / "e")
+    ended = run("stage", "--step", "1", "--mirror", url, "--dest", tmp_path / "e", env=IMPATIENT)
     assert_tells(ended, 5, "nfs/run is not there", "Is its file system mounted?")
     assert not (tmp_path / "nfs").exists()

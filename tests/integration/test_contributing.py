@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -58,8 +58,9 @@ def test_what_the_page_adds_is_as_the_house_wants_its_code(house: Path):
     ruff = str(Path(sys.executable).with_name("ruff"))
     run(house, ruff, "check", "--no-cache", *FILES)
     run(house, ruff, "format", "--no-cache", "--check", *FILES)
-    mypy = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir", os.devnull]
-    run(house, *mypy, *FILES)
+    with suppress(OSError):  # what `make check` found out of torch, if it ran; a file may just be on its way there
+        shutil.copytree(HOME / ".mypy_cache", house / ".mypy_cache")
+    run(house, sys.executable, "-m", "mypy", "--strict", *FILES)
 
 
 def test_a_verb_is_found_by_its_file_alone(house: Path):

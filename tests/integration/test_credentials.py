@@ -16,10 +16,11 @@ from ckptmirror.stores.gs_auth import GoogleTokens
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests import credential_files as files
 from tests.certificates import make_certificate
-from tests.cli_place import assert_tells, content, make_pending, run
+from tests.cli_place import IMPATIENT, assert_tells, content, make_pending, run
 from tests.connect_proxy import connect_proxy
 from tests.contract.stores_under_test import upload_of
-from tests.fake_google import GOOGLES_NAMES, FakeGoogle, fake_google
+from tests.fake_google import GOOGLES_NAMES, fake_google
+from tests.small_server import SmallServer
 
 URL = "gs://bucket/run"
 TOKENS = {
@@ -40,25 +41,25 @@ def mirror(folder: Path, let_in: str, *roles: str) -> Iterator[GcsServerProcess]
         yield server
 
 
-def service_account(_folder: Path, google: FakeGoogle) -> dict[str, Any]:
+def service_account(_folder: Path, google: SmallServer) -> dict[str, Any]:
     return files.service_account(google.url)
 
 
-def workload_by_file(folder: Path, google: FakeGoogle) -> dict[str, Any]:
+def workload_by_file(folder: Path, google: SmallServer) -> dict[str, Any]:
     (folder / "cluster-token").write_text(str(FACTS["subject"]))
     return files.workload(google.url, {"file": str(folder / "cluster-token")})
 
 
-def workload_by_url(_folder: Path, google: FakeGoogle) -> dict[str, Any]:
+def workload_by_url(_folder: Path, google: SmallServer) -> dict[str, Any]:
     return files.workload(google.url, {"url": f"{google.url}/subject", "format": {"type": "text"}})
 
 
-def workload_and_impersonation(folder: Path, google: FakeGoogle) -> dict[str, Any]:
+def workload_and_impersonation(folder: Path, google: SmallServer) -> dict[str, Any]:
     url = files.impersonation_url(google.url)
     return workload_by_file(folder, google) | {"service_account_impersonation_url": url}
 
 
-WAYS: dict[str, tuple[Callable[[Path, FakeGoogle], dict[str, Any]], str, str]] = {  # the file, whose token, who may
+WAYS: dict[str, tuple[Callable[[Path, SmallServer], dict[str, Any]], str, str]] = {  # the file, whose token, who may
     "a service account's key": (service_account, "service_account", ""),
     "workload identity, from a file": (workload_by_file, "federated", ""),
     "workload identity, from a URL": (workload_by_url, "federated", ""),
@@ -92,7 +93,7 @@ def test_what_a_credentials_file_stands_for_is_what_the_bucket_gets(way: str, tm
 
 
 @contextmanager
-def googles_name(folder: Path, **more: Any) -> Iterator[tuple[FakeGoogle, dict[str, str]]]:
+def googles_name(folder: Path, **more: Any) -> Iterator[tuple[SmallServer, dict[str, str]]]:
     """The token services under the names that they have at Google, reached as from inside a company: proxy and TLS."""
     certificate = make_certificate(folder / "google.pem", *GOOGLES_NAMES)
     with fake_google(**FACTS, **more, certificate=str(certificate)) as google:
@@ -256,7 +257,7 @@ def test_who_lacks_a_permission_is_told_who_and_which(tmp_path: Path) -> None:
 def test_a_token_service_that_does_not_answer_is_temporary(tmp_path: Path) -> None:
     with mirror(tmp_path, "service_account") as server:
         env = files.write(tmp_path / "key.json", files.service_account("http://127.0.0.1:9"))
-        told(env | {"CKPTMIRROR_GCS_ENDPOINT": server.url}, 5, "127.0.0.1:9")
+        told(env | IMPATIENT | {"CKPTMIRROR_GCS_ENDPOINT": server.url}, 5, "127.0.0.1:9")
 
 
 def test_a_setting_that_is_not_understood_or_dangerous_is_one_sentence(tmp_path: Path) -> None:

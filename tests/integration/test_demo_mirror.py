@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.cli._demo_place import DemoPlace, make_place
-from ckptmirror.core.errors import NameTaken
+from ckptmirror.core.errors import NameTaken, NotAuthorised
 from ckptmirror.stores import open_store
-from ckptmirror.testing import GcsServerProcess
-from tests.cli_place import assert_tells, clean_environment, run
+from ckptmirror.testing import Fault, GcsServerProcess
+from tests.cli_place import assert_tells, clean_environment, run, start
 
 HOME = Path(__file__).resolve().parents[2]
 DEMO_LIMIT_S = 600.0
@@ -126,6 +127,40 @@ def test_a_demo_in_a_directory_leaves_no_folder_and_no_lock_file_behind(tmp_path
     open_store(f"{place.url}/run").write("a/b", b"12345", if_generation=0)
     place.leave(keep=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_demo_that_cannot_remove_its_objects_says_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with GcsServerProcess(tmp_path / "gcs", buckets=["bucket"]) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        place = make_place(URL)
+        open_store(f"{place.url}/run").write("x", b"12345", if_generation=0)
+        server.faults([Fault(operation="object.delete", status=403, times=0)])
+        with pytest.raises(NotAuthorised):
+            place.leave(keep=False)
+    said = capsys.readouterr().err
+    assert f"1 objects (5 B) may be under {place.url}" in said
+    assert place.removal in said
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupted_demo_does_not_promise_to_continue_and_says_where_its_objects_are(tmp_path: Path) -> None:
+    (tmp_path / "nfs").mkdir()
+    process = start("demo", "--mirror", tmp_path / "nfs", env={"TMPDIR": str(tmp_path)})
+    try:
+        assert process.stdout is not None
+        found = re.search(r"Everything lies under (\S+)\.", process.stdout.readline())
+        assert found
+        assert "trains" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "continues" not in stderr
+    said = f"the same command begins anew, elsewhere; what it made may be under {found[1]}, and `rm -r "
+    assert said in stderr.splitlines()[-1]
 
 
 def test_without_a_mirror_the_target_asks_for_none() -> None:

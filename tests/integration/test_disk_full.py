@@ -212,6 +212,7 @@ def test_i12_a_disk_that_is_full_at_any_step_of_a_drain_or_a_rotation_costs_no_s
     where: str, lasting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "LEASE_S", 1.0)  # a claim that could not be put back is free only then
+    monkeypatch.setenv("CKPTMIRROR_RETRY_S", "1")
     place, prepared = tmp_path / "place", tmp_path / "prepared"
     make_pending(place, f"file://{place}/mirror", 100, 200, kinds=("model",))
     open_store(f"file://{place}/mirror").identity()  # the first contact, at which a directory is made

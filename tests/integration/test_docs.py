@@ -13,6 +13,7 @@ import pytest
 from ckptmirror.cli._program import program
 from ckptmirror.core import errors, names
 from ckptmirror.flow.bars import BarKind, Outcome
+from ckptmirror.flow.emergency_files import note_path
 from tests.cli_place import fail_uploads, make_mirrored, make_pending, require, run
 
 HOME = Path(__file__).resolve().parents[2]
@@ -224,6 +225,7 @@ def test_the_names_on_disk_are_those_that_the_code_makes():
         names.STATUS_NAME,
         names.TABLE_NAME,
         names.TABLE_NOTE_NAME,
+        str(note_path(Path(), "1f0c9a2e" + "0" * 24)),
         names.LOCK_NAME,
         names.TRASH_DIR,
         names.EVENTS_NAME,

@@ -18,6 +18,7 @@ import pytest
 from ckptmirror import StopRequest
 from ckptmirror.core.errors import RefusedOnlyCopy
 from ckptmirror.core.resumption import DISK
+from ckptmirror.flow.persistent import snapshots_in
 from ckptmirror.flow.status import read_status
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import memory
@@ -223,3 +224,35 @@ def test_local_commit_within_grace_budget(tmp_path: Path) -> None:
     assert (newest.meta.step, newest.meta.kinds) == (stopped["step"], ("emergency",))
     assert newest.meta.world_size == 2
     shutil.rmtree(tmp_path / "root")
+
+
+@pytest.mark.timeout(120)
+def test_the_ranks_of_a_job_each_copy_their_part(tmp_path: Path) -> None:
+    """SIGTERM to a real job of two ranks, then a machine without its disk: the same command goes on from the copy."""
+    notes = tmp_path / "notes"
+    os.mkfifo(notes)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "ckptmirror.integrations.plain_loop", "--root", str(tmp_path / "root"), "--notes", str(notes)),
+        *("--persistent-dir", str(tmp_path / "kept"), "--steps", "1000000", "--save-every", "4"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
+    lines = Lines(notes)
+    found = []
+    for _ in range(2):
+        job = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            said = lines.until("start")
+            lines.until("step", step=(said["step"] or 0) + 2)
+            os.kill(said["pid"], signal.SIGTERM)
+            _, errors = job.communicate(timeout=60)
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.communicate()
+        assert job.returncode == 0, errors
+        found.append((said["step"], lines.until("stopped")["step"]))
+        shutil.rmtree(tmp_path / "root")
+    assert found[1][0] == found[0][1]
+    metas = snapshots_in(tmp_path / "kept").values()
+    assert {(meta.step, meta.world_size) for meta in metas} == {(stopped, 2) for _, stopped in found}

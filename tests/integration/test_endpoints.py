@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,10 +11,11 @@ import pytest
 from ckptmirror.core.errors import ConfigError
 from ckptmirror.stores.gs_http import Endpoint
 from ckptmirror.testing import GcsServerProcess
-from tests.cli_place import assert_explains, assert_tells, content, make_pending, run
+from tests.cli_place import IMPATIENT, assert_explains, assert_tells, content, make_pending, run
+from tests.forward_proxy import forward_proxy
+from tests.small_server import SmallServer
 
 URL = "gs://test-bucket/run"
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +31,10 @@ def _no_proxy_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.lower(), raising=False)
 
 
-@dataclass
-class Proxy:
-    """A running forward proxy."""
-
-    url: str
-    log: Path
-
-    def asked(self) -> list[str]:
-        return self.log.read_text().splitlines() if self.log.exists() else []
-
-
 @pytest.fixture
-def proxy(tmp_path: Path) -> Iterator[Proxy]:
-    log = tmp_path / "proxy.log"
-    command = [sys.executable, "-m", "tests.forward_proxy", str(log)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
-        assert process.stdout is not None
-        yield Proxy(f"http://127.0.0.1:{process.stdout.readline().strip()}", log)
-        process.kill()
+def proxy() -> Iterator[SmallServer]:
+    with forward_proxy() as found:
+        yield found
 
 
 def there_and_back(folder: Path, url: str, env: dict[str, str]) -> None:
@@ -88,13 +71,13 @@ def test_an_endpoint_that_is_no_endpoint_is_a_setting_to_correct(endpoint: str, 
 
 
 def test_an_ipv6_endpoint_that_does_not_answer_is_temporary() -> None:
-    ended = run("ls", URL, env={"STORAGE_EMULATOR_HOST": "http://[::1]:1"})
+    ended = run("ls", URL, env=IMPATIENT | {"STORAGE_EMULATOR_HOST": "http://[::1]:1"})
     assert_tells(ended, 5, "http://[::1]:1")
 
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy"])
 def test_every_request_goes_through_the_proxy_that_is_named(
-    variable: str, proxy: Proxy, server: GcsServerProcess, tmp_path: Path
+    variable: str, proxy: SmallServer, server: GcsServerProcess, tmp_path: Path
 ) -> None:
     server.clear_log()
     there_and_back(
@@ -109,13 +92,13 @@ def test_every_request_goes_through_the_proxy_that_is_named(
 
 
 @pytest.mark.parametrize("exempt", ["127.0.0.1", "*", "example.com,127.0.0.1"])
-def test_no_proxy_is_honoured(exempt: str, proxy: Proxy, server: GcsServerProcess) -> None:
+def test_no_proxy_is_honoured(exempt: str, proxy: SmallServer, server: GcsServerProcess) -> None:
     env = server.environment | {"HTTP_PROXY": proxy.url, "NO_PROXY": exempt}
     assert run("ls", "gs://test-bucket/empty", env=env).returncode == 0
     assert proxy.asked() == []
 
 
-def test_a_proxy_for_https_is_none_for_http(proxy: Proxy, server: GcsServerProcess) -> None:
+def test_a_proxy_for_https_is_none_for_http(proxy: SmallServer, server: GcsServerProcess) -> None:
     env = server.environment | {"HTTPS_PROXY": proxy.url}
     assert run("ls", "gs://test-bucket/empty", env=env).returncode == 0
     assert proxy.asked() == []
@@ -124,7 +107,7 @@ def test_a_proxy_for_https_is_none_for_http(proxy: Proxy, server: GcsServerProce
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "HTTPS_PROXY"])
 def test_a_proxy_that_does_not_answer_is_named_and_temporary(variable: str) -> None:
     endpoint = "http://storage.example:80" if variable == "HTTP_PROXY" else "https://storage.example"
-    env = {"STORAGE_EMULATOR_HOST": endpoint, variable: "http://127.0.0.1:1"}
+    env = IMPATIENT | {"STORAGE_EMULATOR_HOST": endpoint, variable: "http://127.0.0.1:1"}
     assert_tells(run("ls", URL, env=env), 5, "through the proxy http://127.0.0.1:1", "network")
 
 

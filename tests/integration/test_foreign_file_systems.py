@@ -14,7 +14,7 @@ from ckptmirror import CheckpointManager, errors
 from ckptmirror.flow.drain import push
 from ckptmirror.flow.table_place import check_place
 from ckptmirror.local import file_systems
-from ckptmirror.local.file_systems import mount_of, refuse_fuse_root
+from ckptmirror.local.file_systems import mount_of, refuse_fuse
 from tests.cli_place import assert_explains, assert_tells, make_mirrored, run
 from tests.small_training import saved_run, whole
 
@@ -57,19 +57,19 @@ def fuse(tmp_path: Path) -> Iterator[Path]:
 )
 def test_fuse_root_is_refused(below: str, kind: str, mounts: Path, tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError) as caught:
-        refuse_fuse_root(tmp_path / below, mounts, lambda _: FUSE)
+        refuse_fuse(tmp_path / below, mounts, lambda _: FUSE)
     point = tmp_path / Path(below).parts[0]
     assert_explains(caught.value, 10, str(tmp_path / below), f"on {kind}, mounted on {point}", "no rename is atomic")
     assert "gs://" in caught.value.hint
 
 
 def test_what_a_host_lends_its_guest_is_no_fuse_root(mounts: Path, tmp_path: Path) -> None:
-    refuse_fuse_root(tmp_path / "lent" / "run", mounts, lambda _: FUSE)
+    refuse_fuse(tmp_path / "lent" / "run", mounts, lambda _: FUSE)
 
 
 def test_a_mount_table_that_cannot_be_read_makes_no_fuse_root_allowed(tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError, match="is on FUSE"):
-        refuse_fuse_root(tmp_path / "run", tmp_path / "none", lambda _: FUSE)
+        refuse_fuse(tmp_path / "run", tmp_path / "none", lambda _: FUSE)
 
 
 def test_a_link_into_fuse_is_seen_through(mounts: Path, tmp_path: Path) -> None:
@@ -91,6 +91,9 @@ def test_a_trainer_and_push_on_a_real_fuse_root_are_refused_and_make_nothing(fus
             CheckpointManager(fuse / "run", state_dir=state_dir)
         assert_explains(caught.value, 10, "on fuse", f"mounted on {fuse}")
     assert not (tmp_path / "state").exists()
+    with pytest.raises(errors.ConfigError) as caught:
+        CheckpointManager(tmp_path / "own", persistent_dir=fuse / "run")
+    assert_explains(caught.value, 10, "persistent_dir", "on fuse", f"mounted on {fuse}")
     assert [path for path in fuse.rglob("*") if path.is_file()] == []
     root, url, _ = make_mirrored(tmp_path, 200, kinds=("model",))
     shutil.copytree(root, fuse / "copied", symlinks=True)

@@ -199,34 +199,52 @@ FLOWS: dict[str, list[list[str]]] = {
 CASES = [(use, missing) for use in USES for missing in (None, *ROLES[use]["includedPermissions"])]
 
 
-@contextmanager
-def applied(folder: Path, use: str, missing: str | None) -> Iterator[tuple[GcsServerProcess, dict[str, str]]]:
-    """A bucket with a run in it, on which apply.py has given the use its own role; the environment of who has it.
-
-    The administrator, who has no token, sets it up; whoever has the token may what the bucket's policy says.
-    """
+def access_of(use: str, missing: str | None) -> dict[str, Any]:
+    """The roles as they are but for one permission of a use; who has the token of the use, and an administrator."""
     roles = {
         f"projects/p/roles/{USES[one]['custom']}": [
             permission for permission in ROLES[one]["includedPermissions"] if (one, permission) != (use, missing)
         ]
         for one in USES
     }
-    name = MEMBERS[use].partition(":")[2]
-    access = {
-        "tokens": {"secret": {"name": name, "permissions": []}},
+    return {
+        "tokens": {"secret": {"name": MEMBERS[use].partition(":")[2], "permissions": []}},
         "anonymous": {"roles": ["roles/storage.admin"]},
         "roles": roles,
     }
-    with GcsServerProcess(folder / "gcs", access=access) as server:
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What a server keeps of a bucket on which apply.py gave each use its own role: empty, and with a run in it."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with GcsServerProcess(folder / "empty", access=access_of("trainer", None)) as server:
         done = apply(server, *WHOLE, "--custom-roles", "p")
         assert done.returncode == 0, done.stderr
-        assert f"+ projects/p/roles/{USES[use]['custom']} for {MEMBERS[use]}" in done.stdout
-        if use != "trainer":
-            put = run(["-c", TRAIN, str(folder / "theirs"), "20"], folder, server.environment)
-            assert put.returncode == 0, put.stderr
-        with fake_google(service_account="secret", public_key=credential_files.PUBLIC_KEY) as google:
-            env = credential_files.write(folder / "key.json", credential_files.service_account(google.url))
-            yield server, env | {"CKPTMIRROR_GCS_ENDPOINT": server.url}
+        for use in USES:
+            assert f"+ projects/p/roles/{USES[use]['custom']} for {MEMBERS[use]}" in done.stdout
+    shutil.copytree(folder / "empty", folder / "with a run")
+    with GcsServerProcess(folder / "with a run", access=access_of("trainer", None)) as server:
+        put = run(["-c", TRAIN, str(folder / "theirs"), "20"], folder, server.environment)
+        assert put.returncode == 0, put.stderr
+    return {use: folder / ("empty" if use == "trainer" else "with a run") for use in USES}
+
+
+@contextmanager
+def applied(
+    prepared: dict[str, Path], folder: Path, use: str, missing: str | None
+) -> Iterator[tuple[GcsServerProcess, dict[str, str]]]:
+    """Such a bucket, and the environment of who has the role of the use, but for one permission of it.
+
+    Whoever has the token may what the bucket's policy says; the administrator has none.
+    """
+    shutil.copytree(prepared[use], folder / "gcs")
+    with (
+        GcsServerProcess(folder / "gcs", access=access_of(use, missing)) as server,
+        fake_google(service_account="secret", public_key=credential_files.PUBLIC_KEY) as google,
+    ):
+        env = credential_files.write(folder / "key.json", credential_files.service_account(google.url))
+        yield server, env | {"CKPTMIRROR_GCS_ENDPOINT": server.url}
 
 
 def run(words: list[str], folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -243,10 +261,10 @@ def run(words: list[str], folder: Path, env: dict[str, str]) -> subprocess.Compl
 
 @pytest.mark.parametrize(("use", "missing"), CASES)
 def test_a_use_works_with_its_role_and_not_without_one_permission_of_it(
-    use: str, missing: str | None, tmp_path: Path
+    use: str, missing: str | None, prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     flow = [[word if word != "20" or missing is None else "2" for word in words] for words in FLOWS[use]]
-    with applied(tmp_path, use, missing) as (server, env):
+    with applied(prepared, tmp_path, use, missing) as (server, env):
         ended = []
         for words in flow:
             ended.append(run(words, tmp_path, env))
@@ -260,8 +278,8 @@ def test_a_use_works_with_its_role_and_not_without_one_permission_of_it(
             assert refused
 
 
-def test_the_janitor_leaves_nothing_of_the_run_and_all_of_the_others(tmp_path: Path) -> None:
-    with applied(tmp_path, "janitor", None) as (server, env):
+def test_the_janitor_leaves_nothing_of_the_run_and_all_of_the_others(prepared: dict[str, Path], tmp_path: Path) -> None:
+    with applied(prepared, tmp_path, "janitor", None) as (server, env):
         bucket_of(server).blob("run-2/theirs").upload_from_string(b"1")
         done = run(["-c", janitor("gs://bucket/run")], tmp_path, env)
         assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr

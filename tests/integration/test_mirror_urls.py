@@ -28,6 +28,10 @@ WRITTEN = {
     "https://storage.cloud.google.com/bucket/a%20run?hush=1": "gs://bucket/a run",
     "https://console.cloud.google.com/storage/browser/bucket/run": "gs://bucket/run",
     "https://bucket.storage.googleapis.com/run": "gs://bucket/run",
+    "https://storage.googleapis.com/storage/v1/b/bucket/o/run%2F17": "gs://bucket/run/17",
+    "https://storage.googleapis.com/download/storage/v1/b/bucket/o/run?alt=media": "gs://bucket/run",
+    "https://storage.googleapis.com/storage/v1/b/bucket/o": "gs://bucket",
+    "https://www.googleapis.com/storage/v1/b/bucket": "gs://bucket",
     "file:/nfs/run": "file:///nfs/run",
     "file://nfs/run": "file:///nfs/run",
     "s3:/bucket/run": "s3://bucket/run",
@@ -53,7 +57,11 @@ def test_a_path_that_is_not_absolute_is_refused_with_the_bucket_and_the_director
 
 
 @pytest.mark.parametrize(
-    "url", ["", "gs://", "gs://a", "gs://bucket/../other", "gs://bucket/a/./b", "C:\\run", "gs://b!/x"]
+    "url",
+    [
+        *("", "gs://", "gs://a", "gs://bucket/../other", "gs://bucket/a/./b", "C:\\run", "gs://b!/x"),
+        *("https://[", "https://[.storage.googleapis.com/x", "https://hush@[::1.storage.googleapis.com/x"),
+    ],
 )
 def test_where_nothing_right_is_near_the_form_is_shown(url: str, tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError) as caught:

@@ -158,3 +158,7 @@ def test_drain_status_and_retry_name_commands_with_the_root(
     retried = run("retry", "--root", more, cwd=tmp_path)
     assert commands_of(retried.stderr)[0] == ["ckptmirror", "drain", "--root", str(more)]
     assert pasted(retried.stderr, {}, tmp_path) == 0
+
+
+def test_a_command_with_a_quote_that_is_not_closed_is_left_as_it_is():
+    assert with_places("Run `ckptmirror ls /it's`.", {"root": "/a"}) == "Run `ckptmirror ls /it's`."

@@ -47,12 +47,12 @@ def test_a_root_that_cannot_be_made_on_one_rank_is_an_error_on_all(tmp_path: Pat
 
 
 def test_two_spellings_of_one_root_are_one_node(tmp_path: Path) -> None:
-    from ckptmirror.manager import _node_key
+    from ckptmirror.flow.arguments import node_key
 
     (tmp_path / "root").mkdir()
     (tmp_path / "alias").symlink_to("root")
-    key, failure = _node_key(tmp_path / "root")
-    assert _node_key(tmp_path / "alias") == (key, None)
+    key, failure = node_key(tmp_path / "root")
+    assert node_key(tmp_path / "alias") == (key, None)
     assert failure is None
     (tmp_path / "file").write_text("")
-    assert _node_key(tmp_path / "file" / "root")[1] is not None
+    assert node_key(tmp_path / "file" / "root")[1] is not None

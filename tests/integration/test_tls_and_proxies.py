@@ -15,7 +15,7 @@ from ckptmirror.stores import open_store
 from ckptmirror.stores.gs_trust import CA_VARIABLES
 from ckptmirror.testing import GcsServerProcess
 from tests.certificates import make_certificate
-from tests.cli_place import assert_tells, content, make_pending, run
+from tests.cli_place import IMPATIENT, assert_tells, content, make_pending, run
 from tests.connect_proxy import connect_proxy
 
 URL = "gs://bucket/run"
@@ -70,7 +70,7 @@ def test_any_one_variable_with_the_right_certificate_is_enough(
 def test_a_server_that_is_not_trusted_is_one_sentence_that_names_the_variable(
     variable: str | None, server: GcsServerProcess, another: Path
 ) -> None:
-    env = {"STORAGE_EMULATOR_HOST": server.url} | ({variable: str(another)} if variable else {})
+    env = IMPATIENT | {"STORAGE_EMULATOR_HOST": server.url} | ({variable: str(another)} if variable else {})
     by = f"not trusted by {variable}={another}" if variable else "not trusted by the system's certificates"
     assert_tells(run("ls", URL, env=env), StoreTemporary.exit_code, by, "REQUESTS_CA_BUNDLE")
 
@@ -128,17 +128,17 @@ def test_everything_goes_through_the_tunnel_of_the_proxy(
         assert {place for place, _ in proxy.asked()} == {f"{HOST}:443"}
 
 
+@pytest.mark.parametrize(("secret", "bare"), [("pass:w@rd", ""), ("pa/ss", "/"), ("p#a?s@s://x", "#?@:/")])
 def test_a_proxy_with_a_login_gets_it_from_both_ways_and_nobody_reads_it(
-    server: GcsServerProcess, certificate: Path, tmp_path: Path
+    secret: str, bare: str, server: GcsServerProcess, certificate: Path, tmp_path: Path
 ) -> None:
     with connect_proxy({f"{HOST}:443": f"127.0.0.1:{server.port}"}) as proxy:
-        secret = "pass:w@rd"
-        url = proxy.url.replace("://", f"://me:{quote(secret, safe='')}@")
+        url = proxy.url.replace("://", f"://me:{quote(secret, safe=bare)}@")
         env = {"STORAGE_EMULATOR_HOST": f"https://{HOST}", "HTTPS_PROXY": url, "REQUESTS_CA_BUNDLE": str(certificate)}
-        there_and_back(tmp_path, "gs://bucket/with-login", env)
+        there_and_back(tmp_path, f"gs://bucket/with-login-{len(bare)}", env)
         wanted = "Basic " + base64.b64encode(f"me:{secret}".encode()).decode()
         assert {header for _, header in proxy.asked()} == {wanted}
-        refused = run("ls", URL, env=env | {"REQUESTS_CA_BUNDLE": ""})
+        refused = run("ls", URL, env=env | IMPATIENT | {"REQUESTS_CA_BUNDLE": ""})
         assert refused.returncode == StoreTemporary.exit_code
         assert quote(secret, safe="") not in refused.stderr
         assert secret not in refused.stderr
@@ -163,5 +163,5 @@ def test_a_proxy_that_finds_nothing_is_one_sentence(certificate: Path) -> None:
     with connect_proxy({f"{HOST}:443": "127.0.0.1:9"}) as proxy:
         env = {"STORAGE_EMULATOR_HOST": f"https://{HOST}", "HTTPS_PROXY": proxy.url}
         env |= {"REQUESTS_CA_BUNDLE": str(certificate)}
-        assert_tells(run("ls", URL, env=env), StoreTemporary.exit_code, HOST, "502")
+        assert_tells(run("ls", URL, env=env | IMPATIENT), StoreTemporary.exit_code, HOST, "502")
         assert os.environ.get("HTTPS_PROXY") is None

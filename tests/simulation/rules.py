@@ -35,6 +35,7 @@ from ckptmirror.flow.propose import Policy
 from ckptmirror.flow.stage import stage_checkpoint_step
 from ckptmirror.local import crashpoints
 from ckptmirror.stores.faulty import StoreFault
+from tests.simulation.acting import acting, end_trainer, trainers_of
 from tests.simulation.misfortunes import (
     damage,
     lose_disk,
@@ -63,29 +64,6 @@ from tests.simulation.world import KINDS_SAVED, Broken, Dead, Host, MirrorPlace,
 Rule = Callable[["World", "Watch", random.Random], None]
 
 
-def _acting(world: World, host: Host, act: Callable[[], None]) -> bool:
-    """Let a process of ``host`` act; False if it died of it. The caller lets it go."""
-    outer, world.inside = world.inside, host if world.inside is None else world.inside
-    try:
-        act()
-    except Dead:
-        crashpoints.disarm()
-        return False
-    finally:
-        world.inside = outer
-    return True
-
-
-def _trainers(world: World) -> list[Trainer]:
-    return [host.trainer for host in hosts_to_act_on(world) if host.trainer is not None]
-
-
-def _end_trainer(host: Host) -> None:
-    if host.trainer is not None:
-        host.trainer.die()
-        host.trainer = None
-
-
 # -- attempts -------------------------------------------------------------------------------------------------
 
 
@@ -98,7 +76,7 @@ def start(world: World, watch: Watch, draw: random.Random) -> None:
         if draw.random() < 0.1:
             _expect_locked(world, host)
             return
-        _end_trainer(host)
+        end_trainer(host)
     view = view_from(world, host)
     expected = expected_start(view, policy, force)
     undisturbed = world.interruption is None
@@ -118,7 +96,7 @@ def start(world: World, watch: Watch, draw: random.Random) -> None:
                 raise
             failure.append(error)
 
-    survived = _acting(world, host, act)
+    survived = acting(world, host, act)
     if not outcome or not survived:
         if trainer:
             trainer[0].die()
@@ -171,17 +149,17 @@ def _expect_locked(world: World, host: Host) -> None:
 
 
 def stop(world: World, watch: Watch, draw: random.Random) -> None:
-    trainers = _trainers(world)
+    trainers = trainers_of(world)
     if not trainers:
         return
     trainer = draw.choice(trainers)
     if draw.random() < 0.5:
         trainer.node.close()
-    _end_trainer(trainer.host)
+    end_trainer(trainer.host)
 
 
 def save(world: World, watch: Watch, draw: random.Random) -> None:
-    trainers = _trainers(world)
+    trainers = trainers_of(world)
     if not trainers:
         return
     trainer = draw.choice(trainers)
@@ -189,8 +167,8 @@ def save(world: World, watch: Watch, draw: random.Random) -> None:
     step = trainer.last_step if again else (max(trainer.last_step, 0) // 100 + draw.choice([1, 1, 1, 2])) * 100
     kinds = draw.choice(KINDS_SAVED)
     loss = draw.random()
-    if not _acting(world, trainer.host, lambda: _ignored(trainer.save(step, kinds, loss))):
-        _end_trainer(trainer.host)
+    if not acting(world, trainer.host, lambda: _ignored(trainer.save(step, kinds, loss))):
+        end_trainer(trainer.host)
 
 
 def _ignored(_value: object) -> None:
@@ -225,7 +203,7 @@ def upload(world: World, watch: Watch, draw: random.Random) -> None:
                 if process.host.number not in world.damaged_tables:
                     raise
 
-    survived = _acting(world, process.host, act)
+    survived = acting(world, process.host, act)
     world.acting = outer
     place.suffer()
     if not survived:
@@ -290,7 +268,7 @@ def rotate(world: World, watch: Watch, draw: random.Random) -> None:
             if not before.list_is_broken:
                 raise
 
-    if not _acting(world, host, act):
+    if not acting(world, host, act):
         process.die()
         if process is host.trainer:
             host.trainer = None
@@ -302,9 +280,9 @@ def rotate(world: World, watch: Watch, draw: random.Random) -> None:
 
 
 def carry_on(world: World, watch: Watch, draw: random.Random) -> None:
-    trainers = _trainers(world)
-    if trainers and not _acting(world, (trainer := draw.choice(trainers)).host, trainer.carry_on):
-        _end_trainer(trainer.host)
+    trainers = trainers_of(world)
+    if trainers and not acting(world, (trainer := draw.choice(trainers)).host, trainer.carry_on):
+        end_trainer(trainer.host)
 
 
 def drain(world: World, watch: Watch, draw: random.Random) -> None:
@@ -322,7 +300,7 @@ def drain(world: World, watch: Watch, draw: random.Random) -> None:
             return
 
     if host.root.exists():
-        _acting(world, host, act)
+        acting(world, host, act)
 
 
 # -- stage ----------------------------------------------------------------------------------------------------
@@ -370,7 +348,7 @@ def stage(world: World, watch: Watch, draw: random.Random) -> None:
         if not staged.path.exists():
             raise Broken(f"c: staged {staged.path}, which is not there")
 
-    _acting(world, host or world.hosts[0], act)
+    acting(world, host or world.hosts[0], act)
 
 
 def _expected_stage(

@@ -13,6 +13,7 @@ import torch
 from format_cases import STEP, context, make_state, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
@@ -166,6 +167,19 @@ def test_a_parameter_has_the_name_of_its_value_however_it_is_wrapped(model: nn.M
     parameters = dict(live_parameters(model))
     assert parameters.keys() == values.keys()
     assert all(parameter.data_ptr() == values[name].data_ptr() for name, parameter in parameters.items())
+
+
+def test_the_names_follow_a_model_that_changes_between_saves() -> None:
+    model: Any = nn.Sequential(_compiled(nn.Linear(2, 2)))
+    assert set(live_values(model)) == {"0.weight", "0.bias"}
+    model.append(nn.Linear(2, 2))
+    assert set(live_values(model)) == {"0.weight", "0.bias", "1.weight", "1.bias"} == get_model_state_dict(model).keys()
+    model[0] = nn.Linear(2, 2)
+    with torch.no_grad():
+        model[0].weight.fill_(3)
+    values = live_values(model)
+    assert set(values) == get_model_state_dict(model).keys()
+    assert torch.equal(values["0.weight"], torch.full((2, 2), 3.0))
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["of its own", "none"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 import time
@@ -141,15 +142,22 @@ def test_a_place_in_the_state_that_is_100000_names_deep_is_refused(directory: Pa
         read_whole_directory(directory)
 
 
+def _saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
 @pytest.mark.parametrize(
     ("what", "why"),
     [
         (pt(called("builtins", "bytearray", number(10**9)), sx=b"\0" * 1000), "bytearray of a length"),
         (pt(tensor(storage("0", 100), [10**9], [1]), s0=b"\0" * 400, sx=b"\0" * 1000), "ends at value"),
         (with_record(Record("data/0", b"\0" * 10**6, deflated=True), 10**6), "compressed"),
+        (_saved(torch.eye(3).to_sparse()), "sparse tensor"),
         (b"\x80\x02" + called("posix", "system", text("touch owned")) + b".", "no archive"),
     ],
-    ids=["bytearray", "shape", "bomb", "pickle"],
+    ids=["bytearray", "shape", "bomb", "sparse", "pickle"],
 )
 def test_a_tensor_of_a_dcp_directory_is_checked_before_torch_loads_it(
     what: bytes, why: str, directory: Path, monkeypatch: Any

@@ -70,6 +70,13 @@ def test_what_the_limits_stop_in_the_child_is_refused(
     assert not (tmp_path / "owned").exists()
 
 
+def test_what_starts_with_every_python_may_print_beside_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = "import atexit; print('[1]\\n{', end=''); atexit.register(print, '}'); "
+    monkeypatch.setattr(vetting, "_CHILD", noise + vetting._CHILD)
+    with pytest.raises(UnsafePickle, match=r"posix\.system, which is not on the allow-list"):
+        loads_metadata(large(called("posix", "system", text("true"))), "here")
+
+
 def test_a_large_broken_pickle_is_an_integrity_error() -> None:
     with pytest.raises(IntegrityError, match="broken"):
         loads_metadata(large(b"")[:-1], "here")

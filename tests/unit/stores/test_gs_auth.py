@@ -78,6 +78,17 @@ def test_a_token_service_that_fails_is_told_apart_from_one_that_refuses(
         GoogleTokens().headers()
 
 
+@pytest.mark.parametrize("url", ["nonsense", "http://[", "ftp://me:hush@host/token?hush"])
+def test_a_token_service_that_is_no_url_is_said_of_the_credentials(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _service_account(tmp_path / "key.json", url)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+    with pytest.raises(NotAuthorised, match="The credentials name a token service") as caught:
+        GoogleTokens().headers()
+    assert "hush" not in str(caught.value)
+
+
 class _Metadata(http.server.BaseHTTPRequestHandler):
     """The metadata service of a virtual machine, as far as credentials need it."""
 

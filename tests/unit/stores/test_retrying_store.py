@@ -6,8 +6,15 @@ import threading
 
 import pytest
 
-from ckptmirror.core.errors import IntegrityError, NotAuthorised, PreconditionFailed, StorePermanent, StoreTemporary
-from ckptmirror.stores import memory
+from ckptmirror.core.errors import (
+    ConfigError,
+    IntegrityError,
+    NotAuthorised,
+    PreconditionFailed,
+    StorePermanent,
+    StoreTemporary,
+)
+from ckptmirror.stores import memory, open_store
 from ckptmirror.stores.base import Upload
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from ckptmirror.stores.retrying import RetryingStore
@@ -117,6 +124,30 @@ def test_an_upload_goes_on_with_the_session_of_the_failed_try(faulty: FaultyStor
     store.upload(upload_of("x", pattern_bytes(10), session="saved", on_session=told.append))
     assert seen == ["saved", "learned"]
     assert told[0] == "learned"
+
+
+@pytest.mark.parametrize(("limit_s", "waits_at_least"), [("0", 0), ("0.9", 1)])
+def test_the_environment_says_for_how_long_a_mirror_is_tried_again(
+    limit_s: str, waits_at_least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    monkeypatch.setenv("CKPTMIRROR_RETRY_S", limit_s)
+    waits = Waits()
+    store = open_store("gs://a-bucket/run", on_wait=lambda _url, delay_s, _error: waits(delay_s))
+    with pytest.raises(StoreTemporary):
+        store.stat("x")
+    assert len(waits) >= waits_at_least
+    assert sum(waits) <= float(limit_s)
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
+def test_a_limit_that_is_no_number_of_seconds_is_a_setting_to_correct(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTMIRROR_RETRY_S", text)
+    with pytest.raises(ConfigError, match=f"CKPTMIRROR_RETRY_S is '{text}'") as caught:
+        open_store("memory://retrying")
+    assert "Correct CKPTMIRROR_RETRY_S" in caught.value.hint
 
 
 def test_a_listing_goes_on_after_the_last_name_that_was_yielded(faulty: FaultyStore) -> None:

@@ -1,0 +1,374 @@
+"""``persistent_dir``: the copy of an emergency snapshot on a disk that outlives the machine, and its way back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptmirror import CheckpointManager, Retention
+from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
+from ckptmirror.core.errors import ConfigError, DestinationOccupied, LocalStorageFull, Temporary
+from ckptmirror.flow import persistent, propose
+from ckptmirror.flow.node import Node
+from ckptmirror.flow.persistent import snapshots_in
+from ckptmirror.flow.status import read_status
+from ckptmirror.local.inventory import read_inventory
+from tests.cli_place import run as cli
+from tests.disk_faults import DiskFault, failing
+from tests.factory import flip_bit, of_a_later_version
+from tests.small_training import everything, new_state, running, same, saved_run, train
+
+
+class Place:
+    """A root, a mirror and a persistent directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.root, self.kept, self.mirror = path / "root", path / "kept", f"file://{path}/mirror"
+
+    def snapshot(self, step: int, *mirrors: str) -> tuple[Path, dict[str, Any]]:
+        """Resume, train to ``step``, leave an emergency snapshot; return its directory and the state."""
+        with running(self.root, *mirrors, persistent_dir=self.kept) as manager:
+            state = new_state()
+            start = manager.resume(state)
+            train(state, step - (start.step if start is not None else 0))
+            return manager.save_emergency_checkpoint(step, state), everything(state)
+
+    def start(self, *mirrors: str) -> tuple[int, str, dict[str, Any]]:
+        """Start again; return step, kind and state."""
+        with running(self.root, *mirrors, persistent_dir=self.kept) as manager:
+            state = new_state(seed=9)
+            info = manager.resume(state)
+            assert info is not None
+            return info.step, info.kind, everything(state)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_a_snapshot_is_resumed_from_its_copy_where_the_disk_was_lost(place: Place) -> None:
+    directory, left = place.snapshot(5)
+    shutil.rmtree(place.root)
+    step, kind, state = place.start()
+    assert (step, kind) == (5, "emergency")
+    assert same(state, left)
+    assert (place.root / directory.name).is_dir()
+    assert not list(place.kept.rglob("*.tmp"))
+
+
+def test_a_copy_that_is_newer_than_all_on_the_mirror_is_resumed_and_goes_when_a_newer_save_is_safe(
+    place: Place,
+) -> None:
+    saved_run(place.root, (3,), place.mirror)
+    place.snapshot(5, place.mirror)
+    shutil.rmtree(place.root)
+    with CheckpointManager(
+        place.root, [place.mirror], persistent_dir=place.kept, retention=Retention(keep_last=1)
+    ) as manager:
+        state = new_state()
+        info = manager.resume(state)
+        assert info is not None
+        assert (info.step, info.kind) == (5, "emergency")
+        assert list(snapshots_in(place.kept))
+        train(state)
+        manager.save(6, state).wait("mirrored")
+        manager.rotate()
+    assert not snapshots_in(place.kept)
+    assert not list(place.kept.glob("emergency_*"))
+    assert not list(place.root.glob("emergency_*"))
+
+
+def test_a_copy_whose_snapshot_never_came_back_goes_too(place: Place) -> None:
+    """The disk was lost, and the mirror has a newer save: nothing brings the snapshot back, and it fills no disk."""
+    place.snapshot(5, place.mirror)
+    saved_run(place.root, (6,), place.mirror)
+    shutil.rmtree(place.root)
+    saved_run(place.root, (7,), place.mirror, persistent_dir=place.kept)
+    assert snapshots_in(place.kept)
+    assert not list(place.root.glob("emergency_*"))
+    saved_run(place.root, (8,), place.mirror, persistent_dir=place.kept, retention=Retention(keep_last=1))
+    assert not snapshots_in(place.kept)
+
+
+def test_a_copy_stays_where_the_newer_save_is_on_no_mirror(place: Place) -> None:
+    place.snapshot(5)
+    saved_run(place.root, (6,), persistent_dir=place.kept, retention=Retention(keep_last=1))
+    assert snapshots_in(place.kept)
+
+
+def test_bits_that_rotted_on_this_disk_come_back_from_the_copy(place: Place) -> None:
+    saved_run(place.root, (3,))
+    directory, left = place.snapshot(5)
+    flip_bit(directory / "rank0.pt")
+    step, kind, state = place.start()
+    assert (step, kind) == (5, "emergency")
+    assert same(state, left)
+
+
+def test_a_snapshot_of_which_a_file_is_gone_comes_back_whole(place: Place) -> None:
+    directory, left = place.snapshot(5)
+    (directory / "meta_rank0.json").unlink()
+    step, _, state = place.start()
+    assert step == 5
+    assert same(state, left)
+
+
+def test_i9_a_copy_with_a_flipped_bit_is_passed_over_and_said(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    saved_run(place.root, (3,), place.mirror)
+    directory, _ = place.snapshot(5, place.mirror)
+    flip_bit(place.kept / directory.name / "rank0.pt")
+    shutil.rmtree(place.root)
+    with running(place.root, place.mirror, persistent_dir=place.kept) as manager:
+        info = manager.resume(new_state())
+    assert info is not None
+    assert (info.step, info.kind) == (3, "dcp")
+    assert "crc32c" in next(line for line in info.passed_over if line.startswith("step 5"))
+    assert any("passed over step 5" in record.message for record in caplog.records)
+
+
+def test_of_two_copies_the_newer_comes_back_and_the_older_where_it_is_broken(place: Place) -> None:
+    place.snapshot(5)
+    newest, _ = place.snapshot(7)
+    shutil.rmtree(place.root)
+    assert place.start()[0] == 7
+    shutil.rmtree(place.root)
+    flip_bit(place.kept / newest.name / "rank0.pt")
+    assert place.start()[0] == 5
+
+
+def test_a_start_follows_the_lineage_and_not_the_newest_copy(place: Place) -> None:
+    """A person went back from 9 to 5; then the disk was lost: 9 stays superseded."""
+    saved_run(place.root, (3,), place.mirror)
+    place.snapshot(5, place.mirror)
+    place.snapshot(9, place.mirror)
+    with running(place.root, place.mirror, persistent_dir=place.kept) as manager:
+        assert manager.resume(new_state(), policy=5) is not None
+    assert place.start(place.mirror)[0] == 5
+    shutil.rmtree(place.root)
+    assert place.start(place.mirror)[0] == 5
+    assert not list(place.root.glob("emergency_step_000009_*"))
+
+
+def test_superseded_saves_on_this_disk_do_not_hide_the_copy(place: Place) -> None:
+    saved_run(place.root, (3,))
+    directory, _ = place.snapshot(5)
+    saved_run(place.root, (6, 7))
+    with running(place.root, persistent_dir=place.kept) as manager:
+        assert manager.resume(new_state(), policy=5) is not None
+    flip_bit(directory / "rank0.pt")
+    assert place.start()[:2] == (5, "emergency")
+    shutil.rmtree(directory)
+    assert place.start()[:2] == (5, "emergency")
+
+
+def test_a_newer_save_that_has_rotted_does_not_hide_the_copy(place: Place) -> None:
+    saved_run(place.root, (3,))
+    directory, _ = place.snapshot(5)
+    saved_run(place.root, (6,))
+    shutil.rmtree(directory)
+    for file in (place.root / "model_000006.pt", place.root / "dcp_000006/__0_0.distcp"):
+        flip_bit(file)
+    assert place.start()[:2] == (5, "emergency")
+
+
+def test_a_copy_is_resumed_from_by_its_step(place: Place) -> None:
+    saved_run(place.root, (3,), place.mirror)
+    place.snapshot(5, place.mirror)
+    place.snapshot(9, place.mirror)
+    shutil.rmtree(place.root)
+    with running(place.root, place.mirror, persistent_dir=place.kept) as manager:
+        info = manager.resume(new_state(), policy=5)
+    assert info is not None
+    assert (info.step, info.kind, info.place) == (5, "emergency", str(place.kept))
+
+
+def test_a_strangers_file_in_a_broken_snapshot_is_not_deleted_and_nothing_older_is_taken(place: Place) -> None:
+    saved_run(place.root, (3,))
+    directory, _ = place.snapshot(5)
+    flip_bit(directory / "rank0.pt")
+    (directory / "notes.txt").write_text("mine")
+    with pytest.raises(DestinationOccupied, match=r"notes\.txt"):
+        place.start()
+    assert (directory / "notes.txt").read_text() == "mine"
+    (directory / "notes.txt").rename(place.root.with_name("notes.txt"))
+    assert place.start()[:2] == (5, "emergency")
+
+
+def test_an_old_snapshot_that_cannot_be_read_keeps_no_start(place: Place) -> None:
+    directory, _ = place.snapshot(5)
+    saved_run(place.root, (6,), place.mirror)
+    meta = place.kept / directory.name / "meta_rank0.json"
+    meta.write_bytes(of_a_later_version(meta.read_bytes()))
+    assert place.start(place.mirror)[0] == 6
+
+
+def test_a_person_may_go_back_past_a_copy_that_cannot_be_read(place: Place) -> None:
+    saved_run(place.root, (3,), place.mirror)
+    directory, _ = place.snapshot(5, place.mirror)
+    meta = place.kept / directory.name / "meta_rank0.json"
+    meta.write_bytes(of_a_later_version(meta.read_bytes()))
+    shutil.rmtree(place.root)
+    with running(place.root, place.mirror, persistent_dir=place.kept) as manager:
+        info = manager.resume(new_state(), policy=3)
+    assert info is not None
+    assert info.step == 3
+
+
+def test_a_copy_that_was_cut_short_before_any_meta_is_said(place: Place) -> None:
+    saved_run(place.root, (3,), place.mirror)
+    directory, _ = place.snapshot(5, place.mirror)
+    (place.kept / directory.name / "meta_rank0.json").unlink()
+    with running(place.root, place.mirror, persistent_dir=place.kept) as manager:
+        info = manager.resume(new_state())
+    assert info is not None
+    assert (info.step, info.passed_over) == (5, ())
+    shutil.rmtree(place.root)
+    with running(place.root, place.mirror, persistent_dir=place.kept) as manager:
+        info = manager.resume(new_state())
+    assert info is not None
+    assert info.step == 3
+    assert any("step 5" in line and "not all copied" in line for line in info.passed_over)
+
+
+def test_a_meta_that_names_no_files_is_no_snapshot(place: Place) -> None:
+    saved_run(place.root, (3,), place.mirror)
+    directory, _ = place.snapshot(5, place.mirror)
+    path = place.kept / directory.name / "meta_rank0.json"
+    path.write_bytes(meta_to_bytes(replace(meta_from_bytes(path.read_bytes()), artifacts=())))
+    shutil.rmtree(place.root)
+    assert place.start(place.mirror)[0] == 3
+
+
+def test_a_disk_without_room_is_rotated_first(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.snapshot(5, place.mirror)
+    shutil.rmtree(place.root)
+    rotated = []
+    bring = persistent.bring_snapshot
+
+    def bring_once_there_is_room(*given: Any) -> None:
+        if not rotated:
+            raise LocalStorageFull("no room")
+        bring(*given)
+
+    def rotate(node: Node) -> Any:
+        rotated.append(node)
+        return SimpleNamespace(deleted=((1, "a save"),))
+
+    monkeypatch.setattr(propose, "bring_snapshot", bring_once_there_is_room)
+    monkeypatch.setattr(Node, "rotate", rotate)
+    assert place.start(place.mirror)[0] == 5
+    assert len(rotated) == 1
+
+
+def test_a_directory_that_was_not_there_any_more_is_said(place: Place) -> None:
+    """A file system that is not mounted, for example."""
+    saved_run(place.root, (3,), place.mirror)
+    place.snapshot(5, place.mirror)
+    shutil.rmtree(place.root)
+    place.kept.rename(place.kept.with_name("elsewhere"))
+    with running(place.root, place.mirror, persistent_dir=place.kept) as manager:
+        info = manager.resume(new_state())
+    assert info is not None
+    assert info.step == 3
+    assert any("is a file system not mounted?" in line for line in info.passed_over)
+
+
+def test_nothing_comes_back_where_this_disk_has_something_newer(place: Place) -> None:
+    directory, _ = place.snapshot(5)
+    saved_run(place.root, (6,))
+    shutil.rmtree(directory)
+    step, kind, _ = place.start()
+    assert (step, kind) == (6, "dcp")
+    assert not directory.exists()
+
+
+def test_what_cannot_be_read_now_is_an_error_and_no_older_save(place: Place) -> None:
+    """A later version wrote it, say: it may be the newest state of the run."""
+    saved_run(place.root, (3,), place.mirror)
+    directory, _ = place.snapshot(5, place.mirror)
+    shutil.rmtree(place.root)
+    meta = place.kept / directory.name / "meta_rank0.json"
+    whole = meta.read_bytes()
+    meta.write_bytes(of_a_later_version(whole))
+    with pytest.raises(Temporary, match="cannot be read now"):
+        place.start(place.mirror)
+    meta.write_bytes(whole)
+    assert place.start(place.mirror)[0] == 5
+
+
+@pytest.mark.parametrize("has_disk", [True, False])
+def test_a_snapshot_of_another_run_is_left_alone(
+    place: Place, caplog: pytest.LogCaptureFixture, has_disk: bool
+) -> None:
+    place.snapshot(5)
+    place.root = place.root.with_name("another")
+    saved_run(place.root, (2,), place.mirror)
+    if not has_disk:
+        shutil.rmtree(place.root)
+    assert place.start(place.mirror)[0] == 2
+    assert "snapshots of another run" in caplog.text
+    assert snapshots_in(place.kept)
+    assert not list(place.root.glob("emergency_*"))
+
+
+def test_i8_a_persistent_directory_that_fails_takes_nothing_from_the_snapshot(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(place.root, persistent_dir=place.kept) as manager:
+        state = new_state()
+        manager.resume(state)
+        place.kept.rmdir()
+        place.kept.write_text("in the way")
+        manager.save_emergency_checkpoint(5, state)
+    assert [save.meta.step for save in read_inventory(place.root).saves] == [5]
+    assert any("on this disk alone" in r.message and r.levelno == logging.ERROR for r in caplog.records)
+    assert read_status(place.root).emergency_copy is None
+
+
+@pytest.mark.parametrize("inside", ["root/kept", "."])
+def test_a_persistent_directory_that_goes_with_the_root_is_refused(tmp_path: Path, inside: str) -> None:
+    with pytest.raises(ConfigError, match="lie in one another"):
+        CheckpointManager(tmp_path / "root", persistent_dir=tmp_path / inside)
+
+
+def test_a_start_without_room_for_the_snapshot_says_so_and_the_next_has_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, left = place.snapshot(5)
+    shutil.rmtree(place.root)
+    bring = persistent.bring_snapshot
+
+    def bring_to_a_full_disk(*given: Any) -> None:
+        with failing(DiskFault(at=2, lasting=True, prefix="file.create")):
+            bring(*given)
+
+    state = new_state(seed=9)
+    with running(place.root, persistent_dir=place.kept) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(propose, "bring_snapshot", bring_to_a_full_disk)
+            with pytest.raises(LocalStorageFull):
+                manager.resume(state)
+        assert manager.resume(state) is not None  # the same manager: nothing of the first try is in its way
+        assert same(everything(state), left)
+    assert directory.is_dir()
+
+
+def test_status_and_drain_say_where_the_copy_is(place: Place) -> None:
+    saved_run(place.root, (3,), place.mirror)
+    place.snapshot(5, place.mirror)
+    status = cli("status", "--root", place.root)
+    assert f"an emergency snapshot on this disk and in {place.kept}" in status.stdout
+    assert status.stdout.startswith("NOT SAFE: "), "it is the same disk"
+    facts = json.loads(cli("status", "--root", place.root, "--json").stdout)
+    assert (facts["emergency_step"], facts["emergency_copy"]) == (5, str(place.kept))
+    assert f"in {place.kept}" in cli("drain", "--root", place.root).stderr
+    shutil.rmtree(place.kept)
+    assert cli("status", "--root", place.root).stdout.startswith("NOT SAFE: the newest state, step 5")

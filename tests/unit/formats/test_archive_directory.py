@@ -1,0 +1,130 @@
+"""Each field of an archive's directory that lies is refused by itself."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ckptmirror.core.errors import IntegrityError
+from ckptmirror.formats import archives
+from ckptmirror.formats.archives import check_archive_file, check_archive_stream
+from tests.hostile_files import Record, archive, number, pickled, pt
+
+HONEST = pt(number(1), s0=b"1234")
+MANY = archive(Record("data.pkl", pickled(number(7))), *(Record(f"x/{i}", b"") for i in range(70_000)))
+
+
+def changed(data: bytes, mark: bytes, at: int, form: str, value: int, *, last: bool = False) -> bytes:
+    """An archive with one number written over, so far behind a mark."""
+    place = (data.rindex if last else data.index)(mark) + at
+    return data[:place] + struct.pack(form, value) + data[place + struct.calcsize(form) :]
+
+
+def entry(at: int, form: str, value: int) -> bytes:
+    return changed(HONEST, b"PK\1\2", at, form, value)
+
+
+def end(at: int, form: str, value: int) -> bytes:
+    return changed(HONEST, b"PK\5\6", at, form, value)
+
+
+def end_64(at: int, form: str, value: int) -> bytes:
+    return changed(MANY, b"PK\6\6", at, form, value)
+
+
+def with_a_gap() -> bytes:
+    """Something between the directory and its end."""
+    at = HONEST.index(b"PK\5\6")
+    return HONEST[:at] + b"\0" * 8 + HONEST[at:]
+
+
+LIES = {
+    "an entry that begins otherwise": (entry(0, "<I", 0), "directory of the archive is broken"),
+    "an entry on another disk": (entry(34, "<H", 1), "directory of the archive is broken"),
+    "an entry that is longer than the directory": (entry(32, "<H", 60_000), "directory of the archive is broken"),
+    "a method": (entry(10, "<H", 8), "compressed or encrypted"),
+    "encryption": (entry(8, "<H", 1), "compressed or encrypted"),
+    "another size than it takes": (entry(20, "<I", 1), "compressed or encrypted"),
+    "no record where one begins": (entry(42, "<I", 1), "a place where no record begins"),
+    "a size in 64 bits that is not there": (
+        changed(entry(20, "<I", 0xFFFFFFFF), b"PK\1\2", 24, "<I", 0xFFFFFFFF),
+        "directory of the archive is broken|in one place|past the end",
+    ),
+    "a comment": (end(20, "<H", 4), "no archive as torch.save writes it"),
+    "an end on another disk": (end(4, "<H", 1), "no archive as torch.save writes it"),
+    "a directory on another disk": (end(6, "<H", 1), "no archive as torch.save writes it"),
+    "other entries here than in all": (end(8, "<H", 1), "no archive as torch.save writes it"),
+    "fewer entries than there are": (
+        changed(end(8, "<H", 1), b"PK\5\6", 10, "<H", 1),
+        "holds more than it says",
+    ),
+    "a directory that does not lie at its end": (with_a_gap(), "does not lie at its end"),
+    "a wide end that begins otherwise": (end_64(0, "<I", 0), "directory of the archive is broken"),
+    "a wide end of another length": (end_64(4, "<Q", 45), "directory of the archive is broken"),
+    "a wide end on another disk": (end_64(16, "<I", 1), "directory of the archive is broken"),
+    "a wide directory on another disk": (end_64(20, "<I", 1), "directory of the archive is broken"),
+    "other entries here than in all, wide": (end_64(24, "<Q", 1), "directory of the archive is broken"),
+    "a locator that points elsewhere": (changed(MANY, b"PK\6\7", 8, "<Q", 0), "does not lie at its end"),
+    "a name without the archive's directory": (
+        archive(Record("data.pkl", pickled(number(1))), top=""),
+        "does not lie in the archive's directory",
+    ),
+    "names in two directories": (
+        archive(Record("data.pkl", pickled(number(1))), Record("version", b"3", top="b/")),
+        "does not lie in the archive's directory",
+    ),
+    "a name that is no text": (HONEST.replace(b"archive/version", b"archive/versio\xff"), "no whole archive"),
+    "a record that reaches into the directory": (
+        archive(Record("data.pkl", pickled(number(1))), Record("data/0", b"1" * 4, claims_size=40)),
+        "past the end of the archive|compressed",
+    ),
+    "no data.pkl": (archive(Record("version", b"3")), "without data.pkl"),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_directory_that_lies_is_refused(what: str) -> None:
+    data, why = LIES[what]
+    assert data not in (HONEST, MANY)
+    with pytest.raises(IntegrityError, match=why):
+        check_archive_stream(io.BytesIO(data))
+
+
+def test_what_they_were_made_of_is_let_through() -> None:
+    check_archive_stream(io.BytesIO(HONEST))
+    check_archive_stream(io.BytesIO(MANY))
+
+
+def test_records_that_share_some_bytes_are_refused() -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as file:
+        file.writestr("archive/data.pkl", pickled(number(1)))
+        file.writestr("archive/data/0", pickled(number(1)))
+    data = stream.getvalue()
+    first, second = data.index(b"PK\1\2"), data.rindex(b"PK\1\2")
+    longer = struct.pack("<II", 40, 40)  # the first reaches into the second
+    data = data[: first + 20] + longer + data[first + 28 :]
+    assert second > first
+    with pytest.raises(IntegrityError, match="lie in one place"):
+        check_archive_stream(io.BytesIO(data))
+
+
+def test_a_directory_is_not_read_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "_MAX_DIRECTORY_BYTES", 100)
+    with pytest.raises(IntegrityError, match="too large"):
+        check_archive_stream(io.BytesIO(HONEST))
+
+
+def test_a_link_is_not_followed_and_a_pipe_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(HONEST)
+    (tmp_path / "link.pt").symlink_to("x.pt")
+    os.mkfifo(tmp_path / "pipe.pt")
+    check_archive_file(tmp_path / "x.pt")
+    for name in ("link.pt", "pipe.pt"):
+        with pytest.raises((OSError, IntegrityError)):
+            check_archive_file(tmp_path / name)
