@@ -7,9 +7,7 @@ Rules:
 from __future__ import annotations
 
 import copy
-import os
 import signal
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +24,7 @@ from ckptmirror.flow.mirrors import Mirror
 from ckptmirror.local import crashpoints
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
+from tests import clean_processes
 
 WIDTH = 6
 
@@ -161,26 +160,18 @@ def dead() -> StoreFault:
     return StoreFault(when="before", times=0)
 
 
-def killed_at(crash_at: str | None, job: Callable[[], object]) -> bool:
-    """Run ``job`` in a forked child that dies by SIGKILL at a crash point; whether it did (else it ended in order)."""
-    torch.set_num_threads(1)
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            crashpoints.arm(crash_at)
-            job()
-            code = 0
-        except BaseException:  # noqa: BLE001 - said here, since nothing outlives this process
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return True
-    assert os.WEXITSTATUS(status) == 0, "the child failed in another way"
-    return False
+def killed_at(crash_at: str | None, job: Callable[..., object], *arguments: Any, **more: Any) -> bool:
+    """Run ``job`` in a child that dies by SIGKILL at a crash point; whether it did (else it ended in order)."""
+    child = clean_processes.process(_until_killed, crash_at, job, arguments, more)
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL), "the child failed in another way"
+    return child.exitcode != 0
+
+
+def _until_killed(crash_at: str | None, job: Callable[..., object], arguments: Any, more: dict[str, Any]) -> None:
+    crashpoints.arm(crash_at)
+    job(*arguments, **more)
 
 
 def leftovers(root: Path) -> list[str]:

@@ -52,10 +52,10 @@ class SpyStore:
 class Place:
     """A trainer's root, its mirror, and an eval host's directory."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, url: str | None = None) -> None:
         self.root = tmp_path / "root"
         self.dest = tmp_path / "eval"
-        self.url = f"memory://m-{uuid.uuid4().hex}/run"
+        self.url = url or f"memory://m-{uuid.uuid4().hex}/run"
         self.spy = SpyStore(open_store(self.url))
         self.mirror = Mirror(self.spy.url, True, self.spy)  # type: ignore[arg-type]
         put_attempts(self.spy, [FIRST_ATTEMPT])  # type: ignore[arg-type]

@@ -69,7 +69,10 @@ def _verdict(status: Status) -> str:
 
 def _is_apart(one: Path, other: Path) -> bool:
     """Whether two directories lie on two disks, as far as the system tells."""
-    return one.stat().st_dev != other.stat().st_dev
+    try:
+        return one.stat().st_dev != other.stat().st_dev
+    except OSError:  # one of them went away since
+        return False
 
 
 def _safety(line: SaveLine) -> str:

@@ -33,7 +33,15 @@ from ckptmirror.flow.choose import lineage_of
 from ckptmirror.flow.claim import publish_attempts
 from ckptmirror.flow.destination import is_training_root
 from ckptmirror.flow.emergency_files import is_emergency
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec, close_mirrors, left_behind, mirror_specs, open_mirrors
+from ckptmirror.flow.mirrors import (
+    Mirror,
+    MirrorSpec,
+    close_mirrors,
+    left_behind,
+    mirror_specs,
+    open_mirrors,
+    stop_retrying,
+)
 from ckptmirror.flow.persistent import copy_of
 from ckptmirror.flow.recheck import Recheck
 from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
@@ -294,13 +302,14 @@ def _run(
         recheck.ask_if_due()
         return not recheck.waits_for(urls)
 
+    limit_s = _STOP_AT_ONCE_S  # at a person's interrupt: what is on its way is found by the next drain
     try:
         workers.start()
         workers.wait_until_verified(done, timeout_s, look_every_s=looker.every_s)
-    except BaseException:  # a person's interrupt: what is on its way is found by the next drain
-        workers.stop(_STOP_AT_ONCE_S)
-        raise
-    workers.stop(_STOP_S)
+        limit_s = _STOP_S
+    finally:
+        stop_retrying(mirrors)
+        workers.stop(limit_s)
     given_up = [record for record in table.records(state=RecordState.FAILED) if record.mirror in urls]
     failed = [f"{record.mirror}: {record.path}: {record.last_error}" for record in given_up]
     here = local_catalog(root)

@@ -28,6 +28,7 @@ from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.base import Store
+from ckptmirror.stores.decorator import StoreDecorator
 from ckptmirror.stores.remembering import RememberingStore
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "mirror_specs",
     "open_mirrors",
     "set_mirrors",
+    "stop_retrying",
 ]
 
 _NOTE_FORMAT = "ckptmirror-mirror"
@@ -274,6 +276,13 @@ def _chain(path: Path) -> list[_Where]:
         places += [(found.st_dev, found.st_ino, tuple(tail[:count])) for count in range(len(tail), -1, -1)]
         tail = []
     return places
+
+
+def stop_retrying(mirrors: Sequence[Mirror]) -> None:
+    """Have what fails from now on fail at once, instead of after seconds of tries: somebody waits for the end."""
+    for mirror in mirrors:
+        if isinstance(mirror.store, StoreDecorator):
+            mirror.store.stop_retrying()
 
 
 def close_mirrors(mirrors: Sequence[Mirror]) -> None:

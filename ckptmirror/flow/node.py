@@ -34,6 +34,7 @@ from ckptmirror.flow.mirrors import (
     known_mirrors,
     open_mirrors,
     set_mirrors,
+    stop_retrying,
 )
 from ckptmirror.flow.persistent import open_persistent, persistent_catalog
 from ckptmirror.flow.recheck import Recheck
@@ -112,7 +113,7 @@ class Node:
 
     def start_claim(self) -> RunClaim:
         """Claim the run on every mirror that answers; see RunClaim.make."""
-        rotator_ended, _ = self._stop_services()
+        rotator_ended, _ = self._stop_services(for_good=False)
         if not rotator_ended or self._is_bringing():
             raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
         self.persistent = persistent_catalog(self.persistent_dir, self.root) if self.persistent_dir else None
@@ -370,18 +371,17 @@ class Node:
             self.bringing.join(_STOP_BRINGING_S)
         return self.bringing is not None and self.bringing.is_alive()
 
-    def _stop_services(self, limit_s: float | None = None) -> tuple[bool, bool]:
+    def _stop_services(self, limit_s: float | None = None, *, for_good: bool = True) -> tuple[bool, bool]:
         """Say whether the rotator and the workers ended."""
-        rotator, workers = self._rotator, self._workers
-        self._rotator = self._workers = None
+        if for_good:
+            stop_retrying(self.mirrors)
+        rotator, workers, self._rotator, self._workers = self._rotator, self._workers, None, None
         if workers is not None:
             workers.ask_to_stop()
         rotator_ended = rotator is None or rotator.stop(_STOP_ROTATOR_S if limit_s is None else limit_s)
         workers_ended = workers is None or workers.stop(_STOP_WORKERS_S if limit_s is None else limit_s)
         if not (rotator_ended and workers_ended):
-            _log.warning(
-                "a mirror keeps the %s busy; they end with this process", "uploads" if rotator_ended else "rotation"
-            )
+            _log.warning("a mirror keeps %s busy until this process ends", "uploads" if rotator_ended else "rotation")
         return rotator_ended, workers_ended
 
     def _on_fenced(self, claim: RunClaim, reason: str) -> None:

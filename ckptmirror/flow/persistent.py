@@ -20,7 +20,7 @@ import threading
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import (
     CkptMirrorError,
     ConfigError,
@@ -143,11 +143,10 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
         Temporary: It cannot be read now.
     """
     name = meta_paths(meta)[0].partition("/")[0]
-    ours = {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)}
-    if os.path.lexists(root / name) and (stray := stray_below(root, [name], ours)) is not None:
+    if os.path.lexists(root / name) and (stray := _stray(root, name, meta)) is not None:
         raise DestinationOccupied(
             f"{root / name} is broken, a whole copy of it lies in {directory}, and it cannot make room: {stray}.",
-            hint="Move that file away, and start again.",
+            hint=f"Move it out of {root / name}, and start again.",
         )
     temporary = root / names.tmp_name(name, meta.save_id)
     if os.path.lexists(temporary):  # an earlier start came no further
@@ -180,6 +179,16 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
         write_note(root, meta.save_id, name, directory)
     empty_trash(root)
     saying(_log, meta).info("the emergency snapshot of step %d was brought back from %s", meta.step, directory)
+
+
+def _stray(root: Path, name: str, meta: Meta) -> str | None:
+    """Say what lies under a snapshot's name and is not of it; None if there is nothing."""
+    for path in meta_paths(meta):
+        with contextlib.suppress(CkptMirrorError, OSError):  # a broken meta is none of another
+            other = meta_from_bytes(files.read_limited(root / path, META_LIMIT_BYTES))
+            if other.save_id != meta.save_id:
+                return f"{path} is of another snapshot, {other.save_id[:8]}"
+    return stray_below(root, [name], {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)})
 
 
 def _copy(source: Path, target: Path, artifact: Artifact, meta: Meta, buffer: memoryview) -> None:

@@ -33,6 +33,7 @@ _MAX_MEMO_GAP = 1_000  # picklers number by ones; the C unpickler makes room up 
 _MAX_KEY_VALUES = 100_000  # of one key; a position of a game or a row of a table may be one
 _MAX_KEY_DEPTH = 16  # hashing a tuple recurses in C, without a check
 _FREE_WORK = 10_000_000  # a second; beyond it one for each byte: a key has at least as many as it has values
+_NOTHING: Final = object()  # under a number that nobody gave; a list takes a tenth of what a dict takes
 _SHOWN_BYTES = 1 << 16  # longer texts name nothing, and are passed over
 
 
@@ -72,7 +73,8 @@ class _Scan:
         self.at = 0
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
+        self.remembered = 0
         self.containers = 0
         self.container_limit = _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
         self.work_limit = _FREE_WORK + len(data)
@@ -139,9 +141,12 @@ class _Scan:
         return found
 
     def remember(self, index: int) -> None:
-        if index > len(self.memo) + _MAX_MEMO_GAP:
-            raise UnsafePickle(f"It numbers what it remembers {index}, after {len(self.memo)}.")
-        self.memo[index] = self.stack[-1]
+        if index > self.remembered + _MAX_MEMO_GAP:
+            raise UnsafePickle(f"It numbers what it remembers {index}, after {self.remembered}.")
+        value = self.stack[-1]
+        self.memo += [_NOTHING] * (index + 1 - len(self.memo))
+        self.remembered += self.memo[index] is _NOTHING
+        self.memo[index] = value
 
     # -- containers -----------------------------------------------------------------------------------------
 
@@ -234,7 +239,9 @@ class _Scan:
         self.global_(module, name)
 
     def memo_value(self, index: int) -> None:
-        self.push(self.memo[index])
+        if (value := self.memo[index]) is _NOTHING:
+            raise IndexError
+        self.push(value)
 
     def integer(self) -> None:
         self.push(int.from_bytes(self.take(self.number(_U1)), "little", signed=True))
@@ -347,7 +354,7 @@ _OPCODES: dict[int, Callable[[_Scan], None]] = {
         pickle.SETITEMS: lambda scan: scan.set_items(scan.pop_mark()),
         pickle.BINPUT: lambda scan: scan.remember(scan.number(_U1)),
         pickle.LONG_BINPUT: lambda scan: scan.remember(scan.number(_U4)),
-        pickle.MEMOIZE: lambda scan: scan.remember(len(scan.memo)),
+        pickle.MEMOIZE: lambda scan: scan.remember(scan.remembered),
         pickle.BINGET: lambda scan: scan.memo_value(scan.number(_U1)),
         pickle.LONG_BINGET: lambda scan: scan.memo_value(scan.number(_U4)),
         pickle.GLOBAL: lambda scan: scan.global_(scan.line(), scan.line()),

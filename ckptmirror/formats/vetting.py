@@ -34,7 +34,7 @@ _WALL_FACTOR = 20  # of the processor time: a machine with that much else to do
 _REFUSED, _TOO_MUCH = 41, 42
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from ckptmirror.formats.vetting import main; main(int(sys.argv[2]))"
+    "from ckptmirror.formats.vetting import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
@@ -51,7 +51,7 @@ def vet(data: bytes) -> None:
         return
     limit_s = _seconds_for(len(data))
     places = json.dumps([place for place in sys.path if isinstance(place, str)])
-    command = [sys.executable, "-I", "-c", _CHILD, places, str(len(data))]
+    command = [sys.executable, "-I", "-c", _CHILD, places, str(len(data)), str(limit_s)]
     try:
         child = subprocess.run(  # in a session of its own: a signal to the training is none to it
             command,
@@ -80,14 +80,15 @@ def _seconds_for(size_bytes: int) -> int:
     return _FREE_S + size_bytes // _BYTES_PER_S
 
 
-def main(size_bytes: int) -> NoReturn:
-    """Be the child: unpickle what comes on standard input, within limits."""
+def main(size_bytes: int, limit_s: int) -> NoReturn:
+    """Be the child: unpickle what comes on standard input, within limits of memory and of processor time."""
     from ckptmirror.formats.unpickle import AllowListUnpickler
 
     data = sys.stdin.buffer.read(size_bytes)
     used_s = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
-    limit_s = used_s + _seconds_for(size_bytes)
-    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))  # SIGXCPU first, and SIGKILL in the end
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (used_s + limit_s, used_s + limit_s + 5)
+    )  # SIGXCPU first, and SIGKILL in the end
     limit_bytes = _data_bytes() + _FREE_BYTES + _BYTES_PER_BYTE * size_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

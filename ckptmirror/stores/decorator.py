@@ -70,6 +70,11 @@ class StoreDecorator:
         """See :meth:`Store.delete`."""
         self._behind().delete(name, generation=generation)
 
+    def stop_retrying(self) -> None:
+        """From now on what fails is not tried again, by no store behind: somebody waits for the end."""
+        if isinstance(self._store, StoreDecorator):
+            self._store.stop_retrying()
+
     def close(self) -> None:
         """Close the store behind."""
         self._store.close()

@@ -6,7 +6,7 @@ Rules:
   caller compares. ``identity`` is not: a file system that is not mounted is not so in a second.
 * Delays are drawn between zero and a limit that doubles ("full jitter"), never shorter than the store's Retry-After.
 * It ends with the last error after ``tries`` tries, or when the next would begin later than ``total_s`` after the
-  first (a mirror's: ``CKPTMIRROR_RETRY_S``); ``close`` ends it at once.
+  first (a mirror's: ``CKPTMIRROR_RETRY_S``); ``stop_retrying`` and ``close`` end it at once.
 * An upload is continued with the session that the failed try learned, a listing after the last name that was yielded.
 * The first try costs nothing: the retry library is imported when something has failed.
 """
@@ -65,7 +65,7 @@ class RetryingStore(StoreDecorator):
         total_s: No try begins later than this after the first.
         first_delay_s: Longest delay after the first try; it doubles with each.
         longest_delay_s: Where the doubling stops.
-        wait: Waits so many seconds, or until the store is closed; tests pass their own.
+        wait: Waits so many seconds, or until nothing is to be tried again; tests pass their own.
         on_wait: Told before each wait: the mirror's URL, for how many seconds, and what went wrong.
     """
 
@@ -86,8 +86,8 @@ class RetryingStore(StoreDecorator):
         self._total_s = total_s
         self._first_delay_s = first_delay_s
         self._longest_delay_s = longest_delay_s
-        self._closed = threading.Event()
-        self._wait = wait if wait is not None else self._closed.wait
+        self._is_over = threading.Event()
+        self._wait = wait if wait is not None else self._is_over.wait
 
     def stat(self, name: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""
@@ -128,10 +128,15 @@ class RetryingStore(StoreDecorator):
         """See :meth:`Store.delete`."""
         self._call(lambda: self._store.delete(name, generation=generation))
 
+    def stop_retrying(self) -> None:
+        """End the waits between tries, and try nothing again."""
+        self._is_over.set()
+        super().stop_retrying()
+
     def close(self) -> None:
-        """End waits between tries, and close the store behind."""
-        self._closed.set()
-        self._store.close()
+        """The same, and close the store behind."""
+        self._is_over.set()
+        super().close()
 
     def _call(self, operation: Callable[[], _Result]) -> _Result:
         try:
@@ -155,9 +160,10 @@ class RetryingStore(StoreDecorator):
                 raise errors.pop()
             return operation()
 
+        enough = stop_after_attempt(self._tries) | stop_before_delay(self._total_s)
         retrying = Retrying(
             retry=retry_if_exception_type(StoreTemporary),
-            stop=stop_after_attempt(self._tries) | stop_before_delay(self._total_s) | stop_when_event_set(self._closed),
+            stop=enough | stop_when_event_set(self._is_over),
             wait=self._delay_s,
             sleep=self._sleep,
             before_sleep=self._tell,

@@ -1,13 +1,9 @@
-"""Run by torchrun: saves and loads with real ranks, and leaves what it found for the test to compare.
-
-Usage: torchrun --nproc-per-node 2 formats_worker.py SCENARIO DIRECTORY
-"""
+"""What a rank does: saves and loads, and leaves what it found for the test to compare."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
@@ -368,10 +364,8 @@ def two_disks(how: str, directory: Path, group: Any) -> dict[str, Any]:
     return {"paths": [(artifact.path, artifact.rank, artifact.digest.crc32c) for artifact in mine]}
 
 
-def main() -> None:
+def play(rank: int, scenario: str, directory: Path) -> None:
     """Run one scenario and leave its result as ``rank<r>.pickle``."""
-    scenario, directory = sys.argv[1], Path(sys.argv[2])
-    dist.init_process_group("gloo")
     group = dist.new_group(backend="gloo")
     name, _, how = scenario.partition("-")
     if name == "roundtrip":
@@ -386,10 +380,4 @@ def main() -> None:
         result = full_disk(how, directory, group)
     else:
         result = two_disks(how, directory, group)
-    (directory / f"rank{dist.get_rank()}.pickle").write_bytes(pickle.dumps(result))
-    dist.barrier()  # without it, destroying the group aborts now and then
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    (directory / f"rank{rank}.pickle").write_bytes(pickle.dumps(result))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ckptmirror.core.errors import CkptMirrorError
+from tests import clean_processes
 
 LIMIT_S = 60.0
 Job = Callable[..., Any]
@@ -21,7 +20,6 @@ Job = Callable[..., Any]
 def _process(
     job: Job, rank: int, size: int, port: int, store_in_rank_0: bool, pipe: Any, args: tuple[Any, ...]
 ) -> None:
-    torch.set_num_threads(1)
     first = rank == 0 and store_in_rank_0
     store = dist.TCPStore("127.0.0.1", port, is_master=first, wait_for_workers=False, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
@@ -32,16 +30,13 @@ def _process(
 
 def run_ranks(size: int, job: Job, *args: Any, dead: tuple[int, ...] = (), store_in_rank_0: bool = False) -> list[Any]:
     """Run ``job(rank, *args)`` in ``size`` processes; return what each returned, None for those expected to die."""
-    context = multiprocessing.get_context("spawn")
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     if store_in_rank_0:
         store = None  # frees the port for rank 0
-    pipes = [context.Pipe() for _ in range(size)]
+    pipes = [clean_processes.Pipe() for _ in range(size)]
     processes = [
-        context.Process(
-            target=_process, args=(job, rank, size, port, store_in_rank_0, pipes[rank][1], args), daemon=True
-        )
+        clean_processes.process(_process, job, rank, size, port, store_in_rank_0, pipes[rank][1], args)
         for rank in range(size)
     ]
     for process in processes:

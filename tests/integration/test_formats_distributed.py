@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import formats_worker as worker
+import rank_processes
 import torch
 from format_cases import files_below, same_bits
 
@@ -30,15 +29,7 @@ KINDS: tuple[Kind, ...] = worker.KINDS
 
 def run_ranks(scenario: str, directory: Path) -> list[dict[str, Any]]:
     """Run a scenario on two ranks and return each rank's result."""
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            worker.__file__, scenario, str(directory),
-        ],
-        capture_output=True, text=True, timeout=150, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    rank_processes.run_ranks(2, worker.play, scenario, directory)
     return [pickle.loads((directory / f"rank{rank}.pickle").read_bytes()) for rank in (0, 1)]
 
 

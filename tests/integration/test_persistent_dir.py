@@ -202,6 +202,18 @@ def test_a_strangers_file_in_a_broken_snapshot_is_not_deleted_and_nothing_older_
     assert place.start()[:2] == (5, "emergency")
 
 
+def test_another_snapshot_of_the_same_name_is_not_replaced(place: Place, tmp_path: Path) -> None:
+    directory, _ = place.snapshot(5)
+    other = Place(tmp_path / "other")
+    other.snapshot(5)
+    (meta,) = snapshots_in(other.kept).values()
+    flip_bit(directory / "rank0.pt")
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    with pytest.raises(DestinationOccupied, match="is of another snapshot"):
+        persistent.bring_snapshot(place.root, other.kept, meta)
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+
+
 def test_an_old_snapshot_that_cannot_be_read_keeps_no_start(place: Place) -> None:
     directory, _ = place.snapshot(5)
     saved_run(place.root, (6,), place.mirror)

@@ -136,7 +136,7 @@ def test_crash_during_save_leaves_no_final_file(tmp_path: Path, crash_at: str) -
     """The DCP twin: SIGKILL in the middle of a save of both kinds."""
     saved_run(tmp_path, (1,))
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert killed_at(crash_at, lambda: saved_run(tmp_path, (2,)))
+    assert killed_at(crash_at, saved_run, tmp_path, (2,))
     assert sorted(whole(tmp_path)) == [1]
     with running(tmp_path) as manager:
         start = manager.resume(new_state())
@@ -151,7 +151,7 @@ def test_crash_in_a_sidecars_tmp_leaves_no_final_file(tmp_path: Path) -> None:
     for number in range(7, 14):  # the writes of the second run: the lists first, then one artifact after the other
         root = tmp_path / f"run{number}"
         saved_run(root, (1,))
-        if not killed_at(f"file.write:after@{number}", lambda root=root: saved_run(root, (2,))):
+        if not killed_at(f"file.write:after@{number}", saved_run, root, (2,)):
             break
         crashed_in |= {path.name.partition("_")[0] for path in root.glob("*.tmp")}
         assert [path.name for path in root.glob("*000002*") if path.suffix != ".tmp"] == []

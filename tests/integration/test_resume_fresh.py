@@ -201,7 +201,7 @@ def test_what_a_crash_left_of_the_first_save_lets_the_run_begin(
     tmp_path: Path, url: str, crash_at: str, mirrored: bool
 ) -> None:
     mirrors = (url,) if mirrored else ()
-    assert killed_at(crash_at, lambda: saved_run(tmp_path / "root", (1,), *mirrors))
+    assert killed_at(crash_at, saved_run, tmp_path / "root", (1,), *mirrors)
     with running(tmp_path / "root", *mirrors) as manager:
         assert manager.resume(new_state()) is None
 

@@ -201,7 +201,7 @@ def test_same_step_redo(tmp_path: Path) -> None:
 
 
 def test_a_redo_after_a_crash_in_the_first_try_works(tmp_path: Path) -> None:
-    assert killed_at("save.publish:before@2", lambda: saved_run(tmp_path, (1,)))
+    assert killed_at("save.publish:before@2", saved_run, tmp_path, (1,))
     states = saved_run(tmp_path, (1,))
     assert sorted(whole(tmp_path)) == [1]
     assert leftovers(tmp_path) == []

@@ -32,8 +32,8 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def stage_model(mirror: Mirror, dest: Path, **more: bool) -> Callable[[], object]:
-    return lambda: stage_checkpoint_step(mirror, step=200, dest=dest, require_kind="model", **more)
+def stage_model(mirror: Mirror | str, dest: Path, **more: bool) -> None:
+    stage_checkpoint_step(mirror, step=200, dest=dest, require_kind="model", **more)
 
 
 @pytest.mark.parametrize("crash_at", CUT_SHORT)
@@ -54,10 +54,10 @@ def test_i12_a_stage_of_one_kind_that_is_cut_short_costs_the_trainers_save_nothi
     before = names_in(trained.root)
     damage(trained.root / "model_000200.pt")
     mirror = Mirror(first, True, open_store(first))
-    killed_at(crash_at, stage_model(mirror, trained.root, refresh=True))
+    killed_at(crash_at, stage_model, first, trained.root, refresh=True)
     with UploadsTable.open(trained.root / names.TABLE_NAME) as table:  # the next start, or a drain, looks first
         reconcile(trained.root, table, [])
-    stage_model(mirror, trained.root, refresh=True)()
+    stage_model(mirror, trained.root, refresh=True)
     assert names_in(trained.root) == before
     assert whole_saves(trained.root) == {meta.save_id: meta}
     assert drain(trained.root, timeout_s=30).pending == 0
@@ -90,7 +90,7 @@ def test_i1_refresh_keeps_an_original_whose_copy_on_the_mirror_has_rotted(place:
 def test_i1_refresh_from_another_mirror_keeps_what_was_staged_from_the_first(place: Place, tmp_path: Path) -> None:
     """The first may be gone by now: then the copy is all there is."""
     mine = place.save(200, ("model",), 1)
-    stage_model(place.mirror, place.dest)()
+    stage_model(place.mirror, place.dest)
     other = Place(tmp_path / "another")
     other.save(200, ("model",), 2)
     with pytest.raises(RefusedOnlyCopy, match="it stays"):
@@ -98,27 +98,28 @@ def test_i1_refresh_from_another_mirror_keeps_what_was_staged_from_the_first(pla
     assert set(whole_saves(place.dest)) == {mine.save_id}
 
 
-def test_a_file_that_somebody_put_under_a_replaced_name_stays(place: Place) -> None:
+def test_a_file_that_somebody_put_under_a_replaced_name_stays(tmp_path: Path) -> None:
+    place = Place(tmp_path, f"file://{tmp_path}/mirror")
     place.save(200, ("model",), 1)
-    stage_model(place.mirror, place.dest)()
+    stage_model(place.mirror, place.dest)
     new = place.save(200, ("model",), 2)
-    assert killed_at("trash.rename:after", stage_model(place.mirror, place.dest, refresh=True))
+    assert killed_at("trash.rename:after", stage_model, place.url, place.dest, refresh=True)
     (place.dest / "model_000200.pt").unlink()
     (place.dest / "model_000200.pt").write_bytes(b"a person's own model")
-    stage_model(place.mirror, place.dest)()
+    stage_model(place.mirror, place.dest)
     assert (place.dest / "model_000200.pt").read_bytes() == b"a person's own model"
     assert set(whole_saves(place.dest)) == {new.save_id}
 
 
 def test_i10_nothing_is_moved_through_a_link_in_place_of_the_trash(place: Place, tmp_path: Path) -> None:
     place.save(200, ("model",))
-    stage_model(place.mirror, place.dest)()
+    stage_model(place.mirror, place.dest)
     shutil.rmtree(place.dest / names.TRASH_DIR, ignore_errors=True)
     (tmp_path / "elsewhere").mkdir()
     (place.dest / names.TRASH_DIR).symlink_to(tmp_path / "elsewhere")
     flip_bit(place.dest / "model_000200.pt")
     with pytest.raises(UsageError, match="symbolic link"):
-        stage_model(place.mirror, place.dest, refresh=True)()
+        stage_model(place.mirror, place.dest, refresh=True)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 

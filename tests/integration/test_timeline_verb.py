@@ -176,14 +176,7 @@ def test_each_rank_tells_of_its_own_host_copy_and_all_of_the_same_save(tmp_path:
 
 def test_a_trainer_that_was_killed_while_it_wrote_leaves_a_save_without_an_end(tmp_path: Path):
     root = tmp_path / "root"
-
-    def job() -> None:
-        with running(root) as manager:
-            state = new_state()
-            manager.resume(state)
-            manager.save(1, state).wait()
-
-    assert killed_at("table.add_save:before", job)
+    assert killed_at("table.add_save:before", saved_run, root, (1,))
     saved_run(root, (2,))
     said = timeline_of(root)
     commits = [bar for bar in said["bars"] if bar["kind"] == "commit"]

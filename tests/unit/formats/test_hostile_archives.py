@@ -92,7 +92,11 @@ def test_every_hostile_archive_is_refused_within_256_mib_and_without_hours_of_wo
     assert not (tmp_path / "owned").exists()
 
 
-_SMALL = [name for name in ARCHIVES if not any(word in name for word in ("hours", "deep", "bytearray", "1000:1"))]
+_SMALL = [
+    name
+    for name in ARCHIVES
+    if not any(word in name for word in ("hours", "deep", "bytearray", "1000:1", "million lists"))
+]
 
 
 @pytest.mark.parametrize("what", _SMALL)

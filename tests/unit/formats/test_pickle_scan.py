@@ -42,6 +42,8 @@ BROKEN = {
     "a call without a tuple": (global_("a", "b") + b"]R", "calls something without a tuple"),
     "a global of numbers": (b"K\x01K\x02\x93", "names a global without text"),
     "a memo that was not filled": (get(7), "broken at byte"),
+    "a memo that was skipped": (number(1) + put(7) + get(6), "broken at byte"),
+    "a memo behind a skipped one": (number(1) + put(7) + b"\x94" + get(8), "broken at byte"),  # MEMOIZE counts: it is 1
     "no end": (b"", "broken at byte"),
 }
 UNSAFE = {

@@ -17,6 +17,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.stores import memory, open_store
 from ckptmirror.stores.base import Upload
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
+from ckptmirror.stores.remembering import RememberingStore
 from ckptmirror.stores.retrying import RetryingStore
 from tests.contract.stores_under_test import pattern_bytes, upload_of
 
@@ -158,7 +159,8 @@ def test_a_listing_goes_on_after_the_last_name_that_was_yielded(faulty: FaultySt
     assert [info.name for info in store.list("x")] == [f"x{number}" for number in range(5)]
 
 
-def test_close_ends_a_wait_at_once(faulty: FaultyStore) -> None:
+@pytest.mark.parametrize("end", ["close", "stop_retrying"])
+def test_a_wait_ends_at_once_when_nothing_is_to_be_tried_again(faulty: FaultyStore, end: str) -> None:
     store = RetryingStore(faulty, first_delay_s=1e3, longest_delay_s=1e3, total_s=1e9)
     faulty.script(StoreFault(times=0, when="before", error=lambda: _asked_after(1e3)))
     failed = threading.Event()
@@ -170,7 +172,7 @@ def test_close_ends_a_wait_at_once(faulty: FaultyStore) -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    store.close()
+    getattr(RememberingStore(store, lambda: None, print), end)()
     assert failed.wait(30)
     thread.join(30)
 
