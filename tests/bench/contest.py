@@ -34,6 +34,7 @@ class Contestant:
         run: Does it once and returns seconds (or bytes) by what was measured.
         before: Prepares a run; not measured.
         after: Removes what the run left; not measured.
+        times: How often it runs in a round, of which the median counts: what is short is at the mercy of the moment.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Contestant:
     run: Callable[[], Mapping[str, float]]
     before: Callable[[], None] = _nothing
     after: Callable[[], None] = _nothing
+    times: int = 1
 
 
 @dataclass
@@ -71,20 +73,24 @@ def measure(contestants: Sequence[Contestant], rounds: int, *, unit: str = "s", 
         turn = number % len(contestants)
         order = [*contestants[turn:], *contestants[:turn]]
         for contestant in reversed(order) if number % 2 else order:
-            contestant.before()
-            os.sync()
-            time.sleep(_REST_S)
-            try:
-                values = contestant.run()
-            finally:
-                contestant.after()
+            runs = [_run_once(contestant) for _ in range(contestant.times)]
             if number < 0:
                 continue
-            for what, value in values.items():
-                key = (what, contestant.name)
+            for what in runs[0]:
+                key, value = (what, contestant.name), statistics.median(run[what] for run in runs)
                 found.setdefault(key, Measured(what, contestant.name, contestant.role, unit)).samples.append(value)
     places = {contestant.name: index for index, contestant in enumerate(contestants)}
     return sorted(found.values(), key=lambda measured: places[measured.name])
+
+
+def _run_once(contestant: Contestant) -> Mapping[str, float]:
+    contestant.before()
+    os.sync()
+    time.sleep(_REST_S)
+    try:
+        return contestant.run()
+    finally:
+        contestant.after()
 
 
 def table(measured: Sequence[Measured]) -> list[str]:

@@ -29,6 +29,7 @@ from tests.bench.raw_disk import write_raw
 __all__ = ["measure_save"]
 
 _COPIES = 5  # memory is faster at one moment than at the next, and others are measured against this
+_TIMES = 3  # for what blocks for a tenth of a second
 _BLOCKING, _DURABLE = "save: blocking", "save: until durable"
 
 
@@ -121,9 +122,11 @@ def _contestants(manager: CheckpointManager, state: TrainState, directory: Path,
     return [
         Contestant("one copy_ into a warm buffer", "limit", copy, before=warm),
         Contestant("raw O_DIRECT write and fsync", "limit", raw, after=remove),
-        Contestant("ckptmirror dcp", "ours", ours("dcp"), before=train, after=empty_root),
-        Contestant("ckptmirror dcp and model", "ours", ours("dcp", "model"), before=train, after=empty_root),
+        Contestant("ckptmirror dcp", "ours", ours("dcp"), before=train, after=empty_root, times=_TIMES),
+        Contestant(
+            "ckptmirror dcp and model", "ours", ours("dcp", "model"), before=train, after=empty_root, times=_TIMES
+        ),
         Contestant("torch.save and fsync", "peer", blocking(torch_save), before=train, after=remove),
         Contestant("dcp.save", "peer", blocking(dcp_save), before=train, after=remove),
-        Contestant("dcp.async_save, kept stager", "peer", async_save, before=train, after=remove),
+        Contestant("dcp.async_save, kept stager", "peer", async_save, before=train, after=remove, times=_TIMES),
     ]
