@@ -16,6 +16,8 @@ from ckptmirror.formats.archives import check_archive_file, check_archive_stream
 from tests.hostile_files import Record, archive, number, pickled, pt
 
 HONEST = pt(number(1), s0=b"1234")
+WIDE = archive(Record("data.pkl", pickled(number(1))), Record("data/0", b"1", claims_size=1 << 33))
+NUMBERS = struct.pack("<HHQQ", 1, 16, 1 << 33, 1 << 33)
 MANY = archive(Record("data.pkl", pickled(number(7))), *(Record(f"x/{i}", b"") for i in range(70_000)))
 
 
@@ -53,8 +55,13 @@ LIES = {
     "no record where one begins": (entry(42, "<I", 1), "a place where no record begins"),
     "a size in 64 bits that is not there": (
         changed(entry(20, "<I", 0xFFFFFFFF), b"PK\1\2", 24, "<I", 0xFFFFFFFF),
-        "directory of the archive is broken|in one place|past the end",
+        "in one place",
     ),
+    "no size in 64 bits where one should be": (
+        changed(WIDE, NUMBERS, 2, "<H", 0),
+        "directory of the archive is broken",
+    ),
+    "one of two in 64 bits": (changed(WIDE, NUMBERS, 2, "<H", 8), "directory of the archive is broken"),
     "a comment": (end(20, "<H", 4), "no archive as torch.save writes it"),
     "an end on another disk": (end(4, "<H", 1), "no archive as torch.save writes it"),
     "a directory on another disk": (end(6, "<H", 1), "no archive as torch.save writes it"),
@@ -80,8 +87,8 @@ LIES = {
     ),
     "a name that is no text": (HONEST.replace(b"archive/version", b"archive/versio\xff"), "no whole archive"),
     "a record that reaches into the directory": (
-        archive(Record("data.pkl", pickled(number(1))), Record("data/0", b"1" * 4, claims_size=40)),
-        "past the end of the archive|compressed",
+        changed(changed(HONEST, b"PK\1\2", 20, "<I", 40, last=True), b"PK\1\2", 24, "<I", 40, last=True),
+        "past the end of the archive",
     ),
     "no data.pkl": (archive(Record("version", b"3")), "without data.pkl"),
 }
@@ -118,6 +125,16 @@ def test_a_directory_is_not_read_beyond_its_limit(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(archives, "_MAX_DIRECTORY_BYTES", 100)
     with pytest.raises(IntegrityError, match="too large"):
         check_archive_stream(io.BytesIO(HONEST))
+
+
+def test_a_file_that_becomes_shorter_meanwhile_is_refused() -> None:
+    class Shrinking(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            data = super().read(size)
+            return data[:-3] if data.startswith(b"PK\1\2") else data
+
+    with pytest.raises(IntegrityError, match="no whole archive"):
+        check_archive_stream(Shrinking(HONEST))
 
 
 def test_a_link_is_not_followed_and_a_pipe_not_waited_for(tmp_path: Path) -> None:

@@ -214,6 +214,14 @@ def test_broken_marks_are_integrity_errors(value: dict[str, Any]) -> None:
         read_pieces(value)
 
 
+def test_a_dict_that_carries_what_no_save_has_is_an_integrity_error() -> None:
+    for name, value in (("forward", 1), ("_metadata", [1])):
+        ordered: OrderedDict[str, int] = OrderedDict()
+        setattr(ordered, name, value)
+        with pytest.raises(IntegrityError, match="a dict that carries"):
+            decode({"model": ordered})
+
+
 def test_encoding_and_decoding_are_inverse_for_random_state_of_optimizers() -> None:
     value = {"a": [1, (2.5, None)], 3: {"x": {1, 2}}, (1, "b"): b"raw", "t": torch.ones(2)}
     again = decode(encode(value, "x"))

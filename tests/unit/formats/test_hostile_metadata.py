@@ -72,6 +72,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a duplicate of the stack": (number(1) + b"2\x86", "Unsupported operand"),
     "an extension": (b"\x82\x01", "Unsupported operand"),
     "a persistent id": (text("x") + b"Q", "persistent object"),
+    "a layout that is none": (called("torch.serialization", "_get_layout", text("torch.load")), "names a layout"),
+    "an attribute": (called("builtins", "getattr", global_("torch", "Size"), text("numel")), "asks for the attribute"),
 }
 
 

@@ -44,6 +44,7 @@ BROKEN = {
     "a memo that was not filled": (get(7), "broken at byte"),
     "a memo that was skipped": (number(1) + put(7) + get(6), "broken at byte"),
     "a memo behind a skipped one": (number(1) + put(7) + b"\x94" + get(8), "broken at byte"),  # MEMOIZE counts: it is 1
+    "a tuple of more than there is": (b"K\x01\x87", "broken at byte"),
     "no end": (b"", "broken at byte"),
 }
 UNSAFE = {

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckptmirror.core.errors import IntegrityError, Temporary, UnsafePickle
 from ckptmirror.formats import vetting
 from ckptmirror.formats.unpickle import loads_metadata
-from tests.hostile_files import called, dict_of, doubling_tuples, nested_tuples, number, put, text
+from tests.hostile_files import called, dict_of, doubling_tuples, global_, nested_tuples, number, put, text, tuple_
 
 FILLING = b"X" + struct.pack("<I", vetting.VET_FROM_BYTES) + b"x" * vetting.VET_FROM_BYTES + b"0"
 
@@ -75,6 +75,15 @@ def test_what_starts_with_every_python_may_print_beside_the_reason(monkeypatch: 
     monkeypatch.setattr(vetting, "_CHILD", noise + vetting._CHILD)
     with pytest.raises(UnsafePickle, match=r"posix\.system, which is not on the allow-list"):
         loads_metadata(large(called("posix", "system", text("true"))), "here")
+
+
+def test_a_class_that_a_large_pickle_changed_is_restored_and_said() -> None:
+    changed = tuple_(b"N", dict_of((text("storage_data"), number(1))))  # a state of slots is set one by one
+    changing = global_(Metadata.__module__, "Metadata") + changed + b"b0"
+    honest = pickle.dumps(Metadata({}), protocol=2)[2:-1]
+    with pytest.raises(UnsafePickle, match="tried to change the class Metadata"):
+        loads_metadata(large(changing + honest), "here")
+    assert Metadata.storage_data is None
 
 
 def test_a_large_broken_pickle_is_an_integrity_error() -> None:
