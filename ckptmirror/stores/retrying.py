@@ -6,7 +6,7 @@ Rules:
   caller compares. ``identity`` is not: a file system that is not mounted is not so in a second.
 * Delays are drawn between zero and a limit that doubles ("full jitter"), never shorter than the store's Retry-After.
 * It ends with the last error after ``tries`` tries, or when the next would begin later than ``total_s`` after the
-  first (a mirror's: ``CKPTMIRROR_RETRY_S``); ``stop_retrying`` and ``close`` end it at once.
+  first; ``stop_retrying`` and ``close`` end it at once. ``CKPTMIRROR_RETRY_S`` is the time, with any number of tries.
 * An upload is continued with the session that the failed try learned, a listing after the last name that was yielded.
 * The first try costs nothing: the retry library is imported when something has failed.
 """
@@ -28,9 +28,9 @@ from ckptmirror.stores.decorator import StoreDecorator
 if TYPE_CHECKING:
     from tenacity import RetryCallState
 
-__all__ = ["TOTAL_S", "OnWait", "RetryingStore", "total_s_of_environment"]
+__all__ = ["OnWait", "RetryingStore", "total_s_of_environment"]
 
-TOTAL_S = 120.0
+_TOTAL_S = 120.0
 _VARIABLE = "CKPTMIRROR_RETRY_S"
 
 OnWait: TypeAlias = Callable[[str, float, StoreTemporary], None]
@@ -38,13 +38,15 @@ _Result = TypeVar("_Result")
 _random = random.Random()  # the training's own numbers stay its own
 
 
-def total_s_of_environment() -> float:
-    """Return for how many seconds the user wants a mirror to be tried again.
+def total_s_of_environment() -> float | None:
+    """Return for how many seconds the user wants a mirror to be tried again; None if nothing says so.
 
     Raises:
         ConfigError: That is no number of seconds.
     """
-    text = os.environ.get(_VARIABLE) or str(TOTAL_S)
+    text = os.environ.get(_VARIABLE)
+    if not text:
+        return None
     try:
         total_s = float(text)
     except ValueError:
@@ -61,7 +63,7 @@ class RetryingStore(StoreDecorator):
 
     Args:
         store: The store behind.
-        tries: How often each call is made at most.
+        tries: How often each call is made at most; None: as often as ``total_s`` allows.
         total_s: No try begins later than this after the first.
         first_delay_s: Longest delay after the first try; it doubles with each.
         longest_delay_s: Where the doubling stops.
@@ -73,8 +75,8 @@ class RetryingStore(StoreDecorator):
         self,
         store: Store,
         *,
-        tries: int = 6,
-        total_s: float = TOTAL_S,
+        tries: int | None = 6,
+        total_s: float = _TOTAL_S,
         first_delay_s: float = 0.5,
         longest_delay_s: float = 20.0,
         wait: Callable[[float], object] | None = None,
@@ -149,6 +151,7 @@ class RetryingStore(StoreDecorator):
             Retrying,
             retry_if_exception_type,
             stop_after_attempt,
+            stop_any,
             stop_before_delay,
             stop_when_event_set,
         )
@@ -160,10 +163,12 @@ class RetryingStore(StoreDecorator):
                 raise errors.pop()
             return operation()
 
-        enough = stop_after_attempt(self._tries) | stop_before_delay(self._total_s)
+        enough = [stop_when_event_set(self._is_over), stop_before_delay(self._total_s)]
+        if self._tries is not None:
+            enough.append(stop_after_attempt(self._tries))
         retrying = Retrying(
             retry=retry_if_exception_type(StoreTemporary),
-            stop=enough | stop_when_event_set(self._is_over),
+            stop=stop_any(*enough),
             wait=self._delay_s,
             sleep=self._sleep,
             before_sleep=self._tell,

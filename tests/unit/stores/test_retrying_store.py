@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from ckptmirror.core.errors import (
     StorePermanent,
     StoreTemporary,
 )
-from ckptmirror.stores import memory, open_store
+from ckptmirror.stores import memory, open_store, retrying
 from ckptmirror.stores.base import Upload
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from ckptmirror.stores.remembering import RememberingStore
@@ -125,6 +126,16 @@ def test_an_upload_goes_on_with_the_session_of_the_failed_try(faulty: FaultyStor
     store.upload(upload_of("x", pattern_bytes(10), session="saved", on_session=told.append))
     assert seen == ["saved", "learned"]
     assert told[0] == "learned"
+
+
+def test_the_time_that_the_environment_says_is_used_up_by_any_number_of_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTMIRROR_RETRY_S", "1.5")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    monkeypatch.setattr(retrying, "_random", SimpleNamespace(uniform=lambda *_: 0.1))
+    waits = Waits()
+    with pytest.raises(StoreTemporary):
+        open_store("gs://a-bucket/run", on_wait=lambda _url, delay_s, _error: waits(delay_s)).stat("x")
+    assert len(waits) > 6
 
 
 @pytest.mark.parametrize(("limit_s", "waits_at_least"), [("0", 0), ("0.9", 1)])
