@@ -15,22 +15,21 @@ import io
 import os
 import pickle
 import stat
-from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 
 from ckptmirror.core.errors import IntegrityError, Temporary, UnsafePickle, UsageError
+from ckptmirror.formats.allow_list import AllowListUnpickler, unchanged_classes
 from ckptmirror.formats.archives import check_archive, check_archive_file, check_archive_stream
 from ckptmirror.formats.sparse import checked_sparse
 from ckptmirror.formats.vetting import vet
 
 __all__ = [
-    "AllowListUnpickler",
     "broken",
     "check_regular",
     "check_slice",
@@ -158,83 +157,6 @@ def _short(text: str) -> str:
     return text.strip().splitlines()[0][:300] if text.strip() else "no message"
 
 
-def _layout(name: str) -> torch.layout:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.layout):
-        raise UnsafePickle(f".metadata names a layout {name!r}.")
-    return found
-
-
-def _path(*parts: str) -> str:
-    return str(PurePosixPath(*parts))
-
-
-def _member(kind: Any, name: Any) -> Any:
-    """Python 3.11.0 to 3.11.3 pickle a member of an enumeration as ``getattr(its class, its name)``."""
-    if kind is not metadata._MEM_FORMAT_ENCODING or not isinstance(name, str) or name not in kind.__members__:
-        raise UnsafePickle(f".metadata asks for the attribute {name!r} of {getattr(kind, '__name__', kind)!r}.")
-    return kind.__members__[name]
-
-
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("builtins", "getattr"): _member,
-    **{
-        ("torch.distributed.checkpoint.metadata", kind.__name__): kind
-        for kind in (
-            metadata.Metadata,
-            metadata.MetadataIndex,
-            metadata.TensorStorageMetadata,
-            metadata.ChunkStorageMetadata,
-            metadata.TensorProperties,
-            metadata.BytesStorageMetadata,
-            metadata.StorageMeta,
-            # Written by TensorProperties itself; torch has no public name for it.
-            metadata._MEM_FORMAT_ENCODING,
-        )
-    },
-    # What FileSystemWriter writes for every item; torch has no public name for it.
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _layout,
-    ("collections", "OrderedDict"): OrderedDict,
-    **{
-        (module, name): _path
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-    },
-}
-_CLASSES = [
-    kind for kind in _ALLOWED.values() if isinstance(kind, type) and kind.__module__.startswith("torch.distributed")
-]
-
-
-class AllowListUnpickler(pickle.Unpickler):
-    """Unpickles DCP's ``.metadata``: its own dataclasses, sizes, dtypes, layouts and paths, nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed global.
-
-        Raises:
-            UnsafePickle: It is not on the list.
-        """
-        allowed = _ALLOWED.get((module, name))
-        if allowed is not None:
-            return allowed
-        if module == "torch" and name.isidentifier():
-            dtype = vars(torch).get(name)
-            if isinstance(dtype, torch.dtype):
-                return dtype
-        raise UnsafePickle(f".metadata asks to load {module}.{name}, which is not on the allow-list.")
-
-    def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002 - the base class's signature
-        """Refuse: ``.metadata`` has no persistent objects.
-
-        Raises:
-            UnsafePickle: Always.
-        """
-        raise UnsafePickle(".metadata asks for a persistent object.")
-
-
 def loads_metadata(data: bytes, name: str) -> metadata.Metadata:
     """Unpickle the bytes of a ``.metadata`` file.
 
@@ -243,34 +165,16 @@ def loads_metadata(data: bytes, name: str) -> metadata.Metadata:
         IntegrityError: It is broken, or something else than DCP's metadata.
         Temporary: It is large, and the machine too busy to try it first.
     """
-    before = [dict(vars(kind)) for kind in _CLASSES]
     try:
-        vet(data)
-        value = AllowListUnpickler(io.BytesIO(data)).load()
+        with unchanged_classes() as changed:
+            vet(data)
+            value = AllowListUnpickler(io.BytesIO(data)).load()
     except (IntegrityError, Temporary) as error:
         raise type(error)(f"{name}: {error.message}") from error
     except Exception as error:  # hostile pickles fail in any way; whatever it is, the file is not what was saved
         raise IntegrityError(f"{name} is broken: {_short(str(error) or type(error).__name__)}") from error
-    finally:
-        changed = _restore(before)
     if changed:
         raise UnsafePickle(f"{name} tried to change the class {changed[0]}.")
     if not isinstance(value, metadata.Metadata):
         raise IntegrityError(f"{name} holds a {type(value).__name__}, not the metadata of a DCP directory.")
     return value
-
-
-def _restore(before: list[dict[str, Any]]) -> list[str]:
-    """Undo what a pickle did to the classes on the list (BUILD on a class sets its attributes); return their names."""
-    changed = []
-    for kind, attributes in zip(_CLASSES, before, strict=True):
-        now = dict(vars(kind))
-        if now == attributes:
-            continue
-        changed.append(kind.__name__)
-        for name in now.keys() - attributes.keys():
-            delattr(kind, name)
-        for name, value in attributes.items():
-            if now.get(name) is not value:
-                setattr(kind, name, value)
-    return changed

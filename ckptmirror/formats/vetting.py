@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ckptmirror.core.errors import IntegrityError, Temporary, UnsafePickle
+from ckptmirror.formats.allow_list import AllowListUnpickler
 from ckptmirror.formats.pickle_scan import PickleRules, scan_pickle
 
 __all__ = ["VET_FROM_BYTES", "vet"]
@@ -82,13 +83,9 @@ def _seconds_for(size_bytes: int) -> int:
 
 def main(size_bytes: int, limit_s: int) -> NoReturn:
     """Be the child: unpickle what comes on standard input, within limits of memory and of processor time."""
-    from ckptmirror.formats.unpickle import AllowListUnpickler
-
     data = sys.stdin.buffer.read(size_bytes)
-    used_s = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (used_s + limit_s, used_s + limit_s + 5)
-    )  # SIGXCPU first, and SIGKILL in the end
+    end_s = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2])) + limit_s
+    resource.setrlimit(resource.RLIMIT_CPU, (end_s, end_s + 5))  # SIGXCPU first, and SIGKILL in the end
     limit_bytes = _data_bytes() + _FREE_BYTES + _BYTES_PER_BYTE * size_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
