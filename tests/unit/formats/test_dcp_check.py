@@ -1,0 +1,116 @@
+"""Everything that a ``.metadata`` may say and that is not so is refused by itself, with the entry's name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptmirror.core.errors import IntegrityError
+from ckptmirror.formats.dcp_check import check_entries, check_ranges
+
+FIRST, SECOND, NOTE = MetadataIndex("w", [0, 0]), MetadataIndex("w", [2, 0]), MetadataIndex("note")
+SIZES_BYTES = {"a.distcp": 32, "b.distcp": 37}
+
+
+def honest() -> Metadata:
+    """Two pieces of a tensor of four by four, and a value, in two files."""
+    pieces = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([2, 4])) for row in (0, 2)]
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([4, 4]), pieces)
+    return Metadata(
+        {"w": tensor, "note": BytesStorageMetadata()},
+        storage_data={
+            FIRST: _StorageInfo("a.distcp", 0, 32),
+            SECOND: _StorageInfo("b.distcp", 0, 32),
+            NOTE: _StorageInfo("b.distcp", 32, 5),
+        },
+    )
+
+
+def entry(**fields: Any) -> Callable[[Any], None]:
+    return lambda metadata: vars(metadata.state_dict_metadata["w"]).update(fields)
+
+
+def piece(**fields: Any) -> Callable[[Any], None]:
+    return lambda metadata: vars(metadata.state_dict_metadata["w"].chunks[0]).update(fields)
+
+
+def info(**fields: Any) -> Callable[[Any], None]:
+    return lambda metadata: vars(metadata.storage_data[FIRST]).update(fields)
+
+
+def described_as(value: Any) -> Callable[[Any], None]:
+    return lambda metadata: metadata.state_dict_metadata.update(w=value)
+
+
+LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "no entries": (lambda m: setattr(m, "state_dict_metadata", None), "no table of entries"),
+    "no places": (lambda m: setattr(m, "storage_data", [1]), "no table of entries"),
+    "a place of nothing": (lambda m: m.storage_data.update({MetadataIndex("x"): 1}), "stores something"),
+    "a place under no index": (lambda m: m.storage_data.update(w=1), "stores something"),
+    "a name that is a number": (lambda m: m.state_dict_metadata.update({3: BytesStorageMetadata()}), "without a name"),
+    "an entry of another kind": (described_as(7), "describes w as a int"),
+    "a value that was not written": (lambda m: m.storage_data.pop(NOTE), "note was planned but not written"),
+    "a piece that was not written": (
+        lambda m: m.storage_data.pop(SECOND),
+        r"w at \(2, 0\) was planned",
+    ),
+    "a path outside": (info(relative_path="../x"), "not a file name inside the directory"),
+    "a path that is none": (info(relative_path=None), "not a file name inside the directory"),
+    "the metadata itself": (info(relative_path=".metadata"), "not a file name inside the directory"),
+    "an offset below nothing": (info(offset=-1), "has the offset -1"),
+    "a length that is no number": (info(length=math.inf), "has the length inf"),
+    "a transformed file": (info(transform_descriptors=["zstd"]), "was transformed"),
+    "a size below nothing": (entry(size=[-1, 4]), "no valid size and dtype"),
+    "a size in 65 dimensions": (entry(size=[1] * 65), "no valid size and dtype"),
+    "a size of 2 ** 63": (entry(size=[1 << 63, 4]), "no valid size and dtype"),
+    "pieces that are none": (entry(chunks=None), "no valid size and dtype"),
+    "no dtype": (entry(properties=None), "no valid size and dtype"),
+    "a piece in another dimension": (piece(offsets=torch.Size([0])), "outside its shape"),
+    "a piece beyond the tensor": (piece(offsets=torch.Size([0, 1])), "outside its shape"),
+    "a piece without a size": (piece(sizes=None), "outside its shape"),
+    "a piece that is too short": (info(length=31), "too short"),
+    "pieces that are not the whole": (entry(size=torch.Size([5, 4])), "hold 16 of its 20 values"),
+    "a file that is not there": (info(relative_path="c.distcp"), "the file c.distcp, which holds w, is missing"),
+    "two in one place": (info(relative_path="b.distcp", offset=1), "overlaps another entry in b.distcp"),
+    "a place past the end": (info(offset=1), "ends at byte 33 of a.distcp, which has 32"),
+}
+
+
+def check(metadata: Metadata) -> None:
+    check_entries(metadata, "here")
+    check_ranges(metadata, SIZES_BYTES, "here")
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_what_is_not_so_is_refused(what: str) -> None:
+    change, why = LIES[what]
+    metadata = honest()
+    change(metadata)
+    with pytest.raises(IntegrityError, match=f"here.*{why}"):
+        check(metadata)
+
+
+def test_what_they_were_made_of_is_let_through() -> None:
+    check(honest())
+
+
+def test_a_file_that_nothing_refers_to_is_refused() -> None:
+    with pytest.raises(IntegrityError, match=r"nothing refers to the file c\.distcp"):
+        check_ranges(honest(), {**SIZES_BYTES, "c.distcp": 1}, "here")
+
+
+def test_a_file_that_lies_elsewhere_is_not_missed() -> None:
+    check_ranges(honest(), {"b.distcp": 37}, "here", expected=lambda name: name != "a.distcp")
