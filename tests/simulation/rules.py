@@ -79,7 +79,7 @@ def start(world: World, watch: Watch, draw: random.Random) -> None:
         end_trainer(host)
     view = view_from(world, host)
     expected = expected_start(view, policy, force)
-    undisturbed = world.interruption is None
+    undisturbed, is_meanwhile = world.interruption is None, world.inside is not None
     answering = [place for place in world.mirrors if not place.down]
     trainer: list[Trainer] = []
     outcome: list[tuple[Meta | None, Kind]] = []
@@ -95,6 +95,10 @@ def start(world: World, watch: Watch, draw: random.Random) -> None:
             if undisturbed:
                 raise
             failure.append(error)
+        except StorePermanent as error:  # the fault that waited for the process in whose wait this start happens
+            if not is_meanwhile:
+                raise
+            failure.append(error)
 
     survived = acting(world, host, act)
     if not outcome or not survived:
@@ -107,6 +111,7 @@ def start(world: World, watch: Watch, draw: random.Random) -> None:
                 or (isinstance(error, CheckpointNotFound) and expected.missing)
                 or (isinstance(error, IntegrityError | RefusedOnlyCopy) and (expected.error or expected.missing))
                 or (isinstance(error, DestinationOccupied) and bool(world.foreign))
+                or isinstance(error, StorePermanent)
             )
             if not explained:
                 raise Broken(f"d: start({policy!r}) on host {host.number} failed, expected {expected}: {error!r}")
