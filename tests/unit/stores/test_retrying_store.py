@@ -128,14 +128,15 @@ def test_an_upload_goes_on_with_the_session_of_the_failed_try(faulty: FaultyStor
     assert told[0] == "learned"
 
 
-def test_the_time_that_the_environment_says_is_used_up_by_any_number_of_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTMIRROR_RETRY_S", "1.5")
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
-    monkeypatch.setattr(retrying, "_random", SimpleNamespace(uniform=lambda *_: 0.1))
-    waits = Waits()
-    with pytest.raises(StoreTemporary):
-        open_store("gs://a-bucket/run", on_wait=lambda _url, delay_s, _error: waits(delay_s)).stat("x")
-    assert len(waits) > 6
+def test_within_the_time_that_the_environment_says_there_is_any_number_of_tries(
+    faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTMIRROR_RETRY_S", "600")
+    monkeypatch.setattr(memory, "open", lambda _url: faulty)
+    monkeypatch.setattr(retrying, "_random", SimpleNamespace(uniform=lambda *_: 0.0))
+    faulty.script(StoreFault(times=20, when="before"))
+    assert open_store("memory://retrying").stat("x") is None
+    assert len(faulty.calls) == 21
 
 
 @pytest.mark.parametrize(("limit_s", "waits_at_least"), [("0", 0), ("0.9", 1)])
