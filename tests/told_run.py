@@ -8,8 +8,8 @@ from ckptmirror.core import events
 from ckptmirror.core.journal import Told, utc_text
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Kind
-from ckptmirror.flow.history import History, KnownSave
 from ckptmirror.local.uploads import Transition
+from ckptmirror.observe.history import History, KnownSave
 
 START_S = 1_790_000_000.0
 MIRROR = "gs://bucket/run-17"

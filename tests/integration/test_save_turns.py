@@ -14,8 +14,8 @@ from torch import nn
 
 from ckptmirror import CheckpointManager, TrainState, find_local_checkpoint_steps, load_checkpoint
 from ckptmirror.core.errors import CkptMirrorError, RootLocked, UsageError
-from ckptmirror.flow.handle import Line
-from ckptmirror.flow.save import Saver
+from ckptmirror.flow.save.handle import Line
+from ckptmirror.flow.save.save import Saver
 from ckptmirror.local.lock import RootLock
 from tests.mirror_place import memory_url
 from tests.small_training import faulty, running
