@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckptmirror.core import events
-from ckptmirror.core.journal import Told, utc_text
+from ckptmirror.core.journal import JournalEntry, utc_text
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Kind
 from ckptmirror.local.uploads import Transition
@@ -28,7 +28,7 @@ class ToldRun:
     wall_off_s: float = START_S
     boot: str = "boot-1"
     boot_off_s: float = 1000.0
-    told: list[Told] = field(default_factory=list)
+    told: list[JournalEntry] = field(default_factory=list)
     transitions: list[Transition] = field(default_factory=list)
     saves: list[KnownSave] = field(default_factory=list)
     _numbers: dict[str, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class ToldRun:
     def tell(self, event: events.Event, writer: str = "w0", by: str = "trainer") -> None:
         self._numbers[writer] = self._numbers.get(writer, 0) + 1
         boot_s = self.now_s + self.boot_off_s
-        self.told.append(Told(event, self.wall_s, self.boot, boot_s, by, writer, self._numbers[writer], 1))
+        self.told.append(JournalEntry(event, self.wall_s, self.boot, boot_s, by, writer, self._numbers[writer], 1))
 
     def decide(self, attempt: int, step: int | None = None, writer: str = "w0") -> None:
         place = "" if step is None else "disk"

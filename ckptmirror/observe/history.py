@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenTable, CheckpointNotFound, NoTable
-from ckptmirror.core.journal import FILE_LIMIT_BYTES, Told, told_from_lines, utc_seconds
+from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, told_from_lines, utc_seconds
 from ckptmirror.core.model import Kind
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.line_file import read_lines
@@ -49,7 +49,7 @@ class History:
         problems: What could not be read, in sentences.
     """
 
-    told: tuple[Told, ...] = ()
+    told: tuple[JournalEntry, ...] = ()
     transitions: tuple[Transition, ...] = ()
     saves: tuple[KnownSave, ...] = ()
     broken_lines: int = 0

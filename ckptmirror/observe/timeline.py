@@ -19,7 +19,7 @@ from typing import Any
 
 from ckptmirror.core import events
 from ckptmirror.core.clock_jumps import Jump, LaidClock, Reading
-from ckptmirror.core.journal import Told, utc_seconds
+from ckptmirror.core.journal import JournalEntry, utc_seconds
 from ckptmirror.observe.bars import Bar, BarKind, Outcome
 from ckptmirror.observe.history import History
 from ckptmirror.observe.timeline_uploads import forgotten_saves, upload_bars
@@ -79,11 +79,11 @@ def build_timeline(history: History) -> Timeline:
     )
 
 
-def _reading(told: Told) -> Reading:
+def _reading(told: JournalEntry) -> Reading:
     return Reading(told.at_s, told.boot, told.boot_s)
 
 
-def _gaps(told: Iterable[Told]) -> int:
+def _gaps(told: Iterable[JournalEntry]) -> int:
     """Count the lines that are missing inside their writers' sequences; what is too old to be kept is not lost."""
     numbers: dict[str, list[int]] = {}
     for one in told:
@@ -156,7 +156,7 @@ def _with_attempts(bars: Sequence[Bar]) -> list[Bar]:
 class _Building:
     """Turns the journal's events into bars, one by one, in the order of their time."""
 
-    def __init__(self, told: Sequence[tuple[float, Told]], last_s: float) -> None:
+    def __init__(self, told: Sequence[tuple[float, JournalEntry]], last_s: float) -> None:
         self._told = told
         self._last_s = last_s
         self._starts = [at_s for at_s, one in told if isinstance(one.event, events.AttemptDecided)]
@@ -174,7 +174,7 @@ class _Building:
             self._give_up(bar)
         return self._bars
 
-    def _see(self, at_s: float, one: Told) -> None:
+    def _see(self, at_s: float, one: JournalEntry) -> None:
         event = one.event
         match event:
             case events.HostCopied() | events.SaveCommitted() | events.SaveFailed():
@@ -196,7 +196,7 @@ class _Building:
             case _:
                 self._see_trouble(at_s, one)
 
-    def _see_trouble(self, at_s: float, one: Told) -> None:
+    def _see_trouble(self, at_s: float, one: JournalEntry) -> None:
         event = one.event
         match event:
             case events.RotationRefused():
@@ -223,7 +223,7 @@ class _Building:
             case _:  # nothing that a timeline shows
                 return
 
-    def _see_save(self, at_s: float, one: Told) -> None:
+    def _see_save(self, at_s: float, one: JournalEntry) -> None:
         """Pair each end with its host copy: the next save may be copied before the end of the last one is told."""
         event = one.event
         assert isinstance(event, events.HostCopied | events.SaveCommitted | events.SaveFailed)
@@ -250,7 +250,7 @@ class _Building:
                 self._bars[number] = replace(bar, save_id=save_id)
                 return
 
-    def _see_attempt(self, at_s: float, one: Told) -> None:
+    def _see_attempt(self, at_s: float, one: JournalEntry) -> None:
         event = one.event
         begun = self._attempts.pop(one.writer, None)
         if isinstance(event, events.AttemptDecided):
@@ -271,7 +271,7 @@ class _Building:
         reason = f"{begun.reason}; {how}"
         self._bars.append(replace(begun, end_s=end_s, until_s=end_s, outcome=outcome, reason=reason))
 
-    def _see_stage(self, at_s: float, one: Told) -> None:
+    def _see_stage(self, at_s: float, one: JournalEntry) -> None:
         event = one.event
         assert isinstance(event, events.StageStarted | events.StageFinished | events.StageFailed)
         key = (one.writer, event.mirror, event.step)
@@ -294,7 +294,7 @@ class _Building:
             reason=event.reason if isinstance(event, events.StageFailed) else "",
         )
 
-    def _add(self, kind: BarKind, at_s: float, one: Told, took_s: float = 0.0, **facts: Any) -> None:
+    def _add(self, kind: BarKind, at_s: float, one: JournalEntry, took_s: float = 0.0, **facts: Any) -> None:
         self._bars.append(_moment(kind, at_s, took_s, by=one.by, **facts))
 
     def _give_up(self, bar: Bar) -> None:
@@ -302,7 +302,7 @@ class _Building:
         self._bars.append(replace(bar, until_s=later[0] if later else max(bar.begin_s, self._last_s)))
 
 
-def _open_bar(kind: BarKind, at_s: float, one: Told, **facts: Any) -> Bar:
+def _open_bar(kind: BarKind, at_s: float, one: JournalEntry, **facts: Any) -> Bar:
     return Bar(kind=kind, begin_s=at_s, end_s=None, until_s=at_s, outcome="unfinished", by=one.by, **facts)
 
 

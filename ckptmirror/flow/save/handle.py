@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from ckptmirror.core.errors import BackgroundSaveFailed, CkptMirrorError, UsageError, WaitTimeout
 from ckptmirror.core.model import Kind
 
-__all__ = ["DEFAULT_WAIT_S", "Line", "Phase", "SaveHandle"]
+__all__ = ["DEFAULT_WAIT_S", "Phase", "SaveHandle", "TurnLock"]
 
 Phase = Literal["copied", "committed", "mirrored"]
 _PHASES: tuple[Phase, ...] = ("copied", "committed", "mirrored")
@@ -25,7 +25,7 @@ DEFAULT_WAIT_S = 1800.0
 _Result = TypeVar("_Result")
 
 
-class Line:
+class TurnLock:
     """Callers of ``save`` take turns: one copies while the others wait, whatever threads they are."""
 
     def __init__(self) -> None:

@@ -29,15 +29,15 @@ from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageUnwritable, StepBehind
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.flow.save.commit import commit_save, free_tag, may_be_meta_of
-from ckptmirror.flow.save.handle import Line, SaveHandle
+from ckptmirror.flow.save.handle import SaveHandle, TurnLock
 from ckptmirror.flow.save.save_parts import (
     TABLE_BROKE,
     Copied,
     LeaderSide,
     Plan,
-    Said,
+    SaveMetadata,
     SaveRequest,
-    Twins,
+    StallDetector,
     agreed_context,
     holdings_of,
     import_formats,
@@ -83,8 +83,8 @@ class Saver:
         self._leader = leader
         self._copier: HostCopier | None = None
         self._in_flight: SaveHandle | None = None
-        self._line = Line()
-        self._twins = Twins()
+        self._turn_lock = TurnLock()
+        self._stall_detector = StallDetector()
 
     # -- on the training thread -----------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Saver:
             BackgroundSaveFailed: An earlier save failed and nobody has been told.
             AttemptFenced: A newer attempt of this run has started.
         """
-        return self._line.run(f"save() of step {request.step}", functools.partial(self._save, request, state))
+        return self._turn_lock.run(f"save() of step {request.step}", functools.partial(self._save, request, state))
 
     def _save(self, request: SaveRequest, state: TrainState) -> SaveHandle:
         self._wait_for_earlier()
@@ -116,13 +116,13 @@ class Saver:
 
     def _prepare(self, request: SaveRequest, state: TrainState, earlier: SaveHandle | None) -> Copied:
         started = time.perf_counter()
-        said: Said | None = None
+        said: SaveMetadata | None = None
         failure: BaseException | None = None
         try:
             self._refuse(request, earlier)
             import_formats(request.kinds)
             if self._leader is not None:
-                said = Said.of(request, state)
+                said = SaveMetadata.of(request, state)
         except BaseException as error:  # noqa: BLE001 - raised again by _capture(), when the other ranks know of it
             failure = error
         live = self._capture(request, state, failure)
@@ -217,12 +217,12 @@ class Saver:
 
     def end(self, timeout_s: float) -> None:
         """Take no more saves, and wait for the last one; see :meth:`wait_over`."""
-        self._line.end(timeout_s)
+        self._turn_lock.end(timeout_s)
         self.wait_over(timeout_s)
 
     def settle(self, timeout_s: float) -> SaveHandle | None:
         """End, and free the kept buffers; return the last save, whose failure may be news to some ranks only."""
-        self._line.end(timeout_s)
+        self._turn_lock.end(timeout_s)
         if self._in_flight is not None:
             self._in_flight.wait_over(timeout_s)
         self.release()
@@ -387,7 +387,7 @@ class Saver:
         except TABLE_BROKE as error:  # before anything got its name: the table is made anew, once
             leader.renew_table(error)
             commit_save(self.root, leader.table, leader.mirrors, meta)
-        self._twins.look_at(meta)
+        self._stall_detector.look_at(meta)
         return meta
 
     def _remove_own_temporaries(self, context: WriteContext) -> None:

@@ -33,9 +33,9 @@ __all__ = [
     "Holdings",
     "LeaderSide",
     "Plan",
-    "Said",
+    "SaveMetadata",
     "SaveRequest",
-    "Twins",
+    "StallDetector",
     "agreed_context",
     "holdings_of",
     "import_formats",
@@ -148,7 +148,7 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteCont
 
 
 @dataclass(frozen=True)
-class Said:
+class SaveMetadata:
     """What the caller said beside the state, as it was at the save: plain values, which nobody else holds."""
 
     metrics: Mapping[str, float]
@@ -156,7 +156,7 @@ class Said:
     config: Mapping[str, Any]
 
     @classmethod
-    def of(cls, request: SaveRequest, state: TrainState) -> Said:
+    def of(cls, request: SaveRequest, state: TrainState) -> SaveMetadata:
         """Make it plain, now. Metrics that are not finite are left out, with a warning."""
         metrics, dropped = finite_metrics(request.metrics)
         if dropped:
@@ -172,10 +172,10 @@ class Copied:
 
     snapshot: Snapshot
     lease: Lease
-    said: Said | None
+    said: SaveMetadata | None
 
 
-class Twins:
+class StallDetector:
     """Notices that training stands still: two saves with the same tensors at different steps."""
 
     def __init__(self) -> None:
