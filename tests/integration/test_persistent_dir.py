@@ -15,7 +15,7 @@ import pytest
 from ckptmirror import CheckpointManager, Retention
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import ConfigError, DestinationOccupied, LocalStorageFull, Temporary
-from ckptmirror.flow.save import persistent_dir
+from ckptmirror.flow.save import emergency, persistent_dir
 from ckptmirror.flow.save.persistent_dir import snapshots_in
 from ckptmirror.flow.start import bring as bringing
 from ckptmirror.flow.start.leader import Node
@@ -203,7 +203,10 @@ def test_a_strangers_file_in_a_broken_snapshot_is_not_deleted_and_nothing_older_
     assert place.start()[:2] == (5, "emergency")
 
 
-def test_another_snapshot_of_the_same_name_is_not_replaced(place: Place, tmp_path: Path) -> None:
+def test_another_snapshot_of_the_same_name_is_not_replaced(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emergency, "_utc_second", lambda: "20260102T030405Z")  # both within one second
     directory, _ = place.snapshot(5)
     other = Place(tmp_path / "other")
     other.snapshot(5)

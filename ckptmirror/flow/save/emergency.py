@@ -110,9 +110,10 @@ def save_emergency(
 
 def _agreed_name(root: Path, save_id: str, step: int, persistent_dir: Path | None) -> str:
     """Let the first rank of the node name the directory; the others read the name."""
-    name = names.emergency_dir_name(step, datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"))
+    second = _utc_second()
+    name = names.emergency_dir_name(step, second)
     if os.path.lexists(root / name):  # of another snapshot in the same second
-        name = names.emergency_dir_name(step, datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), save_id[:8])
+        name = names.emergency_dir_name(step, second, save_id[:8])
     try:
         write_note(root, save_id, name, persistent_dir)
     except NameTaken:
@@ -121,3 +122,8 @@ def _agreed_name(root: Path, save_id: str, step: int, persistent_dir: Path | Non
     if parsed is None or parsed.role != "emergency" or parsed.step != step:
         raise NameTaken(f"{note_path(root, save_id)} does not name an emergency directory of step {step}.")
     return name
+
+
+def _utc_second() -> str:
+    """Return the time now as the name of a snapshot has it."""
+    return datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
