@@ -1,6 +1,6 @@
 """``make bench``: the paths that must be fast, beside their physical limits and beside what one would use instead.
 
-python -m tests.bench [--size-mib 1024] [--rounds 3] [--only save|upload|stage|memory] [--directory DIR] [--json]
+python -m tests.bench [--size-mib 1024] [--rounds 3] [--only save|upload|stage|memory|start] [--directory DIR] [--json]
 
 It works in a directory of its own below DIR (default: the one for temporary files), says which kind of disk that is,
 and removes it. Trust the ratios, which are taken within a round, more than the figures.
@@ -24,6 +24,7 @@ from tests.bench.contest import Measured, table
 from tests.bench.memory import measure_memory
 from tests.bench.places import describe_disk
 from tests.bench.save import measure_save
+from tests.bench.startup import measure_startup
 from tests.bench.transfer import measure_stage, measure_upload
 
 _ROOM = 6  # so many times the size must be free
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size-mib", type=int, default=1024, help="of the state, and of the file")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=["save", "upload", "stage", "memory"], action="append")
+    parser.add_argument("--only", choices=["save", "upload", "stage", "memory", "start"], action="append")
     parser.add_argument(
         "--directory", type=Path, default=None, help="on the disk to measure (default: the temporary one)"
     )
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "upload": lambda place: measure_upload(place, size_bytes, given.rounds),
         "stage": lambda place: measure_stage(place, size_bytes, given.rounds),
         "memory": lambda place: measure_memory(place, size_bytes),
+        "start": lambda place: measure_startup(place, given.rounds),
     }
     measured: list[Measured] = []
     folder = Path(tempfile.mkdtemp(prefix="ckptmirror-bench-", dir=given.directory))
