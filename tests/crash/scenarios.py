@@ -28,7 +28,7 @@ from ckptmirror.ranks.stop import StopRequest
 __all__ = ["STORIES", "make_state", "same_state"]
 
 Arm = Callable[[], None]
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def make_state(step: int) -> TrainState:

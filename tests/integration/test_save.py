@@ -63,7 +63,7 @@ def test_a_save_returns_before_it_is_committed_and_says_when_it_is(tmp_path: Pat
         handle = manager.save(1, state)
         assert handle.done("copied")
         assert handle.wait("committed").save_id == whole(tmp_path)[1].save_id
-        assert gate.wait(10)
+        assert gate.wait(60)
 
 
 def test_blocking_mode_returns_after_the_commit(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_completion_is_bound_to_save_id(tmp_path: Path) -> None:
         second = manager.save(2, state)
         second.wait()
         assert first.done("committed")
-        assert both.wait(10)
+        assert both.wait(60)
     assert [(event.step, event.save_id) for event in done] == [(1, first.save_id), (2, second.save_id)]
     assert {step: meta.save_id for step, meta in whole(tmp_path).items()} == {1: first.save_id, 2: second.save_id}
 

@@ -62,7 +62,7 @@ def test_an_interrupt_anywhere_in_a_save_leaves_it_ended_or_to_the_background_an
             saver = manager._saver
             assert saver is not None
             assert saver._in_flight is not None
-            saver._in_flight.wait_over(timeout_s=20)
+            saver._in_flight.wait_over(timeout_s=60)
             if at % 5 == 0:
-                manager.save(step + 1, state).wait(timeout_s=20)
+                manager.save(step + 1, state).wait(timeout_s=60)
     assert interrupted == at - 1 > 50

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from ckptmirror.core.codec import tombstone_to_bytes
 from ckptmirror.core.model import MIN_BLOCK_SIZE_BYTES, Tombstone
 from ckptmirror.flow.fetch.deep_read import WORKERS, FileToRead, ObjectToRead, read_all
 from ckptmirror.flow.verify.verify import Target, verify
-from ckptmirror.local.pool import STOP_WAIT_S
 from ckptmirror.stores import memory, open_store
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.cli_place import LIMIT_S, assert_tells, make_mirrored, run, start
@@ -88,34 +86,29 @@ def test_ctrl_c_ends_the_reading_of_a_slow_mirror_soon(server: GcsServerProcess,
     try:
         while server.faults_seen()[0]["seen"] < WORKERS:
             assert process.poll() is None
-        asked = time.monotonic()
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=LIMIT_S)
-        assert time.monotonic() - asked < STOP_WAIT_S + 8
+        stdout, stderr = process.communicate(timeout=LIMIT_S)  # the rest would take half an hour
         assert (process.returncode, stdout) == (130, "")
         assert stderr.startswith("ckptmirror: interrupted")
     finally:
         process.kill()
 
 
-def test_an_interrupt_gives_all_readers_together_a_moment_however_many_they_are(tmp_path: Path) -> None:
+def test_an_interrupt_waits_for_no_reader_that_gets_no_answer(tmp_path: Path) -> None:
     _, _, (meta,) = make_mirrored(tmp_path, 100, kinds=("model",))
     readers = 16
     reading, answer = threading.Barrier(readers), threading.Event()
-    interrupted_s: list[float] = []
 
     class Slow(FileToRead):
         def fill(self, offset: int, length: int, buffer: memoryview) -> memoryview:
-            if reading.wait(30) == 0:
-                interrupted_s.append(time.monotonic())
+            if reading.wait(60) == 0:
                 os.kill(os.getpid(), signal.SIGINT)
-            answer.wait(60)
+            answer.wait()
             return super().fill(offset, length, buffer)
 
     artifact = meta.artifacts[0]
     with pytest.raises(KeyboardInterrupt):
         read_all([Slow(tmp_path / "root" / artifact.path, artifact.digest)] * readers, workers=readers)
-    assert time.monotonic() - interrupted_s[0] < 4 * STOP_WAIT_S
     answer.set()
 
 

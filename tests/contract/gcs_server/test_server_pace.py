@@ -1,7 +1,6 @@
 """Too many requests: the rate of changes of one object, and 429 by script with the time to wait."""
 
 import json
-import time
 
 import pytest
 from google.api_core import exceptions
@@ -53,15 +52,16 @@ def test_a_resumable_upload_that_ends_too_early_is_ended_again_later(tmp_path):
     """Documented at https://cloud.google.com/storage/docs/performing-resumable-uploads."""
     with GcsServerProcess(tmp_path, buckets=["bucket-1"], options=["--mutations-per-s", "2"]) as server:
         raw = Raw(server, "bucket-1")
-        session = raw.start("a")
-        raw.put("a", b"first")
-        answer = raw.chunk(session, b"data", "0-3/4")
-        deadline_s = time.monotonic() + 20
-        while answer.status == 429 and time.monotonic() < deadline_s:
+        too_early = False
+        while not too_early:  # a slow machine may need some tries to come back within half a second
+            session = raw.start("a")
+            raw.put("a", b"first")
+            answer = raw.chunk(session, b"data", "0-3/4")
+            too_early = answer.status == 429
+        while answer.status == 429:
             answer = raw.ask(session, 4)
         assert answer.status == 200
         assert raw("GET", raw.object_path("a") + "?alt=media").body == b"data"
-        assert 429 in [entry["status"] for entry in server.log("upload.put")]
 
 
 def test_the_client_waits_out_a_429_and_goes_on(bucket, server):

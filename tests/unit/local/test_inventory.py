@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from ckptmirror.core.model import Artifact, Attempt, Digest, Kind, Meta, new_id
 from ckptmirror.local import files
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.inventory import Inventory, read_inventory
+from tests.kit.cost import calls_of
 
 RUN = new_id()
 ATTEMPT = Attempt(new_id(), 1, None)
@@ -290,21 +290,14 @@ def test_a_save_is_listed_if_and_only_if_all_of_it_is_there(
     assert steps(read_inventory(root)) == ([200] if not gone and not cut else [])
 
 
-def test_listing_takes_a_time_that_grows_with_the_saves_and_not_faster(tmp_path: Path):
-    def cpu_s(count: int) -> float:
-        took = []
-        for _ in range(3):
-            began = time.process_time()
-            assert len(read_inventory(tmp_path).saves) == count
-            took.append(time.process_time() - began)
-        return min(took)
-
-    for number in range(50):
-        save(tmp_path, number, number=number + 1)
-    few_s = cpu_s(50)
-    for number in range(50, 200):
-        save(tmp_path, number, number=number + 1)
-    assert cpu_s(200) < 4 * few_s * 2.5  # were each save compared with each, it would be sixteen times as long
+def test_the_work_of_a_listing_grows_with_the_saves_and_not_faster(tmp_path: Path):
+    work = []
+    for count in (50, 200):
+        for number in range(len(read_inventory(tmp_path).saves), count):
+            save(tmp_path, number, number=number + 1)
+        work.append(calls_of(lambda: read_inventory(tmp_path)))
+        assert len(read_inventory(tmp_path).saves) == count
+    assert work[1] < 4.5 * work[0]  # were each save compared with each, it would be sixteen times as much
 
 
 def test_a_path_claimed_with_different_bytes_by_two_saves_is_trusted_for_neither(tmp_path: Path):

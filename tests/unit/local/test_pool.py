@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from ckptmirror.core.errors import LocalStorageFull
-from ckptmirror.local.pool import STOP_WAIT_S, run_jobs
+from ckptmirror.local.pool import run_jobs
 
 
 def pooled(jobs: list[int], do: Callable[[int, memoryview], None], **more: Any) -> threading.Event:
@@ -80,20 +79,17 @@ def test_an_error_at_the_end_is_raised_and_keeps_nobody_waiting() -> None:
 
 
 def test_an_interrupt_waits_for_all_threads_together_and_the_last_of_them_ends_the_work() -> None:
-    workers = 16
+    workers = 100  # were each waited for in turn, it would take longer than a test may
     working = threading.Barrier(workers)
     answer, ended = threading.Event(), threading.Event()
-    interrupted_s: list[float] = []
 
     def do(_job: int, _buffer: memoryview) -> None:
-        if working.wait(30) == 0:
-            interrupted_s.append(time.monotonic())
+        if working.wait(60) == 0:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        answer.wait(60)
+        answer.wait()
 
     with pytest.raises(KeyboardInterrupt):
         pooled(list(range(workers)), do, workers=workers, ended=ended)
-    assert STOP_WAIT_S <= time.monotonic() - interrupted_s[0] < 4 * STOP_WAIT_S
     assert not ended.is_set()
     answer.set()
-    assert ended.wait(30)
+    assert ended.wait(60)

@@ -22,7 +22,7 @@ from ckptmirror.ranks import SingleRank
 from ckptmirror.ranks.shield import WorkerShield
 from ckptmirror.ranks.stop import StopRequest
 
-LIMIT_S = 30.0
+LIMIT_S, GRACE_S = 60.0, 3600.0
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +39,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def stop() -> Iterator[StopRequest]:
-    request = StopRequest()
+    request = StopRequest(grace_s=GRACE_S)
     yield request
     request.uninstall()
 
@@ -58,7 +58,7 @@ def test_a_signal_is_a_request_and_the_second_does_not_kill(stop: StopRequest) -
     assert event.wait(LIMIT_S)
     first = stop.remaining_s
     assert (stop.requested, stop.reason) == (True, "SIGTERM")
-    assert 10 < first <= 12
+    assert GRACE_S - LIMIT_S < first <= GRACE_S
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.remaining_s <= first
 
@@ -179,35 +179,36 @@ def test_a_request_to_any_rank_stops_all_with_the_earliest_end() -> None:
     assert not stop.check(SingleRank())
     assert not stop.check(Others((None, math.inf)))
     assert not stop.requested
-    assert stop.check(Others(("SIGTERM", 5.0)))
+    assert stop.check(Others(("SIGTERM", GRACE_S)))
     assert event.is_set()
     assert stop.reason == "rank 1: SIGTERM"
-    assert 4 < stop.remaining_s <= 5
+    assert GRACE_S - LIMIT_S < stop.remaining_s <= GRACE_S
     assert stop.check(SingleRank())
     assert stop.check(Others((None, math.inf)))
 
 
 def test_sigterm_during_long_step() -> None:
+    """The main thread waits in C, where no Python handler runs, for a lock that is freed once the request is known."""
     done = run(
         """
-        import hashlib, os, signal, threading, time
+        import ctypes, os, signal, threading
         from ckptmirror.ranks.stop import StopRequest
-        at = {}
-        stop = StopRequest(on_request=[lambda s: at.setdefault("told", time.monotonic())]).install()
+        libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        libc.pthread_mutex_lock(lock)
+        told, left_s = threading.Event(), []
+        stop = StopRequest(on_request=[lambda stop: left_s.append(stop.remaining_s), lambda _: told.set()]).install()
         def send():
-            at["sent"] = time.monotonic()
             os.kill(os.getpid(), signal.SIGTERM)
-        threading.Timer(0.2, send).start()
-        hashlib.pbkdf2_hmac("sha256", b"long", b"step", 4_000_000)  # one C call: no Python handler runs meanwhile
-        at["step"] = time.monotonic()
-        print(at["told"] - at["sent"], at["step"] - at["told"], stop.grace_s - stop.remaining_s)
+            told.wait()
+            libc.pthread_mutex_unlock(lock)
+        threading.Thread(target=send).start()
+        libc.pthread_mutex_lock(lock)
+        left_s.append(stop.remaining_s)
+        print(stop.reason, stop.grace_s >= left_s[0] > left_s[1])
         """
     )
     assert done.returncode == 0, done.stderr
-    told_after_s, before_step_s, used_s = map(float, done.stdout.split())
-    assert told_after_s < 0.5
-    assert before_step_s > 0.5
-    assert used_s == pytest.approx(before_step_s, abs=0.3)
+    assert done.stdout.split() == ["SIGTERM", "True"]
 
 
 def test_importing_it_imports_no_torch() -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -299,11 +298,9 @@ def test_every_status_means_the_same_whoever_asks(server: GcsServerProcess, stor
 def test_stalled_socket_times_out(server: GcsServerProcess, operation: str) -> None:
     store = gs_store(server, f"stall-{operation}", limits=Limits(1.0, 0.5))
     store.write("x", b"1", if_generation=0)
-    server.faults([Fault(operation=operation, stall_s=8.0)])
-    began = time.monotonic()
+    server.faults([Fault(operation=operation, stall_s=600.0)])
     with pytest.raises(StoreTemporary):
         ask(store, operation)
-    assert time.monotonic() - began < 6.0
 
 
 def test_a_download_that_stalls_half_way_times_out(server: GcsServerProcess) -> None:
