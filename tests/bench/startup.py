@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.bench.contest import Contestant, Measured, measure
-from tests.cli_place import AS_MODULE, clean_environment, make_pending
+from tests.kit.cli import AS_MODULE, clean_environment
+from tests.kit.roots import make_pending
 
 __all__ = ["measure_startup"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.crash.campaign import Campaign, StoryServer, check, run_campaign
 from tests.crash.invariants import Place, newest_was_found, wrong_after_kill, wrong_after_recovery
-from tests.factory import flip_bit
+from tests.kit.faults import flip_bit
 
 
 def lose_the_disk(place: Place) -> None:

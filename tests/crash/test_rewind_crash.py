@@ -15,7 +15,7 @@ from ckptmirror.flow.places.resolve import list_checkpoints
 from ckptmirror.flow.start.rewind import rewind
 from ckptmirror.flow.verify.verify import Target, verify
 from ckptmirror.local import crashpoints
-from tests.cli_place import make_pending
+from tests.kit.roots import make_pending
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 CASES_IN_A_SLICE = 12

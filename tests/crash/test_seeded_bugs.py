@@ -12,7 +12,7 @@ import pytest
 from tests.crash.campaign import FULL, StoryServer
 from tests.crash.invariants import Place, wrong_after_kill, wrong_after_recovery
 from tests.crash.seeded_bugs import BUGS
-from tests.factory import flip_bit
+from tests.kit.faults import flip_bit
 
 pytestmark = pytest.mark.skipif(not FULL, reason="`make campaign` tests the checks themselves")
 

@@ -20,7 +20,8 @@ from ckptmirror.local import crashpoints
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import open_store
-from tests.factory import FIRST_ATTEMPT, bytes_of, flip_bit, make_save, put_attempts, put_on_mirror
+from tests.kit.faults import flip_bit
+from tests.kit.saves import FIRST_ATTEMPT, bytes_of, make_save, put_attempts, put_on_mirror
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 CASES_IN_A_SLICE = 10

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.testing import GcsServerProcess
-from tests.mirror_place import MirroredRoot, memory_url
+from tests.kit.mirrors import memory_url
+from tests.kit.roots import MirroredRoot
 
 
 @pytest.fixture

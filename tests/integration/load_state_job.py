@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ckptmirror import CheckpointManager, TrainState
-from tests.integration.rank_processes import outcome
+from tests.kit.processes import outcome
 
 WAIT_S = 30.0
 

@@ -19,8 +19,9 @@ from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull
 from ckptmirror.formats import model as model_format
 from ckptmirror.formats.base import Snapshot, WriteContext
-from tests.factory import flip_bit
-from tests.small_training import dead, everything, faulty, leftovers, new_state, train, whole
+from tests.kit.faults import dead, faulty, flip_bit
+from tests.kit.roots import leftovers, whole
+from tests.kit.training import everything, new_state, train
 
 WAIT_S = 60.0
 

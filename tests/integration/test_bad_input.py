@@ -16,7 +16,8 @@ import pytest
 
 from ckptmirror import CheckpointManager, Retention, TrainState, errors
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.cli_place import IMPATIENT, assert_explains, assert_tells, make_mirrored, make_pending, run
+from tests.kit.cli import IMPATIENT, assert_explains, assert_tells, run
+from tests.kit.roots import make_mirrored, make_pending
 from tests.unit.local.conftest import mounted  # noqa: F401 - a fixture
 
 GS_URL = "gs://test-bucket/run"

@@ -13,8 +13,9 @@ import pytest
 from ckptmirror import errors, resolve_checkpoint_reference
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.sealed_json import seal
-from tests.cli_place import assert_explains, assert_tells, content, make_mirrored, make_pending, run
-from tests.factory import flip_bit
+from tests.kit.cli import assert_explains, assert_tells, run
+from tests.kit.faults import flip_bit
+from tests.kit.roots import content, make_mirrored, make_pending
 from tests.unit.local.conftest import mounted  # noqa: F401 - a fixture
 
 # -- what is on a mirror ------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptmirror import CheckpointManager, errors
-from tests.cli_place import assert_explains, assert_tells, content, make_mirrored, run
+from tests.kit.cli import assert_explains, assert_tells, run
+from tests.kit.roots import content, make_mirrored
 
 
 @pytest.mark.parametrize("step", ["abc", "-1", "1.5", "newest", "", "99999999999999999999"])

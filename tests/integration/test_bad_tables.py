@@ -19,9 +19,10 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.uploads import RootIdentity, UploadsTable
 from ckptmirror.stores import open_store
-from tests.cli_place import assert_explains, assert_tells, content, make_pending, run
-from tests.factory import RUN_ID
-from tests.small_training import new_state, saved_run, whole
+from tests.kit.cli import assert_explains, assert_tells, run
+from tests.kit.roots import content, make_pending, whole
+from tests.kit.saves import RUN_ID
+from tests.kit.training import new_state, saved_run
 
 VERBS = (
     ["status"],

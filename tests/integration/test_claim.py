@@ -27,8 +27,8 @@ from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.factory import make_save, put_attempts, put_on_mirror
-from tests.mirror_place import memory_url
+from tests.kit.mirrors import memory_url
+from tests.kit.saves import make_save, put_attempts, put_on_mirror
 
 BUCKET = "claims"
 _numbers = itertools.count(1)

@@ -20,8 +20,8 @@ from ckptmirror.flow.start.claim import RunClaim
 from ckptmirror.local import files
 from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
-from tests.factory import make_attempt
-from tests.mirror_place import memory_url
+from tests.kit.mirrors import memory_url
+from tests.kit.saves import make_attempt
 
 
 def opened(url: str) -> Mirror:

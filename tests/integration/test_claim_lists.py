@@ -25,8 +25,9 @@ from ckptmirror.local import files
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
-from tests.factory import FIRST_ATTEMPT, make_attempt, make_save, of_a_later_version, put_attempts, put_on_mirror
-from tests.mirror_place import memory_url, object_names
+from tests.kit.faults import of_a_later_version
+from tests.kit.mirrors import memory_url, object_names
+from tests.kit.saves import FIRST_ATTEMPT, make_attempt, make_save, put_attempts, put_on_mirror
 
 
 def opened(url: str) -> Mirror:

@@ -20,17 +20,9 @@ from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.local.lock import RootLock
 from ckptmirror.testing import Fault, GcsServerProcess
 from ckptmirror.testing.fixtures import gcs_server  # noqa: F401 - a fixture
-from tests.cli_place import (
-    AS_MODULE,
-    CONSOLE_SCRIPT,
-    assert_tells,
-    clean_environment,
-    make_mirrored,
-    make_pending,
-    require,
-    run,
-)
-from tests.factory import make_save
+from tests.kit.cli import AS_MODULE, CONSOLE_SCRIPT, assert_tells, clean_environment, run
+from tests.kit.roots import make_mirrored, make_pending, require
+from tests.kit.saves import make_save
 
 VERBS = [
     "config",

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli_place import LIMIT_S, clean_environment, make_mirrored, make_pending, run, start
+from tests.kit.cli import LIMIT_S, clean_environment, run, start
+from tests.kit.roots import make_mirrored, make_pending
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 SENTENCES = {

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli_place import clean_environment, make_pending, start
+from tests.kit.cli import clean_environment, start
+from tests.kit.roots import make_pending
 
 WAIT_S = 60.0
 URL = "gs://a-bucket/run"

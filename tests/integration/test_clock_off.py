@@ -16,8 +16,9 @@ from ckptmirror.core import names
 from ckptmirror.flow.status import is_mirrored
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.testing import GcsServerProcess
-from tests.certificates import make_certificate
-from tests.cli_place import AS_MODULE, clean_environment, content, make_mirrored, make_pending, run
+from tests.kit.cli import AS_MODULE, clean_environment, run
+from tests.kit.roots import content, make_mirrored, make_pending
+from tests.kit.servers.certificates import make_certificate
 
 YEAR_LATER, YEAR_EARLIER = "+365d", "-365d"
 TRAINER = """

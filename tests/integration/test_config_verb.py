@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from ckptmirror.config import SETTINGS, load_settings
-from tests.cli_place import CONSOLE_SCRIPT, assert_tells, clean_environment, make_mirrored, make_pending, require, run
 from tests.integration.test_docs import REFERENCE, rows, sections
+from tests.kit.cli import CONSOLE_SCRIPT, assert_tells, clean_environment, run
+from tests.kit.roots import make_mirrored, make_pending, require
 
 HOME = Path(__file__).resolve().parents[2]
 PAGE = (REFERENCE / "configuration.md").read_text()

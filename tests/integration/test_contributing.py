@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli_place import clean_environment
 from tests.integration.test_examples import blocks_of
+from tests.kit.cli import clean_environment
 
 HOME = Path(__file__).resolve().parents[2]
 PAGE = HOME / "CONTRIBUTING.md"
@@ -29,7 +29,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     leave = shutil.ignore_patterns("__pycache__")
     shutil.copytree(HOME / "ckptmirror", folder / "ckptmirror", ignore=leave)
     shutil.copytree(HOME / "tests" / "contract", folder / "tests" / "contract", ignore=leave)
-    for name in ("pyproject.toml", "tests/conftest.py", "tests/certificates.py"):
+    shutil.copytree(HOME / "tests" / "kit", folder / "tests" / "kit", ignore=leave)
+    for name in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy(HOME / name, folder / name)
     for path, block in FILES.items():
         assert not (folder / path).exists(), f"{path} is there by now: let the page add something else"

@@ -13,8 +13,9 @@ from ckptmirror.core import names
 from ckptmirror.flow.places.catalog import Catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.stores import open_store
-from tests.cli_place import assert_explains, assert_tells, run
-from tests.small_training import new_state, running, saved_run, train, whole
+from tests.kit.cli import assert_explains, assert_tells, run
+from tests.kit.roots import whole
+from tests.kit.training import new_state, running, saved_run, train
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ import pytest
 from ckptmirror.stores import open_store
 from ckptmirror.stores.gs_auth import GoogleTokens
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests import credential_files as files
-from tests.certificates import make_certificate
-from tests.cli_place import IMPATIENT, assert_tells, content, make_pending, run
-from tests.connect_proxy import connect_proxy
 from tests.contract.stores_under_test import upload_of
-from tests.fake_google import GOOGLES_NAMES, fake_google
-from tests.small_server import SmallServer
+from tests.kit.cli import IMPATIENT, assert_tells, run
+from tests.kit.roots import content, make_pending
+from tests.kit.servers import credential_files as files
+from tests.kit.servers.certificates import make_certificate
+from tests.kit.servers.connect_proxy import connect_proxy
+from tests.kit.servers.fake_google import GOOGLES_NAMES, fake_google
+from tests.kit.servers.small_server import SmallServer
 
 URL = "gs://bucket/run"
 TOKENS = {

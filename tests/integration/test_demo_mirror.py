@@ -14,7 +14,7 @@ from ckptmirror.cli._demo_place import DemoPlace, make_place
 from ckptmirror.core.errors import NameTaken, NotAuthorised
 from ckptmirror.stores import open_store
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.cli_place import assert_tells, clean_environment, run, start
+from tests.kit.cli import assert_tells, clean_environment, run, start
 
 HOME = Path(__file__).resolve().parents[2]
 DEMO_LIMIT_S = 600.0

@@ -1,6 +1,6 @@
 """A disk that is full at any step of save, start, upload and stage: an error with a next command, and nothing lost.
 
-Every change of the disk is refused, alone or with all later ones (``tests/disk_faults``): each of them in the full
+Every change of the disk is refused, alone or with all later ones (``tests/kit/faults``): each of them in the full
 campaign, else a slice.
 """
 
@@ -29,10 +29,10 @@ from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
-from tests.cli_place import content, make_mirrored, make_pending, run
-from tests.disk_faults import DiskFault, failing
-from tests.factory import flip_bit
-from tests.small_training import everything, leftovers, new_state, same, saved_run, train, whole
+from tests.kit.cli import run
+from tests.kit.faults import DiskFault, failing, flip_bit
+from tests.kit.roots import content, leftovers, make_mirrored, make_pending, whole
+from tests.kit.training import everything, new_state, same, saved_run, train
 from tests.unit.local.conftest import mounted  # noqa: F401 - a fixture
 
 EVERY = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"

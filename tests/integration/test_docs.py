@@ -14,7 +14,8 @@ from ckptmirror.cli._program import program
 from ckptmirror.core import errors, names
 from ckptmirror.flow.save.emergency_files import note_path
 from ckptmirror.observe.bars import BarKind, Outcome
-from tests.cli_place import fail_uploads, make_mirrored, make_pending, require, run
+from tests.kit.cli import run
+from tests.kit.roots import fail_uploads, make_mirrored, make_pending, require
 
 HOME = Path(__file__).resolve().parents[2]
 REFERENCE = HOME / "docs" / "reference"

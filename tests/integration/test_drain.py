@@ -26,8 +26,9 @@ from ckptmirror.flow.status import read_status
 from ckptmirror.stores import open_store, retrying
 from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.factory import make_attempt, make_save, put_attempts
-from tests.mirror_place import MirroredRoot, memory_url, object_names
+from tests.kit.mirrors import memory_url, object_names
+from tests.kit.roots import MirroredRoot
+from tests.kit.saves import make_attempt, make_save, put_attempts
 
 BUCKET = "drains"
 _numbers = itertools.count(1)

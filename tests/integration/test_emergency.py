@@ -21,9 +21,9 @@ from ckptmirror.flow.save.persistent_dir import snapshots_in
 from ckptmirror.flow.status import read_status
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import memory
-from tests.cli_place import run as cli
-from tests.factory import flip_bit
-from tests.small_training import everything, faulty, new_state, refusing, running, same, saved_run, train
+from tests.kit.cli import run as cli
+from tests.kit.faults import faulty, flip_bit, refusing
+from tests.kit.training import everything, new_state, running, same, saved_run, train
 
 PROJECT = Path(__file__).resolve().parents[2]
 

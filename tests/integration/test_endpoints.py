@@ -11,9 +11,10 @@ import pytest
 from ckptmirror.core.errors import ConfigError
 from ckptmirror.stores.gs_http import Endpoint
 from ckptmirror.testing import GcsServerProcess
-from tests.cli_place import IMPATIENT, assert_explains, assert_tells, content, make_pending, run
-from tests.forward_proxy import forward_proxy
-from tests.small_server import SmallServer
+from tests.kit.cli import IMPATIENT, assert_explains, assert_tells, run
+from tests.kit.roots import content, make_pending
+from tests.kit.servers.forward_proxy import forward_proxy
+from tests.kit.servers.small_server import SmallServer
 
 URL = "gs://test-bucket/run"
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.testing import GcsServerProcess
-from tests.cli_place import clean_environment
+from tests.kit.cli import clean_environment
 
 HOME = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(HOME.glob("*.md")), *sorted((HOME / "docs").rglob("*.md")), HOME / "deploy" / "README.md"]

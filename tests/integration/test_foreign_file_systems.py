@@ -15,8 +15,9 @@ from ckptmirror.flow.drain import push
 from ckptmirror.local import file_systems
 from ckptmirror.local.file_systems import mount_of, refuse_fuse
 from ckptmirror.local.table_place import check_place
-from tests.cli_place import assert_explains, assert_tells, make_mirrored, run
-from tests.small_training import saved_run, whole
+from tests.kit.cli import assert_explains, assert_tells, run
+from tests.kit.roots import make_mirrored, whole
+from tests.kit.training import saved_run
 
 FUSE, NFS, EXT4 = 0x65735546, 0x6969, 0xEF53
 MOUNTS = """\

@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import formats_worker as worker
-import rank_processes
 import torch
 from format_cases import files_below, same_bits
 
@@ -23,13 +22,14 @@ from ckptmirror.formats import get_format
 from ckptmirror.formats.capture import architecture_hash, capture
 from ckptmirror.formats.emergency import load_emergency
 from ckptmirror.formats.sidecars import write_sidecars
+from tests.kit import processes
 
 KINDS: tuple[Kind, ...] = worker.KINDS
 
 
 def run_ranks(scenario: str, directory: Path) -> list[dict[str, Any]]:
     """Run a scenario on two ranks and return each rank's result."""
-    rank_processes.run_ranks(2, worker.play, scenario, directory)
+    processes.run_ranks(2, worker.play, scenario, directory)
     return [pickle.loads((directory / f"rank{rank}.pickle").read_bytes()) for rank in (0, 1)]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.integration.formats_ranks_job import KINDS, everything_that_happens
-from tests.integration.rank_processes import run_ranks
-from tests.small_training import same
+from tests.kit.processes import run_ranks
+from tests.kit.training import same
 
 Found = list[dict[str, Any]]
 

@@ -22,7 +22,7 @@ from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Upload
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.small_training import new_state, train
+from tests.kit.training import new_state, train
 
 
 class SilentDirectory(MemoryFileSystem):

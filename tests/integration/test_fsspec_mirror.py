@@ -22,8 +22,8 @@ from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.places.resolve import list_checkpoints
 from ckptmirror.stores import fsspec_any, open_store
 from ckptmirror.testing import GcsServerProcess
-from tests.mirror_place import memory_url
-from tests.small_training import everything, new_state, running, same, train
+from tests.kit.mirrors import memory_url
+from tests.kit.training import everything, new_state, running, same, train
 
 
 @pytest.fixture(params=["gcsfs+gs", "fsspec+memory"])

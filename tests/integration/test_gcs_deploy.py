@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests import credential_files
-from tests.cli_place import clean_environment
-from tests.fake_google import fake_google
 from tests.integration.test_gcs_roles import TRAIN
+from tests.kit.cli import clean_environment
+from tests.kit.servers import credential_files
+from tests.kit.servers.fake_google import fake_google
 
 HOME = Path(__file__).resolve().parents[2]
 GCS = HOME / "deploy" / "gcs"

@@ -14,8 +14,8 @@ import pytest
 from ckptmirror.core.errors import NotAuthorised
 from ckptmirror.testing import GcsServerProcess
 from ckptmirror.testing.gcs.access import ROLES
-from tests.cli_place import clean_environment
 from tests.integration.test_docs import rows
+from tests.kit.cli import clean_environment
 
 HOME = Path(__file__).resolve().parents[2]
 ROLE_IDS = {"Storage Object User": "roles/storage.objectUser", "Storage Object Viewer": "roles/storage.objectViewer"}

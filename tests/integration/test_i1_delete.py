@@ -18,8 +18,10 @@ from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.flow.retention.reconcile import reconcile
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores.faulty import StoreFault
-from tests.factory import digest_of, flip_bit
-from tests.mirror_place import MirroredRoot, assert_refused, memory_url, object_names, two_saves
+from tests.kit.faults import flip_bit
+from tests.kit.mirrors import memory_url, object_names
+from tests.kit.roots import MirroredRoot, assert_refused, two_saves
+from tests.kit.saves import digest_of
 
 # -- I1, clause by clause --------------------------------------------------------------------------------------
 

@@ -18,10 +18,10 @@ from ckptmirror import LoadedCheckpoint, TrainState, load_checkpoint, resolve_ch
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UnsafePickle, UsageError
 from ckptmirror.formats.older_optimizers import optimizer_key_counts
 from ckptmirror.formats.train_state import PARTS
-from tests.cli_place import content
-from tests.factory import flip_bit
-from tests.older_writer import make_training, named, save_dcp, save_older, write_meta
-from tests.small_training import everything, new_state, running, same, saved_run
+from tests.kit.faults import flip_bit
+from tests.kit.legacy import make_training, named, save_dcp, save_older, write_meta
+from tests.kit.roots import content
+from tests.kit.training import everything, new_state, running, same, saved_run
 
 
 @pytest.fixture(autouse=True)

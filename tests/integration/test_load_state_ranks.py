@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.integration.load_state_job import everything_that_happens, plain, train, whole
-from tests.integration.rank_processes import run_ranks
-from tests.older_writer import named, save_dcp, write_meta
-from tests.small_training import same
+from tests.kit.legacy import named, save_dcp, write_meta
+from tests.kit.processes import run_ranks
+from tests.kit.training import same
 
 Found = list[dict[str, Any]]
 

@@ -9,7 +9,8 @@ import pytest
 from ckptmirror import CheckpointManager
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError
-from tests.small_training import leftovers, new_state, running, whole
+from tests.kit.roots import leftovers, whole
+from tests.kit.training import new_state, running
 
 
 def taken_away(root: Path, how: str) -> None:

@@ -27,9 +27,9 @@ from ckptmirror.flow.retention.rotation import rotate_root
 from ckptmirror.flow.start.claim import RunClaim
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.stores import memory
-from tests.cli_place import require
-from tests.crowded_mirror import OBJECTS_PER_SAVE, counted, crowd
-from tests.factory import FIRST_ATTEMPT, make_save, put_attempts
+from tests.kit.mirrors import OBJECTS_PER_SAVE, counted, crowd
+from tests.kit.roots import require
+from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts
 
 OBJECTS = 100_000 if os.environ.get("CKPTMIRROR_CAMPAIGN") == "full" else 20_000
 PAGES, SAVES = math.ceil(OBJECTS / 1000), OBJECTS // OBJECTS_PER_SAVE

@@ -35,10 +35,11 @@ from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import GcsServerProcess
-from tests.cli_place import run as cli
-from tests.mirror_place import memory_url
-from tests.small_training import faulty, new_state, running, same, saved_run, train
-from tests.stage_place import Place, whole_saves
+from tests.kit.cli import run as cli
+from tests.kit.faults import faulty
+from tests.kit.mirrors import memory_url
+from tests.kit.roots import Place, whole_saves
+from tests.kit.training import new_state, running, same, saved_run, train
 
 
 def emptied(store: Store) -> None:

@@ -15,8 +15,9 @@ from ckptmirror.core.model import ALL_NODES, Meta, new_id
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.stores.faulty import StoreFault
-from tests.factory import bytes_of, make_save
-from tests.mirror_place import MirroredRoot, memory_url, object_names
+from tests.kit.mirrors import memory_url, object_names
+from tests.kit.roots import MirroredRoot
+from tests.kit.saves import bytes_of, make_save
 
 NODES = 2
 

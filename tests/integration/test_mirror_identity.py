@@ -26,9 +26,9 @@ from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
-from tests.factory import FIRST_ATTEMPT, bytes_of, flip_bit, make_attempt, make_save, put_attempts, put_on_mirror
-from tests.mirror_place import MirroredRoot
-from tests.stage_place import Place, names_in, whole_saves
+from tests.kit.faults import flip_bit
+from tests.kit.roots import MirroredRoot, Place, names_in, whole_saves
+from tests.kit.saves import FIRST_ATTEMPT, bytes_of, make_attempt, make_save, put_attempts, put_on_mirror
 
 KEEP_ONE = Retention(keep_last=1)
 

@@ -10,7 +10,8 @@ import pytest
 
 from ckptmirror import CheckpointManager, errors
 from ckptmirror.stores import normalise_url
-from tests.cli_place import assert_explains, assert_tells, make_mirrored, run
+from tests.kit.cli import assert_explains, assert_tells, run
+from tests.kit.roots import make_mirrored
 
 WRITTEN = {
     "gs:/bucket/run": "gs://bucket/run",

@@ -17,7 +17,8 @@ from ckptmirror.core import errors
 from ckptmirror.observe.log import LINES
 from ckptmirror.testing import Fault, GcsServerProcess
 from ckptmirror.testing.fixtures import gcs_server  # noqa: F401 - a fixture
-from tests.cli_place import fail_uploads, make_mirrored, make_pending, run
+from tests.kit.cli import run
+from tests.kit.roots import fail_uploads, make_mirrored, make_pending
 
 HOME = Path(__file__).resolve().parents[2]
 PACKAGE = HOME / "ckptmirror"

@@ -33,9 +33,10 @@ from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
-from tests.factory import FIRST_ATTEMPT, make_save, put_attempts
-from tests.mirror_place import MirroredRoot, memory_url, object_names
-from tests.small_training import new_state
+from tests.kit.mirrors import memory_url, object_names
+from tests.kit.roots import MirroredRoot
+from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts
+from tests.kit.training import new_state
 
 
 @pytest.fixture

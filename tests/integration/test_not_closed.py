@@ -12,7 +12,7 @@ import pytest
 NEVER_CLOSED = """
 import shutil, sys
 from ckptmirror import CheckpointManager
-from tests.small_training import new_state
+from tests.kit.training import new_state
 root, mirror, fault = sys.argv[1:]
 manager = CheckpointManager(root, mirrors=["file://" + mirror], kinds=("model",))
 state = new_state()

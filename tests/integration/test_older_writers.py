@@ -31,10 +31,11 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.flow.drain import push
 from ckptmirror.stores import open_store
-from tests.cli_place import make_mirrored, run
-from tests.factory import FIRST_ATTEMPT, make_save, put_attempts
-from tests.older_writer import make_training, named, save_dcp, save_older, write_meta
-from tests.small_training import running, same
+from tests.kit.cli import run
+from tests.kit.legacy import make_training, named, save_dcp, save_older, write_meta
+from tests.kit.roots import make_mirrored
+from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts
+from tests.kit.training import running, same
 
 
 @pytest.fixture(autouse=True)

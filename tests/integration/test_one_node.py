@@ -8,7 +8,7 @@ import pytest
 
 from ckptmirror import CheckpointManager
 from ckptmirror.core.errors import ConfigError
-from tests.integration.rank_processes import outcome, run_ranks
+from tests.kit.processes import outcome, run_ranks
 
 
 def open_and_close(rank: int, roots: list[str]) -> tuple[str, str, int, float]:

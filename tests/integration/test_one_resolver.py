@@ -31,10 +31,10 @@ from ckptmirror.cli._program import program
 from ckptmirror.core.errors import BrokenMeta, CheckpointNotFound, CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.flow.places.reference import locate
 from ckptmirror.flow.places.select import choosable, choose
-from tests.cli_place import run
-from tests.factory import flip_bit
-from tests.older_writer import save_older
-from tests.small_training import new_state, running, saved_run
+from tests.kit.cli import run
+from tests.kit.faults import flip_bit
+from tests.kit.legacy import save_older
+from tests.kit.training import new_state, running, saved_run
 
 PACKAGE = Path(ckptmirror.__file__).parent
 

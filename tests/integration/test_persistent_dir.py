@@ -21,10 +21,9 @@ from ckptmirror.flow.start import bring as bringing
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
 from ckptmirror.local.inventory import read_inventory
-from tests.cli_place import run as cli
-from tests.disk_faults import DiskFault, failing
-from tests.factory import flip_bit, of_a_later_version
-from tests.small_training import everything, new_state, running, same, saved_run, train
+from tests.kit.cli import run as cli
+from tests.kit.faults import DiskFault, failing, flip_bit, of_a_later_version
+from tests.kit.training import everything, new_state, running, same, saved_run, train
 
 
 class Place:

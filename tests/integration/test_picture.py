@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli_place import make_mirrored, require, run
+from tests.kit.cli import run
+from tests.kit.roots import make_mirrored, require
 
 HOME = Path(__file__).resolve().parents[2]
 RASTER = HOME / "docs" / "site" / "raster.py"

@@ -14,8 +14,9 @@ import pytest
 from ckptmirror.cli._progress import LINE_EVERY_S
 from ckptmirror.testing import Fault, GcsServerProcess
 from ckptmirror.testing.fixtures import gcs_server  # noqa: F401 - a fixture
-from tests.cli_place import LIMIT_S, clean_environment, make_pending, run
-from tests.terminal import HIDE_CURSOR, SHOW_CURSOR, OnTerminal, bare
+from tests.kit.cli import LIMIT_S, clean_environment, run
+from tests.kit.roots import make_pending
+from tests.kit.terminal import HIDE_CURSOR, SHOW_CURSOR, OnTerminal, bare
 
 URL = "gs://test-bucket/run"
 SIZE_BYTES = 600_000

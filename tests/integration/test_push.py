@@ -19,9 +19,10 @@ from ckptmirror.local.lock import exclusive
 from ckptmirror.local.table_place import table_path
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
-from tests.factory import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
-from tests.mirror_place import MirroredRoot, memory_url
-from tests.small_training import new_state, running, saved_run
+from tests.kit.mirrors import memory_url
+from tests.kit.roots import MirroredRoot
+from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
+from tests.kit.training import new_state, running, saved_run
 
 LIMIT_S = 30.0
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import outcome, run_ranks
 
 from ckptmirror.core.errors import LocalStorageFull, RankFailed, UsageError
 from ckptmirror.ranks import StopRequest, open_ranks
+from tests.kit.processes import outcome, run_ranks
 
 
 def _layout(rank: int) -> Any:

@@ -17,8 +17,10 @@ from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.table_place import open_table
 from ckptmirror.testing import GcsServerProcess
-from tests.factory import flip_bit, make_save
-from tests.mirror_place import MirroredRoot, memory_url, object_names
+from tests.kit.faults import flip_bit
+from tests.kit.mirrors import memory_url, object_names
+from tests.kit.roots import MirroredRoot
+from tests.kit.saves import make_save
 
 BUCKET = "reconcile"
 

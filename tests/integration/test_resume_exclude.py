@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptmirror.core.errors import UsageError
-from tests.small_training import everything, new_state, running, same, saved_run
+from tests.kit.training import everything, new_state, running, same, saved_run
 
 
 @pytest.mark.parametrize("kind", ["dcp", "model"])

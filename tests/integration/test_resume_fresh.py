@@ -12,17 +12,10 @@ from ckptmirror import stage_checkpoint_step
 from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError, RefusedOnlyCopy, StoreTemporary
 from ckptmirror.stores import open_store
-from tests.small_training import (
-    artifact,
-    faulty,
-    killed_at,
-    new_state,
-    refusing,
-    running,
-    saved_run,
-    train,
-    whole,
-)
+from tests.kit.faults import faulty, refusing
+from tests.kit.processes import killed_at
+from tests.kit.roots import artifact, whole
+from tests.kit.training import new_state, running, saved_run, train
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from ckptmirror.core.errors import ObjectNotFound, StoreTemporary
 from ckptmirror.core.events import Fenced, MirrorCommitted
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
-from tests.factory import flip_bit
-from tests.small_training import everything, faulty, new_state, running, same, saved_run, train
+from tests.kit.faults import faulty, flip_bit
+from tests.kit.training import everything, new_state, running, same, saved_run, train
 
 
 @pytest.fixture

@@ -18,7 +18,9 @@ from ckptmirror.flow.start import bring, resume
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import StoreFault
-from tests.small_training import everything, faulty, new_state, running, same, saved_run, train, whole
+from tests.kit.faults import faulty
+from tests.kit.roots import whole
+from tests.kit.training import everything, new_state, running, same, saved_run, train
 
 
 @pytest.fixture

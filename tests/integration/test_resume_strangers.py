@@ -13,8 +13,9 @@ from ckptmirror.core.errors import CheckpointNotFound, IntegrityError
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.local import files, inventory
 from ckptmirror.stores import open_store
-from tests.factory import flip_bit
-from tests.small_training import new_state, running, saved_run, whole
+from tests.kit.faults import flip_bit
+from tests.kit.roots import whole
+from tests.kit.training import new_state, running, saved_run
 
 
 @pytest.fixture

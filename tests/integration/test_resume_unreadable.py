@@ -27,8 +27,9 @@ from ckptmirror.local import listing
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import StoreFault
-from tests.factory import flip_bit, of_a_later_version
-from tests.small_training import artifact, dead, everything, faulty, new_state, running, same, saved_run, train, whole
+from tests.kit.faults import dead, faulty, flip_bit, of_a_later_version
+from tests.kit.roots import artifact, whole
+from tests.kit.training import everything, new_state, running, same, saved_run, train
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from ckptmirror.local.lock import RootLock
 from ckptmirror.local.table_place import table_path
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.cli_place import assert_tells, fail_uploads, make_pending, require, run
-from tests.mirror_place import MirroredRoot, memory_url
+from tests.kit.cli import assert_tells, run
+from tests.kit.mirrors import memory_url
+from tests.kit.roots import MirroredRoot, fail_uploads, make_pending, require
 
 BUCKET = "retry"
 

@@ -32,9 +32,11 @@ from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import RootLock
 from ckptmirror.stores import open_store
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.cli_place import assert_tells, content, make_pending, run
-from tests.factory import FIRST_ATTEMPT, flip_bit, make_attempt, make_save, put_attempts
-from tests.small_training import everything, faulty, new_state, refusing, running, same, saved_run
+from tests.kit.cli import assert_tells, run
+from tests.kit.faults import faulty, flip_bit, refusing
+from tests.kit.roots import content, make_pending
+from tests.kit.saves import FIRST_ATTEMPT, make_attempt, make_save, put_attempts
+from tests.kit.training import everything, new_state, running, same, saved_run
 
 BUCKET = "rewind"
 

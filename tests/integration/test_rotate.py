@@ -22,8 +22,9 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.local import crashpoints
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores.faulty import StoreFault
-from tests.factory import make_attempt, put_attempts
-from tests.mirror_place import MirroredRoot, assert_refused, memory_url, two_saves
+from tests.kit.mirrors import memory_url
+from tests.kit.roots import MirroredRoot, assert_refused, two_saves
+from tests.kit.saves import make_attempt, put_attempts
 
 # -- slow and failed uploads -----------------------------------------------------------------------------------
 
@@ -45,7 +46,7 @@ def node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 def commit_on(node: Node, step: int) -> Meta:
-    from tests.factory import make_save
+    from tests.kit.saves import make_save
 
     claim = node.claim
     assert claim is not None

@@ -26,8 +26,8 @@ from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import exclusive
 from ckptmirror.local.uploads import UploadsTable
-from tests.factory import FIRST_ATTEMPT, RUN_ID
-from tests.mirror_place import MirroredRoot, two_saves
+from tests.kit.roots import MirroredRoot, two_saves
+from tests.kit.saves import FIRST_ATTEMPT, RUN_ID
 
 # -- equal bytes are not one's own -----------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ def test_a_rotation_frees_the_disk_before_it_needs_room(place: MirroredRoot, mon
 
 def snapshot(place: MirroredRoot, step: int, attempt: Attempt = FIRST_ATTEMPT) -> Path:
     """An emergency snapshot of one rank as a trainer leaves it."""
-    from tests.small_training import new_state
+    from tests.kit.training import new_state
 
     return save_emergency(
         place.root,

@@ -21,18 +21,9 @@ from ckptmirror.local import crashpoints
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import memory
-from tests.small_training import (
-    artifact,
-    everything,
-    killed_at,
-    leftovers,
-    new_state,
-    running,
-    same,
-    saved_run,
-    train,
-    whole,
-)
+from tests.kit.processes import killed_at
+from tests.kit.roots import artifact, leftovers, whole
+from tests.kit.training import everything, new_state, running, same, saved_run, train
 
 MIB = 1024 * 1024
 MIRROR = "memory://test-save/run"

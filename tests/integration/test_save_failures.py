@@ -31,15 +31,9 @@ from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import memory
 from ckptmirror.stores.faulty import StoreFault
 from tests.integration.save_ranks_job import no_large_files
-from tests.small_training import (
-    faulty,
-    leftovers,
-    new_state,
-    refusing,
-    running,
-    saved_run,
-    whole,
-)
+from tests.kit.faults import faulty, refusing
+from tests.kit.roots import leftovers, whole
+from tests.kit.training import new_state, running, saved_run
 
 MIB = 1024 * 1024
 MIRROR = "memory://test-save/run"

@@ -12,7 +12,8 @@ import torch
 from ckptmirror.local import direct_io
 from ckptmirror.local.checksums import verify_file
 from tests.integration.save_in_flight_job import HEIGHT, WIDTH, new_state
-from tests.small_training import artifact, leftovers, running, whole
+from tests.kit.roots import artifact, leftovers, whole
+from tests.kit.training import running
 
 HOME = Path(__file__).resolve().parents[2]
 JOB = "tests.integration.save_in_flight_job"

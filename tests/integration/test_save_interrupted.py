@@ -11,7 +11,7 @@ import torch
 from ckptmirror import TrainState
 from ckptmirror.flow.save import handle, save, save_parts
 from ckptmirror.ranks import host_copy
-from tests.small_training import running
+from tests.kit.training import running
 
 
 class Interrupting:

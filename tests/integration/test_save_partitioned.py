@@ -9,7 +9,7 @@ import torch
 
 from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core.errors import BackgroundSaveFailed
-from tests.integration.rank_processes import outcome, run_ranks
+from tests.kit.processes import outcome, run_ranks
 
 
 def stepped(rank: int, *, own_only: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

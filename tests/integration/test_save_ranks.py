@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from ckptmirror import TrainState
-from tests.factory import flip_bit
-from tests.integration.rank_processes import run_ranks
 from tests.integration.save_ranks_job import everything_that_happens
-from tests.small_training import artifact, everything, new_state, running, same, saved_run, whole
+from tests.kit.faults import flip_bit
+from tests.kit.processes import run_ranks
+from tests.kit.roots import artifact, whole
+from tests.kit.training import everything, new_state, running, same, saved_run
 
 Found = list[dict[str, Any]]
 

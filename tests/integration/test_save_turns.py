@@ -17,8 +17,9 @@ from ckptmirror.core.errors import CkptMirrorError, RootLocked, UsageError
 from ckptmirror.flow.save.handle import TurnLock
 from ckptmirror.flow.save.save import Saver
 from ckptmirror.local.lock import RootLock
-from tests.mirror_place import memory_url
-from tests.small_training import faulty, running
+from tests.kit.faults import faulty
+from tests.kit.mirrors import memory_url
+from tests.kit.training import running
 
 
 class Filled(nn.Module):

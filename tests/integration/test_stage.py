@@ -26,16 +26,10 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.resolve import find_local_checkpoint_steps
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import RootLock
-from tests.factory import (
-    FIRST_ATTEMPT,
-    bytes_of,
-    flip_bit,
-    make_attempt,
-    make_save,
-    put_attempts,
-    put_on_mirror,
-)
-from tests.stage_place import MIB, Place, SpyStore, names_in, whole_saves
+from tests.kit.faults import flip_bit
+from tests.kit.mirrors import SpyStore
+from tests.kit.roots import MIB, Place, names_in, whole_saves
+from tests.kit.saves import FIRST_ATTEMPT, bytes_of, make_attempt, make_save, put_attempts, put_on_mirror
 
 
 @pytest.fixture

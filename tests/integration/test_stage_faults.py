@@ -29,14 +29,10 @@ from ckptmirror.flow.fetch.stage_progress import StageProgress
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.resolve import find_local_checkpoint_steps
 from ckptmirror.stores import open_store
-from tests.factory import (
-    FIRST_ATTEMPT,
-    flip_bit,
-    make_save,
-    put_attempts,
-    put_on_mirror,
-)
-from tests.stage_place import MIB, Place, SpyStore, names_in, nothing, whole_saves
+from tests.kit.faults import flip_bit
+from tests.kit.mirrors import SpyStore, nothing
+from tests.kit.roots import MIB, Place, names_in, whole_saves
+from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
 
 
 @pytest.fixture

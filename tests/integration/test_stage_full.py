@@ -13,9 +13,10 @@ from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores.base import Store
-from tests.cli_place import make_mirrored, run
-from tests.factory import bytes_of, flip_bit, put_object
-from tests.stage_place import Place, names_in, whole_saves
+from tests.kit.cli import run
+from tests.kit.faults import flip_bit
+from tests.kit.roots import Place, make_mirrored, names_in, whole_saves
+from tests.kit.saves import bytes_of, put_object
 
 
 @pytest.fixture

@@ -19,10 +19,11 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.retention.reconcile import reconcile
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
-from tests.factory import FIRST_ATTEMPT, flip_bit, put_attempts, put_on_mirror
-from tests.mirror_place import MirroredRoot, memory_url
-from tests.small_training import killed_at
-from tests.stage_place import Place, names_in, whole_saves
+from tests.kit.faults import flip_bit
+from tests.kit.mirrors import memory_url
+from tests.kit.processes import killed_at
+from tests.kit.roots import MirroredRoot, Place, names_in, whole_saves
+from tests.kit.saves import FIRST_ATTEMPT, put_attempts, put_on_mirror
 
 CUT_SHORT = ["trash.rename:before", "trash.rename:after", "file.rename:before", "file.rename:after"]
 

@@ -14,9 +14,9 @@ from ckptmirror.core.model import Meta
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import open_store
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.cli_place import content, start
-from tests.factory import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
-from tests.small_training import leftovers
+from tests.kit.cli import start
+from tests.kit.roots import content, leftovers
+from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
 
 URL = "gs://test-bucket/run"
 

@@ -10,8 +10,8 @@ from ckptmirror import CheckpointManager
 from ckptmirror.core.errors import DeadlinePassed
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.status import read_status
-from tests.cli_place import run as cli
-from tests.small_training import new_state, saved_run
+from tests.kit.cli import run as cli
+from tests.kit.training import new_state, saved_run
 
 
 def test_i8_status_calls_nothing_safe_on_a_mirror_that_does_not_answer(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from ckptmirror.flow.retention.rotation import rotate_root
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.table_place import open_table, table_path
-from tests.cli_place import assert_tells, run
-from tests.factory import FIRST_ATTEMPT, make_save, put_attempts
-from tests.mirror_place import memory_url
+from tests.kit.cli import assert_tells, run
+from tests.kit.mirrors import memory_url
+from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts
 
 Start = Callable[..., Node]
 

@@ -16,9 +16,11 @@ from ckptmirror import Retention, StopRequest
 from ckptmirror.core import names
 from ckptmirror.core.journal import told_from_lines
 from ckptmirror.local.uploads import RootIdentity, UploadsTable
-from tests.cli_place import assert_tells, make_mirrored, make_pending, require, run
-from tests.integration.rank_processes import run_ranks
-from tests.small_training import control, faulty, killed_at, new_state, refusing, running, saved_run, train, whole
+from tests.kit.cli import assert_tells, run
+from tests.kit.faults import faulty, refusing
+from tests.kit.processes import killed_at, run_ranks
+from tests.kit.roots import control, make_mirrored, make_pending, require, whole
+from tests.kit.training import new_state, running, saved_run, train
 from tests.unit.local.conftest import mounted  # noqa: F401 - a fixture
 
 SVG = "{http://www.w3.org/2000/svg}"

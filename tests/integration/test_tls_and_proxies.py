@@ -14,9 +14,10 @@ from ckptmirror.core.errors import ConfigError, StoreTemporary
 from ckptmirror.stores import open_store
 from ckptmirror.stores.gs_trust import CA_VARIABLES
 from ckptmirror.testing import GcsServerProcess
-from tests.certificates import make_certificate
-from tests.cli_place import IMPATIENT, assert_tells, content, make_pending, run
-from tests.connect_proxy import connect_proxy
+from tests.kit.cli import IMPATIENT, assert_tells, run
+from tests.kit.roots import content, make_pending
+from tests.kit.servers.certificates import make_certificate
+from tests.kit.servers.connect_proxy import connect_proxy
 
 URL = "gs://bucket/run"
 HOST = "storage.example"  # which is nowhere but behind the proxy

@@ -19,9 +19,10 @@ from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.sealed_json import LIMIT_BYTES
 from ckptmirror.flow.retention.reconcile import BRINGING_NAME, being_brought
 from ckptmirror.flow.save.emergency_files import remove_stale_notes
-from tests.cli_place import assert_explains, assert_tells, content, make_mirrored, require, run
-from tests.factory import make_save
-from tests.hostile_files import resealed
+from tests.kit.cli import assert_explains, assert_tells, run
+from tests.kit.hostile_files import resealed
+from tests.kit.roots import content, make_mirrored, require
+from tests.kit.saves import make_save
 
 MEMORY_BYTES = 3 << 29
 

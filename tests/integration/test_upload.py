@@ -17,8 +17,10 @@ from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
 from ckptmirror.testing import GcsServerProcess
-from tests.factory import bytes_of, flip_bit, make_save, put_object
-from tests.mirror_place import MirroredRoot, memory_url, no_confirm, object_names
+from tests.kit.faults import flip_bit
+from tests.kit.mirrors import memory_url, object_names
+from tests.kit.roots import MirroredRoot, no_confirm
+from tests.kit.saves import bytes_of, make_save, put_object
 
 MIB = 1024 * 1024
 BUCKET = "uploads"

@@ -18,9 +18,9 @@ from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload import record as upload_module
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.cli_place import make_pending
-from tests.factory import bytes_of
-from tests.mirror_place import MirroredRoot, object_names
+from tests.kit.mirrors import object_names
+from tests.kit.roots import MirroredRoot, make_pending
+from tests.kit.saves import bytes_of
 
 MIB = 1024 * 1024
 BUCKET = "uploads"

@@ -23,8 +23,9 @@ from ckptmirror.flow.upload.workers import UploadWorkers, free_dead_workers, sti
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import GcsServerProcess
-from tests.factory import bytes_of, digest_of, make_save, put_object
-from tests.mirror_place import MirroredRoot, memory_url, no_confirm, object_names
+from tests.kit.mirrors import memory_url, object_names
+from tests.kit.roots import MirroredRoot, no_confirm
+from tests.kit.saves import bytes_of, digest_of, make_save, put_object
 
 MIB = 1024 * 1024
 BUCKET = "uploads"
@@ -223,7 +224,7 @@ from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.flow.drain import drain
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.uploads import UploadsTable
-from tests.factory import make_save
+from tests.kit.saves import make_save
 root, url = Path(sys.argv[1]), sys.argv[2]
 meta = make_save(root, 300, ("dcp",), number=3, ranks=2, sidecars=False, write_meta=False)
 artifacts = []

@@ -16,10 +16,11 @@ from ckptmirror.flow.verify.verify import Target, Verification, target_of, verif
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.table_place import table_path
 from ckptmirror.stores import open_store
-from tests.cli_place import AS_MODULE, assert_tells, clean_environment, make_mirrored, run
-from tests.factory import FIRST_ATTEMPT, flip_bit, put_attempts, put_on_mirror
 from tests.integration.test_cli import on_terminal
-from tests.verify_place import drained, pending, states
+from tests.kit.cli import AS_MODULE, assert_tells, clean_environment, run
+from tests.kit.faults import flip_bit
+from tests.kit.roots import drained, make_mirrored, pending, states
+from tests.kit.saves import FIRST_ATTEMPT, put_attempts, put_on_mirror
 
 BIG = 2 * MIN_BLOCK_SIZE_BYTES + 5000
 

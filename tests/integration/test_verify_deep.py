@@ -15,9 +15,10 @@ from ckptmirror.flow.fetch.deep_read import WORKERS, FileToRead, ObjectToRead, r
 from ckptmirror.flow.verify.verify import Target, verify
 from ckptmirror.stores import memory, open_store
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.cli_place import LIMIT_S, assert_tells, make_mirrored, run, start
-from tests.factory import flip_bit, put_on_mirror
-from tests.verify_place import drained, states
+from tests.kit.cli import LIMIT_S, assert_tells, run, start
+from tests.kit.faults import flip_bit
+from tests.kit.roots import drained, make_mirrored, states
+from tests.kit.saves import put_on_mirror
 
 BUCKET = "verify-deep"
 BIG = 2 * MIN_BLOCK_SIZE_BYTES + 5000

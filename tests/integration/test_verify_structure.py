@@ -13,9 +13,10 @@ from ckptmirror.flow.drain import drain
 from ckptmirror.flow.verify.verify import Target, verify
 from ckptmirror.stores import open_store
 from ckptmirror.testing import GcsServerProcess
-from tests.cli_place import assert_tells, make_mirrored, run
-from tests.factory import FIRST_ATTEMPT, make_attempt, make_save, of_a_later_version, put_attempts
-from tests.verify_place import drained, pending, states
+from tests.kit.cli import assert_tells, run
+from tests.kit.faults import of_a_later_version
+from tests.kit.roots import drained, make_mirrored, pending, states
+from tests.kit.saves import FIRST_ATTEMPT, make_attempt, make_save, put_attempts
 
 BUCKET = "verify-structure"
 

@@ -31,7 +31,7 @@ from ckptmirror.flow.upload.sending import UploadContext
 from ckptmirror.local import files
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.uploads import UploadsTable
-from tests.factory import plan_files
+from tests.kit.saves import plan_files
 from tests.simulation.world import Host, MirrorPlace, World
 
 LEASE_S = 300.0

@@ -26,7 +26,7 @@ from ckptmirror.local import crashpoints
 from ckptmirror.stores import memory, open_store
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
-from tests.mirror_place import HandClock
+from tests.kit.clock import HandClock
 
 if TYPE_CHECKING:
     from tests.simulation.processes import Drainer, Trainer

@@ -11,7 +11,7 @@ import pytest
 from raw_http import Raw
 
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.certificates import make_certificate
+from tests.kit.servers.certificates import make_certificate
 
 _PROGRAM = """
 import os

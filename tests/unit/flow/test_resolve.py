@@ -18,7 +18,8 @@ from ckptmirror.flow.places.resolve import (
 )
 from ckptmirror.local import files
 from ckptmirror.stores import open_store
-from tests.factory import FIRST_ATTEMPT, flip_bit, make_attempt, make_save, put_attempts, put_on_mirror
+from tests.kit.faults import flip_bit
+from tests.kit.saves import FIRST_ATTEMPT, make_attempt, make_save, put_attempts, put_on_mirror
 
 
 def test_dcp_directory_reference(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.formats import archives
 from ckptmirror.formats.archives import check_archive_file, check_archive_stream
-from tests.hostile_files import Record, archive, number, pickled, pt
+from tests.kit.hostile_files import Record, archive, number, pickled, pt
 
 HONEST = pt(number(1), s0=b"1234")
 WIDE = archive(Record("data.pkl", pickled(number(1))), Record("data/0", b"1", claims_size=1 << 33))

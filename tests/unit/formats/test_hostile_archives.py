@@ -21,7 +21,7 @@ from ckptmirror.formats import pickle_scan, pickle_values
 from ckptmirror.formats.pickle_scan import PickleRules, scan_pickle
 from ckptmirror.formats.plain import decode
 from ckptmirror.formats.unpickle import load_pt, load_stream
-from tests.hostile_files import (
+from tests.kit.hostile_files import (
     ARCHIVES,
     Record,
     archive,

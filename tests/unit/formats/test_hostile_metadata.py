@@ -16,7 +16,7 @@ from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.dcp_read import read_directory_metadata, read_whole_directory
 from ckptmirror.formats.unpickle import loads_metadata
 from tests.contract.format_cases import make_state, save
-from tests.hostile_files import (
+from tests.kit.hostile_files import (
     Record,
     called,
     dict_of,

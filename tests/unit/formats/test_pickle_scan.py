@@ -12,7 +12,7 @@ from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats import depth, pickle_scan
 from ckptmirror.formats.archives import _TorchRules
 from ckptmirror.formats.pickle_scan import PickleRules, scan_pickle
-from tests.hostile_files import (
+from tests.kit.hostile_files import (
     called,
     dict_of,
     get,

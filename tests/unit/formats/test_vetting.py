@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckptmirror.core.errors import IntegrityError, Temporary, UnsafePickle
 from ckptmirror.formats import vetting
 from ckptmirror.formats.unpickle import loads_metadata
-from tests.hostile_files import called, dict_of, doubling_tuples, global_, nested_tuples, number, put, text, tuple_
+from tests.kit.hostile_files import called, dict_of, doubling_tuples, global_, nested_tuples, number, put, text, tuple_
 
 FILLING = b"X" + struct.pack("<I", vetting.VET_FROM_BYTES) + b"x" * vetting.VET_FROM_BYTES + b"0"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.testing import GcsServerProcess
-from tests.certificates import make_certificate
 from tests.contract.stores_under_test import BUCKET
+from tests.kit.servers.certificates import make_certificate
 
 _ROUND_TRIP = """
 import sys

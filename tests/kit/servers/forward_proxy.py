@@ -6,7 +6,7 @@ import http.client
 from contextlib import AbstractContextManager
 from urllib.parse import urlsplit
 
-from tests.small_server import Answers, SmallServer, running, serve
+from tests.kit.servers.small_server import Answers, SmallServer, running, serve
 
 
 class Forwards(Answers):
@@ -44,7 +44,7 @@ class Forwards(Answers):
 
 def forward_proxy() -> AbstractContextManager[SmallServer]:
     """Run it."""
-    return running("tests.forward_proxy", {})
+    return running("tests.kit.servers.forward_proxy", {})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Credentials files of every kind, whose services are ``tests/fake_google.py``."""
+"""Credentials files of every kind, whose services are ``tests/kit/servers/fake_google.py``."""
 
 from __future__ import annotations
 

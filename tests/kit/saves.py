@@ -7,14 +7,13 @@ Rules:
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptmirror.core import names, sealed_json
+from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_to_bytes, meta_to_bytes
 from ckptmirror.core.model import Artifact, Attempt, AttemptList, Digest, Kind, Meta, SaveRef, new_id
 from ckptmirror.local.checksums import BlockDigest
@@ -178,18 +177,3 @@ def put_on_mirror(store: Store, root: Path, meta: Meta, *, commit: bool = True) 
 def bytes_of(root: Path, meta: Meta) -> dict[str, bytes]:
     """The content of every artifact of a save, by untagged path."""
     return {names.untagged(a.path): (root / a.path).read_bytes() for a in meta.artifacts}
-
-
-def flip_bit(path: Path, offset: int = -1) -> None:
-    """Invert one bit of a file, keeping its size."""
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
-def of_a_later_version(data: bytes) -> bytes:
-    """A meta or a list as a newer ckptmirror would write it: another version, under a checksum that fits."""
-    document = {**json.loads(data), "version": sealed_json.VERSION + 1}
-    document.pop("checksum")
-    document["checksum"] = sealed_json._checksum(document)
-    return json.dumps(document).encode()

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-HOME = Path(__file__).resolve().parents[1]
+HOME = Path(__file__).resolve().parents[3]
 
 
 class Answers(http.server.BaseHTTPRequestHandler):

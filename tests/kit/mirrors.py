@@ -1,14 +1,17 @@
-"""A ``memory://`` mirror with as many objects as a long run leaves, and a count of what is asked of it.
+"""Mirrors for tests: their URLs and objects, one that notes and breaks downloads, one with the objects of a long run.
 
 Rules:
-* The newest save has its bytes; the others have names, sizes and metas, which is all that is read of them.
+* Of the saves on the crowded mirror, the newest has its bytes; the others have names, sizes and metas, which is all
+  that is read of them.
 * A listing counts one request for each 1,000 objects, as Cloud Storage pages it.
 """
 
 from __future__ import annotations
 
+import threading
+import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +22,8 @@ from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.model import Meta, new_id
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores import memory
-from ckptmirror.stores.base import ObjectInfo
-from tests.factory import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
+from ckptmirror.stores.base import ObjectInfo, Store
+from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
 
 _PAGE_OBJECTS = 1000
 RANKS = 32
@@ -52,6 +55,9 @@ def _as_step(meta: Meta, step: int) -> Meta:
     return replace(meta, step=step, save_id=new_id(), save_number=step, artifacts=artifacts)
 
 
+_CALLS = ("stat", "list", "read", "write", "upload", "download", "delete")
+
+
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Count the requests to every ``memory://`` mirror of this process."""
@@ -79,4 +85,38 @@ def counted() -> Iterator[Counter[str]]:
             setattr(memory.MemoryStore, name, method)
 
 
-_CALLS = ("stat", "list", "read", "write", "upload", "download", "delete")
+def memory_url() -> str:
+    return f"memory://m-{uuid.uuid4().hex}/run"
+
+
+def object_names(store: Store) -> list[str]:
+    return [info.name for info in store.list() if info.name != names.WRITER_NAME]
+
+
+def nothing(*_: object) -> None:
+    """A hook that lets everything pass."""
+
+
+class SpyStore:
+    """Passes everything on, and notes and breaks downloads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.downloads: list[tuple[str, int, int]] = []
+        self.before: Callable[..., None] = nothing
+        self.after: Callable[..., None] = nothing
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
+        with self._lock:
+            self.downloads.append((name, offset, len(buffer)))
+        self.before(name, offset)
+        self._store.download(name, generation=generation, offset=offset, buffer=buffer)
+        self.after(name, offset, buffer)
+
+    @property
+    def downloaded_bytes(self) -> int:
+        return sum(length for _, _, length in self.downloads)

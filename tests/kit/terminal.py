@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.cli_place import AS_MODULE, LIMIT_S, clean_environment
+from tests.kit.cli import AS_MODULE, LIMIT_S, clean_environment
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -7,8 +7,7 @@ Rules:
 from __future__ import annotations
 
 import copy
-import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,7 @@ import torch
 from torch import nn
 
 from ckptmirror import CheckpointManager, TrainState
-from ckptmirror.core import names
-from ckptmirror.core.errors import CkptMirrorError, StorePermanent
-from ckptmirror.core.model import Meta
-from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.local import crashpoints
-from ckptmirror.local.inventory import read_inventory
-from ckptmirror.stores.faulty import FaultyStore, StoreFault
-from tests import clean_processes
+from ckptmirror.core.errors import CkptMirrorError
 
 WIDTH = 6
 
@@ -132,61 +124,3 @@ def saved_run(root: Path, steps: tuple[int, ...], *mirrors: Any, **more: Any) ->
             manager.save(step, state).wait()
             states[step] = everything(state)
     return states
-
-
-def whole(root: Path) -> dict[int, Meta]:
-    """The newest whole save of each step on the disk."""
-    return {save.meta.step: save.meta for save in read_inventory(root).saves}
-
-
-def faulty(manager: CheckpointManager, *faults: StoreFault) -> list[FaultyStore]:
-    """Put a scripted store before each mirror of a manager that has not resumed yet; return them in order."""
-    assert manager._node is not None
-    stores = [FaultyStore(mirror.store, faults) for mirror in manager._node.mirrors]
-    manager._node.mirrors = [
-        Mirror(mirror.url, mirror.required, store)  # type: ignore[arg-type]
-        for mirror, store in zip(manager._node.mirrors, stores, strict=True)
-    ]
-    return stores
-
-
-def refusing() -> StoreFault:
-    """Every upload of a file is refused for good."""
-    return StoreFault("upload", when="before", times=0, error=lambda: StorePermanent("refused (a scripted fault)"))
-
-
-def dead() -> StoreFault:
-    """The mirror answers nothing."""
-    return StoreFault(when="before", times=0)
-
-
-def killed_at(crash_at: str | None, job: Callable[..., object], *arguments: Any, **more: Any) -> bool:
-    """Run ``job`` in a child that dies by SIGKILL at a crash point; whether it did (else it ended in order)."""
-    child = clean_processes.process(_until_killed, crash_at, job, arguments, more)
-    child.start()
-    child.join()
-    assert child.exitcode in (0, -signal.SIGKILL), "the child failed in another way"
-    return child.exitcode != 0
-
-
-def _until_killed(crash_at: str | None, job: Callable[..., object], arguments: Any, more: dict[str, Any]) -> None:
-    crashpoints.arm(crash_at)
-    job(*arguments, **more)
-
-
-def leftovers(root: Path) -> list[str]:
-    """Everything below a root that is temporary or in the trash, but for a status that is being written."""
-    inventory = read_inventory(root)
-    loose = [*root.rglob("*.tmp"), *inventory.temporaries, *inventory.trash]
-    return [str(path) for path in loose if not path.name.startswith("status.json.")]
-
-
-def artifact(root: Path, meta: Meta, name: str) -> Path:
-    """The path of the one artifact of a save whose path contains ``name``."""
-    (path,) = [a.path for a in meta.artifacts if name in a.path]
-    return root / path
-
-
-def control(root: Path, name: str) -> Path:
-    """A file of the control directory."""
-    return root / names.CONTROL_DIR / name

@@ -1,4 +1,4 @@
-"""A proxy as companies have them, in a process of its own: ``python -m tests.connect_proxy '{"HOST:PORT": "…"}'``.
+"""A proxy as companies have them, in a process of its own: ``python -m … '{"HOST:PORT": "…"}'``.
 
 It knows CONNECT alone, and leads to where its first argument says, whatever the name means elsewhere; a place that does
 not stand there is itself. ``GET /asked`` says which places were asked for, and with which ``Proxy-Authorization``.
@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
-from tests.small_server import Answers, SmallServer, running, serve
+from tests.kit.servers.small_server import Answers, SmallServer, running, serve
 
 PIECE_BYTES = 1 << 16
 
@@ -45,7 +45,7 @@ class Tunnels(Answers):
 
 def connect_proxy(leads_to: Mapping[str, str] | None = None) -> AbstractContextManager[SmallServer]:
     """Run it."""
-    return running("tests.connect_proxy", leads_to or {})
+    return running("tests.kit.servers.connect_proxy", leads_to or {})
 
 
 if __name__ == "__main__":

@@ -1,19 +1,45 @@
-"""Runs a function in several real processes that form a gloo job."""
+"""Child processes that begin with everything imported and none of it used: one, one that is killed, the ranks of a job.
+
+They are forked by a process that does nothing else: torch takes seconds to import, and what it has started (threads,
+pools, connections) outlives no fork.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ckptmirror.core.errors import CkptMirrorError
-from tests import clean_processes
+from ckptmirror.local import crashpoints
 
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([
+    "pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "ckptmirror.manager", "ckptmirror.flow.start.leader", "tests.kit.processes", "tests.kit.roots",
+])  # fmt: skip
+Pipe = _CONTEXT.Pipe
 LIMIT_S = 60.0
 Job = Callable[..., Any]
+
+
+def clean_process(work: Callable[..., object], *arguments: Any, **more: Any) -> ForkServerProcess:
+    """A process that will do ``work``, a function of a module, in today's environment; it dies with this one."""
+    return _CONTEXT.Process(target=_begin, args=(dict(os.environ), work, arguments, more), daemon=True)
+
+
+def _begin(environment: dict[str, str], work: Callable[..., object], arguments: Any, more: dict[str, Any]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    work(*arguments, **more)
 
 
 def _process(
@@ -33,10 +59,9 @@ def run_ranks(size: int, job: Job, *args: Any, dead: tuple[int, ...] = (), store
     port = store.port
     if store_in_rank_0:
         store = None  # frees the port for rank 0
-    pipes = [clean_processes.Pipe() for _ in range(size)]
+    pipes = [Pipe() for _ in range(size)]
     processes = [
-        clean_processes.process(_process, job, rank, size, port, store_in_rank_0, pipes[rank][1], args)
-        for rank in range(size)
+        clean_process(_process, job, rank, size, port, store_in_rank_0, pipes[rank][1], args) for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -69,3 +94,17 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str, int]:
     except (CkptMirrorError, OSError) as error:
         return type(error).__name__, str(error), getattr(error, "exit_code", -1)
     return "value", repr(value), 0
+
+
+def killed_at(crash_at: str | None, job: Callable[..., object], *arguments: Any, **more: Any) -> bool:
+    """Run ``job`` in a child that dies by SIGKILL at a crash point; whether it did (else it ended in order)."""
+    child = clean_process(_until_killed, crash_at, job, arguments, more)
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL), "the child failed in another way"
+    return child.exitcode != 0
+
+
+def _until_killed(crash_at: str | None, job: Callable[..., object], arguments: Any, more: dict[str, Any]) -> None:
+    crashpoints.arm(crash_at)
+    job(*arguments, **more)

@@ -1,4 +1,4 @@
-"""Google's token services, as far as credentials need them, in a process of their own: ``python -m tests.fake_google``.
+"""Google's token services, as far as credentials need them, in a process of their own.
 
 It answers by the JSON of its first argument:
 
@@ -17,12 +17,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import parse_qs
 
-from tests.small_server import Answers, SmallServer, running, serve
+from tests.kit.servers.small_server import Answers, SmallServer, running, serve
 
 EXCHANGE = "urn:ietf:params:oauth:grant-type:token-exchange"
 JWT = "urn:ietf:params:oauth:grant-type:jwt-bearer"
-
-
 # A login's token service, and impersonation: where they are no file and no variable can say.
 GOOGLES_NAMES = ("oauth2.googleapis.com", "iamcredentials.googleapis.com")
 
@@ -96,7 +94,7 @@ def fake_google(**facts: Any) -> AbstractContextManager[SmallServer]:
         facts: The tokens that it gives, and what it checks; ``certificate`` is a file with which it answers over TLS
             too, on another port, under the name that it has at Google.
     """
-    return running("tests.fake_google", facts)
+    return running("tests.kit.servers.fake_google", facts)
 
 
 if __name__ == "__main__":

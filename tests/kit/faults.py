@@ -1,4 +1,4 @@
-"""Makes the disk fail in this process at one change of it, or from one change on: the crash points, with an error.
+"""What goes wrong in a test: a damaged file, a mirror that refuses or is silent, a disk that fails at one change.
 
 Rules:
 * Each change of the disk lies between two crash points. At the first of them the change is refused, as the kernel or
@@ -9,17 +9,22 @@ Rules:
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import apsw
 
+from ckptmirror import CheckpointManager
+from ckptmirror.core import sealed_json
+from ckptmirror.core.errors import StorePermanent
+from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local import crashpoints
-
-__all__ = ["DiskFault", "failing"]
+from ckptmirror.stores.faulty import FaultyStore, StoreFault
 
 _NEEDS_NO_ROOM = (
     "dir.fsync",
@@ -91,3 +96,39 @@ def failing(fault: DiskFault) -> Iterator[DiskFault]:
         yield fault
     finally:
         crashpoints.point = honest
+
+
+def flip_bit(path: Path, offset: int = -1) -> None:
+    """Invert one bit of a file, keeping its size."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def of_a_later_version(data: bytes) -> bytes:
+    """A meta or a list as a newer ckptmirror would write it: another version, under a checksum that fits."""
+    document = {**json.loads(data), "version": sealed_json.VERSION + 1}
+    document.pop("checksum")
+    document["checksum"] = sealed_json._checksum(document)
+    return json.dumps(document).encode()
+
+
+def faulty(manager: CheckpointManager, *faults: StoreFault) -> list[FaultyStore]:
+    """Put a scripted store before each mirror of a manager that has not resumed yet; return them in order."""
+    assert manager._node is not None
+    stores = [FaultyStore(mirror.store, faults) for mirror in manager._node.mirrors]
+    manager._node.mirrors = [
+        Mirror(mirror.url, mirror.required, store)  # type: ignore[arg-type]
+        for mirror, store in zip(manager._node.mirrors, stores, strict=True)
+    ]
+    return stores
+
+
+def refusing() -> StoreFault:
+    """Every upload of a file is refused for good."""
+    return StoreFault("upload", when="before", times=0, error=lambda: StorePermanent("refused (a scripted fault)"))
+
+
+def dead() -> StoreFault:
+    """The mirror answers nothing."""
+    return StoreFault(when="before", times=0)
