@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,6 +31,28 @@ def _ctrl_c_is_heard() -> Iterator[None]:
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, earlier)
+
+
+@pytest.fixture
+def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
+    """Mount a tmpfs with the given options and return where."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small file system needs root")
+    places: list[Path] = []
+
+    def mount(options: str) -> Path:
+        place = tmp_path_factory.mktemp("mounted")
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"this machine does not allow mounting: {done.stderr.strip()}")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

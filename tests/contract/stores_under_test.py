@@ -17,14 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from ckptmirror.core.events import EventBus
-from ckptmirror.core.model import Digest
-from ckptmirror.local.checksums import BlockDigest
 from ckptmirror.stores import faulty, fsspec_any, gs, memory, observed, open_store, remembering, retrying, throttled
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores.base import Store, Upload
 from ckptmirror.stores.gs_http import Endpoint, Limits
 from ckptmirror.stores.locations import BucketLocation
 from ckptmirror.testing import GcsServerProcess
+from tests.kit.saves import BytesSource, digest_of
 
 BUCKET = "contract"
 GIVEN_URL = os.environ.get("CKPTMIRROR_CONTRACT_URL", "")
@@ -38,30 +37,6 @@ class Opener:
     name: str
     open: Callable[[], Store]
     code: str = ""
-
-
-class BytesSource:
-    """Bytes to upload, counted as they are read."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.read_bytes = 0
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.data)
-
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        piece = self.data[offset : offset + len(buffer)]
-        buffer[: len(piece)] = piece
-        self.read_bytes += len(piece)
-        return len(piece)
-
-
-def digest_of(data: bytes) -> Digest:
-    found = BlockDigest()
-    found.update(data)
-    return found.digest()
 
 
 def upload_of(name: str, data: bytes, **changes: object) -> Upload:

@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from format_cases import (
+from torch import nn
+
+from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.core.model import Kind
+from ckptmirror.formats import TrainState, get_format
+from ckptmirror.local.checksums import verify_file
+from tests.kit.formats import (
     KINDS,
     STEP,
     everything,
@@ -20,12 +26,6 @@ from format_cases import (
     save,
     train,
 )
-from torch import nn
-
-from ckptmirror.core.errors import IntegrityError, UsageError
-from ckptmirror.core.model import Kind
-from ckptmirror.formats import TrainState, get_format
-from ckptmirror.local.checksums import verify_file
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from format_cases import KINDS, load, save
 from torch import nn
 
 from ckptmirror.core.model import Kind
 from ckptmirror.formats import TrainState
+from tests.kit.formats import KINDS, load, save
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 

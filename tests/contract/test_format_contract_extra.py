@@ -12,12 +12,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from format_cases import KINDS, files_below, load, make_state, same_bits, save
 from torch import nn
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.formats import TrainState
+from tests.kit.formats import KINDS, files_below, load, make_state, same_bits, save
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from format_cases import KINDS, load, same_bits, save
 from torch import nn
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats import TrainState
+from tests.kit.formats import KINDS, load, same_bits, save
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 

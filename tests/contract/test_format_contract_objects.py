@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from format_cases import KINDS, load, save
 from torch import nn
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats import LoadReport, TrainState
 from ckptmirror.formats.positions import _warn
+from tests.kit.formats import KINDS, load, save
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 

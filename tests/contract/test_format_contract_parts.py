@@ -13,7 +13,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from format_cases import (
+from torch import nn
+
+from ckptmirror.core.errors import CkptMirrorError, UsageError
+from ckptmirror.core.model import Kind
+from ckptmirror.formats import TrainState
+from tests.kit.formats import (
     KINDS,
     Network,
     everything,
@@ -24,11 +29,6 @@ from format_cases import (
     save,
     train,
 )
-from torch import nn
-
-from ckptmirror.core.errors import CkptMirrorError, UsageError
-from ckptmirror.core.model import Kind
-from ckptmirror.formats import TrainState
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from format_cases import KINDS, load, same_bits, save
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -23,6 +22,7 @@ from ckptmirror.formats.live import load_model
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.versions import checked, for_live, from_text, plain_model
 from ckptmirror.formats.whole import read_whole
+from tests.kit.formats import KINDS, load, same_bits, save
 
 
 class Turned(nn.Module):

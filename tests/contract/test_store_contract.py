@@ -21,7 +21,8 @@ from ckptmirror.core.errors import (
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores.base import ObjectInfo, Store
 from ckptmirror.testing import GcsServerProcess
-from tests.contract.stores_under_test import OPENERS, Opener, digest_of, pattern_bytes, server_with_bucket, upload_of
+from tests.contract.stores_under_test import OPENERS, Opener, pattern_bytes, server_with_bucket, upload_of
+from tests.kit.saves import digest_of
 
 MIB = 1024 * 1024
 NAMES = ("plain", "a/b/c.json", "späte Namen/日本.pt", "100% of it", "a%2Fb", "a+b c&d=e?f#g", "dcp_000200/.metadata")

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 from ckptmirror.core import names
@@ -15,25 +14,13 @@ from ckptmirror.flow.places.resolve import list_checkpoints
 from ckptmirror.flow.start.rewind import rewind
 from ckptmirror.flow.verify.verify import Target, verify
 from ckptmirror.local import crashpoints
+from tests.kit.processes import in_child
 from tests.kit.roots import make_pending
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 CASES_IN_A_SLICE = 12
 BEFORE = {200: "current", 300: "current"}
 AFTER = {100: "current", 200: "superseded", 300: "superseded"}
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Run ``work`` in a forked child; return its wait status."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitpid(pid, 0)[1]
 
 
 def standings(place: Path | str) -> dict[int, str]:

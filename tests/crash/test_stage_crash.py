@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import open_store
 from tests.kit.faults import flip_bit
+from tests.kit.processes import in_child
 from tests.kit.saves import FIRST_ATTEMPT, bytes_of, make_save, put_attempts, put_on_mirror
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
@@ -75,19 +75,6 @@ def make_scene(name: str, tmp_path: Path) -> Scene:
 
 
 SCENES = ["a fresh copy", "another kind joins", "a rotten copy is mended", "a stale copy is replaced"]
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Run ``work`` in a forked child; return its wait status."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitpid(pid, 0)[1]
 
 
 def points_of(scene: Scene, dest: Path, tmp_path: Path) -> list[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.testing import GcsServerProcess
-from tests.kit.mirrors import memory_url
+from ckptmirror.testing.fixtures import gcs_server  # noqa: F401 - a fixture
+from tests.kit.mirrors import bucket_url, memory_url
 from tests.kit.roots import MirroredRoot
 
 
@@ -30,6 +31,14 @@ def open_root(tmp_path: Path) -> Iterator[Callable[..., MirroredRoot]]:
 def place(open_root: Callable[..., MirroredRoot]) -> MirroredRoot:
     """A root with one mirror in memory."""
     return open_root(memory_url())
+
+
+@pytest.fixture
+def gs(
+    server: GcsServerProcess, open_root: Callable[..., MirroredRoot], request: pytest.FixtureRequest
+) -> MirroredRoot:
+    """A root with one mirror in the module's bucket."""
+    return open_root(bucket_url(request.module.BUCKET))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core.model import Kind
-from tests.integration.save_ranks_job import WAIT_S, said
+from tests.integration.save_ranks_job import WAIT_S
+from tests.kit.processes import outcome
 
 KINDS: tuple[Kind, ...] = ("dcp", "model", "emergency")
 
@@ -102,7 +103,7 @@ def local_state(place: Path, found: dict[str, Any]) -> None:
     step(state, 1)
     manager = CheckpointManager(place / "local", timeout_s=WAIT_S)
     manager.resume(TrainState(state.model))
-    found["local refused"] = said(lambda: manager.save(1, state).wait())
+    found["local refused"] = outcome(lambda: manager.save(1, state).wait())
     manager.close()
     for kind in KINDS:
         state, fresh = sharded(0, LocalMomentum), sharded(1, LocalMomentum)
@@ -199,7 +200,7 @@ def tied_shards(root: Path, kind: Kind, found: dict[str, Any]) -> None:
         return TrainState(fully_shard(model))
 
     save(root, kind, build(tie=False))
-    found[f"tied {kind}"] = said(lambda: resume(root, build(tie=True)))
+    found[f"tied {kind}"] = outcome(lambda: resume(root, build(tie=True)))
 
 
 def spread(rank: int, place: Path, found: dict[str, Any]) -> None:
@@ -219,7 +220,7 @@ def spread(rank: int, place: Path, found: dict[str, Any]) -> None:
         state.extra = {"zero": optimizer}
         manager = CheckpointManager(place / f"spread-{where}", timeout_s=WAIT_S)
         manager.resume(TrainState(state.model))
-        found[f"spread {where}"] = said(lambda: manager.save(1, wrong).wait())  # noqa: B023 - called at once
+        found[f"spread {where}"] = outcome(lambda: manager.save(1, wrong).wait())  # noqa: B023 - called at once
         manager.close()
     for to in range(dist.get_world_size()):
         optimizer.consolidate_state_dict(to=to)
@@ -247,7 +248,7 @@ def stages(rank: int, place: Path, found: dict[str, Any]) -> None:
     for kind in ("dcp", "model"):
         manager = CheckpointManager(place / f"stages-{kind}", kinds=(kind,), timeout_s=WAIT_S)
         manager.resume(build(rank))
-        found[f"stages {kind}"] = said(lambda: manager.save(1, build(rank)).wait())  # noqa: B023 - called at once
+        found[f"stages {kind}"] = outcome(lambda: manager.save(1, build(rank)).wait())  # noqa: B023 - called at once
         manager.close()
     state, fresh = build(rank), build(7)
     root = place / f"stage{rank}"
@@ -272,5 +273,5 @@ def looked_at(rank: int, root: Path, found: dict[str, Any]) -> None:
     state = TrainState(model, optimizer)
     manager = CheckpointManager(root, timeout_s=WAIT_S)
     manager.resume(state)
-    found["looked at"] = said(lambda: manager.save(1, state).wait())
+    found["looked at"] = outcome(lambda: manager.save(1, state).wait())
     manager.close()

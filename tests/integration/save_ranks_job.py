@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull
 from ckptmirror.formats import model as model_format
 from ckptmirror.formats.base import Snapshot, WriteContext
 from tests.kit.faults import dead, faulty, flip_bit
+from tests.kit.processes import outcome
 from tests.kit.roots import leftovers, whole
 from tests.kit.training import everything, new_state, train
 
@@ -37,15 +38,6 @@ class FullTable:
 
     def add_save(self, *_: object, **__: object) -> None:
         raise LocalStorageFull("The disk is full (the test's table).")
-
-
-def said(call: Callable[[], Any]) -> tuple[str, str, int]:
-    """The kind, text and exit code of what ``call`` raises."""
-    try:
-        value = call()
-    except (CkptMirrorError, OSError) as error:
-        return type(error).__name__, str(error), getattr(error, "exit_code", -1)
-    return "value", repr(value), 0
 
 
 @contextmanager
@@ -104,10 +96,10 @@ def failing_saves(rank: int, root: Path, found: dict[str, Any]) -> None:
 
     if rank == 1:
         state.extra["bad"] = object()
-        found["capture"] = said(lambda: manager.save(2, state))
+        found["capture"] = outcome(lambda: manager.save(2, state))
         del state.extra["bad"]
     else:
-        found["capture"] = said(lambda: manager.save(2, state).wait())
+        found["capture"] = outcome(lambda: manager.save(2, state).wait())
     found["after capture"] = left()
     train_alike(rank, state, 2)
     manager.save(2, state).wait()
@@ -115,7 +107,7 @@ def failing_saves(rank: int, root: Path, found: dict[str, Any]) -> None:
 
     for victim in (0, 1):
         with no_large_files(600 if rank == victim else resource.RLIM_INFINITY):
-            found[f"write {victim}"] = said(lambda: manager.save(3, state).wait())
+            found[f"write {victim}"] = outcome(lambda: manager.save(3, state).wait())
         found[f"after write {victim}"] = left()
     manager.save(3, state).wait()
 
@@ -123,13 +115,13 @@ def failing_saves(rank: int, root: Path, found: dict[str, Any]) -> None:
     table = leader.table if leader is not None else None
     if leader is not None:
         leader.table = FullTable(table)  # type: ignore[assignment]
-    found["commit"] = said(lambda: manager.save(4, state).wait())
+    found["commit"] = outcome(lambda: manager.save(4, state).wait())
     found["after commit"] = left()
     if leader is not None:
         leader.table = table  # type: ignore[assignment]
     manager.save(4, state).wait()
 
-    found["different steps"] = said(lambda: manager.save(5 + rank, state).wait())
+    found["different steps"] = outcome(lambda: manager.save(5 + rank, state).wait())
     found["after different steps"] = left()
     manager.save(6, state).wait()
 
@@ -144,7 +136,7 @@ def failing_saves(rank: int, root: Path, found: dict[str, Any]) -> None:
     found["emergency"] = manager.save_emergency_checkpoint(10, state).name
     found["state of 10"] = everything(state)
     manager.close()
-    found["locks"] = said(lambda: CheckpointManager(root, timeout_s=WAIT_S).close())
+    found["locks"] = outcome(lambda: CheckpointManager(root, timeout_s=WAIT_S).close())
 
 
 def different_knowledge(rank: int, manager: CheckpointManager, state: TrainState, found: dict[str, Any]) -> None:
@@ -152,12 +144,12 @@ def different_knowledge(rank: int, manager: CheckpointManager, state: TrainState
     with no_large_files(600 if rank == 1 else resource.RLIM_INFINITY):
         handle = manager.save(7, state)
         if rank == 0:
-            said(handle.wait)
+            outcome(handle.wait)
         else:
             handle.wait_over()
         dist.barrier()
-    found["different knowledge"] = said(lambda: manager.save(7, state).wait())
-    found["next after that"] = said(lambda: manager.save(7, state).wait())
+    found["different knowledge"] = outcome(lambda: manager.save(7, state).wait())
+    found["next after that"] = outcome(lambda: manager.save(7, state).wait())
 
 
 def slow_rank(rank: int, root: Path, manager: CheckpointManager, state: TrainState) -> Any:
@@ -183,10 +175,10 @@ def slow_rank(rank: int, root: Path, manager: CheckpointManager, state: TrainSta
 
     model_format.FORMAT.write = write  # type: ignore[method-assign]
     try:
-        outcome = said(lambda: manager.save(8, state, kinds=("model",)).wait())
+        ended = outcome(lambda: manager.save(8, state, kinds=("model",)).wait())
     finally:
         model_format.FORMAT.write = real  # type: ignore[method-assign]
-    return outcome, seen
+    return ended, seen
 
 
 # -- resumes of two ranks ---------------------------------------------------------------------------------------------
@@ -206,7 +198,7 @@ def resumes(rank: int, place: Path, found: dict[str, Any]) -> None:
         except CkptMirrorError as error:
             return ((type(error).__name__, str(error), error.exit_code), None)
         finally:
-            said(lambda: manager.close(timeout_s=0.0))
+            outcome(lambda: manager.close(timeout_s=0.0))
             dist.barrier()
 
     found["resume emergency"] = resume(root)
@@ -250,7 +242,7 @@ def sharded(rank: int, root: Path, found: dict[str, Any]) -> None:
     manager.save(1, state).wait()
     if rank == 1:
         state.extra["bad"] = object()
-    found["sharded capture"] = said(lambda: manager.save(2, state).wait())
+    found["sharded capture"] = outcome(lambda: manager.save(2, state).wait())
     state.extra.clear()
     sharded_failures(rank, manager, state, found)
     step()
@@ -275,26 +267,26 @@ def sharded_failures(rank: int, manager: CheckpointManager, state: TrainState, f
     with no_large_files(600 if rank == 1 else resource.RLIM_INFINITY):
         handle = manager.save(2, state)
         if rank == 0:
-            said(handle.wait)
+            outcome(handle.wait)
         else:
             handle.wait_over()
         dist.barrier()
-    found["sharded knowledge"] = said(lambda: manager.save(2, state).wait())
-    found["sharded after knowledge"] = said(lambda: manager.save(1, state).wait())
+    found["sharded knowledge"] = outcome(lambda: manager.save(2, state).wait())
+    found["sharded after knowledge"] = outcome(lambda: manager.save(1, state).wait())
 
     leader = manager._saver._leader  # type: ignore[union-attr]
     honest = leader.fenced if leader is not None else None
     if leader is not None:
         leader.fenced = lambda: "a newer attempt (the test's)"
-    found["sharded fence"] = said(lambda: manager.save(1, state).wait())
+    found["sharded fence"] = outcome(lambda: manager.save(1, state).wait())
     if leader is not None and honest is not None:
         leader.fenced = honest
-    found["sharded after fence"] = said(lambda: manager.save(1, state).wait())
+    found["sharded after fence"] = outcome(lambda: manager.save(1, state).wait())
 
-    found["sharded behind"] = said(lambda: manager.save(rank, state).wait())
-    found["sharded after behind"] = said(lambda: manager.save(1, state).wait())
-    found["sharded different steps"] = said(lambda: manager.save(2 + rank, state).wait())
-    found["sharded after different steps"] = said(lambda: manager.save(1, state).wait())
+    found["sharded behind"] = outcome(lambda: manager.save(rank, state).wait())
+    found["sharded after behind"] = outcome(lambda: manager.save(1, state).wait())
+    found["sharded different steps"] = outcome(lambda: manager.save(2 + rank, state).wait())
+    found["sharded after different steps"] = outcome(lambda: manager.save(1, state).wait())
 
 
 def sharded_ema(rank: int, root: Path, kind: str) -> tuple[tuple[str, ...], list[dict[str, torch.Tensor]]]:
@@ -337,14 +329,14 @@ def unseen(rank: int, root: Path, found: dict[str, Any]) -> None:
     with no_large_files(600 if rank == 1 else resource.RLIM_INFINITY):
         handle = manager.save(2, state)
         if rank == 0:
-            said(handle.wait)
+            outcome(handle.wait)
         else:
             handle.wait_over()
         dist.barrier()
     start = manager.resume(state)
     found["unseen resume"] = start and start.step
-    found["unseen next"] = said(lambda: manager.save(3, state).wait())
-    found["unseen after"] = said(lambda: manager.save(3, state).wait())
+    found["unseen next"] = outcome(lambda: manager.save(3, state).wait())
+    found["unseen after"] = outcome(lambda: manager.save(3, state).wait())
     manager.close()
 
 

@@ -18,7 +18,6 @@ from ckptmirror import CheckpointManager, Retention, TrainState, errors
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.cli import IMPATIENT, assert_explains, assert_tells, run
 from tests.kit.roots import make_mirrored, make_pending
-from tests.unit.local.conftest import mounted  # noqa: F401 - a fixture
 
 GS_URL = "gs://test-bucket/run"
 
@@ -50,7 +49,7 @@ def new_state() -> TrainState:
 @pytest.mark.parametrize("options", ["size=240k", "size=8m,nr_inodes=26"], ids=["no space", "no inodes"])
 def test_a_disk_that_fills_up_while_saving_fails_the_save_and_keeps_the_earlier_one(
     options: str,
-    mounted: Callable[..., Path],  # noqa: F811
+    mounted: Callable[..., Path],
 ):
     root = mounted(options)
     manager = CheckpointManager(root / "run", kinds=("model",))
@@ -83,7 +82,7 @@ def test_a_disk_that_fills_up_while_saving_fails_the_save_and_keeps_the_earlier_
 @pytest.mark.parametrize("options", ["size=64k", "size=8m,nr_inodes=6"], ids=["no space", "no inodes"])
 def test_a_disk_that_is_too_small_to_stage_to_is_named_and_a_larger_one_works(
     options: str,
-    mounted: Callable[..., Path],  # noqa: F811
+    mounted: Callable[..., Path],
     tmp_path: Path,
 ):
     _, url, _ = make_mirrored(tmp_path, 200, size_bytes=100_000)
@@ -95,7 +94,7 @@ def test_a_disk_that_is_too_small_to_stage_to_is_named_and_a_larger_one_works(
 
 
 @pytest.fixture
-def read_only(mounted: Callable[..., Path]) -> Callable[[Path], Path]:  # noqa: F811
+def read_only(mounted: Callable[..., Path]) -> Callable[[Path], Path]:
     """Copy a folder onto a file system that is then mounted read-only."""
 
     def copied(folder: Path) -> Path:

@@ -16,7 +16,6 @@ from ckptmirror.core.sealed_json import seal
 from tests.kit.cli import assert_explains, assert_tells, run
 from tests.kit.faults import flip_bit
 from tests.kit.roots import content, make_mirrored, make_pending
-from tests.unit.local.conftest import mounted  # noqa: F401 - a fixture
 
 # -- what is on a mirror ------------------------------------------------------------------------------------
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pty
 import re
 import shlex
 import subprocess
@@ -19,10 +17,10 @@ from ckptmirror.cli._program import program
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.local.lock import RootLock
 from ckptmirror.testing import Fault, GcsServerProcess
-from ckptmirror.testing.fixtures import gcs_server  # noqa: F401 - a fixture
 from tests.kit.cli import AS_MODULE, CONSOLE_SCRIPT, assert_tells, clean_environment, run
 from tests.kit.roots import make_mirrored, make_pending, require
 from tests.kit.saves import make_save
+from tests.kit.terminal import OnTerminal, bare
 
 VERBS = [
     "config",
@@ -293,7 +291,7 @@ def test_drain_beside_a_live_trainer_shares_the_table(tmp_path: Path):
 
 
 def test_drain_exits_with_8_when_a_file_failed_for_good_and_names_it(
-    gcs_server: GcsServerProcess,  # noqa: F811
+    gcs_server: GcsServerProcess,
     tmp_path: Path,
 ):
     root, _ = make_pending(tmp_path, "gs://test-bucket/run", 100, kinds=("model",))
@@ -306,7 +304,7 @@ def test_drain_exits_with_8_when_a_file_failed_for_good_and_names_it(
 
 
 def test_drain_stops_waiting_at_its_timeout_says_why_it_waited_and_continues(
-    gcs_server: GcsServerProcess,  # noqa: F811
+    gcs_server: GcsServerProcess,
     tmp_path: Path,
 ):
     root, _ = make_pending(tmp_path, "gs://test-bucket/run", 100, kinds=("model",), sidecars=False)
@@ -357,30 +355,14 @@ def test_a_stdout_that_cannot_be_written_is_a_sentence(tmp_path: Path):
     assert ended.stderr.splitlines()[0] == "ckptmirror: No space left on device"
 
 
-def on_terminal(*arguments: str | Path) -> tuple[int, str, str]:
-    """Run a verb with its stderr on a terminal: exit code, stdout, what the terminal showed."""
-    here, there = pty.openpty()
-    environment = clean_environment(TERM="xterm", COLUMNS="100")
-    process = subprocess.Popen(
-        [*AS_MODULE, *map(str, arguments)], stdout=subprocess.PIPE, stderr=there, text=True, env=environment
-    )
-    os.close(there)
-    shown = b""
-    with contextlib.suppress(OSError):  # EIO: nobody holds the terminal any more
-        while piece := os.read(here, 65536):
-            shown += piece
-    stdout, _ = process.communicate()
-    os.close(here)
-    return process.returncode, stdout, shown.decode()
-
-
 def test_progress_is_a_bar_on_a_terminal_and_leaves_stdout_alone(tmp_path: Path):
     _, url, _ = make_mirrored(tmp_path, 200, kinds=("model",), size_bytes=300_000)
-    exit_code, stdout, shown = on_terminal("stage", "--step", "200", "--mirror", url, "--dest", tmp_path / "e")
+    with OnTerminal("stage", "--step", "200", "--mirror", url, "--dest", tmp_path / "e") as terminal:
+        exit_code, stdout, shown = terminal.end()
     assert (exit_code, stdout) == (0, f"{tmp_path}/e/model_000200.pt\n")
     assert "stage" in shown
     assert "\x1b[" in shown
-    assert "293.0 KiB of 293.0 KiB" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    assert "293.0 KiB of 293.0 KiB" in bare(shown)
 
 
 def test_main_can_be_called_inside_another_program(capsys: pytest.CaptureFixture[str]):

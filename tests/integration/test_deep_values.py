@@ -13,7 +13,7 @@ import pytest
 from ckptmirror import CheckpointManager, load_checkpoint
 from ckptmirror.core.errors import BackgroundSaveFailed, CkptMirrorError, UnsafePickle, UsageError
 from ckptmirror.formats.depth import max_depth
-from tests.contract.format_cases import make_state
+from tests.kit.formats import make_state
 
 WRAPS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "list": (lambda value: [value], 1),

@@ -33,7 +33,6 @@ from tests.kit.cli import run
 from tests.kit.faults import DiskFault, failing, flip_bit
 from tests.kit.roots import content, leftovers, make_mirrored, make_pending, whole
 from tests.kit.training import everything, new_state, same, saved_run, train
-from tests.unit.local.conftest import mounted  # noqa: F401 - a fixture
 
 EVERY = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 FULL, QUOTA, BROKEN = errno.ENOSPC, errno.EDQUOT, errno.EIO
@@ -308,7 +307,7 @@ def test_i2_a_disk_that_is_full_at_any_step_of_a_stage_shows_nothing_half_and_th
 
 
 def test_i8_a_full_disk_does_not_keep_the_table_from_what_the_uploads_tell_it(
-    mounted: Callable[..., Path],  # noqa: F811
+    mounted: Callable[..., Path],
 ) -> None:
     """Else nothing could be verified there, so nothing deleted, and the disk would stay full for ever."""
     place, url = mounted("size=4m"), "file:///nfs/run"
@@ -342,7 +341,7 @@ def test_i8_a_full_disk_does_not_keep_the_table_from_what_the_uploads_tell_it(
 
 
 def test_a_whole_life_on_a_disk_that_is_too_small_for_it(
-    mounted: Callable[..., Path],  # noqa: F811
+    mounted: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
     """Save until it is full, upload, rotate as the message says, save again, verify, stage: nothing lost on the way."""

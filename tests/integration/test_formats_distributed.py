@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import formats_worker as worker
 import torch
-from format_cases import files_below, same_bits
 
 from ckptmirror.core.errors import KindMismatch
 from ckptmirror.core.model import Kind
@@ -23,6 +21,7 @@ from ckptmirror.formats.capture import architecture_hash, capture
 from ckptmirror.formats.emergency import load_emergency
 from ckptmirror.formats.sidecars import write_sidecars
 from tests.kit import processes
+from tests.kit.formats import files_below, same_bits
 
 KINDS: tuple[Kind, ...] = worker.KINDS
 

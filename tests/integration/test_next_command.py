@@ -16,7 +16,6 @@ from ckptmirror.cli._program import program
 from ckptmirror.core import errors
 from ckptmirror.observe.log import LINES
 from ckptmirror.testing import Fault, GcsServerProcess
-from ckptmirror.testing.fixtures import gcs_server  # noqa: F401 - a fixture
 from tests.kit.cli import run
 from tests.kit.roots import fail_uploads, make_mirrored, make_pending
 
@@ -141,7 +140,7 @@ def test_the_command_that_an_error_of_a_verb_names_works_when_pasted(tmp_path: P
 
 
 def test_drain_status_and_retry_name_commands_with_the_root(
-    gcs_server: GcsServerProcess,  # noqa: F811
+    gcs_server: GcsServerProcess,
     tmp_path: Path,
 ):
     root, _ = make_pending(tmp_path / "with blank", "gs://test-bucket/run", 100, kinds=("model",))

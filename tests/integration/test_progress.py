@@ -13,7 +13,6 @@ import pytest
 
 from ckptmirror.cli._progress import LINE_EVERY_S
 from ckptmirror.testing import Fault, GcsServerProcess
-from ckptmirror.testing.fixtures import gcs_server  # noqa: F401 - a fixture
 from tests.kit.cli import LIMIT_S, clean_environment, run
 from tests.kit.roots import make_pending
 from tests.kit.terminal import HIDE_CURSOR, SHOW_CURSOR, OnTerminal, bare
@@ -61,7 +60,7 @@ def in_a_pipe(*arguments: str | Path, server: GcsServerProcess, more: dict[str, 
 
 
 def test_a_stage_shows_its_total_before_the_first_byte_then_speed_and_time_left(
-    gcs_server: GcsServerProcess,  # noqa: F811
+    gcs_server: GcsServerProcess,
     tmp_path: Path,
 ):
     on_mirror(tmp_path, gcs_server)
@@ -75,7 +74,7 @@ def test_a_stage_shows_its_total_before_the_first_byte_then_speed_and_time_left(
 
 
 def test_a_drain_adds_up_all_uploads_and_says_speed_and_time_left(
-    gcs_server: GcsServerProcess,  # noqa: F811
+    gcs_server: GcsServerProcess,
     tmp_path: Path,
 ):
     size_bytes = 12 * 1024 * 1024
@@ -96,7 +95,7 @@ def test_a_drain_adds_up_all_uploads_and_says_speed_and_time_left(
 
 
 def test_what_is_sent_and_not_yet_verified_is_said_to_be_verified(
-    gcs_server: GcsServerProcess,  # noqa: F811
+    gcs_server: GcsServerProcess,
     tmp_path: Path,
 ):
     root, _ = make_pending(tmp_path, URL, 100, kinds=("model",), size_bytes=SIZE_BYTES, sidecars=False)
@@ -109,7 +108,7 @@ def test_what_is_sent_and_not_yet_verified_is_said_to_be_verified(
 @pytest.mark.parametrize("verb", ["stage", "drain", "verify", "push"])
 def test_a_mirror_that_does_not_answer_is_waited_for_with_a_countdown(
     verb: str,
-    gcs_server: GcsServerProcess,  # noqa: F811
+    gcs_server: GcsServerProcess,
     tmp_path: Path,
 ):
     root = on_mirror(tmp_path, gcs_server)
@@ -127,7 +126,7 @@ def test_a_mirror_that_does_not_answer_is_waited_for_with_a_countdown(
     assert exit_code == 0, bare(shown)
 
 
-def test_a_drain_sees_a_mirror_go_down_and_come_back(gcs_server: GcsServerProcess, tmp_path: Path):  # noqa: F811
+def test_a_drain_sees_a_mirror_go_down_and_come_back(gcs_server: GcsServerProcess, tmp_path: Path):
     root, _ = make_pending(tmp_path, URL, 200, kinds=("model",), size_bytes=SIZE_BYTES, sidecars=False)
     gcs_server.kill()
     with OnTerminal("drain", "--root", root, env=gcs_server.environment) as terminal:
@@ -138,7 +137,7 @@ def test_a_drain_sees_a_mirror_go_down_and_come_back(gcs_server: GcsServerProces
     assert stdout.startswith("2 of 2 files verified")
 
 
-def test_a_deep_verification_shows_bytes_of_all(gcs_server: GcsServerProcess, tmp_path: Path):  # noqa: F811
+def test_a_deep_verification_shows_bytes_of_all(gcs_server: GcsServerProcess, tmp_path: Path):
     on_mirror(tmp_path, gcs_server)
     gcs_server.faults([slow("object.media", 400_000)])
     with OnTerminal("verify", URL, "--deep", env=gcs_server.environment) as terminal:
@@ -148,7 +147,7 @@ def test_a_deep_verification_shows_bytes_of_all(gcs_server: GcsServerProcess, tm
     assert "every byte" in stdout
 
 
-def test_ctrl_c_leaves_the_cursor_visible_and_no_bar(gcs_server: GcsServerProcess, tmp_path: Path):  # noqa: F811
+def test_ctrl_c_leaves_the_cursor_visible_and_no_bar(gcs_server: GcsServerProcess, tmp_path: Path):
     on_mirror(tmp_path, gcs_server)
     gcs_server.faults([slow("object.media", 200)])  # the rest would take an hour
     with OnTerminal(*stage(tmp_path / "e"), env=gcs_server.environment) as terminal:
@@ -161,7 +160,7 @@ def test_ctrl_c_leaves_the_cursor_visible_and_no_bar(gcs_server: GcsServerProces
 
 
 def test_a_bar_fits_the_terminal_also_when_that_becomes_narrow(
-    gcs_server: GcsServerProcess,  # noqa: F811
+    gcs_server: GcsServerProcess,
     tmp_path: Path,
 ):
     on_mirror(tmp_path, gcs_server)
@@ -177,7 +176,7 @@ def test_a_bar_fits_the_terminal_also_when_that_becomes_narrow(
     assert all(len(line.rstrip()) <= 44 for line in frames[1:]), frames
 
 
-def test_no_color_means_no_colour(gcs_server: GcsServerProcess, tmp_path: Path):  # noqa: F811
+def test_no_color_means_no_colour(gcs_server: GcsServerProcess, tmp_path: Path):
     on_mirror(tmp_path, gcs_server)
 
     def colours(**more: str) -> set[str]:
@@ -190,7 +189,7 @@ def test_no_color_means_no_colour(gcs_server: GcsServerProcess, tmp_path: Path):
     assert not colours(NO_COLOR="1")
 
 
-def test_a_dumb_terminal_gets_plain_lines(gcs_server: GcsServerProcess, tmp_path: Path):  # noqa: F811
+def test_a_dumb_terminal_gets_plain_lines(gcs_server: GcsServerProcess, tmp_path: Path):
     on_mirror(tmp_path, gcs_server)
     with OnTerminal(*stage(tmp_path / "e"), env=gcs_server.environment | {"TERM": "dumb"}) as terminal:
         assert terminal.end() == (0, f"{tmp_path}/e/model_000200.pt\n", "")
@@ -200,7 +199,7 @@ def test_a_dumb_terminal_gets_plain_lines(gcs_server: GcsServerProcess, tmp_path
 
 
 def test_elsewhere_there_are_plain_lines_and_a_last_one_that_says_how_it_went(
-    gcs_server: GcsServerProcess,  # noqa: F811
+    gcs_server: GcsServerProcess,
     tmp_path: Path,
 ):
     assert LINE_EVERY_S == 30.0
@@ -216,7 +215,7 @@ def test_elsewhere_there_are_plain_lines_and_a_last_one_that_says_how_it_went(
     )
 
 
-def test_json_leaves_stdout_alone_and_progress_where_it_is(gcs_server: GcsServerProcess, tmp_path: Path):  # noqa: F811
+def test_json_leaves_stdout_alone_and_progress_where_it_is(gcs_server: GcsServerProcess, tmp_path: Path):
     on_mirror(tmp_path, gcs_server)
     gcs_server.faults([slow("object.media", 600_000)])
     lines = in_a_pipe(*stage(tmp_path / "e"), "--json", server=gcs_server)
@@ -224,7 +223,7 @@ def test_json_leaves_stdout_alone_and_progress_where_it_is(gcs_server: GcsServer
 
 
 def test_a_continued_upload_begins_at_what_the_mirror_has_and_its_speed_does_not_count_that(
-    gcs_server: GcsServerProcess,  # noqa: F811
+    gcs_server: GcsServerProcess,
     tmp_path: Path,
 ):
     size_bytes = 40 * 1024 * 1024

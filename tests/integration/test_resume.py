@@ -26,12 +26,11 @@ from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import memory
 from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import GcsServerProcess
-from ckptmirror.testing.fixtures import GCS_BUCKET, gcs_server
+from ckptmirror.testing.fixtures import GCS_BUCKET
 from tests.kit.faults import dead, faulty, flip_bit
 from tests.kit.roots import artifact, whole
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
-__all__ = ["gcs_server"]
 MIRROR = "memory://test-resume/run"
 
 

@@ -23,13 +23,11 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.flow.fetch.load import load_checkpoint
 from ckptmirror.stores import memory, open_store
-from ckptmirror.testing.fixtures import gcs_server
 from tests.kit.faults import flip_bit
 from tests.kit.processes import killed_at
 from tests.kit.roots import artifact, control, leftovers, whole
 from tests.kit.training import everything, new_state, running, same, saved_run
 
-__all__ = ["gcs_server"]
 MIRROR = "memory://test-resume/run"
 
 

@@ -20,9 +20,7 @@ from ckptmirror.core.errors import (
     StoreTemporary,
     UsageError,
 )
-from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.places.resolve import list_checkpoints
@@ -34,18 +32,11 @@ from ckptmirror.stores import open_store
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.cli import assert_tells, run
 from tests.kit.faults import faulty, flip_bit, refusing
-from tests.kit.roots import content, make_pending
+from tests.kit.roots import content, drained
 from tests.kit.saves import FIRST_ATTEMPT, make_attempt, make_save, put_attempts
 from tests.kit.training import everything, new_state, running, same, saved_run
 
 BUCKET = "rewind"
-
-
-def mirrored(folder: Path, *steps: int, url: str | None = None, **more: object) -> tuple[Path, str, list[Meta]]:
-    url = url or f"file://{folder}/mirror"
-    root, metas = make_pending(folder, url, *steps, **({"kinds": ("model",)} | more))
-    assert drain(root, timeout_s=60.0).is_verified
-    return root, url, metas
 
 
 def standings(place: Path | str) -> dict[int, str]:
@@ -93,7 +84,7 @@ def test_it_is_what_a_start_that_names_the_step_records(tmp_path: Path) -> None:
 
 
 def test_later_saves_are_superseded_here_and_there_and_nothing_is_deleted(tmp_path: Path) -> None:
-    root, url, _ = mirrored(tmp_path, 100, 200, 300)
+    root, url, _ = drained(tmp_path, 100, 200, 300)
     before, there = content(root), content(tmp_path / "mirror")
     ended = run("rewind", "--root", root, "--step", "100")
     assert ended.returncode == 0
@@ -111,7 +102,7 @@ def test_later_saves_are_superseded_here_and_there_and_nothing_is_deleted(tmp_pa
 
 
 def test_it_is_undone_by_the_command_that_it_prints(tmp_path: Path) -> None:
-    root, url, _ = mirrored(tmp_path, 100, 200, 300)
+    root, url, _ = drained(tmp_path, 100, 200, 300)
     said = json.loads(run("rewind", "--root", root, "--step", "100", "--json").stdout)
     undone = run(*said["undo"].split()[1:])
     assert undone.returncode == 0, undone.stderr
@@ -120,7 +111,7 @@ def test_it_is_undone_by_the_command_that_it_prints(tmp_path: Path) -> None:
 
 
 def test_a_trainer_elsewhere_is_fenced(tmp_path: Path) -> None:
-    root, url, _ = mirrored(tmp_path, 100, 200)
+    root, url, _ = drained(tmp_path, 100, 200)
     node = Node(tmp_path / "elsewhere", [MirrorSpec(url)], Retention(), events.EventBus())
     try:
         claim = node.start_claim()
@@ -133,7 +124,7 @@ def test_a_trainer_elsewhere_is_fenced(tmp_path: Path) -> None:
 
 def test_what_is_not_whole_is_left_behind_too(tmp_path: Path) -> None:
     """Else the next start would say that something newer is broken, for ever."""
-    root, _, _ = mirrored(tmp_path, 100, 200)
+    root, _, _ = drained(tmp_path, 100, 200)
     (root / "model_000200.pt").unlink()
     (tmp_path / "mirror" / "model_000200.pt").unlink()
     plan = plan_rewind(root, 100)
@@ -167,7 +158,7 @@ def test_it_is_recorded_also_where_nothing_newer_is_seen(tmp_path: Path) -> None
 
 
 def test_a_save_that_only_the_mirror_has_is_brought_and_verified(server: GcsServerProcess, tmp_path: Path) -> None:
-    root, url, metas = mirrored(tmp_path, 100, 200, url=f"gs://{BUCKET}/brought")
+    root, url, metas = drained(tmp_path, 100, 200, url=f"gs://{BUCKET}/brought")
     for artifact in metas[0].artifacts:
         (root / artifact.path).unlink()
     (root / "meta_000100.json").unlink()
@@ -178,7 +169,7 @@ def test_a_save_that_only_the_mirror_has_is_brought_and_verified(server: GcsServ
 
 
 def test_a_new_disk_is_told_of_the_mirror(tmp_path: Path) -> None:
-    _, url, _ = mirrored(tmp_path, 100, 200)
+    _, url, _ = drained(tmp_path, 100, 200)
     new = tmp_path / "new"
     assert_tells(run("rewind", "--root", new, "--step", "100"), 10, "no pending-uploads table", "--mirror")
     assert not new.exists()
@@ -190,7 +181,7 @@ def test_a_new_disk_is_told_of_the_mirror(tmp_path: Path) -> None:
 
 
 def test_a_broken_copy_falls_to_another_copy_of_the_same_save_and_else_nothing_is_recorded(tmp_path: Path) -> None:
-    root, url, metas = mirrored(tmp_path, 100, 200)
+    root, url, metas = drained(tmp_path, 100, 200)
     flip_bit(root / "model_000100.pt")
     assert rewind(root, 100).place == url
     flip_bit(root / "model_000100.pt")
@@ -202,7 +193,7 @@ def test_a_broken_copy_falls_to_another_copy_of_the_same_save_and_else_nothing_i
 
 
 def test_a_mirror_that_is_silent_is_named_and_told_by_the_next_start(server: GcsServerProcess, tmp_path: Path) -> None:
-    root, url, _ = mirrored(tmp_path, 100, 200, url=f"gs://{BUCKET}/silent")
+    root, url, _ = drained(tmp_path, 100, 200, url=f"gs://{BUCKET}/silent")
     server.faults([Fault(operation="*", status=401, times=0)])
     ended = run("rewind", "--root", root, "--step", "100", env=server.environment)
     assert ended.returncode == 0, ended.stderr
@@ -224,7 +215,7 @@ def test_a_mirror_that_is_silent_is_named_and_told_by_the_next_start(server: Gcs
 
 
 def test_the_same_command_tells_a_mirror_that_was_silent(server: GcsServerProcess, tmp_path: Path) -> None:
-    root, url, _ = mirrored(tmp_path, 100, 200, url=f"gs://{BUCKET}/told-later")
+    root, url, _ = drained(tmp_path, 100, 200, url=f"gs://{BUCKET}/told-later")
     server.faults([Fault(operation="*", status=401, times=0)])
     assert url in rewind(root, 100).untold
     again = run("rewind", "--root", root, "--step", "100", "--json", env=server.environment)
@@ -238,7 +229,7 @@ def test_the_same_command_tells_a_mirror_that_was_silent(server: GcsServerProces
 
 
 def test_a_step_that_may_be_on_a_silent_mirror_is_not_called_missing(server: GcsServerProcess, tmp_path: Path) -> None:
-    root, _, _ = mirrored(tmp_path, 100, url=f"gs://{BUCKET}/maybe")
+    root, _, _ = drained(tmp_path, 100, url=f"gs://{BUCKET}/maybe")
     server.faults([Fault(operation="*", status=401, times=0)])
     with pytest.raises(StoreTemporary, match="It may be there"):
         plan_rewind(root, 200)
@@ -248,7 +239,7 @@ def test_a_step_that_may_be_on_a_silent_mirror_is_not_called_missing(server: Gcs
 
 
 def test_beside_a_trainer_it_is_refused_and_nothing_is_recorded(tmp_path: Path) -> None:
-    root, url, _ = mirrored(tmp_path, 100, 200)
+    root, url, _ = drained(tmp_path, 100, 200)
     lock = RootLock(root)
     lock.acquire({"pid": os.getpid(), "host": "here", "since": "now"})
     try:
@@ -262,7 +253,7 @@ def test_beside_a_trainer_it_is_refused_and_nothing_is_recorded(tmp_path: Path) 
 
 
 def test_a_dry_run_prints_the_plan_and_records_nothing(tmp_path: Path) -> None:
-    root, _, _ = mirrored(tmp_path, 100, 200)
+    root, _, _ = drained(tmp_path, 100, 200)
     before, there = sorted(root.rglob("*")), content(tmp_path / "mirror")
     listed = (root / names.ATTEMPTS_NAME).read_bytes()
     ended = run("rewind", "--root", root, "--step", "100", "--dry-run")
@@ -277,7 +268,7 @@ def test_a_dry_run_prints_the_plan_and_records_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reference", [150, "deadbeef"])
 def test_a_save_that_is_not_there_leaves_no_trace(tmp_path: Path, reference: int | str) -> None:
-    root, _, _ = mirrored(tmp_path, 100, 200)
+    root, _, _ = drained(tmp_path, 100, 200)
     listed, there = (root / names.ATTEMPTS_NAME).read_bytes(), content(tmp_path / "mirror")
     with pytest.raises(CheckpointNotFound):
         rewind(root, reference)
@@ -296,7 +287,7 @@ def test_a_mistyped_mirror_or_root_makes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_mirror_of_another_run_is_refused(tmp_path: Path) -> None:
-    root, _, _ = mirrored(tmp_path, 100, 200)
+    root, _, _ = drained(tmp_path, 100, 200)
     other = tmp_path / "other"
     stranger = make_save(other / "root", 100, ("model",), run_id="ab" * 16)
     put_attempts(other / "root", [FIRST_ATTEMPT], run_id=stranger.run_id)
@@ -307,7 +298,7 @@ def test_a_mirror_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_superseded_step_is_named_with_its_save_id(tmp_path: Path) -> None:
-    root, _, metas = mirrored(tmp_path, 100, 200)
+    root, _, metas = drained(tmp_path, 100, 200)
     put_attempts(root, [FIRST_ATTEMPT, make_attempt(1, metas[0])])
     ended = run("rewind", "--root", root, "--step", "200")
     assert_tells(ended, 3, "off the lineage", f"--save {metas[1].save_id[:8]}")
@@ -315,7 +306,7 @@ def test_a_superseded_step_is_named_with_its_save_id(tmp_path: Path) -> None:
 
 
 def test_a_step_of_which_nothing_is_whole_says_what_is_wrong_with_it(tmp_path: Path) -> None:
-    root, _, _ = mirrored(tmp_path, 100, 200)
+    root, _, _ = drained(tmp_path, 100, 200)
     (root / "model_000100.pt").unlink()
     (tmp_path / "mirror" / "model_000100.pt").unlink()
     with pytest.raises(CheckpointNotFound, match=r"no save of step 100.* Not whole: .*model_000100\.pt is missing"):
@@ -323,7 +314,7 @@ def test_a_step_of_which_nothing_is_whole_says_what_is_wrong_with_it(tmp_path: P
 
 
 def test_bad_input_is_a_sentence_a_hint_and_an_exit_code(tmp_path: Path) -> None:
-    root, _, _ = mirrored(tmp_path, 100, 200)
+    root, _, _ = drained(tmp_path, 100, 200)
     assert_tells(run("rewind", "--root", root), 2, "Give --step N or --save ID")
     assert_tells(run("rewind", "--root", root, "--step", "1", "--save", "12345678"), 2, "not both")
     assert_tells(run("rewind", "--root", root, "--save", "scratch"), 2, "is neither a step")

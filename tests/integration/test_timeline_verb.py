@@ -21,7 +21,6 @@ from tests.kit.faults import faulty, refusing
 from tests.kit.processes import killed_at, run_ranks
 from tests.kit.roots import control, make_mirrored, make_pending, require, whole
 from tests.kit.training import new_state, running, saved_run, train
-from tests.unit.local.conftest import mounted  # noqa: F401 - a fixture
 
 SVG = "{http://www.w3.org/2000/svg}"
 Bars = list[dict[str, Any]]
@@ -297,7 +296,7 @@ def test_an_out_that_cannot_be_written_is_a_sentence_and_leaves_nothing(place: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "file"]
 
 
-def test_a_full_disk_under_out_is_a_sentence(place: Place, mounted: Callable[..., Path]):  # noqa: F811
+def test_a_full_disk_under_out_is_a_sentence(place: Place, mounted: Callable[..., Path]):
     disk = mounted("size=8k")
     ended = run("timeline", "--root", place.root, "--out", disk / "a.svg")
     assert_tells(ended, 5, "no space is left")

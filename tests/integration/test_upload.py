@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,39 +10,17 @@ import pytest
 from ckptmirror.core import events
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.model import Meta
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.places.catalog import mirror_catalog
-from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
 from ckptmirror.testing import GcsServerProcess
 from tests.kit.faults import flip_bit
-from tests.kit.mirrors import memory_url, object_names
-from tests.kit.roots import MirroredRoot, no_confirm
-from tests.kit.saves import bytes_of, make_save, put_object
+from tests.kit.mirrors import bucket_url, memory_url, object_names
+from tests.kit.roots import MirroredRoot, assert_arrived, no_confirm
+from tests.kit.saves import make_save, put_object
 
 MIB = 1024 * 1024
 BUCKET = "uploads"
-_numbers = itertools.count(1)
-
-
-@pytest.fixture
-def gs(server: GcsServerProcess, open_root: Callable[..., MirroredRoot]) -> MirroredRoot:
-    return open_root(gs_url())
-
-
-def gs_url() -> str:
-    return f"gs://{BUCKET}/run-{next(_numbers)}"
-
-
-def assert_arrived(place: MirroredRoot, meta: Meta, mirror: Mirror | None = None) -> None:
-    """The mirror lists the save as whole, and a copy staged from it has the very bytes."""
-    mirror = mirror or place.mirrors[0]
-    there = mirror_catalog(mirror).saves[meta.save_id]
-    dest = place.root.parent / f"staged-{meta.save_id[:8]}-{next(_numbers)}"
-    dest.mkdir()
-    staged = stage_save(mirror, there, dest, kinds=meta.kinds, full=True)
-    assert bytes_of(dest, staged) == bytes_of(place.root, meta)
 
 
 # -- what goes right -------------------------------------------------------------------------------------------
@@ -53,7 +30,7 @@ def assert_arrived(place: MirroredRoot, meta: Meta, mirror: Mirror | None = None
 def test_i9_a_save_arrives_byte_for_byte(
     store: str, server: GcsServerProcess, open_root: Callable[..., MirroredRoot], tmp_path: Path
 ) -> None:
-    place = open_root({"gs": gs_url(), "file": f"file://{tmp_path}/mirror", "memory": memory_url()}[store])
+    place = open_root({"gs": bucket_url(BUCKET), "file": f"file://{tmp_path}/mirror", "memory": memory_url()}[store])
     sizes = {"model_000100.pt": 3 * MIB + 17, "__0_0.distcp": 0}
     meta = place.commit(100, ("dcp", "model"), sizes=sizes)
     place.upload()
@@ -98,7 +75,7 @@ def test_i5_every_create_carries_generation_zero(server: GcsServerProcess, gs: M
 def test_i5_another_saves_objects_are_left_alone_and_the_other_name_is_used(
     store: str, server: GcsServerProcess, open_root: Callable[..., MirroredRoot], tmp_path: Path
 ) -> None:
-    url = {"gs": gs_url(), "file": f"file://{tmp_path}/mirror", "memory": memory_url()}[store]
+    url = {"gs": bucket_url(BUCKET), "file": f"file://{tmp_path}/mirror", "memory": memory_url()}[store]
     place = open_root(url)
     other_root = tmp_path / "other"
     other = make_save(other_root, 100, ("dcp", "model"))
@@ -169,7 +146,7 @@ def test_what_was_staged_under_a_tag_finds_its_own_objects(place: MirroredRoot) 
 def test_i9_a_file_that_changed_since_the_commit_fails_loudly(
     store: str, damage: str, server: GcsServerProcess, open_root: Callable[..., MirroredRoot], tmp_path: Path
 ) -> None:
-    place = open_root({"gs": gs_url(), "file": f"file://{tmp_path}/mirror", "memory": memory_url()}[store])
+    place = open_root({"gs": bucket_url(BUCKET), "file": f"file://{tmp_path}/mirror", "memory": memory_url()}[store])
     meta = place.commit(100, sizes={"model_000100.pt": 2 * MIB})
     path = place.root / "model_000100.pt"
     if damage == "flipped":

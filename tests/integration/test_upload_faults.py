@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,20 +10,15 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.model import Meta
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.fetch.stage import stage_save
-from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload import record as upload_module
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.kit.mirrors import object_names
-from tests.kit.roots import MirroredRoot, make_pending
-from tests.kit.saves import bytes_of
+from tests.kit.mirrors import bucket_url, object_names
+from tests.kit.roots import MirroredRoot, assert_arrived, make_pending
 
 MIB = 1024 * 1024
 BUCKET = "uploads"
-_numbers = itertools.count(1)
 
 
 @pytest.fixture
@@ -34,25 +28,6 @@ def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsS
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         yield server
-
-
-@pytest.fixture
-def gs(server: GcsServerProcess, open_root: Callable[..., MirroredRoot]) -> MirroredRoot:
-    return open_root(gs_url())
-
-
-def gs_url() -> str:
-    return f"gs://{BUCKET}/run-{next(_numbers)}"
-
-
-def assert_arrived(place: MirroredRoot, meta: Meta, mirror: Mirror | None = None) -> None:
-    """The mirror lists the save as whole, and a copy staged from it has the very bytes."""
-    mirror = mirror or place.mirrors[0]
-    there = mirror_catalog(mirror).saves[meta.save_id]
-    dest = place.root.parent / f"staged-{meta.save_id[:8]}-{next(_numbers)}"
-    dest.mkdir()
-    staged = stage_save(mirror, there, dest, kinds=meta.kinds, full=True)
-    assert bytes_of(dest, staged) == bytes_of(place.root, meta)
 
 
 # -- faults of the service -------------------------------------------------------------------------------------
@@ -109,7 +84,7 @@ def test_one_refused_checksum_of_a_small_write_fails_nothing(
     own_server: GcsServerProcess, tmp_path: Path, name: str, trouble: str
 ) -> None:
     """What is written from memory and refused for its checksum changed on its way: it is sent again."""
-    root, _ = make_pending(tmp_path, gs_url(), 100, kinds=("model",), sidecars=False)
+    root, _ = make_pending(tmp_path, bucket_url(BUCKET), 100, kinds=("model",), sidecars=False)
     words: dict[str, object] = {"corrupt_received_byte_at": 100}
     if trouble == "the service's word":
         words = {"status": 400, "body": 'Provided CRC32C "AAAAAA==" doesn\'t match calculated CRC32C "wWcwVg==".'}
@@ -127,7 +102,7 @@ def test_stalled_socket_times_out(server: GcsServerProcess, tmp_path: Path) -> N
     from ckptmirror.stores.gs_http import Endpoint, Limits
     from ckptmirror.stores.locations import BucketLocation
 
-    url = gs_url()
+    url = bucket_url(BUCKET)
     place = MirroredRoot(tmp_path / "root", [url])
     impatient = GsStore(
         BucketLocation("gs", BUCKET, url.removeprefix(f"gs://{BUCKET}/")),
@@ -188,7 +163,7 @@ print(report.pending, len(report.failed))
 def test_a_half_sent_file_is_continued_by_another_process_after_the_server_was_killed(
     own_server: GcsServerProcess, open_root: Callable[..., MirroredRoot]
 ) -> None:
-    place = open_root(gs_url())
+    place = open_root(bucket_url(BUCKET))
     meta = place.commit(100, sidecars=False, sizes={"model_000100.pt": 40 * MIB})
     own_server.faults([Fault(operation="upload.put", nth=2, after_bytes=9 * MIB, kill="before_work")])
     claim = place.table.claim("w", place.mirrors[0].url, lease_s=300)

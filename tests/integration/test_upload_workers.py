@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import threading
@@ -14,41 +13,18 @@ import pytest
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import CkptMirrorError, NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.model import Meta
-from ckptmirror.flow.fetch.stage import stage_save
-from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload import record as upload_module
 from ckptmirror.flow.upload.workers import UploadWorkers, free_dead_workers, still_moving
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import GcsServerProcess
-from tests.kit.mirrors import memory_url, object_names
-from tests.kit.roots import MirroredRoot, no_confirm
-from tests.kit.saves import bytes_of, digest_of, make_save, put_object
+from tests.kit.mirrors import bucket_url, memory_url, object_names
+from tests.kit.roots import MirroredRoot, assert_arrived, no_confirm
+from tests.kit.saves import digest_of, make_save, put_object
 
 MIB = 1024 * 1024
 BUCKET = "uploads"
-_numbers = itertools.count(1)
-
-
-@pytest.fixture
-def gs(server: GcsServerProcess, open_root: Callable[..., MirroredRoot]) -> MirroredRoot:
-    return open_root(gs_url())
-
-
-def gs_url() -> str:
-    return f"gs://{BUCKET}/run-{next(_numbers)}"
-
-
-def assert_arrived(place: MirroredRoot, meta: Meta, mirror: Mirror | None = None) -> None:
-    """The mirror lists the save as whole, and a copy staged from it has the very bytes."""
-    mirror = mirror or place.mirrors[0]
-    there = mirror_catalog(mirror).saves[meta.save_id]
-    dest = place.root.parent / f"staged-{meta.save_id[:8]}-{next(_numbers)}"
-    dest.mkdir()
-    staged = stage_save(mirror, there, dest, kinds=meta.kinds, full=True)
-    assert bytes_of(dest, staged) == bytes_of(place.root, meta)
 
 
 # -- workers ---------------------------------------------------------------------------------------------------
@@ -203,7 +179,7 @@ def test_memory_stays_bounded_while_a_large_file_is_uploaded(
     store: str, server: GcsServerProcess, tmp_path: Path
 ) -> None:
     """200 MiB, mostly holes, by two workers: the process grows by a fraction of it."""
-    root, url = tmp_path / "root", {"gs": gs_url(), "file": f"file://{tmp_path}/mirror"}[store]
+    root, url = tmp_path / "root", {"gs": bucket_url(BUCKET), "file": f"file://{tmp_path}/mirror"}[store]
     place = MirroredRoot(root, [url])
     small = make_save(root, 100, ("model",), number=1, sidecars=False, write_meta=False)
     place.close()

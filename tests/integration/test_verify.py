@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -16,11 +15,11 @@ from ckptmirror.flow.verify.verify import Target, Verification, target_of, verif
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.table_place import table_path
 from ckptmirror.stores import open_store
-from tests.integration.test_cli import on_terminal
 from tests.kit.cli import AS_MODULE, assert_tells, clean_environment, run
 from tests.kit.faults import flip_bit
 from tests.kit.roots import drained, make_mirrored, pending, states
 from tests.kit.saves import FIRST_ATTEMPT, put_attempts, put_on_mirror
+from tests.kit.terminal import OnTerminal, bare
 
 BIG = 2 * MIN_BLOCK_SIZE_BYTES + 5000
 
@@ -264,11 +263,12 @@ def test_a_live_trainer_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_progress_is_a_bar_on_a_terminal(tmp_path: Path) -> None:
     root, _, _ = make_mirrored(tmp_path, 100, kinds=("model",), size_bytes=300_000)
-    exit_code, stdout, shown = on_terminal("verify", root, "--deep")
+    with OnTerminal("verify", root, "--deep") as terminal:
+        exit_code, stdout, shown = terminal.end()
     assert exit_code == 0
     assert stdout.endswith("whole, every byte\n")
     assert "verify" in shown
-    assert "1.1 MiB of 1.1 MiB" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    assert "1.1 MiB of 1.1 MiB" in bare(shown)
 
 
 def test_a_mirror_without_any_save_is_not_passed_by_beside_one_that_has_them(tmp_path: Path) -> None:

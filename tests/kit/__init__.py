@@ -3,6 +3,7 @@
 * ``saves``: files and metas as a save leaves them, made by hand.
 * ``roots``: training roots with table and mirrors, driven without threads: pending, mirrored, drained, staged.
 * ``training``: a small training with everything that a resume must restore.
+* ``formats``: states to save in every kind, and one way to save and load them.
 * ``legacy``: checkpoints of writers before ckptmirror.
 * ``history``: the events of a run, as a test tells them.
 * ``mirrors``: URLs and objects, a store that notes downloads, a mirror with the objects of a long run.

@@ -10,14 +10,11 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Kind
 from ckptmirror.local.uploads import Transition
 from ckptmirror.observe.history import History, KnownSave
+from tests.kit.saves import save_id_of
 
 START_S = 1_790_000_000.0
 MIRROR = "gs://bucket/run-17"
 KINDS: tuple[Kind, ...] = ("dcp",)
-
-
-def save_id_of(number: int) -> str:
-    return f"{number:032x}"
 
 
 @dataclass

@@ -85,6 +85,10 @@ def counted() -> Iterator[Counter[str]]:
             setattr(memory.MemoryStore, name, method)
 
 
+def bucket_url(bucket: str) -> str:
+    return f"gs://{bucket}/{uuid.uuid4().hex}"
+
+
 def memory_url() -> str:
     return f"memory://m-{uuid.uuid4().hex}/run"
 

@@ -108,3 +108,16 @@ def killed_at(crash_at: str | None, job: Callable[..., object], *arguments: Any,
 def _until_killed(crash_at: str | None, job: Callable[..., object], arguments: Any, more: dict[str, Any]) -> None:
     crashpoints.arm(crash_at)
     job(*arguments, **more)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run ``work`` in a forked child; return its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1]

@@ -9,9 +9,10 @@ from typing import Any
 
 from ckptmirror.core import events, names
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.model import Attempt, Kind, Meta
+from ckptmirror.core.model import Attempt, Kind, Meta, new_id
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.drain import drain
+from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, mirror_specs
 from ckptmirror.flow.retention.reconcile import add_missing_records
@@ -29,7 +30,7 @@ from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import FaultyStore
 from tests.kit.clock import HandClock
 from tests.kit.mirrors import SpyStore
-from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
+from tests.kit.saves import FIRST_ATTEMPT, bytes_of, make_save, put_attempts, put_on_mirror
 
 MIB = 1024 * 1024
 
@@ -163,6 +164,16 @@ def assert_refused(place: MirroredRoot, meta: Meta, *words: str) -> None:
     for word in words:
         assert word in report.refused[meta.save_id]
     assert any(isinstance(e, events.RotationRefused) and e.save_id == meta.save_id for e in place.events)
+
+
+def assert_arrived(place: MirroredRoot, meta: Meta, mirror: Mirror | None = None) -> None:
+    """The mirror lists the save as whole, and a copy staged from it has the very bytes."""
+    mirror = mirror or place.mirrors[0]
+    there = mirror_catalog(mirror).saves[meta.save_id]
+    dest = place.root.parent / f"staged-{meta.save_id[:8]}-{new_id()[:8]}"
+    dest.mkdir()
+    staged = stage_save(mirror, there, dest, kinds=meta.kinds, full=True)
+    assert bytes_of(dest, staged) == bytes_of(place.root, meta)
 
 
 class Place:

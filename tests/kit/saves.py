@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ from ckptmirror.stores.base import ObjectInfo, Store, Upload
 
 RUN_ID = "5eed" * 8
 FIRST_ATTEMPT = Attempt(id="a0" * 16, number=0, parent=None)
+
+
+def save_id_of(number: int) -> str:
+    """The id of a save that a test numbers."""
+    return f"{number:032x}"
 
 
 def make_attempt(number: int, parent: Meta | SaveRef | None = None, *, attempt_id: str | None = None) -> Attempt:
@@ -129,11 +134,12 @@ def put_attempts(place: Path | Store, attempts: Iterable[Attempt], *, run_id: st
     place.write(names.WRITER_NAME, data, if_generation=there.generation if there else 0)
 
 
-@dataclass(frozen=True)
 class BytesSource:
-    """Bytes to upload."""
+    """Bytes to upload, counted as they are read."""
 
-    data: bytes
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.read_bytes = 0
 
     @property
     def size_bytes(self) -> int:
@@ -142,6 +148,7 @@ class BytesSource:
     def read_into(self, offset: int, buffer: memoryview) -> int:
         piece = self.data[offset : offset + len(buffer)]
         buffer[: len(piece)] = piece
+        self.read_bytes += len(piece)
         return len(piece)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from format_cases import SAVE_ID, context, files_below, load, make_state, same_bits, save, train
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -28,6 +27,7 @@ from ckptmirror.formats.dcp_check import check_entries, check_ranges
 from ckptmirror.formats.dcp_files import DirectoryWriter
 from ckptmirror.formats.dcp_read import read_directory_metadata, read_whole_directory
 from ckptmirror.formats.unpickle import loads_metadata
+from tests.kit.formats import SAVE_ID, context, files_below, load, make_state, same_bits, save, train
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from format_cases import STEP, context, make_state, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -27,6 +26,7 @@ from ckptmirror.formats.capture import (
     walk_tensors,
 )
 from ckptmirror.formats.names import live_parameters, live_values
+from tests.kit.formats import STEP, context, make_state, train
 
 
 def take(state: TrainState, *kinds: Kind, rank: int = 0, world_size: int = 1) -> Any:

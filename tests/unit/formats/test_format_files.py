@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from format_cases import SAVE_ID, context, load, make_state, same_bits, save, train
 
 from ckptmirror.core.errors import IntegrityError, LocalStorageFull, UnsafePickle
 from ckptmirror.core.model import Kind
@@ -24,6 +23,7 @@ from ckptmirror.formats.tensor_bytes import byte_view, compact, digest32, sum32
 from ckptmirror.formats.unpickle import load_pt
 from ckptmirror.formats.whole import read_extra
 from ckptmirror.local.checksums import crc32c, verify_file
+from tests.kit.formats import SAVE_ID, context, load, make_state, same_bits, save, train
 
 
 def test_pieces_of_a_shared_arena_are_written_without_the_rest_of_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.dcp_read import read_directory_metadata, read_whole_directory
 from ckptmirror.formats.unpickle import loads_metadata
-from tests.contract.format_cases import make_state, save
+from tests.kit.formats import make_state, save
 from tests.kit.hostile_files import (
     Record,
     called,

@@ -1,12 +1,10 @@
-"""What several tests of the local disk need: a system call trace, and small or read-only file systems."""
+"""What several tests of the local disk need: a system call trace."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -31,25 +29,3 @@ def run_traced(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[
         return done.stdout, [line for line in lines[begin + 1 :] if "access(" not in line]
 
     return run
-
-
-@pytest.fixture
-def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
-    """Mount a tmpfs with the given options and return where."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("mounting a small file system needs root")
-    places: list[Path] = []
-
-    def mount(options: str) -> Path:
-        place = tmp_path_factory.mktemp("mounted")
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, text=True
-        )
-        if done.returncode:
-            pytest.skip(f"this machine does not allow mounting: {done.stderr.strip()}")
-        places.append(place)
-        return place
-
-    yield mount
-    for place in places:
-        subprocess.run(["umount", "-l", str(place)], check=True)

@@ -13,7 +13,6 @@ import pytest
 
 from ckptmirror.core.errors import LocalStorageFull, LocalStorageUnwritable
 from ckptmirror.local.line_file import _make_older, append_line, read_lines
-from tests.unit.local.conftest import mounted  # noqa: F401 - a fixture
 
 LIMIT = 10_000
 
@@ -118,7 +117,7 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_read(tmp_path: Path) -> Non
     assert "older" in problems[0]
 
 
-def test_a_full_disk_is_an_error_and_the_lines_before_stay(mounted: Callable[..., Path]) -> None:  # noqa: F811
+def test_a_full_disk_is_an_error_and_the_lines_before_stay(mounted: Callable[..., Path]) -> None:
     place = mounted("size=64k")
     append(place, "before", 10**6)
     with (place / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):

@@ -11,7 +11,8 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.observe.bars import Bar
 from ckptmirror.observe.history import History, KnownSave
 from ckptmirror.observe.timeline import Timeline, build_timeline
-from tests.kit.history import KINDS, MIRROR, START_S, ToldRun, long_run, save_id_of
+from tests.kit.history import KINDS, MIRROR, START_S, ToldRun, long_run
+from tests.kit.saves import save_id_of
 
 STATE = RecordState
 ONE, TWO = save_id_of(1), save_id_of(2)

@@ -14,7 +14,8 @@ from ckptmirror.cli._page import page
 from ckptmirror.core import events
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.observe.timeline import Timeline, build_timeline
-from tests.kit.history import MIRROR, START_S, ToldRun, long_run, save_id_of
+from tests.kit.history import MIRROR, START_S, ToldRun, long_run
+from tests.kit.saves import save_id_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 SAVES = (1, 5, 500)

@@ -11,19 +11,9 @@ import pytest
 
 from ckptmirror.core.errors import PreconditionFailed, StoreTemporary
 from ckptmirror.flow.places.read_back import read_back_crc32c
-from ckptmirror.stores import file as file_store
 from ckptmirror.stores.file import FileStore
-from tests.contract.stores_under_test import digest_of, upload_of
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "mirror"
-
-
-@pytest.fixture
-def store(root: Path) -> FileStore:
-    return file_store.open(f"file://{root}")
+from tests.contract.stores_under_test import upload_of
+from tests.kit.saves import digest_of
 
 
 @pytest.fixture

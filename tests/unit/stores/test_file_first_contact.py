@@ -16,16 +16,6 @@ from ckptmirror.stores.remembering import RememberingStore
 from tests.contract.stores_under_test import upload_of
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "mirror"
-
-
-@pytest.fixture
-def store(root: Path) -> FileStore:
-    return file_store.open(f"file://{root}")
-
-
 def _files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 

@@ -27,17 +27,8 @@ from ckptmirror.core.errors import (
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores import file_place, normalise_url
 from ckptmirror.stores.file import FileStore
-from tests.contract.stores_under_test import digest_of, pattern_bytes, upload_of
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "mirror"
-
-
-@pytest.fixture
-def store(root: Path) -> FileStore:
-    return file_store.open(f"file://{root}")
+from tests.contract.stores_under_test import pattern_bytes, upload_of
+from tests.kit.saves import digest_of
 
 
 def _files(root: Path) -> list[str]:

@@ -25,13 +25,8 @@ from ckptmirror.stores.gs import GsStore
 from ckptmirror.stores.gs_http import Limits
 from ckptmirror.stores.retrying import RetryingStore
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.contract.stores_under_test import (
-    BytesSource,
-    digest_of,
-    gs_store,
-    server_with_bucket,
-    upload_of,
-)
+from tests.contract.stores_under_test import gs_store, server_with_bucket, upload_of
+from tests.kit.saves import BytesSource, digest_of
 from tests.unit.stores.gs_operations import DATA, EVERY, MIB, ask
 
 

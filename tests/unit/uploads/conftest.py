@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from uploads_fakes import GS, HandClock, artifacts_of, save_id_of
+from uploads_fakes import GS, artifacts_of
 
 from ckptmirror.local.uploads import UploadsTable
+from tests.kit.clock import HandClock
+from tests.kit.saves import save_id_of
 
 
 @pytest.fixture

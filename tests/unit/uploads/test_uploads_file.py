@@ -10,7 +10,7 @@ from pathlib import Path
 
 import apsw
 import pytest
-from uploads_fakes import GS, HandClock, artifacts_of, save_id_of
+from uploads_fakes import GS, artifacts_of
 
 from ckptmirror.core.errors import (
     BrokenTable,
@@ -25,6 +25,8 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.local.file_systems import file_system_type, refuse_network_place
 from ckptmirror.local.uploads import BootClock, RootIdentity, UploadsTable
+from tests.kit.clock import HandClock
+from tests.kit.saves import save_id_of
 
 Add = Callable[..., str]
 

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from uploads_fakes import GS, NFS, HandClock, artifacts_of, save_id_of
+from uploads_fakes import GS, NFS, artifacts_of
 
 from ckptmirror.core.errors import ClaimLost, IllegalTransition
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.local.uploads import Claim, UploadsTable
+from tests.kit.clock import HandClock
+from tests.kit.saves import save_id_of
 
 MIRRORS = (GS, NFS)
 Key = tuple[str, str, str]  # save id, path, mirror

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from uploads_fakes import GS, artifacts_of, save_id_of
+from uploads_fakes import GS, artifacts_of
 
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.local.uploads import UploadsTable
+from tests.kit.saves import save_id_of
 
 WORKER = """
 import json, sys

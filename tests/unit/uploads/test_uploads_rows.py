@@ -10,11 +10,13 @@ from pathlib import Path
 
 import apsw
 import pytest
-from uploads_fakes import GS, HandClock, artifacts_of, save_id_of
+from uploads_fakes import GS, artifacts_of
 
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.local.uploads import UploadsTable, rows, statements
+from tests.kit.clock import HandClock
+from tests.kit.saves import save_id_of
 
 Add = Callable[..., str]
 VerifyAll = Callable[[str], int]

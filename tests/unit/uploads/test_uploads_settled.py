@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from uploads_fakes import GS, NFS, answer, save_id_of, take
+from uploads_fakes import GS, NFS, answer, take
 
 from ckptmirror.core.errors import CheckpointNotFound, IllegalTransition
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.local.uploads import MirrorRow, UploadsTable
+from tests.kit.saves import save_id_of
 
 Add = Callable[..., str]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from uploads_fakes import GS, NFS, HandClock, answer, artifacts_of, save_id_of, take
+from uploads_fakes import GS, NFS, answer, artifacts_of, take
 
 from ckptmirror.core.errors import CheckpointNotFound, ClaimLost, IntegrityError
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.local.uploads import UploadsTable
+from tests.kit.clock import HandClock
+from tests.kit.saves import save_id_of
 
 Add = Callable[..., str]
 

@@ -1,4 +1,4 @@
-"""A clock moved by hand, saves to add, and claims to take, for the tests of the pending-uploads table."""
+"""Saves to add and claims to take, for the tests of the pending-uploads table."""
 
 from __future__ import annotations
 
@@ -7,31 +7,6 @@ from ckptmirror.local.uploads import Claim, UploadRecord, UploadsTable
 
 GS = "gs://bucket/run"
 NFS = "file:///nfs/run"
-
-
-class HandClock:
-    """A clock that stands still until a test moves it."""
-
-    def __init__(self) -> None:
-        self.boot_id = "boot-1"
-        self.time_ms = 1_000_000
-
-    def now_ms(self) -> int:
-        return self.time_ms
-
-    def utc(self) -> str:
-        return "2026-01-01T00:00:00.000Z"
-
-    def pass_s(self, seconds: float) -> None:
-        self.time_ms += round(seconds * 1000)
-
-    def reboot(self) -> None:
-        """Start anew at a time that says nothing: only the boot's id tells."""
-        self.boot_id += "+"
-
-
-def save_id_of(number: int) -> str:
-    return f"{number:032x}"
 
 
 def artifacts_of(step: int, count: int = 2) -> list[Artifact]:
