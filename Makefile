@@ -11,7 +11,7 @@ DOCS   := $(VENV)/.docs-installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gcs check docs picture bench campaign build clean
+.PHONY: help setup demo test test-long test-all test-gcs check docs picture bench campaign build clean
 
 help:      ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -28,8 +28,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## Train, kill, resume, rotate, lose the disk, stage: the whole story, here or with MIRROR=gs://bucket/prefix
 	$(BIN)/ckptmirror demo $(if $(MIRROR),--mirror '$(MIRROR)')
 
-test: setup  ## Run every test, in WORKERS processes; the unit tests, whose files are short, come last and fill them evenly
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# In WORKERS processes; the unit tests, whose files are short, come last and fill them evenly.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: setup  ## Run the tests of minutes: unit, contract, slices of simulation and crash, each verb end to end
+	$(PYTEST) -m 'not long'
+
+test-long: setup  ## Run the tests that `make test` leaves out: example pages, roles, credentials, long matrices
+	$(PYTEST) -m long
+
+test-all: test test-long  ## Run every test once
 
 test-gcs: setup  ## Run the store contract suite in a bucket of yours: BUCKET=my-bucket
 	$(BIN)/python -m tests.contract.in_bucket '$(BUCKET)'

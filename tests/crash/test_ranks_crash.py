@@ -11,6 +11,8 @@ import pytest
 from tests.crash.campaign import FULL, SEED, StoryServer, named_points, restored
 from tests.crash.invariants import Place, newest_was_found, wrong_after_kill, wrong_after_recovery
 
+pytestmark = pytest.mark.long
+
 RANKS = 2
 
 

@@ -131,7 +131,13 @@ CAMPAIGNS = {
 }
 
 
-@pytest.mark.parametrize("name", CAMPAIGNS)
+SHORT = ("the disk is lost", "a save was cut short")
+"""What `make test` takes of these."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CAMPAIGNS]
+)
 def test_a_start_killed_anywhere_is_followed_by_one_that_goes_on(
     name: str, servers: list[StoryServer], tmp_path: Path
 ) -> None:

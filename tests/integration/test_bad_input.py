@@ -19,6 +19,8 @@ from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.cli import IMPATIENT, assert_explains, assert_tells, run
 from tests.kit.roots import make_mirrored, make_pending
 
+pytestmark = pytest.mark.long
+
 GS_URL = "gs://test-bucket/run"
 
 

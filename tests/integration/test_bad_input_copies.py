@@ -17,6 +17,8 @@ from tests.kit.cli import assert_explains, assert_tells, run
 from tests.kit.faults import flip_bit
 from tests.kit.roots import content, make_mirrored, make_pending
 
+pytestmark = pytest.mark.long
+
 # -- what is on a mirror ------------------------------------------------------------------------------------
 
 

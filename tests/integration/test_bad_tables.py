@@ -24,6 +24,8 @@ from tests.kit.roots import content, make_pending, whole
 from tests.kit.saves import RUN_ID
 from tests.kit.training import new_state, saved_run
 
+pytestmark = pytest.mark.long
+
 VERBS = (
     ["status"],
     ["drain"],

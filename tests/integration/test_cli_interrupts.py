@@ -15,6 +15,8 @@ import pytest
 from tests.kit.cli import LIMIT_S, clean_environment, run, start
 from tests.kit.roots import make_mirrored, make_pending
 
+pytestmark = pytest.mark.long
+
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 SENTENCES = {
     signal.SIGINT: "ckptmirror: interrupted; the same command continues where it stopped.\n",

@@ -20,6 +20,8 @@ from tests.kit.cli import AS_MODULE, clean_environment, run
 from tests.kit.roots import content, make_mirrored, make_pending
 from tests.kit.servers.certificates import make_certificate
 
+pytestmark = pytest.mark.long
+
 YEAR_LATER, YEAR_EARLIER = "+365d", "-365d"
 TRAINER = """
 import sys

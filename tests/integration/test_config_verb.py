@@ -246,6 +246,7 @@ def train(folder: Path, *arguments: str, **variables: str) -> subprocess.Complet
     )
 
 
+@pytest.mark.long
 def test_a_trainer_without_arguments_takes_what_the_verbs_take(tmp_path: Path):
     folder = write(
         tmp_path / "project",
@@ -260,6 +261,7 @@ def test_a_trainer_without_arguments_takes_what_the_verbs_take(tmp_path: Path):
     assert status["unsafe_files"] == 0
 
 
+@pytest.mark.long
 def test_a_trainer_hands_its_own_flags_on(tmp_path: Path):
     folder = write(tmp_path / "project", 'root = "root"\nkinds = ["model"]\nretention.keep_last = 2\n')
     ended = train(folder, "1", CKPTMIRROR_MIRRORS=str(tmp_path / "mirror"))
@@ -267,6 +269,7 @@ def test_a_trainer_hands_its_own_flags_on(tmp_path: Path):
     assert [save["step"] for save in json.loads(run("status", "--json", cwd=folder).stdout)["saves"]] == [3]
 
 
+@pytest.mark.long
 def test_a_trainer_without_a_root_is_told_how_to_give_one(tmp_path: Path):
     ended = train(tmp_path)
     assert ended.returncode != 0

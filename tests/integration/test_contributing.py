@@ -16,6 +16,8 @@ import pytest
 from tests.integration.test_examples import blocks_of
 from tests.kit.cli import clean_environment
 
+pytestmark = pytest.mark.long
+
 HOME = Path(__file__).resolve().parents[2]
 PAGE = HOME / "CONTRIBUTING.md"
 LIMIT_S = 120.0

@@ -17,6 +17,8 @@ from tests.kit.cli import assert_explains, assert_tells, run
 from tests.kit.roots import whole
 from tests.kit.training import new_state, running, saved_run, train
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> tuple[Path, str]:

@@ -22,6 +22,8 @@ from tests.kit.servers.connect_proxy import connect_proxy
 from tests.kit.servers.fake_google import GOOGLES_NAMES, fake_google
 from tests.kit.servers.small_server import SmallServer
 
+pytestmark = pytest.mark.long
+
 URL = "gs://bucket/run"
 TOKENS = {
     "service_account": "token-of-the-service-account",

@@ -15,6 +15,8 @@ from ckptmirror.core.errors import BackgroundSaveFailed, CkptMirrorError, Unsafe
 from ckptmirror.formats.depth import max_depth
 from tests.kit.formats import make_state
 
+pytestmark = pytest.mark.long
+
 WRAPS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "list": (lambda value: [value], 1),
     "dict": (lambda value: {"a": value}, 1),

@@ -38,6 +38,7 @@ def target_command(target: str, **variables: str) -> list[str]:
     return [sys.executable, "-m", *last.removeprefix("VENV/bin/").split()]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(DEMO_LIMIT_S + 60)
 def test_the_demo_on_a_bucket_removes_what_it_made_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -34,6 +34,8 @@ from tests.kit.faults import DiskFault, failing, flip_bit
 from tests.kit.roots import content, leftovers, make_mirrored, make_pending, whole
 from tests.kit.training import everything, new_state, same, saved_run, train
 
+pytestmark = pytest.mark.long
+
 EVERY = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 FULL, QUOTA, BROKEN = errno.ENOSPC, errno.EDQUOT, errno.EIO
 

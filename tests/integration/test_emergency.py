@@ -222,6 +222,7 @@ def test_local_commit_within_grace_budget(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "root")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_the_ranks_of_a_job_each_copy_their_part(tmp_path: Path) -> None:
     """SIGTERM to a real job of two ranks, then a machine without its disk: the same command goes on from the copy."""

@@ -16,6 +16,8 @@ from tests.kit.roots import content, make_pending
 from tests.kit.servers.forward_proxy import forward_proxy
 from tests.kit.servers.small_server import SmallServer
 
+pytestmark = pytest.mark.long
+
 URL = "gs://test-bucket/run"
 
 

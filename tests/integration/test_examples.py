@@ -26,6 +26,8 @@ import pytest
 from ckptmirror.testing import GcsServerProcess
 from tests.kit.cli import clean_environment
 
+pytestmark = pytest.mark.long
+
 HOME = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(HOME.glob("*.md")), *sorted((HOME / "docs").rglob("*.md")), HOME / "deploy" / "README.md"]
 PLACES = ("/local-ssd", "/nfs", "/scratch")

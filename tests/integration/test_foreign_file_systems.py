@@ -19,6 +19,8 @@ from tests.kit.cli import assert_explains, assert_tells, run
 from tests.kit.roots import make_mirrored, whole
 from tests.kit.training import saved_run
 
+pytestmark = pytest.mark.long
+
 FUSE, NFS, EXT4 = 0x65735546, 0x6969, 0xEF53
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import formats_worker as worker
 import torch
 
 from ckptmirror.core.errors import KindMismatch
@@ -20,8 +15,11 @@ from ckptmirror.formats import get_format
 from ckptmirror.formats.capture import architecture_hash, capture
 from ckptmirror.formats.emergency import load_emergency
 from ckptmirror.formats.sidecars import write_sidecars
+from tests.integration import formats_worker as worker
 from tests.kit import processes
 from tests.kit.formats import files_below, same_bits
+
+pytestmark = pytest.mark.long
 
 KINDS: tuple[Kind, ...] = worker.KINDS
 

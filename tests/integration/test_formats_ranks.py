@@ -10,6 +10,8 @@ from tests.integration.formats_ranks_job import KINDS, everything_that_happens
 from tests.kit.processes import run_ranks
 from tests.kit.training import same
 
+pytestmark = pytest.mark.long
+
 Found = list[dict[str, Any]]
 
 

@@ -24,6 +24,8 @@ from ckptmirror.stores.base import Upload
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.training import new_state, train
 
+pytestmark = pytest.mark.long
+
 
 class SilentDirectory(MemoryFileSystem):
     """Lists by fsspec's own ``find``, and one directory cannot be listed."""

@@ -25,6 +25,8 @@ from ckptmirror.testing import GcsServerProcess
 from tests.kit.mirrors import memory_url
 from tests.kit.training import everything, new_state, running, same, train
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(params=["gcsfs+gs", "fsspec+memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:

@@ -19,6 +19,8 @@ from tests.kit.cli import clean_environment
 from tests.kit.servers import credential_files
 from tests.kit.servers.fake_google import fake_google
 
+pytestmark = pytest.mark.long
+
 HOME = Path(__file__).resolve().parents[2]
 GCS = HOME / "deploy" / "gcs"
 USES = json.loads((GCS / "uses.json").read_text())

@@ -17,6 +17,8 @@ from ckptmirror.testing.gcs.access import ROLES
 from tests.integration.test_docs import rows
 from tests.kit.cli import clean_environment
 
+pytestmark = pytest.mark.long
+
 HOME = Path(__file__).resolve().parents[2]
 ROLE_IDS = {"Storage Object User": "roles/storage.objectUser", "Storage Object Viewer": "roles/storage.objectViewer"}
 PAGE = (HOME / "docs" / "guide" / "gcs.md").read_text()

@@ -106,6 +106,7 @@ def test_every_module_exports_what_it_has():
                 assert set(exported) <= defined, path
 
 
+@pytest.mark.long  # `make check` has said it by then
 def test_the_types_ship_and_the_public_surface_is_typed():
     assert resources.files("ckptmirror").joinpath("py.typed").is_file()
     command = [sys.executable, "-m", "mypy", "--strict"]  # as `make check`, whose cache it takes
@@ -146,3 +147,18 @@ def test_the_readme_mentions_every_verb_and_nothing_names_one_that_is_not_there(
     for page in pages:
         named = set(re.findall(r"[`']ckptmirror ([a-z]+)\b", page.read_text()))
         assert named <= verbs, f"{page.relative_to(HOME)} names {named - verbs}"
+
+
+def test_each_verb_has_an_end_to_end_test_that_make_test_runs():
+    listed = re.findall(
+        r"^\| `(\w+)` \| `(test_\w+\.py)::(test_\w+)` \|$", (HOME / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    assert [verb for verb, _, _ in listed] == [
+        verb for verb in program.list_commands(click.Context(program)) if verb != "demo"
+    ]
+    for _, name, function in listed:
+        text = (HOME / "tests" / "integration" / name).read_text()
+        assert "pytestmark = pytest.mark.long" not in text
+        (found,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == function]
+        assert isinstance(found, ast.FunctionDef)
+        assert not [mark for mark in found.decorator_list if "long" in ast.unparse(mark)], function

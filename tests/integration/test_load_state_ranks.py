@@ -12,6 +12,8 @@ from tests.kit.legacy import named, save_dcp, write_meta
 from tests.kit.processes import run_ranks
 from tests.kit.training import same
 
+pytestmark = pytest.mark.long
+
 Found = list[dict[str, Any]]
 
 

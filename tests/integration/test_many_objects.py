@@ -31,6 +31,8 @@ from tests.kit.mirrors import OBJECTS_PER_SAVE, counted, crowd
 from tests.kit.roots import require
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts
 
+pytestmark = pytest.mark.long
+
 OBJECTS = 100_000 if os.environ.get("CKPTMIRROR_CAMPAIGN") == "full" else 20_000
 PAGES, SAVES = math.ceil(OBJECTS / 1000), OBJECTS // OBJECTS_PER_SAVE
 URL = "memory://crowded/run"

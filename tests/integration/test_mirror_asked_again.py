@@ -41,6 +41,8 @@ from tests.kit.mirrors import memory_url
 from tests.kit.roots import Place, whole_saves
 from tests.kit.training import new_state, running, same, saved_run, train
 
+pytestmark = pytest.mark.long
+
 
 def emptied(store: Store) -> None:
     """Somebody, or a lifecycle rule, deleted everything below the prefix."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 NEVER_CLOSED = """
 import shutil, sys
 from ckptmirror import CheckpointManager

@@ -10,6 +10,8 @@ from ckptmirror import CheckpointManager
 from ckptmirror.core.errors import ConfigError
 from tests.kit.processes import outcome, run_ranks
 
+pytestmark = pytest.mark.long
+
 
 def open_and_close(rank: int, roots: list[str]) -> tuple[str, str, int, float]:
     def job() -> int:

@@ -36,6 +36,8 @@ from tests.kit.faults import flip_bit
 from tests.kit.legacy import save_older
 from tests.kit.training import new_state, running, saved_run
 
+pytestmark = pytest.mark.long
+
 PACKAGE = Path(ckptmirror.__file__).parent
 
 # Everything that a user can hand a reference, or the place of saves, to. A new one has to be added here, with a test.

@@ -17,6 +17,8 @@ from tests.kit.cli import LIMIT_S, clean_environment, run
 from tests.kit.roots import make_pending
 from tests.kit.terminal import HIDE_CURSOR, SHOW_CURSOR, OnTerminal, bare
 
+pytestmark = pytest.mark.long
+
 URL = "gs://test-bucket/run"
 SIZE_BYTES = 600_000
 ALL = "585.9 KiB"

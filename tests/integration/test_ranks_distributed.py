@@ -17,6 +17,8 @@ from ckptmirror.core.errors import LocalStorageFull, RankFailed, UsageError
 from ckptmirror.ranks import StopRequest, open_ranks
 from tests.kit.processes import outcome, run_ranks
 
+pytestmark = pytest.mark.long
+
 
 def _layout(rank: int) -> Any:
     ranks = open_ranks(node_key="ab"[rank % 2], timeout_s=60)

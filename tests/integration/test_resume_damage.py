@@ -28,6 +28,8 @@ from tests.kit.processes import killed_at
 from tests.kit.roots import artifact, control, leftovers, whole
 from tests.kit.training import everything, new_state, running, same, saved_run
 
+pytestmark = pytest.mark.long
+
 MIRROR = "memory://test-resume/run"
 
 

@@ -17,6 +17,8 @@ from tests.kit.processes import killed_at
 from tests.kit.roots import artifact, whole
 from tests.kit.training import new_state, running, saved_run, train
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:

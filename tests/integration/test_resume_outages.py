@@ -17,6 +17,8 @@ from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from tests.kit.faults import faulty, flip_bit
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:

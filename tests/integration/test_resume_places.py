@@ -22,6 +22,8 @@ from tests.kit.faults import faulty
 from tests.kit.roots import whole
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:

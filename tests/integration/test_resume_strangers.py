@@ -17,6 +17,8 @@ from tests.kit.faults import flip_bit
 from tests.kit.roots import whole
 from tests.kit.training import new_state, running, saved_run
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:

@@ -31,6 +31,8 @@ from tests.kit.faults import dead, faulty, flip_bit, of_a_later_version
 from tests.kit.roots import artifact, whole
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:

@@ -15,6 +15,8 @@ from tests.integration.save_in_flight_job import HEIGHT, WIDTH, new_state
 from tests.kit.roots import artifact, leftovers, whole
 from tests.kit.training import running
 
+pytestmark = pytest.mark.long
+
 HOME = Path(__file__).resolve().parents[2]
 JOB = "tests.integration.save_in_flight_job"
 PROCESS = [sys.executable, "-m", JOB]

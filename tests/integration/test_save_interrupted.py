@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+import pytest
 import torch
 
 from ckptmirror import TrainState
 from ckptmirror.flow.save import handle, save, save_parts
 from ckptmirror.ranks import host_copy
 from tests.kit.training import running
+
+pytestmark = pytest.mark.long
 
 
 class Interrupting:

@@ -11,6 +11,8 @@ from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core.errors import BackgroundSaveFailed
 from tests.kit.processes import outcome, run_ranks
 
+pytestmark = pytest.mark.long
+
 
 def stepped(rank: int, *, own_only: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer after one step, in which a rank kept the momentum of its own parameter only."""

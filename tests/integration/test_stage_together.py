@@ -18,6 +18,8 @@ from tests.kit.cli import start
 from tests.kit.roots import content, leftovers
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
 
+pytestmark = pytest.mark.long
+
 URL = "gs://test-bucket/run"
 
 

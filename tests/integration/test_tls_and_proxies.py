@@ -19,6 +19,8 @@ from tests.kit.roots import content, make_pending
 from tests.kit.servers.certificates import make_certificate
 from tests.kit.servers.connect_proxy import connect_proxy
 
+pytestmark = pytest.mark.long
+
 URL = "gs://bucket/run"
 HOST = "storage.example"  # which is nowhere but behind the proxy
 PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy", "ALL_PROXY", "all_proxy")

@@ -24,6 +24,8 @@ from tests.kit.hostile_files import resealed
 from tests.kit.roots import content, make_mirrored, require
 from tests.kit.saves import make_save
 
+pytestmark = pytest.mark.long
+
 MEMORY_BYTES = 3 << 29
 
 
