@@ -7,8 +7,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from ckptmirror.stores import open_store
 from ckptmirror.testing import GcsServerProcess
+
+pytestmark = pytest.mark.long
 
 HOME = Path(__file__).resolve().parents[2]
 

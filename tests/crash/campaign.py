@@ -20,17 +20,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ckptmirror.core import names
 from tests.crash.invariants import Place
 
-__all__ = ["FULL", "SEED", "Campaign", "StoryServer", "check", "run_campaign"]
+__all__ = ["FULL", "SEED", "Campaign", "StoryServer", "check", "quick", "run_campaign"]
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 SEED = int(os.environ.get("CKPTMIRROR_CAMPAIGN_SEED") or random.SystemRandom().randrange(1_000_000))
@@ -163,6 +165,11 @@ def run_campaign(servers: Sequence[StoryServer], campaign: Campaign, directory: 
             result.add(found)
     print(f"{campaign.story}: {result}, {time.monotonic() - started:.0f} s, seed {SEED}")
     return result
+
+
+def quick(campaigns: Iterable[str], *names: str) -> list[Any]:
+    """The campaigns as parameters of a test; only those of these names are what `make test` runs."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in campaigns]
 
 
 class _Lane:

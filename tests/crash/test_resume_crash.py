@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.campaign import Campaign, StoryServer, check, run_campaign
+from tests.crash.campaign import Campaign, StoryServer, check, quick, run_campaign
 from tests.crash.invariants import Place, newest_was_found, wrong_after_kill, wrong_after_recovery
 from tests.kit.faults import flip_bit
 
@@ -131,13 +131,7 @@ CAMPAIGNS = {
 }
 
 
-SHORT = ("the disk is lost", "a save was cut short")
-"""What `make test` takes of these."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CAMPAIGNS]
-)
+@pytest.mark.parametrize("name", quick(CAMPAIGNS, "the disk is lost", "a save was cut short"))
 def test_a_start_killed_anywhere_is_followed_by_one_that_goes_on(
     name: str, servers: list[StoryServer], tmp_path: Path
 ) -> None:

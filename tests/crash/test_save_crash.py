@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.campaign import Campaign, StoryServer, check, run_campaign
+from tests.crash.campaign import Campaign, StoryServer, check, quick, run_campaign
 from tests.crash.invariants import Place, newest_was_found, wrong_after_kill, wrong_after_recovery
 
 ALWAYS = ("save.publish", "table.add_save", "table.release_save", "link.replace")
@@ -42,7 +42,7 @@ CAMPAIGNS = {
 }
 
 
-@pytest.mark.parametrize("name", CAMPAIGNS)
+@pytest.mark.parametrize("name", quick(CAMPAIGNS, "a second save", "an emergency"))
 def test_a_save_killed_anywhere_keeps_what_was_acknowledged(
     name: str, servers: list[StoryServer], tmp_path: Path
 ) -> None:

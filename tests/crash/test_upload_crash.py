@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.campaign import Campaign, StoryServer, check, run_campaign
+from tests.crash.campaign import Campaign, StoryServer, check, quick, run_campaign
 from tests.crash.invariants import Place, newest_was_found, wrong_after_kill, wrong_after_recovery
 
 
@@ -35,7 +35,7 @@ CAMPAIGNS = {
 }
 
 
-@pytest.mark.parametrize("name", CAMPAIGNS)
+@pytest.mark.parametrize("name", quick(CAMPAIGNS, "a pending save"))
 def test_an_upload_killed_anywhere_is_carried_on_by_the_next_start(
     name: str, servers: list[StoryServer], tmp_path: Path
 ) -> None:
