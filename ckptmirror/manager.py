@@ -259,6 +259,7 @@ class CheckpointManager:
             world_size=self.ranks.world_size,
             bus=self.events,
             persistent_dir=self._persistent_dir,
+            apart=saver.replicas.differ,
         )
 
     # -- look -----------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ __all__ = [
     "ObjectNotFound",
     "PreconditionFailed",
     "RankFailed",
+    "RanksDiffer",
     "RefusedOnlyCopy",
     "RootLocked",
     "StepBehind",
@@ -132,6 +133,16 @@ class StepBehind(UsageError):
     """A save at a step lower than this attempt's last save is a rewind, and a rewind is a new attempt."""
 
     hint = "Start again with manager.resume(state, policy=<step or reference>)."
+
+
+class RanksDiffer(UsageError):
+    """Ranks hold different values under one name, and a save keeps one of them."""
+
+    hint = (
+        "If the ranks should hold the same, broadcast rank 0's values before save(). If each has its own (experts, "
+        "pipeline stages), make them shards of one DTensor, or give each group of ranks that holds the same a manager "
+        "with its own process_group and root."
+    )
 
 
 # -- whether bytes and structures can be trusted -------------------------------------------------------------

@@ -13,8 +13,8 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ class Snapshot:
         extra: This rank's scheduler, RNG, scaler, EMA, data position, user's extra, step.
         sharded: Whether the ranks hold different pieces (then every rank writes its own ``optim_*``; else rank 0
             alone).
+        buffers: The dotted names of the model's tensors that are neither parameters nor shards: rank 0's are saved.
+        left_out: By dotted name, the live tensors of model and optimizer that rank 0 saves for this rank.
     """
 
     model: dict[str, Any]
@@ -44,6 +46,8 @@ class Snapshot:
     full_model: dict[str, Any] | None
     extra: dict[str, Any]
     sharded: bool
+    buffers: frozenset[str] = frozenset()
+    left_out: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

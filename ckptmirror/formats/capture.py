@@ -5,7 +5,8 @@ Rules:
   the whole model of a sharded one is gathered, one parameter at a time, to the host memory of rank 0.
 * Collectives run only for that gathering, in the calling thread, in the same order on every rank.
 * Of what all ranks hold alike, rank 0's is saved: the other ranks leave out buffers (their running averages may
-  differ), extra state and EMA, and everything but the sidecar if no kind of the save asks them for more.
+  differ), extra state and EMA, and everything but the sidecar if no kind of the save asks them for more. What they
+  leave out is in ``left_out``, to be compared.
 * What a safe load could not read back is refused here, with its name.
 """
 
@@ -61,7 +62,7 @@ def capture(
     step: int,
     kinds: Sequence[Kind],
     rank: int,
-    world_size: int,  # noqa: ARG001 - the seam's signature
+    world_size: int,
     before_collectives: Callable[[BaseException | None], None] | None = None,
 ) -> Snapshot:
     """Return what this rank contributes to a save.
@@ -82,7 +83,7 @@ def capture(
     """
     agree = before_collectives if "model" in kinds and _has_shards_to_gather(state.model) else None
     try:
-        snapshot = capture_local(state, step=step, rank=rank)
+        snapshot = capture_local(state, step=step, with_ema=rank == 0)
         if "dcp" in kinds:
             _check_for_dcp(snapshot)
     except BaseException as error:
@@ -98,22 +99,41 @@ def capture(
         elif rank == 0:
             whole = dict(snapshot.model)
     model, optimizer = snapshot.model, snapshot.optimizer
+    buffers = _buffers(state.model, model) if rank != 0 or world_size > 1 else {}
     if rank != 0 and not snapshot.sharded and "dcp" not in kinds:
         model, optimizer = {}, None
     elif rank != 0:
-        model = _without_shared_values(state.model, model)
-    return Snapshot(model, optimizer, whole, snapshot.extra, snapshot.sharded)
+        model = {name: value for name, value in model.items() if name not in buffers}
+    rest = {
+        "model": {name: value for name, value in snapshot.model.items() if name not in model},
+        "optimizer": snapshot.optimizer if optimizer is None else None,
+    }
+    return Snapshot(
+        model,
+        optimizer,
+        whole,
+        snapshot.extra,
+        snapshot.sharded,
+        frozenset(name for name, _ in walk_tensors({"model": buffers})),
+        dict(walk_tensors(rest)),
+    )
 
 
-def capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
-    """Return what this rank holds, without talking to any other rank and without the whole model."""
+def capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
+    """Return what this rank holds, without talking to any other rank and without the whole model.
+
+    Args:
+        state: What to save.
+        step: The step.
+        with_ema: Whether an average that is not sharded is this rank's to save.
+    """
     try:
-        return _capture_local(state, step=step, rank=rank)
+        return _capture_local(state, step=step, with_ema=with_ema)
     except RecursionError as error:
         raise too_deep({"extra": state.extra}, "") from error
 
 
-def _capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
+def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
     if not isinstance(state.model, torch.nn.Module):
         raise UsageError(f"TrainState.model is a {type(state.model).__qualname__}, not a torch.nn.Module.")
     others = [n for n, v in vars(state).items() if n not in (*PARTS, "training_config") and v is not None]
@@ -144,7 +164,7 @@ def _capture_local(state: TrainState, *, step: int, rank: int) -> Snapshot:
             )
     optimizer = capture_optimizer(state.model, state.optimizer) if state.optimizer is not None else None
     sharded = has_shards(model) or has_shards(optimizer)
-    extra = _capture_extra(state, step=step, with_ema=sharded or rank == 0, model=model)
+    extra = _capture_extra(state, step=step, with_ema=sharded or with_ema, model=model)
     if versions is not None:
         extra[KEY].append([["model"], to_text(versions)])
     extra[_ARCHITECTURE] = _hash_of_shapes(model)
@@ -162,12 +182,13 @@ def snapshot_tree(snapshot: Snapshot) -> dict[str, Any]:
         "full_model": snapshot.full_model,
         "extra": snapshot.extra,
         "sharded": snapshot.sharded,
+        "buffers": tuple(snapshot.buffers),
     }
 
 
 def snapshot_from_tree(tree: Mapping[str, Any]) -> Snapshot:
     """Return the snapshot that :func:`snapshot_tree` was given, over the copied tensors."""
-    return Snapshot(tree["model"], tree["optimizer"], tree["full_model"], tree["extra"], tree["sharded"])
+    return Snapshot(**{**tree, "buffers": frozenset(tree["buffers"])})
 
 
 def architecture_hash(snapshot: Snapshot) -> str:
@@ -251,9 +272,9 @@ def _has_shards_to_gather(model: Any) -> bool:
     return any(isinstance(value, DTensor) for values in (model.parameters(), model.buffers()) for value in values)
 
 
-def _without_shared_values(live: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, Any]:
+def _buffers(live: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, Any]:
     parameters = {name for name, _ in live_parameters(live)}
-    return {name: value for name, value in model.items() if isinstance(value, DTensor) or name in parameters}
+    return {name: value for name, value in model.items() if not (isinstance(value, DTensor) or name in parameters)}
 
 
 def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: Mapping[str, Any]) -> dict[str, Any]:

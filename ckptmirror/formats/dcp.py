@@ -92,7 +92,7 @@ class DcpFormat:
             if named.get(name) != found.get(name):
                 on_disk, reported = found.get(name, "no"), named.get(name, "none")
                 raise IntegrityError(f"{directory.name}/{name} has {on_disk} bytes on disk, {reported} were reported.")
-        metadata = read_directory_metadata(directory)
+        metadata = read_directory_metadata(directory, just_written=True)
         here = {a.rank for a in artifacts if a.rank is not None}
         del found[METADATA_NAME]
         check_ranges(

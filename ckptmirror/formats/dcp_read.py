@@ -69,8 +69,8 @@ _OPTIMIZER_KEYS = ("optimizer", "optim")
 Path_ = tuple[str | int, ...]
 
 
-def read_directory_metadata(directory: Path) -> Metadata:
-    """Parse and check ``directory/.metadata`` without trusting it.
+def read_directory_metadata(directory: Path, *, just_written: bool = False) -> Metadata:
+    """Parse and check ``directory/.metadata`` without trusting it, unless this very job has ``just_written`` it.
 
     Raises:
         UnsafePickle: It asks for something that is not on the allow-list.
@@ -78,7 +78,7 @@ def read_directory_metadata(directory: Path) -> Metadata:
     """
     path = directory / METADATA_NAME
     check_regular(path)
-    metadata = loads_metadata(read_limited(path, METADATA_LIMIT_BYTES), str(path))
+    metadata = loads_metadata(read_limited(path, METADATA_LIMIT_BYTES), str(path), just_written=just_written)
     check_entries(metadata, str(path))
     return metadata
 

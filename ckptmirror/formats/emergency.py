@@ -5,8 +5,9 @@ with their place in the whole; ``tensors_rank0.json`` lists them.
 
 Rules:
 * No collectives, ever: another rank may be dead or stuck in one.
-* Where tensors are sharded every rank writes its pieces, and a load needs the same number of ranks. Else rank 0 writes
-  model and optimizer, the others their own extra state, and any number of ranks can load.
+* Where tensors are sharded every rank writes its pieces, and a load needs the same number of ranks. So does every rank
+  where a save was refused because the ranks differ. Else rank 0 writes model and optimizer, the others their own extra
+  state, and any number of ranks can load.
 """
 
 from __future__ import annotations
@@ -39,9 +40,18 @@ _RANK_FILE = re.compile(r"(?:.*/)?rank(\d+)\.pt")
 
 
 def write_emergency(
-    state: TrainState, directory: Path, *, save_id: str, rank: int, world_size: int, step: int
+    state: TrainState, directory: Path, *, save_id: str, rank: int, world_size: int, step: int, apart: bool = False
 ) -> list[Artifact]:
     """Write this rank's part of an emergency snapshot, from the live tensors, and publish it in ``directory``.
+
+    Args:
+        state: What to save.
+        directory: The snapshot's.
+        save_id: The snapshot's.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        step: The step.
+        apart: Whether ranks are known to hold different values under one name, so that each writes its own.
 
     Returns:
         The artifacts, their paths relative to the parent of ``directory`` (the root).
@@ -49,14 +59,15 @@ def write_emergency(
     Raises:
         UsageError: Something in ``state`` could not be loaded back; names it.
     """
-    snapshot = capture_local(state, step=step, rank=rank)
-    if rank != 0 and not snapshot.sharded:
+    snapshot = capture_local(state, step=step, with_ema=apart or rank == 0)
+    of_each = apart or snapshot.sharded
+    if rank != 0 and not of_each:
         snapshot = Snapshot({}, None, None, snapshot.extra, False)
     make_dirs(directory)
     content = {
         "step": step,
         "world_size": world_size,
-        "sharded": snapshot.sharded,
+        "sharded": of_each,
         "model": cut(snapshot.model),
         "optimizer": cut(snapshot.optimizer),
         "extra": cut(snapshot.extra),
@@ -98,7 +109,7 @@ def load_emergency(
     sharded = saved.get("sharded") is True
     if sharded and saved.get("world_size") != world_size:
         raise KindMismatch(
-            f"The emergency snapshot holds the pieces of {saved.get('world_size')} ranks; this job has {world_size}.",
+            f"The emergency snapshot holds what was on {saved.get('world_size')} ranks; this job has {world_size}.",
             hint="Start with the same number of ranks, save, and resume from that save with another number.",
         )
     shared = source if sharded else source.of(0)

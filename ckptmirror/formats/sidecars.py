@@ -36,7 +36,7 @@ from ckptmirror.formats.positions import has_position, knows_its_position, warn_
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import cut, piece_of
-from ckptmirror.formats.tensor_bytes import digest32, is_wrapper
+from ckptmirror.formats.tensor_bytes import digest32, has_plain_bytes
 from ckptmirror.formats.versions import versions_in
 
 __all__ = ["is_scheduled", "load_extra", "load_sidecars", "takes_schedule", "tensor_list", "write_sidecars"]
@@ -44,15 +44,20 @@ __all__ = ["is_scheduled", "load_extra", "load_sidecars", "takes_schedule", "ten
 log = logging.getLogger(__name__)
 
 
-def write_sidecars(snapshot: Snapshot, context: WriteContext) -> list[Artifact]:
-    """Write and seal this rank's ``extra_*`` and ``tensors_*``; they belong to all kinds of the save."""
+def write_sidecars(snapshot: Snapshot, context: WriteContext) -> tuple[list[Artifact], list[dict[str, Any]]]:
+    """Write and seal this rank's ``extra_*`` and ``tensors_*``, which belong to all kinds of the save.
+
+    Returns:
+        The artifacts, and the entries of ``tensors_*``.
+    """
     extra, tensors = context.name.extra(context.rank), context.name.tensors(context.rank)
     listed = tensor_list(snapshot, rank=context.rank, world_size=context.world_size)
     digests = {
         extra: write_pt(cut(snapshot.extra), context.root / extra, save_id=context.save_id),
         tensors: write_json(listed, context.root / tensors, save_id=context.save_id),
     }
-    return [Artifact(path=p, kinds=context.kinds, rank=context.rank, digest=digest) for p, digest in digests.items()]
+    written = [Artifact(path=p, kinds=context.kinds, rank=context.rank, digest=d) for p, d in digests.items()]
+    return written, listed["tensors"]
 
 
 def tensor_list(snapshot: Snapshot, *, rank: int, world_size: int, sums: bool = True) -> dict[str, Any]:
@@ -78,8 +83,8 @@ def _describe(name: str, tensor: torch.Tensor, sums: bool) -> dict[str, Any]:
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
     }
-    if tensor.layout != torch.strided or tensor.is_quantized or is_wrapper(tensor):
-        return described  # no plain row of bytes to sum
+    if not has_plain_bytes(tensor):
+        return described
     piece = piece_of(tensor)
     described |= {"offsets": list(piece.region.offsets), "sizes": list(piece.region.sizes)}
     if sums:

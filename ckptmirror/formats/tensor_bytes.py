@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ckptmirror.core.errors import UsageError
 from ckptmirror.local.checksums import crc32c
 
-__all__ = ["byte_view", "compact", "digest32", "is_wrapper", "sum32"]
+__all__ = ["byte_view", "compact", "digest32", "has_plain_bytes", "is_wrapper", "sum32", "sum32_there"]
 
 _WORDS_PER_CHUNK = 1 << 15  # up to here torch sums in the calling thread, which is faster than waiting for its pool
 
@@ -30,6 +30,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, DTensor):
         return is_wrapper(tensor.to_local())
     return hasattr(tensor, "__tensor_flatten__") and type(tensor).__name__ != "AsyncCollectiveTensor"
+
+
+def has_plain_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain row of bytes that can be summed."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not is_wrapper(tensor)
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
@@ -67,6 +72,20 @@ def digest32(tensor: torch.Tensor) -> tuple[int, int]:
         crc = crc32c(chunk, crc)
     tail = data[whole:]
     return (total + int.from_bytes(tail, "little")) & 0xFFFFFFFF, crc32c(tail, crc)
+
+
+def sum32_there(tensor: torch.Tensor) -> torch.Tensor:
+    """Return :func:`sum32`, as a signed number, of a plain tensor on any device, without waiting for the device."""
+    if tensor.element_size() == 4 and not tensor.is_neg():  # most are: no copy, however it lies, and few calls
+        return tensor.detach().view(torch.int32).sum(dtype=torch.int32)
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 4:
+        data = data.clone()
+    whole = data.numel() // 4 * 4
+    total = data[:whole].view(torch.int32).sum(dtype=torch.int32)
+    for index, byte in enumerate(data[whole:].unbind()):
+        total = total + byte.to(torch.int32) * 256**index
+    return total
 
 
 def compact(tree: Any) -> Any:

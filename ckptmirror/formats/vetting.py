@@ -8,6 +8,7 @@ Rules:
 * The child has the same allow-list, and nothing that it makes comes back: only whether it got to the end.
 * The limits follow the size of the pickle: what unfolds, hashes or nests without end meets one of them.
 * Where no child can be had, the opcodes are read after all.
+* A save does without: it starts no process for what it has just written.
 """
 
 from __future__ import annotations

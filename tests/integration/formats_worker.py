@@ -112,7 +112,7 @@ def save(root: Path, state: TrainState, here: WriteContext, *, host_copy: bool =
     mine: list[Artifact] = []
     for kind in KINDS:
         mine += get_format(kind).write(live, here)
-    mine += write_sidecars(live, here)
+    mine += write_sidecars(live, here)[0]
     return finish(root, mine, here, architecture_hash(live))
 
 

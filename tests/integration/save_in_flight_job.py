@@ -40,7 +40,8 @@ def hold_back(*, threads: bool) -> None:
 
 def new_state(fill: float) -> TrainState:
     model = torch.nn.Linear(WIDTH, HEIGHT)
-    torch.nn.init.constant_(model.weight, fill)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, fill)
     return TrainState(model)
 
 

@@ -74,7 +74,7 @@ def test_one_process_saves_and_two_ranks_load(how: str, tmp_path: Path) -> None:
     here = worker.WriteContext(tmp_path, worker.SaveName(200), worker.SAVE_ID, KINDS, 0, 1, is_leader=True)
     snapshot = capture(state, step=200, kinds=KINDS, rank=0, world_size=1)
     artifacts = [artifact for kind in KINDS for artifact in get_format(kind).write(snapshot, here)]
-    artifacts += write_sidecars(snapshot, here)
+    artifacts += write_sidecars(snapshot, here)[0]
     for name in sorted({artifact.path.partition("/")[0] for artifact in artifacts}):
         worker.rename_noreplace(tmp_path / worker.tmp_name(name, worker.SAVE_ID), tmp_path / name)
     meta = worker.meta_of(KINDS, artifacts, architecture_hash(snapshot))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptmirror import Retention
+from ckptmirror import Retention, TrainState
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import StepBehind, UsageError
 from ckptmirror.flow.places.resolve import find_local_checkpoint_steps
@@ -356,3 +357,22 @@ def test_table_records_exist_for_every_artifact_and_mirror(tmp_path: Path) -> No
 
 def _rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _save_where_no_process_may_start(root: Path) -> None:
+    def refuse(event: str, _: Any) -> None:
+        if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"):
+            raise AssertionError(f"a save called {event}")
+
+    sys.addaudithook(refuse)
+    names = [f"{number:04d}_{'a_long_name_' * 10}" for number in range(3000)]
+    state = TrainState(torch.nn.ParameterDict({name: torch.zeros(1) for name in names}))
+    with running(root) as manager:
+        manager.resume(state)
+        manager.save(1, state).wait()
+        manager.save_emergency_checkpoint(2, state)
+
+
+def test_a_save_starts_no_process_however_large_its_metadata_is(tmp_path: Path) -> None:
+    assert not killed_at(None, _save_where_no_process_may_start, tmp_path)
+    assert artifact(tmp_path, whole(tmp_path)[1], ".metadata").stat().st_size > MIB

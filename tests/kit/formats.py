@@ -121,7 +121,7 @@ def save(kind: Kind, root: Path, state: TrainState) -> Meta:
         )
     here = context(root, (kind,))
     snapshot = capture(state, step=STEP, kinds=(kind,), rank=0, world_size=1)
-    artifacts = get_format(kind).write(snapshot, here) + write_sidecars(snapshot, here)
+    artifacts = get_format(kind).write(snapshot, here) + write_sidecars(snapshot, here)[0]
     get_format(kind).check(here, artifacts)
     publish(root, artifacts)
     return meta_of((kind,), artifacts, architecture_hash(snapshot))

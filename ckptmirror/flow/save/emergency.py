@@ -52,11 +52,13 @@ def save_emergency(
     world_size: int,
     bus: events.EventBus,
     persistent_dir: Path | None = None,
+    apart: bool = False,
 ) -> Path:
     """Write this rank's part of the emergency snapshot, durable on return; give its directory.
 
     Args:
         persistent_dir: Where a copy goes, if anywhere; that it cannot go there is only logged.
+        apart: Whether ranks hold different values under one name, so that each writes its own.
 
     Raises:
         LocalStorageFull: There is no room; earlier saves are untouched.
@@ -70,7 +72,9 @@ def save_emergency(
     assert parsed is not None
     directory = root / name
     files.make_dirs(directory)
-    artifacts = tuple(write_emergency(state, directory, save_id=save_id, rank=rank, world_size=world_size, step=step))
+    artifacts = tuple(
+        write_emergency(state, directory, save_id=save_id, rank=rank, world_size=world_size, step=step, apart=apart)
+    )
     meta = Meta(
         run_id=run_id,
         attempt=attempt,

@@ -3,8 +3,8 @@
 Rules:
 * Only the capture and the host copy block the caller, and callers take turns. One save is in flight; the next waits.
 * The background thread talks to the other ranks over a channel of its own, three times: what is saved under which
-  name, what every rank wrote, whether it is committed. A rank that failed takes part with its error, so all ranks fail
-  together.
+  name, what every rank wrote and holds, whether it is committed; once more where ranks hold different values. A rank
+  that failed takes part with its error, so all ranks fail together.
 * That holds for a rank on which ``save`` itself raises too: every call takes a number and an exchange, so the next save
   works. Where the capture has collectives (the whole model of a sharded one), all ranks agree before those as well.
 * A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones.
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageUnwritable, StepBehind
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
+from ckptmirror.core.replicas import Held, digests_of
 from ckptmirror.flow.save.commit import commit_save, free_tag, may_be_meta_of
 from ckptmirror.flow.save.handle import SaveHandle, TurnLock
 from ckptmirror.flow.save.save_parts import (
@@ -35,6 +36,7 @@ from ckptmirror.flow.save.save_parts import (
     Copied,
     LeaderSide,
     Plan,
+    ReplicaCheck,
     SaveMetadata,
     SaveRequest,
     StallDetector,
@@ -42,6 +44,7 @@ from ckptmirror.flow.save.save_parts import (
     holdings_of,
     import_formats,
     reserve_for,
+    write_files,
 )
 from ckptmirror.local import files
 from ckptmirror.local.saying import saying
@@ -85,6 +88,7 @@ class Saver:
         self._in_flight: SaveHandle | None = None
         self._turn_lock = TurnLock()
         self._stall_detector = StallDetector()
+        self.replicas = ReplicaCheck()
 
     # -- on the training thread -----------------------------------------------------------------------------
 
@@ -126,16 +130,13 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - raised again by _capture(), when the other ranks know of it
             failure = error
         live = self._capture(request, state, failure)
-        from ckptmirror.formats.capture import snapshot_from_tree, snapshot_tree
-
-        lease = self._kept_copier().copy(snapshot_tree(live))
-        snapshot = snapshot_from_tree(lease.tree)
+        copied = Copied.of(live, self._kept_copier(), said)
         self._bus.emit(
             events.HostCopied(
                 step=request.step, kinds=request.kinds, rank=self._ranks.rank, duration_s=time.perf_counter() - started
             )
         )
-        return Copied(snapshot, lease, said)
+        return copied
 
     def _refuse(self, request: SaveRequest, earlier: SaveHandle | None) -> None:
         if earlier is not None:
@@ -268,7 +269,7 @@ class Saver:
             try:
                 context, copied = self._agree(request, copied)
                 handle.save_id = context.save_id
-                artifacts = self._write_all(copied.snapshot, context)
+                artifacts = self._write_all(copied, context)
                 meta = self._commit(request, copied, context, artifacts)
             finally:
                 if isinstance(copied, Copied):
@@ -316,21 +317,19 @@ class Saver:
         assert isinstance(copied, Copied)
         return agreed_context(plans, self.root, self._ranks), copied
 
-    def _write_all(self, snapshot: Snapshot, context: WriteContext) -> list[Artifact]:
-        """Write and seal this rank's files; second exchange: every rank's report."""
-        from ckptmirror.formats import get_format
-        from ckptmirror.formats.sidecars import write_sidecars
-
+    def _write_all(self, copied: Copied, context: WriteContext) -> list[Artifact]:
+        """Write and seal this rank's files; second exchange: every rank's report, and whether they hold the same."""
         mine: list[Artifact] = []
+        held: list[Held] = []
         failure: BaseException | None = None
         try:
-            for kind in context.kinds:
-                mine += get_format(kind).write(snapshot, context)
-            mine += write_sidecars(snapshot, context)
+            mine, held = write_files(copied, context)
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error
-        reports = self._ranks.exchange(mine, what=f"report the files of step {context.name.step}", error=failure)
-        return [artifact for report in reports for artifact in report]
+        what = f"report the files of step {context.name.step}"
+        reports = self._ranks.exchange((mine, digests_of(held)), what=what, error=failure)
+        self.replicas.compare(self._ranks, held, [digests for _, digests in reports], context)
+        return [artifact for artifacts, _ in reports for artifact in artifacts]
 
     def _commit(
         self, request: SaveRequest, copied: Copied, context: WriteContext, artifacts: list[Artifact]

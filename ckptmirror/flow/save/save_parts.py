@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptmirror.core import replicas
 from ckptmirror.core.codec import finite_metrics, plain_values
-from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable, RankFailed, UsageError
-from ckptmirror.core.model import Kind, Meta
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable, RankFailed, RanksDiffer, UsageError
+from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName, parse_name
+from ckptmirror.core.replicas import Digests, Held
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import UploadsTable
@@ -24,6 +26,7 @@ from ckptmirror.ranks.base import Ranks
 
 if TYPE_CHECKING:
     from ckptmirror.formats.base import Snapshot, WriteContext
+    from ckptmirror.formats.held import LeftOut
     from ckptmirror.formats.train_state import TrainState
     from ckptmirror.ranks.host_copy import HostCopier, Lease
 
@@ -33,6 +36,7 @@ __all__ = [
     "Holdings",
     "LeaderSide",
     "Plan",
+    "ReplicaCheck",
     "SaveMetadata",
     "SaveRequest",
     "StallDetector",
@@ -40,6 +44,7 @@ __all__ = [
     "holdings_of",
     "import_formats",
     "reserve_for",
+    "write_files",
 ]
 
 _ROOM_FOR_EXTRA_BYTES = 16 * 1024 * 1024
@@ -171,8 +176,83 @@ class Copied:
     """What the training thread hands to the background. Only the leader, who writes the meta, needs what was said."""
 
     snapshot: Snapshot
+    left_out: LeftOut
     lease: Lease
     said: SaveMetadata | None
+
+    @classmethod
+    def of(cls, live: Snapshot, copier: HostCopier, said: SaveMetadata | None) -> Copied:
+        """Copy ``live`` to host memory."""
+        from ckptmirror.formats.capture import snapshot_from_tree, snapshot_tree
+        from ckptmirror.formats.held import sum_left_out
+
+        lease = copier.copy({**snapshot_tree(live), "left_out": sum_left_out(live)})
+        tree = dict(lease.tree)
+        left_out = tree.pop("left_out")
+        return cls(snapshot_from_tree(tree), left_out, lease, said)
+
+
+def write_files(copied: Copied, context: WriteContext) -> tuple[list[Artifact], list[Held]]:
+    """Write and seal a rank's files; return them, and what the rank holds."""
+    from ckptmirror.formats import get_format
+    from ckptmirror.formats.held import held_by
+    from ckptmirror.formats.sidecars import write_sidecars
+
+    written = [artifact for kind in context.kinds for artifact in get_format(kind).write(copied.snapshot, context)]
+    sidecars, listed = write_sidecars(copied.snapshot, context)
+    return [*written, *sidecars], held_by(copied.snapshot, listed, copied.left_out, context.kinds)
+
+
+class ReplicaCheck:
+    """Compares what the ranks hold under the same names, at every save.
+
+    Attributes:
+        differ: Whether they held different values at the last save.
+    """
+
+    def __init__(self) -> None:
+        self.differ = False
+        self._buffers_differ = False
+
+    def compare(self, ranks: Ranks, held: Sequence[Held], digests: Sequence[Digests], context: WriteContext) -> None:
+        """Compare. One exchange more, on all ranks, only where the digests differ.
+
+        Args:
+            ranks: The channel.
+            held: What this rank holds.
+            digests: Every rank's, by rank.
+            context: Of the save.
+
+        Raises:
+            RanksDiffer: Parameters, or the optimizer's state, differ. Raised on every rank.
+        """
+        self.differ = False
+        asked = replicas.representatives(digests, skip=replicas.BUFFERS if self._buffers_differ else None)
+        if not asked:
+            return
+        mine = [one for one in held if ranks.rank in asked.get(one.group, ())]
+        lists = ranks.exchange(mine, what=f"compare the tensors of step {context.name.step}")
+        found = replicas.differing(lists)
+        if names := found.pop(replicas.BUFFERS, None):
+            self._buffers_differ = True
+            if ranks.rank == 0:
+                saying(_log, context.name).warning(
+                    "the ranks hold different values of %s: rank 0's are saved, in this save and later ones, as "
+                    "replicas that train together continue from rank 0's",
+                    _some(names),
+                )
+        if found:
+            self.differ = True
+            apart = next(sides for group in found if (sides := replicas.sides(digests, group)))
+            names = [name for group in found.values() for name in group]
+            raise RanksDiffer(
+                f"{_some(names)} {'have' if len(names) > 1 else 'has'} different values on "
+                f"{replicas.ranks_text(apart)}, and a checkpoint keeps one value under each name."
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 class StallDetector:
@@ -200,7 +280,7 @@ def reserve_for(copier: HostCopier, kinds: Sequence[Kind], state: TrainState, ra
     from ckptmirror.formats.capture import capture, capture_local, snapshot_tree
 
     state = replace(state, scheduler=None, scaler=None, dataloader=None, extra=None)
-    live = capture_local(state, step=0, rank=ranks.rank)
+    live = capture_local(state, step=0, with_ema=ranks.rank == 0)
     if live.sharded and "model" in kinds:
         return  # how much rank 0 gathers shows when all ranks capture together
     if not live.sharded:
@@ -210,7 +290,7 @@ def reserve_for(copier: HostCopier, kinds: Sequence[Kind], state: TrainState, ra
 
 def import_formats(kinds: Sequence[Kind]) -> None:
     """Import what writes these kinds: some modules can no longer be imported once the interpreter has begun to end."""
-    from ckptmirror.formats import get_format, sidecars  # noqa: F401
+    from ckptmirror.formats import get_format, held, sidecars  # noqa: F401
     from ckptmirror.ranks import host_copy  # noqa: F401
 
     for kind in kinds:

@@ -19,7 +19,7 @@ from ckptmirror.formats.capture import capture
 from ckptmirror.formats.plain import MARK, decode, encode
 from ckptmirror.formats.shards import Piece, Region, fill, read_pieces
 from ckptmirror.formats.sidecars import tensor_list, write_sidecars
-from ckptmirror.formats.tensor_bytes import byte_view, compact, digest32, sum32
+from ckptmirror.formats.tensor_bytes import byte_view, compact, digest32, sum32, sum32_there
 from ckptmirror.formats.unpickle import load_pt
 from ckptmirror.formats.whole import read_extra
 from ckptmirror.local.checksums import crc32c, verify_file
@@ -103,6 +103,32 @@ def test_sums_of_pieces_add_up_to_the_whole() -> None:
     for cut in (1, 7, 150):
         assert (sum32(whole[:cut]) + sum32(whole[cut:])) & 0xFFFFFFFF == sum32(whole)
     assert (sum32(whole[:, :3]) + sum32(whole[:, 3:])) & 0xFFFFFFFF == sum32(whole)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(7, 3),
+        torch.randn(7, 3).t(),
+        torch.randn(7, 3).bfloat16(),
+        torch.randn(7, 3).bfloat16()[1:, 1],
+        torch.randn(9).bfloat16()[1:],
+        torch.randn(3, 5, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex64).conj().imag,
+        torch.arange(7, dtype=torch.uint8),
+        torch.arange(-3, 3),
+        torch.tensor([True, False, True]),
+        torch.tensor(2.5),
+        torch.tensor(-3),
+        torch.empty(0, 4),
+        torch.full((70_000,), 1 << 30, dtype=torch.int32),
+    ],
+    ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}",
+)
+def test_a_sum_taken_where_the_tensor_is_is_that_of_its_copy(tensor: torch.Tensor) -> None:
+    there = sum32_there(tensor)
+    assert there.dim() == 0
+    assert int(there) & 0xFFFFFFFF == sum32(tensor.clone().resolve_conj().resolve_neg())
 
 
 def test_writing_needs_little_memory_beside_the_tensor(tmp_path: Path) -> None:
