@@ -309,8 +309,12 @@ def _texts(fields: Fields, key: str, max_items: int) -> tuple[str, ...]:
 
 
 def _entry_document(attempt: Attempt) -> dict[str, Any]:
-    more = {"by_person": attempt.by_person, "root": attempt.root or None, "required": list(attempt.required)}
-    return _attempt_document(attempt) | more
+    return _attempt_document(attempt) | {
+        "by_person": attempt.by_person,
+        "root": attempt.root or None,
+        "required": list(attempt.required),
+        "broken": list(attempt.broken),
+    }
 
 
 def _entry(document: Any, where: str) -> Attempt:
@@ -319,7 +323,9 @@ def _entry(document: Any, where: str) -> Attempt:
     by_person = fields.boolean("by_person", default=False)
     root = fields.text_or_none("root", 32) if fields.has("root") else None
     required = _texts(fields, "required", _MAX_MIRRORS) if fields.has("required") else ()
-    return dataclasses.replace(_attempt_of(fields, where), by_person=by_person, root=root or "", required=required)
+    broken = _texts(fields, "broken", MAX_ATTEMPTS) if fields.has("broken") else ()
+    said = _attempt_of(fields, where)
+    return dataclasses.replace(said, by_person=by_person, root=root or "", required=required, broken=broken)
 
 
 def _attempt_document(attempt: Attempt) -> dict[str, Any]:

@@ -199,7 +199,8 @@ def is_fast_forward(
 ) -> bool:
     """Whether an attempt may begin to count: the newest that counts is on its way, and no save leaves the lineage.
 
-    An attempt that would not be the newest of those that count changes nothing, and may.
+    An attempt that would not be the newest of those that count changes nothing, and may. A save that the start of an
+    attempt on its way found broken may be left.
 
     Args:
         attempts: All that are known, ``attempt`` among them.
@@ -210,7 +211,8 @@ def is_fast_forward(
     before, after = lineage(attempts, saves, counting), lineage(attempts, saves, {*counting, attempt})
     if not before.way or after.way[0].id == before.way[0].id:
         return True
-    return before.way[0].id in {one.id for one in after.way} and before.on_it() <= after.on_it()
+    broken = {save_id for one in after.way for save_id in one.broken}
+    return before.way[0].id in {one.id for one in after.way} and before.on_it() - broken <= after.on_it()
 
 
 def merge_attempts(*lists: AttemptList) -> AttemptList:
@@ -289,8 +291,13 @@ def _agreed(one: Attempt, other: Attempt) -> Attempt:
     if one.decided and other.decided and one.parent != other.parent:
         raise LineageError(f"Attempt {one.id[:8]} has two different parents.")
     said = one if one.decided else other
-    more = one.required or other.required
-    return replace(said, by_person=one.by_person or other.by_person, root=one.root or other.root, required=more)
+    return replace(
+        said,
+        by_person=one.by_person or other.by_person,
+        root=one.root or other.root,
+        required=one.required or other.required,
+        broken=one.broken or other.broken,
+    )
 
 
 def attempts_of_metas(metas: Iterable[Meta]) -> AttemptList | None:

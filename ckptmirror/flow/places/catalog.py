@@ -86,7 +86,7 @@ class Catalog:
         return lineage(decided, [facts_of(meta) for meta in self.saves.values()])
 
 
-def local_catalog(root: Path) -> Catalog:
+def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
     """List the root's saves; reads names, metas and sizes only."""
     inventory = read_inventory(root)
     problems = {str(item.path): _problem_of_item(root, item) for item in inventory.broken}
@@ -96,7 +96,8 @@ def local_catalog(root: Path) -> Catalog:
     }
     saves = {save.meta.save_id: save.meta for save in inventory.saves}
     others = [item.path.name for item in inventory.foreign if item.loose] + [path.name for path in inventory.legacy]
-    return Catalog(str(root), read_local_attempts(root), saves, problems, others=tuple(others))
+    attempts = read_local_attempts(root) if with_attempts else None
+    return Catalog(str(root), attempts, saves, problems, others=tuple(others))
 
 
 def _problem_of_item(root: Path, item: Item) -> Problem:

@@ -52,6 +52,7 @@ from ckptmirror.flow.retention.reconcile import BRINGING_NAME, add_missing_recor
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.policy import Policy, settled_policy
+from ckptmirror.flow.start.shadow import Shadow
 from ckptmirror.flow.start.survey import look_everywhere
 from ckptmirror.local import files
 from ckptmirror.local.saying import saying
@@ -94,7 +95,12 @@ class Proposer:
         self._unseen: tuple[str, CkptMirrorError] | None = None  # a save that may be whole, and cannot be seen now
         self._made_room = False
         self._only: str | None = None  # the one save that may still be loaded, once the state was touched
-        self._claim = node.start_claim()
+        self._shadow = Shadow(node, self._policy, self._kind, force)
+        try:
+            self._claim = node.start_claim()
+        except CkptMirrorError as error:
+            self._shadow.compare(error)
+            raise
         self._places = look_everywhere(node.root, node.mirrors, self._claim, node.persistent)
         self._places.learn_save_ids(node.table)
         self._metas = self._places.metas()
@@ -104,7 +110,11 @@ class Proposer:
         self._silent_asked |= self._dropped()
         self._first_in_line = self._problems_in_line()
         self._need_every_mirror: frozenset[str] = frozenset()
-        self._queue = self._plan()
+        try:
+            self._queue = self._plan()
+        except CkptMirrorError as error:
+            self._shadow.compare(error)
+            raise
         for url, reason in self._places.silent.items():
             self._not_seen.append(f"{url} did not answer ({reason}): what it alone holds was not seen")
         if node.persistent_is_new and self._claim.known.attempts:
@@ -184,6 +194,16 @@ class Proposer:
         return self._policy in ("auto", "latest")
 
     def next(self) -> Proposal:
+        try:
+            found = self._next()
+        except CkptMirrorError as error:
+            self._shadow.compare(error)
+            raise
+        if found.meta is None:
+            self._shadow.compare("scratch")
+        return found
+
+    def _next(self) -> Proposal:
         """Bring the next copy to this disk and propose it, or propose a start from scratch.
 
         Raises:
@@ -197,14 +217,21 @@ class Proposer:
             if self._unseen is not None and candidate.save.save_id != self._unseen[0]:
                 raise self._unseen[1]
             self._check_going_back(candidate)
+            one = (candidate.save.save_id, candidate.kind, place if place != DISK else "disk")
+            if not (self._shadow.outcomes and self._shadow.outcomes[-1].result == "no_room"):
+                self._shadow.compare([candidate.save.step, candidate.save.save_id[:8], candidate.kind, place])
+            else:
+                self._shadow.tried(*one, "made_room", "")
             meta = self._metas[(candidate.save.save_id, candidate.kind)][place]
             try:
                 if place != DISK:
                     meta = self._bring(place, meta, candidate.kind)
             except IntegrityError as error:
+                self._shadow.tried(*one, "broken", str(error))
                 self._pass_over(meta, candidate.kind, place, str(error))
                 continue
             except LocalStorageFull as error:
+                self._shadow.tried(*one, "no_room" if not self._made_room else "still_full", str(error), error)
                 if self._made_room or not self._node.rotate().deleted:
                     self._unseen = self._unseen or (meta.save_id, error)
                     self._note(meta, place, f"cannot be brought now: {error}")
@@ -212,7 +239,9 @@ class Proposer:
                     self._queue.insert(0, (candidate, place))
                 self._made_room = True
                 continue
-            except CkptMirrorError as error:  # the copy may well be good: never a reason to go back to an older save
+            except CkptMirrorError as error:  # the copy may well
+                self._shadow.tried(*one, "not_brought", str(error), error)
+                # the copy may well be good: never a reason to go back to an older save
                 self._unseen = self._unseen or (meta.save_id, error)
                 self._note(meta, place, f"cannot be brought now: {error}")
                 continue
@@ -318,6 +347,8 @@ class Proposer:
         """
         if proposal.meta is None:
             return
+        result = "touched" if touched else "unreadable" if unreadable else "broken"
+        self._shadow.tried(proposal.meta.save_id, proposal.kind, proposal.place, result, reason)
         self._pass_over(proposal.meta, proposal.kind, proposal.place, reason)
         if unreadable and self._unseen is None and self._is_auto():
             self._unseen = (proposal.meta.save_id, not_readable(f"The copy of step {proposal.meta.step}", reason))
