@@ -301,8 +301,8 @@ class _Start:
             newest = max(continued, key=lambda attempt: (attempt.number, attempt.id))
             assert newest.parent is not None
             raise RefusedOnlyCopy(
-                f"Attempt {newest.number} ({newest.id[:8]}) continued from step {newest.parent.step}, but no save of the "
-                "lineage is there any more.",
+                f"Attempt {newest.number} ({newest.id[:8]}) continued from step {newest.parent.step}, but no save of "
+                "the lineage is there any more.",
                 hint="Check the root and the mirror URLs, or decide with policy='scratch', force=True.",
             )
         problems = [f"{one.name}: {one.why}" for one in self._forbidding(decided=decided)]
