@@ -78,9 +78,13 @@ class Lineage:
         standing |= {save.save_id: "superseded" for save in self.superseded}
         return standing | {save.save_id: "unknown" for save in self.unknown}
 
+    def all_on_it(self) -> tuple[SaveFacts, ...]:
+        """Return the saves on the lineage, current or replaced; one that is current in two kinds is there twice."""
+        return (*self.current.values(), *self.replaced)
+
     def on_it(self) -> frozenset[str]:
         """Return the ids of the saves on the lineage, current or replaced."""
-        return frozenset(save.save_id for save in (*self.current.values(), *self.replaced))
+        return frozenset(save.save_id for save in self.all_on_it())
 
     def in_order(self, *kinds: Kind) -> tuple[SaveFacts, ...]:
         """Return the current saves (for any of ``kinds``, if given) along the lineage, oldest first."""
@@ -197,10 +201,11 @@ def _added_kinds(left: SaveRef, mine: Iterable[SaveFacts], have: set[Kind]) -> l
 def is_fast_forward(
     attempts: Sequence[Attempt], saves: Sequence[SaveFacts], counting: Collection[str], attempt: str
 ) -> bool:
-    """Whether an attempt may begin to count: the newest that counts is on its way, and no save leaves the lineage.
+    """Whether an attempt may begin to count: no save leaves the lineage, and none that had left it comes back.
 
-    An attempt that would not be the newest of those that count changes nothing, and may. A save that the start of an
-    attempt on its way found broken may be left.
+    So an attempt from before a rewind is none, though nothing was saved after that. An attempt that would not be the
+    newest of those that count changes nothing, and may. A save that the start of an attempt on its way found broken
+    may be left.
 
     Args:
         attempts: All that are known, ``attempt`` among them.
@@ -211,8 +216,11 @@ def is_fast_forward(
     before, after = lineage(attempts, saves, counting), lineage(attempts, saves, {*counting, attempt})
     if not before.way or after.way[0].id == before.way[0].id:
         return True
+    newest = (before.way[0].number, before.way[0].id)
+    numbers = {one.id: one.number for one in after.way}
+    older = {one.save_id for one in after.all_on_it() if (numbers[one.attempt], one.attempt) <= newest}
     broken = {save_id for one in after.way for save_id in one.broken}
-    return before.way[0].id in {one.id for one in after.way} and before.on_it() - broken <= after.on_it()
+    return before.on_it() - broken <= after.on_it() and older <= before.on_it()
 
 
 def merge_attempts(*lists: AttemptList) -> AttemptList:

@@ -3,8 +3,8 @@
 ``next_move`` is replayed from the beginning with each outcome; nothing remembers anything. Every rule stands here, in
 this order; which attempts count is said by ``attempts``.
 
-1. All places tell of one run. A place that says no for good, or whose list is of a later version, ends the start. So
-   does a broken list of this root that no mirror's list stands in for.
+1. All places tell of one run. A list of a later version ends the start, and so does a broken list of this root that no
+   mirror's list stands in for.
 2. While a person's decision is in doubt, every start waits.
 3. A start over, forced or not, needs the answer of every configured mirror and of every one that a list names.
    Without force it is refused where anything was saved.
@@ -25,7 +25,7 @@ this order; which attempts count is said by ``attempts``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -36,8 +36,9 @@ from ckptmirror.core.errors import (
     IntegrityError,
     LineageError,
     NewerFormat,
+    NotAuthorised,
     RefusedOnlyCopy,
-    StorePermanent,
+    StoreTemporary,
     UsageError,
 )
 from ckptmirror.core.lineage import SaveFacts, lineage
@@ -218,7 +219,7 @@ class _Start:
         self._counted: Counted = count(self._evidence)
         self._say_what_is_not_seen()
         if self._counted.doubtful:
-            raise explain.person_in_doubt(self._counted.doubtful, self._counted.silent)
+            raise self._not_answering(explain.person_in_doubt(self._counted.doubtful), self._counted.silent)
         self._problems = self._in_line()
         if self._wish.reference == "scratch":
             return self._start_over()
@@ -228,8 +229,6 @@ class _Start:
 
     def _check_places(self) -> None:
         for row in self._all.rows:
-            if row.reach is Reach.REFUSED and row.required:
-                raise StorePermanent(f"{row.place}: {row.why}")
             if row.listed is ListFound.NEWER and row.answers:
                 raise NewerFormat(f"The list of attempts of {row.place} is of a later version: {row.why}")
         told = any(row.answers and row.listed is ListFound.TOLD for row in self._all.mirrors())
@@ -243,9 +242,16 @@ class _Start:
     def _say_what_is_not_seen(self) -> None:
         for row in self._all.mirrors():
             if row.reach is Reach.DROPPED:
-                self._say(f"{row.place}, which is no mirror of this root any more: what it alone holds was not seen")
+                self._say(f"{row.place}, a mirror of this root, is not configured: what it alone holds was not seen")
             elif not row.answers:
                 self._say(f"{row.place} did not answer ({row.why}): what it alone holds was not seen", "warning")
+        for row in self._all.rows:
+            if row.sort == "persistent" and row.run_id is not None and row not in self._evidence.rows:
+                self._say(
+                    f"{row.place} has snapshots of another run, {row.run_id[:8]}, which are left alone: give each run "
+                    "a persistent_dir of its own",
+                    "warning",
+                )
         for row in self._evidence.answering():
             if row.listed in (ListFound.LOST, ListFound.BROKEN) and row.sort != "persistent":
                 self._say(
@@ -259,6 +265,11 @@ class _Start:
                 "its saves are superseded; each can be resumed by its save id"
             )
 
+    def _not_answering(self, why: str, silent: Mapping[str, str]) -> StoreTemporary | NotAuthorised:
+        rows = [self._all.row(place) for place in silent]
+        refused = all(row is not None and row.reach is Reach.REFUSED for row in rows)
+        return explain.not_answering(why, silent, refused=refused)
+
     # -- rules 3 and 10 --------------------------------------------------------------------------------------
 
     def _unheard(self) -> dict[str, str]:
@@ -271,7 +282,7 @@ class _Start:
         if saved and not self._wish.force:
             raise explain.never_step_0(saved, asked=True)
         if unheard := self._unheard():
-            raise explain.not_answering("A start over needs the answer of every mirror. ", unheard)
+            raise self._not_answering("A start over needs the answer of every mirror. ", unheard)
         return Scratch(by_person=bool(saved or self._counted.heard), notices=self.said())
 
     def _saved(self) -> list[str]:
@@ -289,7 +300,7 @@ class _Start:
         if not unheard:
             self._look_past(None)
         if unheard:
-            raise explain.not_answering(
+            raise self._not_answering(
                 "There is no save on the disk, and it is unknown whether there is one where nobody answers; starting "
                 "at step 0 might fork the run: ",
                 unheard,
@@ -376,9 +387,13 @@ class _Start:
             if self._wish.reference != "auto" and not candidates:
                 raise CheckpointNotFound(f"There is no whole save {self._wish.reference!r}.")
         except CheckpointNotFound as error:
-            self._check_hindered(one for one in self._problems if one.step == self._wish.reference)
-            if self._counted.silent or self._unheard():
-                raise explain.not_answering(f"{error.message} It may be there: ", self._unheard()) from error
+            of_step = [one for one in self._problems if one.step == self._wish.reference]
+            self._check_hindered(of_step)
+            if unheard := self._unheard():
+                raise self._not_answering(f"{error.message} It may be there: ", unheard) from error
+            if of_step:
+                broken = "; ".join(f"{one.name}: {one.why}" for one in of_step)
+                raise CheckpointNotFound(f"{error.message} Not whole: {broken}.", hint=error.hint) from error
             raise
         return ((one, copy) for one in candidates for copy in one.copies)
 
@@ -456,7 +471,7 @@ class _Start:
                 unseen = (one.save_id, explain.not_readable(f"The copy of step {step}", one.reason))
             elif one.kind != "emergency" and self._counted.silent and self._wish.is_auto:
                 why = f"The copy of step {step} is broken ({one.reason}). "
-                unseen = (one.save_id, explain.not_answering(why, self._counted.silent))
+                unseen = (one.save_id, self._not_answering(why, self._counted.silent))
         return only, unseen
 
     def _has_asked_for_room(self, tried: Sequence[Outcome]) -> bool:
@@ -472,13 +487,13 @@ class _Start:
         if self._wish.is_auto or isinstance(self._wish.reference, int):
             self._look_past(candidate)
         if silent and not self._wish.is_auto:
-            raise explain.not_answering("A person's choice is recorded on every required mirror. ", silent)
+            raise self._not_answering("A person's choice is recorded on every required mirror. ", silent)
         if silent and not self._vouches_for(save):
             here = any(row.place == DISK for row, _ in candidate.copies)
             what = "may have come from elsewhere" if here else "is not on this disk"
-            raise explain.not_answering(f"Step {save.step}, the newest that can be seen, {what}. ", silent)
+            raise self._not_answering(f"Step {save.step}, the newest that can be seen, {what}. ", silent)
         if silent and (rival := rival_of(self._evidence, self._counted, save.attempt)) is not None:
-            raise explain.rival_may_have_saved(rival, silent)
+            raise self._not_answering(explain.rival_may_have_saved(rival), silent)
         if self._wish.is_auto and candidate.kind == "emergency" and copy.world_size != self._wish.world_size:
             raise explain.emergency_needs_ranks(save, copy.world_size, self._wish.world_size)
         if candidate.replaced_by:
@@ -540,7 +555,7 @@ class _Start:
         self._check_hindered(passed)
         for one in passed:
             if self._counted.silent and one.kinds != ("emergency",):  # those are on no mirror
-                raise explain.not_answering(
+                raise self._not_answering(
                     f"{one.name} is not whole ({one.why}), and may be there: ", self._counted.silent
                 )
 

@@ -46,8 +46,8 @@ class Reach(StrEnum):
     """Whether a place answered."""
 
     ANSWERED = "answered"
-    SILENT = "silent"  # it did not answer, or not to these credentials: it may hold anything
-    REFUSED = "refused"  # it said no for good: there is no such bucket
+    SILENT = "silent"  # it may hold anything
+    REFUSED = "refused"  # it does not accept these credentials, and may hold anything
     DROPPED = "dropped"  # it was a mirror of this root, or a list names it, and it is not configured
 
 
@@ -146,7 +146,7 @@ class Row:
         listed: What became of its list.
         run_id: The run that its list, or else its saves, are of; None if nothing there names one.
         names_required: The mirrors that its list names as required.
-        heard: Every attempt that it knows of.
+        heard: Every attempt that it knows of; one that did not answer may have shown its list before that.
         copies: The saves that can be resumed from here.
         problems: What cannot.
         removed: The ids of the saves that retention removed here.

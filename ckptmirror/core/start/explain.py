@@ -70,24 +70,27 @@ def _named(attempt: Attempt) -> str:
     return f"attempt {attempt.number} ({attempt.id[:8]})"
 
 
-def not_answering(why: str, silent: Mapping[str, str]) -> StoreTemporary:
-    """Return the error of a start that needs the word of a place that does not answer."""
+def not_answering(why: str, silent: Mapping[str, str], *, refused: bool = False) -> StoreTemporary | NotAuthorised:
+    """Return the error of a start that needs the word of a place that does not answer.
+
+    Args:
+        why: What it needs it for.
+        silent: The places, with the reason.
+        refused: Whether they all refuse the credentials.
+    """
+    if refused:
+        return NotAuthorised(f"{why}{_unanswered(silent)}.")
     return StoreTemporary(f"{why}{_unanswered(silent)}.", hint=_WHEN_IT_ANSWERS)
 
 
-def rival_may_have_saved(rival: Attempt, silent: Mapping[str, str]) -> StoreTemporary:
-    """Return the error of a start while another root's attempt may have saved where nobody answers."""
-    return not_answering(
-        f"The run was started elsewhere ({_named(rival)}), and may have saved since where nobody answers now: ", silent
-    )
+def rival_may_have_saved(rival: Attempt) -> str:
+    """Return why a start waits: another root's attempt may have saved where nobody answers."""
+    return f"The run was started elsewhere ({_named(rival)}), and may have saved since where nobody answers now: "
 
 
-def person_in_doubt(attempts: Sequence[Attempt], silent: Mapping[str, str]) -> StoreTemporary:
-    """Return the error of a start while nobody can tell whether a person's decision stands."""
-    names = ", ".join(_named(attempt) for attempt in attempts)
-    return not_answering(
-        f"A person decided where the run continues ({names}), if every mirror took that down: ", silent
-    )
+def person_in_doubt(attempts: Sequence[Attempt]) -> str:
+    """Return why a start waits: nobody can tell whether a person's decision was taken down everywhere."""
+    return f"A person may have decided where the run continues ({', '.join(map(_named, attempts))}). "
 
 
 def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Temporary | NotAuthorised:

@@ -40,6 +40,7 @@ from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
+from ckptmirror.local.root_id import keep_root_id
 from ckptmirror.local.saying import saying
 
 __all__ = ["Bringer", "Proposal"]
@@ -84,8 +85,7 @@ class Bringer:
 
     def _survey(self) -> Survey:
         node = self._node
-        identity = node.table.root_id(node.root)
-        return survey(node.root, node.mirrors, node.table, identity, node.persistent, self._cache)
+        return survey(node.root, node.mirrors, node.table, keep_root_id(node.root), node.persistent, self._cache)
 
     def _report_silent(self) -> None:
         for row in self.seen.evidence.mirrors():

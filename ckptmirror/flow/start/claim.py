@@ -24,6 +24,7 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_to_bytes
 from ckptmirror.core.errors import (
     AttemptFenced,
+    CkptMirrorError,
     ConfigError,
     LineageError,
     NotAuthorised,
@@ -35,11 +36,13 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.model import AttemptList, Meta, new_id
 from ckptmirror.core.resumption import facts_of
 from ckptmirror.core.start.attempts import Claim, Verdict, drained_list, may_commit, may_drain, mirror_list
+from ckptmirror.core.start.decide import run_of
 from ckptmirror.flow.places.attempt_lists import attempts_here, check_run, not_one_run, note_met, read_mirror_attempts
 from ckptmirror.flow.places.catalog import MetaCache, rebuild_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
+from ckptmirror.local.root_id import read_root_id
 from ckptmirror.local.uploads import UploadsTable
 
 __all__ = ["DrainConfirmation", "RunClaim", "StartOver", "check_of_run"]
@@ -62,8 +65,7 @@ class _Places:
         self._cache = cache
 
     def survey(self) -> Survey:
-        identity = self._table.root_id(self._root)
-        return survey(self._root, self._mirrors, self._table, identity, cache=self._cache)
+        return survey(self._root, self._mirrors, self._table, read_root_id(self._root), cache=self._cache)
 
     def check_drained(self, mirror: Mirror, meta: Meta, seen: Survey | None = None) -> None:
         """Check that a save of an earlier attempt may be committed.
@@ -91,6 +93,12 @@ def waiting(verdict: Verdict) -> StoreTemporary:
     )
 
 
+def _not_taken_down(mirror: Mirror, error: CkptMirrorError) -> CkptMirrorError:
+    """Return the error of a start whose claim a mirror has to take, and does not."""
+    why = f"{mirror.url} has to record where training continues, and does not: {error.message}"
+    return (NotAuthorised if isinstance(error, NotAuthorised) else StoreTemporary)(why, hint=error.hint)
+
+
 class RunClaim:
     """This process's attempt at the run, as the lists show it.
 
@@ -110,6 +118,7 @@ class RunClaim:
         self._claim = claim
         self._mirrors = mirrors
         self._places = _Places(root, table, mirrors, cache)
+        self._begins = False
         self._may_commit: set[str] = set()
         self._lock = threading.Lock()
         self._mirror_locks: dict[str, threading.Lock] = {}
@@ -136,7 +145,9 @@ class RunClaim:
             StartOver: An attempt or a save appeared since.
             StoreTemporary: A mirror that has to take the claim fell silent.
         """
-        self._write_here(self._claim.root_list)
+        self._begins = run_of(seen.evidence) is None
+        if not self._begins:  # else the first mirror names the run: of two that begin it one has to start over
+            self._write_here(self._claim.root_list)
         for mirror in self._mirrors:
             error = seen.seen[mirror.url].error if seen.seen[mirror.url].catalog is None else None
             if error is None:
@@ -145,12 +156,15 @@ class RunClaim:
                     continue
                 except (Temporary, NotAuthorised, StorePermanent) as failure:
                     error = failure
-            if mirror.url in self._claim.needs or (mirror.required and isinstance(error, StorePermanent)):
+            if mirror.url in self._claim.needs:
+                raise _not_taken_down(mirror, error) from error
+            if mirror.required and isinstance(error, StorePermanent):
                 raise error
             self.unclaimed[mirror.url] = str(error)
-        if not any(url in self.unclaimed for url in self._claim.root_list.required):
-            completed = (*self._claim.root_list.completed, self.attempt.id)
-            self._write_here(replace(self._claim.root_list, completed=completed))
+        told = self._claim.root_list
+        if not any(url in self.unclaimed for url in told.required):
+            told = replace(told, completed=(*told.completed, self.attempt.id))
+        self._write_here(told)
 
     def confirm(self, mirror: Mirror, meta: Meta | None = None) -> None:
         """Ask a mirror whether this attempt may go on there, and enter it if that was not done yet.
@@ -191,9 +205,12 @@ class RunClaim:
         """Have the mirror's list hold the attempt; see that it lists none that is unknown."""
         for _ in range(_RACES_LIMIT):
             there, generation = read_mirror_attempts(mirror, mend=changed is not None)
-            if there is not None:
-                check_run(mirror, there, [self._claim.root_list], self.root)
-            unknown = [one for one in (there.attempts if there is not None else ()) if one.id not in self._claim.known]
+            told = there if there is not None else rebuild_attempts([mirror])
+            if told is not None:
+                if self._begins and changed is not None and told.run_id != self.run_id:
+                    raise changed(f"another start has begun run {told.run_id[:8]} on {mirror.url}")
+                check_run(mirror, told, [self._claim.root_list], self.root)
+            unknown = [one for one in (told.attempts if told is not None else ()) if one.id not in self._claim.known]
             if unknown:
                 newest = max(unknown, key=lambda attempt: (attempt.number, attempt.id))
                 why = (

@@ -39,6 +39,7 @@ from ckptmirror.core.retention import Retention
 from ckptmirror.core.rewinding import Fork, fork_at
 from ckptmirror.core.start.attempts import count
 from ckptmirror.core.start.decide import Refuse, Try, Wish, next_move, run_of
+from ckptmirror.core.start.explain import unknown_reference
 from ckptmirror.flow.fetch.deep_read import FileToRead, read_all
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
 from ckptmirror.flow.retention.reconcile import forget_brought
@@ -48,13 +49,15 @@ from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
+from ckptmirror.local.root_id import read_root_id
 from ckptmirror.local.table_place import open_known_table
-from ckptmirror.local.uploads import RootId, UploadsTable
+from ckptmirror.local.uploads import UploadsTable
 
 __all__ = ["RewindPlan", "Rewound", "plan_rewind", "rewind"]
 
 _log = logging.getLogger("ckptmirror.rewind")
 _STARTS_LIMIT = 5
+_NO_SAVES = ("auto", "latest", "scratch")  # words of a start that name none
 OnBytes = Callable[[int, int], None]
 
 
@@ -112,9 +115,10 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
         NoTable: Nothing tells which mirrors there are.
         ConfigError: Root and mirrors are not of one run.
     """
+    if reference in _NO_SAVES:
+        raise unknown_reference(str(reference))
     with _looking(root, mirrors) as (opened, table):
-        identity = table.root_id(root) if table is not None else RootId("", True)
-        seen = survey(root, opened, table, identity)
+        seen = survey(root, opened, table, read_root_id(root))
     if run_of(seen.evidence) is None:
         where = ", ".join([str(root), *(mirror.url for mirror in opened)])
         raise CheckpointNotFound(f"{where} tells of no run.", hint="Check --root and --mirror.")

@@ -44,7 +44,8 @@ from ckptmirror.flow.places.attempt_lists import met_here, read_local_attempts, 
 from ckptmirror.flow.places.catalog import Catalog, MetaCache, local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, counting
 from ckptmirror.flow.retention.reconcile import REMOVED_REASON, being_brought
-from ckptmirror.local.uploads import RootId, UploadsTable
+from ckptmirror.local.root_id import RootId
+from ckptmirror.local.uploads import UploadsTable
 
 __all__ = ["Survey", "survey"]
 
@@ -113,6 +114,7 @@ def survey(
 
     Raises:
         LineageError: The saves of a place without a list are of several runs.
+        StorePermanent: A required mirror says no for good: there is no such bucket.
     """
     with ThreadPoolExecutor(max_workers=max(1, len(mirrors))) as pool:
         answers = list(pool.map(lambda mirror: _ask(mirror, cache), mirrors))
@@ -121,13 +123,16 @@ def survey(
 
 
 def _ask(mirror: Mirror, cache: MetaCache | None) -> Seen:
+    attempts = None
     try:
         attempts, generation, listed, error = _list_of(mirror)
         catalog = mirror_catalog(mirror, with_attempts=False, cache=cache)
-    except CkptMirrorError as failure:
-        if isinstance(failure, Temporary | NotAuthorised | StorePermanent):
-            return Seen(error=failure)
-        raise
+    except StorePermanent as failure:
+        if mirror.required:
+            raise
+        return Seen(attempts, error=failure)
+    except (Temporary, NotAuthorised) as failure:
+        return Seen(attempts, error=failure)
     if listed is ListFound.NONE and catalog.metas():
         listed = ListFound.LOST
     return Seen(attempts, listed, generation, catalog, error)
@@ -269,9 +274,8 @@ class _Rows:
     def _mirror_row(self, mirror: Mirror) -> Row:
         seen = self._seen[mirror.url]
         if seen.catalog is None:
-            refused = isinstance(seen.error, StorePermanent)
-            reach = Reach.REFUSED if refused else Reach.SILENT
-            return self._row(mirror.url, "mirror", seen, None, reach)
+            reach = Reach.REFUSED if isinstance(seen.error, NotAuthorised) else Reach.SILENT
+            return replace(self._row(mirror.url, "mirror", seen, None, reach), heard=tuple(self._heard(seen, (), ())))
         catalog = seen.catalog
         run_id = self._run_id(seen, catalog)
         metas = self._of_run(catalog.metas(), run_id)

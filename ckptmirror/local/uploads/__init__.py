@@ -6,7 +6,7 @@ Rules:
 * The design, the schema and the state graph are in docs/design/uploads-table.md.
 """
 
-from ckptmirror.local.uploads.database import RootId, RootIdentity
+from ckptmirror.local.uploads.database import RootIdentity
 from ckptmirror.local.uploads.lease_clock import BootClock, LeaseClock
 from ckptmirror.local.uploads.records import (
     BrokenRow,
@@ -29,7 +29,6 @@ __all__ = [
     "LeaseClock",
     "MirrorRow",
     "MirrorStanding",
-    "RootId",
     "RootIdentity",
     "SaveRow",
     "StateCount",

@@ -15,7 +15,6 @@ import ctypes
 import functools
 import json
 import os
-import secrets
 import threading
 import weakref
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ from ckptmirror.local.uploads.place import create_in_place, set_aside
 from ckptmirror.local.uploads.records import canonical_crc
 from ckptmirror.local.uploads.statements import migrations, statement
 
-__all__ = ["APPLICATION_ID", "Database", "RootId", "RootIdentity"]
+__all__ = ["APPLICATION_ID", "Database", "RootIdentity"]
 
 APPLICATION_ID = 0x636B7074
 """The letters "ckpt" in the file's header: what kind of database this is."""
@@ -77,19 +76,6 @@ class RootIdentity:
     def same_directory(self, other: RootIdentity) -> bool:
         """Whether both are one root, whatever its run."""
         return self.root == other.root or (self.device, self.inode) == (other.device, other.inode)
-
-
-@dataclass(frozen=True, slots=True)
-class RootId:
-    """The identity by which lists of attempts name a root.
-
-    Attributes:
-        id: 32 hex digits.
-        is_first: Whether the root had no other before: it and its table are the files that they were from the start.
-    """
-
-    id: str
-    is_first: bool
 
 
 class Database:
@@ -299,16 +285,6 @@ class Database:
         """Return whose table this is, None if nobody has said."""
         value = self.read_fact("identity")
         return None if value is None else RootIdentity(**value)
-
-    def root_id(self, root: Path) -> RootId:
-        """Return the root's id. One that was copied, or restored from a copy, gets a new one: it has other inodes."""
-        inodes = [root.stat().st_ino, self.path.stat().st_ino]
-        value = self.read_fact("root_id")
-        if value is not None and value["inodes"] == inodes:
-            return RootId(value["id"], value["is_first"])
-        made = RootId(secrets.token_hex(16), value is None)
-        self.write_fact("root_id", asdict(made) | {"inodes": inodes})
-        return made
 
     def check_root(self, root: Path) -> bool:
         """See that this is the root's table, or nobody's yet; say whether the root is the directory that it was.

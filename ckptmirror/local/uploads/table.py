@@ -17,7 +17,7 @@ from ckptmirror.core.errors import BrokenTable, Temporary, UsageError
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.names import ATTEMPTS_NAME
 from ckptmirror.local.uploads import place, reports, rows
-from ckptmirror.local.uploads.database import Database, RootId, RootIdentity
+from ckptmirror.local.uploads.database import Database, RootIdentity
 from ckptmirror.local.uploads.lease_clock import BootClock, LeaseClock
 from ckptmirror.local.uploads.records import (
     BrokenRow,
@@ -115,10 +115,6 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
             ForeignTable: It is another's.
         """
         self._database.claim_identity(identity)
-
-    def root_id(self, root: Path) -> RootId:
-        """Return the identity by which lists of attempts name this root; a copied or restored root gets another."""
-        return self._database.root_id(root)
 
     def check_root(self, root: Path) -> None:
         """See that this is the root's table, or nobody's yet. Asked before anything is changed.
