@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from ckptmirror.config import load_settings
     from ckptmirror.core import errors
     from ckptmirror.core.retention import Retention
-    from ckptmirror.flow.handle import SaveHandle
-    from ckptmirror.flow.load import LoadedCheckpoint, load_checkpoint
-    from ckptmirror.flow.mirrors import MirrorSpec
-    from ckptmirror.flow.resolve import (
+    from ckptmirror.flow.fetch.load import LoadedCheckpoint, load_checkpoint
+    from ckptmirror.flow.fetch.load_state import ResumeInfo
+    from ckptmirror.flow.fetch.stage import StagedCheckpoint, stage_checkpoint_step
+    from ckptmirror.flow.places.mirrors import MirrorSpec
+    from ckptmirror.flow.places.resolve import (
         CheckpointReference,
         find_local_checkpoint_steps,
         list_checkpoints,
         resolve_checkpoint_reference,
         resolve_resume_path,
     )
-    from ckptmirror.flow.resume import ResumeInfo
-    from ckptmirror.flow.stage import StagedCheckpoint, stage_checkpoint_step
+    from ckptmirror.flow.save.handle import SaveHandle
     from ckptmirror.formats.train_state import TrainState
     from ckptmirror.manager import CheckpointManager
     from ckptmirror.ranks.stop import StopRequest
@@ -32,22 +32,22 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointManager": "ckptmirror.manager",
-    "CheckpointReference": "ckptmirror.flow.resolve",
-    "LoadedCheckpoint": "ckptmirror.flow.load",
-    "MirrorSpec": "ckptmirror.flow.mirrors",
-    "ResumeInfo": "ckptmirror.flow.resume",
+    "CheckpointReference": "ckptmirror.flow.places.resolve",
+    "LoadedCheckpoint": "ckptmirror.flow.fetch.load",
+    "MirrorSpec": "ckptmirror.flow.places.mirrors",
+    "ResumeInfo": "ckptmirror.flow.fetch.load_state",
     "Retention": "ckptmirror.core.retention",
-    "SaveHandle": "ckptmirror.flow.handle",
-    "StagedCheckpoint": "ckptmirror.flow.stage",
+    "SaveHandle": "ckptmirror.flow.save.handle",
+    "StagedCheckpoint": "ckptmirror.flow.fetch.stage",
     "StopRequest": "ckptmirror.ranks.stop",
     "TrainState": "ckptmirror.formats.train_state",
-    "find_local_checkpoint_steps": "ckptmirror.flow.resolve",
-    "list_checkpoints": "ckptmirror.flow.resolve",
-    "load_checkpoint": "ckptmirror.flow.load",
+    "find_local_checkpoint_steps": "ckptmirror.flow.places.resolve",
+    "list_checkpoints": "ckptmirror.flow.places.resolve",
+    "load_checkpoint": "ckptmirror.flow.fetch.load",
     "load_settings": "ckptmirror.config",
-    "resolve_checkpoint_reference": "ckptmirror.flow.resolve",
-    "resolve_resume_path": "ckptmirror.flow.resolve",
-    "stage_checkpoint_step": "ckptmirror.flow.stage",
+    "resolve_checkpoint_reference": "ckptmirror.flow.places.resolve",
+    "resolve_resume_path": "ckptmirror.flow.places.resolve",
+    "stage_checkpoint_step": "ckptmirror.flow.fetch.stage",
 }
 
 __all__ = [

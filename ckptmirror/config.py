@@ -22,7 +22,7 @@ from ckptmirror.core import setting_checks as checks
 from ckptmirror.core.errors import ConfigError
 from ckptmirror.core.model import SAVED_KINDS
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.mirrors import MirrorSpec, mirror_specs
+from ckptmirror.flow.places.mirrors import MirrorSpec, mirror_specs
 from ckptmirror.local.settings_file import FILE_NAME, SettingsFile, find_file, named_file
 
 __all__ = ["FILE_VARIABLE", "SETTINGS", "Setting", "Settings", "Value", "load_settings"]

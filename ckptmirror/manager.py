@@ -1,7 +1,7 @@
 """CheckpointManager: what a training loop holds.
 
 Every rank makes one, with the same arguments. It wires the pieces together and decides nothing itself: saving is
-``flow/save.py``, resuming ``flow/resume.py``, and what only the node's leader does ``flow/node.py``.
+``flow/save/save.py``, resuming ``flow/start/resume.py``, and what only the node's leader does ``flow/start/leader.py``.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from shlex import quote
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from ckptmirror.arguments import checked_kinds, checked_step, node_key, told_of
 from ckptmirror.core import events
 from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError, WaitTimeout
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.arguments import checked_kinds, checked_step, node_key, told_of
-from ckptmirror.flow.emergency import save_emergency
-from ckptmirror.flow.handle import DEFAULT_WAIT_S, SaveHandle
-from ckptmirror.flow.load_state import Reference, load_state
-from ckptmirror.flow.mirrors import MirrorSpec, mirror_specs
-from ckptmirror.flow.node import Node
-from ckptmirror.flow.resume import Policy, ResumeInfo, resume_run
-from ckptmirror.flow.save import LeaderSide, Saver, SaveRequest
-from ckptmirror.flow.save_parts import import_formats
-from ckptmirror.flow.settled import open_files
+from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
+from ckptmirror.flow.places.mirrors import MirrorSpec, mirror_specs
+from ckptmirror.flow.retention.durability import open_files
+from ckptmirror.flow.save.emergency import save_emergency
+from ckptmirror.flow.save.handle import DEFAULT_WAIT_S, SaveHandle
+from ckptmirror.flow.save.save import LeaderSide, Saver, SaveRequest
+from ckptmirror.flow.save.save_parts import import_formats
+from ckptmirror.flow.start.leader import Node
+from ckptmirror.flow.start.policy import Policy
+from ckptmirror.flow.start.resume import resume_run
 from ckptmirror.flow.status import Status, is_mirrored, read_status
 from ckptmirror.formats.train_state import checked_parts
 from ckptmirror.local.lock import RankLock
@@ -39,7 +40,7 @@ from ckptmirror.observe.log import LogListener, log_failure
 from ckptmirror.ranks import Ranks, StopRequest, open_ranks
 
 if TYPE_CHECKING:
-    from ckptmirror.flow.rotate import RotationReport
+    from ckptmirror.flow.retention.rotation import RotationReport
     from ckptmirror.formats.train_state import TrainState
 
 __all__ = ["CheckpointManager"]

@@ -19,7 +19,7 @@ __all__ = ["Pipe", "process"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([
     "pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor",
-    "ckptmirror.manager", "ckptmirror.flow.node", "tests.integration.rank_processes", "tests.stage_place",
+    "ckptmirror.manager", "ckptmirror.flow.start.leader", "tests.integration.rank_processes", "tests.stage_place",
 ])  # fmt: skip
 Pipe = _CONTEXT.Pipe
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Meta
-from ckptmirror.flow.mirrors import mirror_specs
-from ckptmirror.flow.reconcile import add_missing_records
-from ckptmirror.flow.status import table_path
+from ckptmirror.flow.places.mirrors import mirror_specs
+from ckptmirror.flow.retention.reconcile import add_missing_records
+from ckptmirror.local.table_place import table_path
 from ckptmirror.local.uploads import Claim, UploadsTable
 from ckptmirror.stores import open_store
 from tests.factory import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror

@@ -11,10 +11,11 @@ from ckptmirror.core import events, names
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Attempt, Kind, Meta
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.commit import latest_target
-from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.rotate import RotationReport, rotate
-from ckptmirror.flow.upload import UploadContext, upload_claimed
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.retention.rotation import RotationReport, rotate
+from ckptmirror.flow.save.commit import latest_target
+from ckptmirror.flow.upload.record import upload_claimed
+from ckptmirror.flow.upload.sending import UploadContext
 from ckptmirror.local import files
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 from ckptmirror.stores import open_store

@@ -20,7 +20,7 @@ from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError, StorePermanent
 from ckptmirror.core.model import Meta
-from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local import crashpoints
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores.faulty import FaultyStore, StoreFault

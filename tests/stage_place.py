@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.model import Meta
-from ckptmirror.flow.catalog import mirror_catalog
-from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import open_store

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckptmirror.core import events
-from ckptmirror.core.journal import Told, utc_text
+from ckptmirror.core.journal import JournalEntry, utc_text
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Kind
-from ckptmirror.flow.history import History, KnownSave
 from ckptmirror.local.uploads import Transition
+from ckptmirror.observe.history import History, KnownSave
 
 START_S = 1_790_000_000.0
 MIRROR = "gs://bucket/run-17"
@@ -28,7 +28,7 @@ class ToldRun:
     wall_off_s: float = START_S
     boot: str = "boot-1"
     boot_off_s: float = 1000.0
-    told: list[Told] = field(default_factory=list)
+    told: list[JournalEntry] = field(default_factory=list)
     transitions: list[Transition] = field(default_factory=list)
     saves: list[KnownSave] = field(default_factory=list)
     _numbers: dict[str, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class ToldRun:
     def tell(self, event: events.Event, writer: str = "w0", by: str = "trainer") -> None:
         self._numbers[writer] = self._numbers.get(writer, 0) + 1
         boot_s = self.now_s + self.boot_off_s
-        self.told.append(Told(event, self.wall_s, self.boot, boot_s, by, writer, self._numbers[writer], 1))
+        self.told.append(JournalEntry(event, self.wall_s, self.boot, boot_s, by, writer, self._numbers[writer], 1))
 
     def decide(self, attempt: int, step: int | None = None, writer: str = "w0") -> None:
         place = "" if step is None else "disk"

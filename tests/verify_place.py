@@ -8,8 +8,8 @@ from typing import Any
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.status import table_path
-from ckptmirror.flow.verify import Verification
+from ckptmirror.flow.verify.verify import Verification
+from ckptmirror.local.table_place import table_path
 from ckptmirror.local.uploads import UploadsTable
 from tests.cli_place import make_pending
 

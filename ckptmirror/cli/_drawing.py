@@ -17,8 +17,8 @@ from xml.sax.saxutils import escape, quoteattr
 from ckptmirror.cli._axis import Axis, duration_text
 from ckptmirror.cli._lanes import Lane, Placed, lanes_of
 from ckptmirror.core.journal import utc_text
-from ckptmirror.flow.bars import Bar
-from ckptmirror.flow.timeline import Timeline
+from ckptmirror.observe.bars import Bar
+from ckptmirror.observe.timeline import Timeline
 
 __all__ = ["KIND_NAMES", "bar_text", "draw", "plain", "summary"]
 

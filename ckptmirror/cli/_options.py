@@ -21,7 +21,7 @@ from ckptmirror.core.names import parse_step
 
 if TYPE_CHECKING:
     from ckptmirror.config import Settings
-    from ckptmirror.flow.mirrors import MirrorSpec
+    from ckptmirror.flow.places.mirrors import MirrorSpec
 
 __all__ = [
     "json_option",
@@ -128,7 +128,7 @@ def need_mirror(url: str | None, *, to_read: bool) -> MirrorSpec:
         url: What ``--mirror`` says.
         to_read: Whether the first will do where several are set.
     """
-    from ckptmirror.flow.mirrors import mirror_specs
+    from ckptmirror.flow.places.mirrors import mirror_specs
 
     known: tuple[MirrorSpec, ...] = settings()["mirrors"]
     if url is not None:

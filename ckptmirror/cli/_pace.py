@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ckptmirror.cli._options import size
 
 if TYPE_CHECKING:
-    from ckptmirror.flow.under_way import Wait
+    from ckptmirror.flow.upload.transfer_progress import Wait
 
 __all__ = ["WINDOW_S", "Pace"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from ckptmirror.cli._axis import duration_text
 from ckptmirror.cli._drawing import KIND_NAMES, plain, summary
 from ckptmirror.core.journal import utc_text
-from ckptmirror.flow.bars import Bar
-from ckptmirror.flow.timeline import Timeline
+from ckptmirror.observe.bars import Bar
+from ckptmirror.observe.timeline import Timeline
 
 __all__ = ["page"]
 

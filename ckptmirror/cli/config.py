@@ -49,7 +49,7 @@ def _plain(value: Any) -> Any:
     """Return a value as JSON has it."""
     from dataclasses import asdict
 
-    from ckptmirror.flow.mirrors import MirrorSpec
+    from ckptmirror.flow.places.mirrors import MirrorSpec
 
     if isinstance(value, tuple):
         return [_plain(one) for one in value]

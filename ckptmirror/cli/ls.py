@@ -11,7 +11,7 @@ from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import json_option, print_json, settings, size
 
 if TYPE_CHECKING:
-    from ckptmirror.flow.resolve import ListedCheckpoint
+    from ckptmirror.flow.places.resolve import ListedCheckpoint
 
 
 @exit_codes(3, 5, 6, 10, 12)
@@ -28,7 +28,7 @@ def command(place: str | None, as_json: bool) -> int:
       ckptmirror ls gs://bucket/run-17
       ckptmirror ls /local-ssd/run-17 --json
     """
-    from ckptmirror.flow.resolve import list_checkpoints
+    from ckptmirror.flow.places.resolve import list_checkpoints
 
     place = place if place is not None else _place()
     listed = list_checkpoints(place)

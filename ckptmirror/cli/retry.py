@@ -13,7 +13,7 @@ from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import json_option, print_json, root_option, size, step_option
 
 if TYPE_CHECKING:
-    from ckptmirror.flow.retry import Retried, RetriedFile
+    from ckptmirror.flow.upload.retry import Retried, RetriedFile
 
 
 @exit_codes(3, 6, 10, 11)
@@ -34,7 +34,7 @@ def command(root: Path, mirrors: tuple[str, ...], step: int | None, as_json: boo
       ckptmirror retry --root /local-ssd/run-17
       ckptmirror retry --root /local-ssd/run-17 --step 5000
     """
-    from ckptmirror.flow.retry import retry
+    from ckptmirror.flow.upload.retry import retry
 
     retried = retry(root, mirrors=mirrors, step=step)
     by_mirror: dict[str, list[RetriedFile]] = {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ckptmirror.core.events import EventBus
     from ckptmirror.core.lineage import SaveFacts
-    from ckptmirror.flow.rewind import RewindPlan, Rewound
+    from ckptmirror.flow.start.rewind import RewindPlan, Rewound
 
 
 @exit_codes(3, 5, 6, 7, 10, 11, 12)
@@ -61,7 +61,7 @@ def command(
             "Give --step N or --save ID" + (", not both." if step is not None else "."),
             hint="`ckptmirror ls` lists steps and save ids.",
         )
-    from ckptmirror.flow.rewind import plan_rewind, rewind
+    from ckptmirror.flow.start.rewind import plan_rewind, rewind
 
     reference = step if step is not None else str(save)
     plan = plan_rewind(root, reference, mirrors=mirrors)

@@ -16,7 +16,7 @@ from ckptmirror.core.errors import RefusedOnlyCopy, UsageError
 
 if TYPE_CHECKING:
     from ckptmirror.core.events import EventBus
-    from ckptmirror.flow.rotate import RotationReport
+    from ckptmirror.flow.retention.rotation import RotationReport
 
 
 @exit_codes(5, 6, 7, 10, 11, 12)
@@ -66,7 +66,7 @@ def command(
       ckptmirror rotate --keep-last 2 --keep-best 1 --metric val_loss
     """
     from ckptmirror.config import load_settings
-    from ckptmirror.flow.rotate import rotate_root
+    from ckptmirror.flow.retention.rotation import rotate_root
 
     is_of_the_settings = root == (settings()["root"] or Path()).absolute()
     environ = None if is_of_the_settings else {"CKPTMIRROR_CONFIG": os.devnull}  # what else they say is of another run

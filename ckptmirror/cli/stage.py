@@ -13,7 +13,7 @@ from ckptmirror.cli._progress import progress
 
 if TYPE_CHECKING:
     from ckptmirror.core.events import EventBus
-    from ckptmirror.flow.stage_progress import StageProgress
+    from ckptmirror.flow.fetch.stage_progress import StageProgress
 
 
 @exit_codes(3, 4, 5, 6, 7, 10, 11, 12)
@@ -51,7 +51,7 @@ def command(
       ckptmirror stage --step 200 --mirror gs://bucket/run-17 --dest /scratch/eval
       ckptmirror stage --step latest --kind dcp --wait 600 --json
     """
-    from ckptmirror.flow.stage import stage_checkpoint_step
+    from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 
     spec = need_mirror(mirror, to_read=True)
     with progress("stage") as pace:
@@ -86,7 +86,7 @@ def _shown(at: StageProgress) -> tuple[int, int, int, str]:
 def _journal(dest: Path) -> EventBus:
     """A stage into a directory that a trainer saves to is a part of that run's history; any other is not."""
     from ckptmirror.core.events import EventBus
-    from ckptmirror.flow.destination import is_training_root
+    from ckptmirror.flow.fetch.destination import is_training_root
 
     bus = EventBus()
     if is_training_root(dest):

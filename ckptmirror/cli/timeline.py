@@ -12,8 +12,8 @@ from ckptmirror.cli._options import json_option, print_json, root_option
 from ckptmirror.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptmirror.flow.bars import Bar
-    from ckptmirror.flow.timeline import Timeline
+    from ckptmirror.observe.bars import Bar
+    from ckptmirror.observe.timeline import Timeline
 
 _ENDINGS = (".svg", ".html")
 
@@ -48,8 +48,8 @@ def command(root: Path, out: Path | None, as_json: bool) -> int:
       ckptmirror timeline --root /local-ssd/run-17 --out run-17.svg
       ckptmirror timeline --json | jq '.bars[] | select(.outcome == "failed")'
     """
-    from ckptmirror.flow.history import read_history
-    from ckptmirror.flow.timeline import build_timeline
+    from ckptmirror.observe.history import read_history
+    from ckptmirror.observe.timeline import build_timeline
 
     timeline = build_timeline(read_history(root))
     for problem in timeline.problems:

@@ -15,7 +15,7 @@ from ckptmirror.cli._progress import progress
 from ckptmirror.core.errors import IntegrityError, NotAuthorised, Temporary, UsageError
 
 if TYPE_CHECKING:
-    from ckptmirror.flow.verify import Target, Verification, VerifiedSave
+    from ckptmirror.flow.verify.verify import Target, Verification, VerifiedSave
 
 _ERROR_OF = {"damaged": IntegrityError, "unreadable": Temporary, "refused": NotAuthorised}
 _HINTS = {
@@ -58,7 +58,7 @@ def command(
       ckptmirror verify --root /local-ssd/run-17 --mirror gs://bucket/run-17 --deep
     """
     target = _target(reference, root, mirrors)
-    from ckptmirror.flow.verify import verify
+    from ckptmirror.flow.verify.verify import verify
 
     with progress("verify") as pace:
         pace.doing("looking at what is there")
@@ -73,7 +73,7 @@ def command(
 
 
 def _target(reference: str | None, root: Path | None, mirrors: tuple[str, ...]) -> Target:
-    from ckptmirror.flow.verify import Target, target_of
+    from ckptmirror.flow.verify.verify import Target, target_of
 
     if reference is not None and (root is not None or mirrors):
         raise UsageError(

@@ -21,7 +21,7 @@ from ckptmirror.core import events
 __all__ = [
     "FILE_LIMIT_BYTES",
     "MAX_LINE_BYTES",
-    "Told",
+    "JournalEntry",
     "line_of",
     "told_from_lines",
     "utc_moment",
@@ -43,7 +43,7 @@ _CLASSES: Mapping[str, type[events.Event]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class JournalEntry:
     """An event as the journal has it.
 
     Attributes:
@@ -86,7 +86,7 @@ def utc_seconds(text: str) -> float | None:
         return None
 
 
-def line_of(told: Told) -> bytes:
+def line_of(told: JournalEntry) -> bytes:
     """Return the line that says it, of at most ``MAX_LINE_BYTES``."""
     line = {
         "at_utc": utc_text(told.at_s),
@@ -114,9 +114,9 @@ def _plain(value: Any) -> Any:
     return [str(one) for one in value[:_MAX_KINDS]] if isinstance(value, tuple) else value
 
 
-def told_from_lines(lines: Iterable[bytes]) -> tuple[list[Told], int]:
+def told_from_lines(lines: Iterable[bytes]) -> tuple[list[JournalEntry], int]:
     """Return the events of some lines, in their order and each once, and how many lines are none."""
-    found: list[Told] = []
+    found: list[JournalEntry] = []
     seen: set[tuple[str, int]] = set()
     broken = 0
     for line in lines:
@@ -131,7 +131,7 @@ def told_from_lines(lines: Iterable[bytes]) -> tuple[list[Told], int]:
     return found, broken
 
 
-def _told(line: bytes) -> Told | None:
+def _told(line: bytes) -> JournalEntry | None:
     try:
         document = json.loads(line) if len(line) <= MAX_LINE_BYTES else None
     except (ValueError, RecursionError):
@@ -151,7 +151,7 @@ def _told(line: bytes) -> Told | None:
     assert isinstance(boot_ms, int)
     assert isinstance(number, int)
     assert isinstance(pid, int)
-    return Told(event, at_s, boot, boot_ms / 1000, by, writer, number, pid)
+    return JournalEntry(event, at_s, boot, boot_ms / 1000, by, writer, number, pid)
 
 
 def _event(name: object, facts: Mapping[str, Any]) -> events.Event | None:

@@ -8,7 +8,7 @@ Rules:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -203,3 +203,8 @@ class Tombstone:
     kinds: tuple[Kind, ...]
     reason: str
     removed_at_utc: str
+
+
+def top_names(artifacts: Sequence[Artifact]) -> list[str]:
+    """Return the names directly below the root that a save's artifacts occupy, each once."""
+    return list(dict.fromkeys(artifact.path.partition("/")[0] for artifact in artifacts))

@@ -1,1 +1,1 @@
-"""The verbs: what ckptmirror does with a disk, its mirrors and the ranks. One file a verb; decisions lie in core."""
+"""The verbs: what ckptmirror does with a disk, its mirrors and the ranks. Decisions are in core."""

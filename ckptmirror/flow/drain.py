@@ -28,29 +28,30 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.flow.catalog import Catalog, local_catalog
-from ckptmirror.flow.choose import lineage_of
-from ckptmirror.flow.claim import publish_attempts
-from ckptmirror.flow.destination import is_training_root
-from ckptmirror.flow.emergency_files import is_emergency
-from ckptmirror.flow.mirrors import (
+from ckptmirror.flow.fetch.destination import is_training_root
+from ckptmirror.flow.places.catalog import Catalog, local_catalog
+from ckptmirror.flow.places.mirrors import (
     Mirror,
     MirrorSpec,
+    OnWait,
     close_mirrors,
     left_behind,
     mirror_specs,
     open_mirrors,
     stop_retrying,
 )
-from ckptmirror.flow.persistent import copy_of
-from ckptmirror.flow.recheck import Recheck
-from ckptmirror.flow.reconcile import add_missing_records, carry_on, reconcile
-from ckptmirror.flow.settled import open_files, open_saves
-from ckptmirror.flow.table_place import check_place, note_place, open_known_table, table_path
-from ckptmirror.flow.under_way import OnWait, Seen, UnderWay, Wait
-from ckptmirror.flow.workers import IDLE_S, UploadWorkers, free_dead_workers, still_moving
+from ckptmirror.flow.places.select import lineage_of
+from ckptmirror.flow.retention.durability import open_files, open_saves
+from ckptmirror.flow.retention.mirror_audit import Recheck
+from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
+from ckptmirror.flow.save.emergency_files import is_emergency
+from ckptmirror.flow.save.persistent_dir import copy_of
+from ckptmirror.flow.start.claim import publish_attempts
+from ckptmirror.flow.upload.transfer_progress import Seen, UnderWay, Wait
+from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, free_dead_workers, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
+from ckptmirror.local.table_place import check_place, note_place, open_known_table, table_path
 from ckptmirror.local.uploads import UploadsTable
 
 __all__ = ["DrainReport", "Drained", "drain", "push"]
@@ -201,7 +202,7 @@ def push(
     if not metas:
         of_step = f" of step {step}" if step is not None else ""
         some = "only a part of a save" if found else "no whole save"
-        from ckptmirror.flow.older import ADOPT_HINT, find_older
+        from ckptmirror.flow.places.older import ADOPT_HINT, find_older
 
         older = [one for one in find_older(root) if not found and step in (None, one.step)]
         if older:

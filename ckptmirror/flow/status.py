@@ -7,30 +7,23 @@ Rules:
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptmirror.core import names
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.lifecycle import WAITING, RecordState
-from ckptmirror.core.model import Kind, new_id
-from ckptmirror.flow.catalog import local_catalog
-from ckptmirror.flow.choose import lineage_of
-from ckptmirror.flow.mirrors import counting
-from ckptmirror.flow.persistent import copy_of
-from ckptmirror.flow.settled import open_saves
-from ckptmirror.flow.table_place import open_known_table, table_path
-from ckptmirror.local import files
+from ckptmirror.core.model import Kind
+from ckptmirror.flow.places.catalog import local_catalog
+from ckptmirror.flow.places.mirrors import counting
+from ckptmirror.flow.places.select import lineage_of
+from ckptmirror.flow.retention.durability import open_saves
+from ckptmirror.flow.save.persistent_dir import copy_of
+from ckptmirror.local.status_file import read_status_file
+from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import UploadRecord
 
-__all__ = ["SaveLine", "Status", "is_mirrored", "read_status", "table_path", "write_status"]
-
-_log = logging.getLogger("ckptmirror")
-_STATUS_LIMIT_BYTES = 1024 * 1024
+__all__ = ["SaveLine", "Status", "is_mirrored", "read_status"]
 
 
 @dataclass(frozen=True)
@@ -162,22 +155,13 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         unsafe_bytes=sum(record.size_bytes or 0 for record in unsafe),
         failed_files=sum(record.state is RecordState.FAILED for record in unsafe),
         saves=tuple(saves),
-        trainer=_trainer(root),
+        trainer=read_status_file(root),
         problems={name: str(why) for name, why in catalog.problems.items()},
         unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in missing},
         unasked=tuple(url for url, _ in mirrors if url in unasked),
         emergency_step=snapshot.step if snapshot is not None else None,
         emergency_copy=copy_of(root, snapshot.save_id) if snapshot is not None else None,
     )
-
-
-def write_status(root: Path, facts: Mapping[str, Any]) -> None:
-    """Leave ``.ckptmirror/status.json`` for people and monitors. A failure to do so is only logged."""
-    try:
-        data = json.dumps(facts, indent=1, sort_keys=True).encode() + b"\n"
-        files.write_bytes(root / names.STATUS_NAME, data, save_id=new_id(), replace=True)
-    except CkptMirrorError as error:
-        _log.warning("status.json was not written: %s", error)
 
 
 def _waiting(
@@ -200,11 +184,3 @@ def _waiting(
         elif url in unasked:
             waiting[url] = "it has yet to say that it still has what was verified there"
     return waiting
-
-
-def _trainer(root: Path) -> dict[str, Any]:
-    try:
-        facts = json.loads(files.read_limited(root / names.STATUS_NAME, _STATUS_LIMIT_BYTES))
-    except (FileNotFoundError, ValueError, RecursionError, IntegrityError):
-        return {}  # what anybody could have written there does not keep the rest from being told
-    return facts if isinstance(facts, dict) else {}

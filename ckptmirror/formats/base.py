@@ -2,7 +2,7 @@
 
 A save is: :func:`ckptmirror.formats.capture.capture` (live tensors, on the training thread), a host copy of the
 result's tree, then :meth:`Format.write` of each kind in the background, then :meth:`Format.check` on the node's
-leader, which publishes the files when their upload records are durable (flow/commit.py). Adding a kind is one file
+leader, which publishes the files when their upload records are durable (flow/save/commit.py). Adding a kind is one file
 that registers a :class:`Format`.
 
 Rules:

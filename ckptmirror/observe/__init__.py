@@ -1,1 +1,4 @@
-"""What happened: listeners to the events of ``core.events``. The manager wires them; flow never names them."""
+"""What happened: listeners to the events of ``core.events``, and a run's timeline.
+
+Who builds a bus wires the listeners, the CLI draws the timeline; flow never names either.
+"""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import CkptMirrorError
-from ckptmirror.core.journal import FILE_LIMIT_BYTES, Told, line_of
+from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, line_of
 from ckptmirror.local.line_file import append_line
 from ckptmirror.local.uploads.lease_clock import BootClock
 
@@ -84,7 +84,7 @@ class Journal:
     def _next_line(self, event: events.Event) -> bytes:
         self._number += 1
         return line_of(
-            Told(
+            JournalEntry(
                 event=event,
                 at_s=self._wall(),
                 boot=self._boot.boot_id,

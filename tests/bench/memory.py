@@ -75,7 +75,7 @@ def _work(what: str, target: Path, file_name: str) -> Callable[[], object]:
     import google.cloud.storage  # noqa: F401  (part of the idle)
 
     from ckptmirror.flow.drain import push
-    from ckptmirror.flow.stage import stage_checkpoint_step
+    from ckptmirror.flow.fetch.stage import stage_checkpoint_step
     from tests.bench.places import BUCKET
     from tests.bench.transfer import bucket_of
 

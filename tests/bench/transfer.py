@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmirror.flow.drain import push
-from ckptmirror.flow.stage import stage_checkpoint_step
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from tests.bench import socket_loop
 from tests.bench.contest import Contestant, Measured, measure
 from tests.bench.places import BUCKET, cold, fresh_name, one_file_root, server

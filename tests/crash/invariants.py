@@ -19,8 +19,8 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_from_bytes
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import AttemptList, Meta
-from ckptmirror.flow.catalog import Catalog, local_catalog, mirror_catalog
-from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.uploads import UploadsTable

@@ -22,7 +22,7 @@ import torch
 from ckptmirror import CheckpointManager, Retention, SaveHandle, TrainState, stage_checkpoint_step
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Meta
-from ckptmirror.flow.catalog import local_catalog
+from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.ranks.stop import StopRequest
 
 __all__ = ["STORIES", "make_state", "same_state"]

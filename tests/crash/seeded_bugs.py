@@ -9,10 +9,12 @@ from typing import Any
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
-from ckptmirror.core.model import Meta
+from ckptmirror.core.model import Meta, top_names
 from ckptmirror.core.retention import MirrorSafety
-from ckptmirror.flow import commit, propose, reconcile, rotate, save
-from ckptmirror.flow.upload_artifact import ArtifactUpload
+from ckptmirror.flow.retention import reconcile, rotation
+from ckptmirror.flow.save import commit, save
+from ckptmirror.flow.start import bring
+from ckptmirror.flow.upload.artifact import ArtifactUpload
 from ckptmirror.local import crashpoints, files
 from ckptmirror.local.uploads import UploadsTable, worker_verbs
 from ckptmirror.stores import file as file_store
@@ -32,7 +34,7 @@ def the_meta_is_written_first() -> None:
         urls = [mirror.url for mirror in mirrors]
         table.add_save(meta.save_id, meta.step, meta.kinds, meta.artifacts, urls, meta_path=meta_path)
         files.write_bytes(root / meta_path, meta_to_bytes(meta), save_id=meta.save_id)
-        for name in commit.top_names(meta.artifacts):
+        for name in top_names(meta.artifacts):
             files.rename_noreplace(root / names.tmp_name(name, meta.save_id), root / name, label="save.publish")
         files.fsync_dir(root)
         table.release_save(meta.save_id)
@@ -56,7 +58,7 @@ def latest_is_swapped_before_the_commit() -> None:
     honest = commit.commit_save
 
     def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[Any], meta: Meta) -> None:
-        for name in commit.top_names(meta.artifacts)[:1]:
+        for name in top_names(meta.artifacts)[:1]:
             files.replace_link(root / names.LATEST_NAME, name)
         honest(root, table, mirrors, meta)
 
@@ -99,25 +101,25 @@ def rotation_is_blind() -> None:
     def safe(table: Any, mirrors: Sequence[Any], save_id: str) -> tuple[MirrorSafety, ...]:
         return tuple(MirrorSafety(mirror.url, mirror.required, True, True, "") for mirror in mirrors)
 
-    plant(rotate, "save_safety", safe)
-    plant(rotate, "why_not_safe", lambda *_: None)
+    plant(rotation, "save_safety", safe)
+    plant(rotation, "why_not_safe", lambda *_: None)
 
 
 def rotation_deletes_in_place() -> None:
     def delete(root: Path, table: UploadsTable, meta: Meta) -> None:
-        for name in (*commit.top_names(meta.artifacts), names.SaveName(meta.step, meta.tag).meta):
+        for name in (*top_names(meta.artifacts), names.SaveName(meta.step, meta.tag).meta):
             files.move_to_trash(root, root / name)
         table.forget_save(meta.save_id)
 
-    plant(rotate, "_delete", delete)
+    plant(rotation, "_delete", delete)
 
 
 def an_interrupted_rotation_is_forgotten() -> None:
-    plant(rotate, "_finish", lambda *_: [])
+    plant(rotation, "_finish", lambda *_: [])
 
 
 def a_repair_that_was_cut_short_is_forgotten() -> None:
-    plant(propose, "being_brought", lambda _root: None)
+    plant(bring, "being_brought", lambda _root: None)
 
 
 BUGS: dict[str, Callable[[], None]] = {

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.resolve import list_checkpoints
-from ckptmirror.flow.rewind import rewind
-from ckptmirror.flow.verify import Target, verify
+from ckptmirror.flow.places.resolve import list_checkpoints
+from ckptmirror.flow.start.rewind import rewind
+from ckptmirror.flow.verify.verify import Target, verify
 from ckptmirror.local import crashpoints
 from tests.cli_place import make_pending
 

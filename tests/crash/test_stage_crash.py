@@ -14,8 +14,8 @@ import pytest
 
 from ckptmirror.core import names
 from ckptmirror.core.model import Kind, Meta
-from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.stage import stage_checkpoint_step
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step
+from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local import crashpoints
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import read_inventory

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ckptmirror import CheckpointManager, TrainState, manager
-from ckptmirror.flow.save import Saver
+from ckptmirror.flow.save.save import Saver
 
 WIDTH = 1024
 HEIGHT = 6 * 1024  # 24 MiB: several buffers of the writer

@@ -13,9 +13,9 @@ import pytest
 
 from ckptmirror import CheckpointManager, errors
 from ckptmirror.core import names
-from ckptmirror.flow.catalog import mirror_catalog
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.uploads import RootIdentity, UploadsTable
 from ckptmirror.stores import open_store

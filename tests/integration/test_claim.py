@@ -14,12 +14,12 @@ from ckptmirror.core import events, names
 from ckptmirror.core.errors import AttemptFenced, NotAuthorised, Temporary
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.attempts import read_local_attempts, read_mirror_attempts
-from ckptmirror.flow.catalog import local_catalog, mirror_catalog
-from ckptmirror.flow.claim import RunClaim
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec
-from ckptmirror.flow.node import Node
-from ckptmirror.flow.save import LeaderSide, Saver, SaveRequest
+from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.save.save import LeaderSide, Saver, SaveRequest
+from ckptmirror.flow.start.claim import RunClaim
+from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
 from ckptmirror.local import files
 from ckptmirror.ranks.single import SingleRank

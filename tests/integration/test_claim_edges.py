@@ -14,9 +14,9 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.model import AttemptList, SaveRef, new_id
-from ckptmirror.flow.attempts import read_local_attempts, read_mirror_attempts
-from ckptmirror.flow.claim import RunClaim
-from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.start.claim import RunClaim
 from ckptmirror.local import files
 from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import FaultyStore, StoreFault

@@ -17,10 +17,10 @@ from ckptmirror.core.errors import (
     StorePermanent,
 )
 from ckptmirror.core.model import Attempt, AttemptList, Meta, SaveRef, new_id
-from ckptmirror.flow.attempts import read_local_attempts, read_mirror_attempts
-from ckptmirror.flow.catalog import mirror_catalog
-from ckptmirror.flow.claim import RunClaim, publish_attempts
-from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.start.claim import RunClaim, publish_attempts
 from ckptmirror.local import files
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store

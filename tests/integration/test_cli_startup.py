@@ -121,7 +121,7 @@ def arguments_of(verb: str, folder: Path) -> list[str]:
 
 def _verify_all(root: Path) -> None:
     """Let the table say that everything is on the mirror, so that rotation has something to ask it."""
-    from ckptmirror.flow.status import table_path
+    from ckptmirror.local.table_place import table_path
     from ckptmirror.local.uploads import UploadsTable
 
     table = UploadsTable.open(table_path(root))

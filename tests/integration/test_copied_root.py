@@ -10,8 +10,8 @@ import pytest
 
 from ckptmirror import CheckpointManager, errors
 from ckptmirror.core import names
-from ckptmirror.flow.catalog import Catalog, mirror_catalog
-from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.places.catalog import Catalog, mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.stores import open_store
 from tests.cli_place import assert_explains, assert_tells, run
 from tests.small_training import new_state, running, saved_run, train, whole

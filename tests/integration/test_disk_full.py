@@ -19,12 +19,12 @@ import pytest
 from ckptmirror import CheckpointManager, errors, stage_checkpoint_step
 from ckptmirror.core import names
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow import workers
-from ckptmirror.flow.catalog import mirror_catalog
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.rotate import rotate_root
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.retention.rotation import rotate_root
 from ckptmirror.flow.status import is_mirrored
+from ckptmirror.flow.upload import workers
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.uploads import UploadsTable

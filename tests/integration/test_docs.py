@@ -12,8 +12,8 @@ import pytest
 
 from ckptmirror.cli._program import program
 from ckptmirror.core import errors, names
-from ckptmirror.flow.bars import BarKind, Outcome
-from ckptmirror.flow.emergency_files import note_path
+from ckptmirror.flow.save.emergency_files import note_path
+from ckptmirror.observe.bars import BarKind, Outcome
 from tests.cli_place import fail_uploads, make_mirrored, make_pending, require, run
 
 HOME = Path(__file__).resolve().parents[2]

@@ -17,11 +17,11 @@ from ckptmirror.core.errors import CheckpointNotFound, ConfigError, DeadlinePass
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.attempts import read_mirror_attempts
-from ckptmirror.flow.catalog import mirror_catalog
 from ckptmirror.flow.drain import drain, push
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec
-from ckptmirror.flow.node import Node
+from ckptmirror.flow.places.attempt_lists import read_mirror_attempts
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
 from ckptmirror.stores import open_store, retrying
 from ckptmirror.stores.faulty import StoreFault

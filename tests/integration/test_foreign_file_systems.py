@@ -12,9 +12,9 @@ import pytest
 
 from ckptmirror import CheckpointManager, errors
 from ckptmirror.flow.drain import push
-from ckptmirror.flow.table_place import check_place
 from ckptmirror.local import file_systems
 from ckptmirror.local.file_systems import mount_of, refuse_fuse
+from ckptmirror.local.table_place import check_place
 from tests.cli_place import assert_explains, assert_tells, make_mirrored, run
 from tests.small_training import saved_run, whole
 

@@ -17,7 +17,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from ckptmirror import CheckpointManager
 from ckptmirror.core.errors import CkptMirrorError, StoreTemporary
 from ckptmirror.core.model import Digest
-from ckptmirror.flow.mirrors import MirrorSpec
+from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Upload

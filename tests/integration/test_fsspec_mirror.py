@@ -18,8 +18,8 @@ from ckptmirror.core.errors import (
     StoreTemporary,
 )
 from ckptmirror.core.events import Event, StoreCalled
-from ckptmirror.flow.mirrors import MirrorSpec
-from ckptmirror.flow.resolve import list_checkpoints
+from ckptmirror.flow.places.mirrors import MirrorSpec
+from ckptmirror.flow.places.resolve import list_checkpoints
 from ckptmirror.stores import fsspec_any, open_store
 from ckptmirror.testing import GcsServerProcess
 from tests.mirror_place import memory_url

@@ -1,4 +1,4 @@
-"""The house keeps its floors: layers, public names, file sizes, and words that must not drift."""
+"""The house keeps its floors: layers, public names, and words that must not drift."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ckptmirror.cli._program import program
 HOME = Path(__file__).resolve().parents[2]
 PACKAGE = HOME / "ckptmirror"
 BIN = Path(sys.executable).parent
-LONGEST_FILE = 400
 
 
 def layers_of(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -44,7 +43,7 @@ def test_the_layers_are_kept(tmp_path: Path):
 PLANTED = {
     "core imports os": ("core/names.py", "import os"),
     "core imports local": ("core/codec.py", "from ckptmirror.local import files"),
-    "flow imports torch": ("flow/save.py", "import torch"),
+    "flow imports torch": ("flow/save/save.py", "import torch"),
     "cli imports torch": ("cli/stage.py", "import torch"),
     "config imports torch": ("config.py", "import torch"),
     "stores imports formats": ("stores/file.py", "from ckptmirror.formats import base"),
@@ -53,7 +52,18 @@ PLANTED = {
     "local imports stores": ("local/files.py", "from ckptmirror.stores import base"),
     "flow imports cli": ("flow/drain.py", "from ckptmirror.cli import main"),
     "testing imports core": ("testing/fault.py", "from ckptmirror.core import errors"),
-    "integrations imports flow": ("integrations/plain_eval.py", "from ckptmirror.flow import stage"),
+    "integrations imports flow": ("integrations/plain_eval.py", "from ckptmirror.flow.fetch import stage"),
+    "arguments imports config": ("arguments.py", "from ckptmirror import config"),
+    "places imports save": ("flow/places/catalog.py", "from ckptmirror.flow.save import commit"),
+    "places imports upload": ("flow/places/mirrors.py", "from ckptmirror.flow.upload import record"),
+    "save imports fetch": ("flow/save/commit.py", "from ckptmirror.flow.fetch import destination"),
+    "upload imports fetch": ("flow/upload/artifact.py", "from ckptmirror.flow.fetch import receive"),
+    "fetch imports start": ("flow/fetch/load_state.py", "from ckptmirror.flow.start import resume"),
+    "fetch imports retention": ("flow/fetch/stage.py", "from ckptmirror.flow.retention import durability"),
+    "retention imports status": ("flow/retention/rotation.py", "from ckptmirror.flow import status"),
+    "start imports verify": ("flow/start/leader.py", "from ckptmirror.flow.verify import structure"),
+    "verify imports start": ("flow/verify/verify.py", "from ckptmirror.flow.start import claim"),
+    "status imports drain": ("flow/status.py", "from ckptmirror.flow import drain"),
 }
 
 
@@ -110,10 +120,8 @@ def test_the_typing_file_uses_every_public_name():
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_has_a_purpose_and_is_not_too_long(path: Path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= LONGEST_FILE
-    assert ast.get_docstring(ast.parse(text)), "a module says first what it is for"
+def test_a_file_says_what_it_is_for(path: Path):
+    assert ast.get_docstring(ast.parse(path.read_text())), "a module says first what it is for"
 
 
 BANNED = ("sync", "backup", "flush", "cleanup", "persist", "handler", "util", "helper", "misc", "common")

@@ -15,7 +15,7 @@ from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes, tombstone_to_b
 from ckptmirror.core.errors import NotAuthorised
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta, Tombstone
-from ckptmirror.flow.reconcile import reconcile
+from ckptmirror.flow.retention.reconcile import reconcile
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores.faulty import StoreFault
 from tests.factory import digest_of, flip_bit

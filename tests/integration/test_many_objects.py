@@ -20,12 +20,12 @@ from ckptmirror.core import names
 from ckptmirror.core.events import EventBus
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.catalog import mirror_catalog
-from ckptmirror.flow.claim import RunClaim
 from ckptmirror.flow.drain import drain, push
-from ckptmirror.flow.mirrors import MirrorSpec
-from ckptmirror.flow.node import Node
-from ckptmirror.flow.rotate import rotate_root
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import MirrorSpec
+from ckptmirror.flow.retention.rotation import rotate_root
+from ckptmirror.flow.start.claim import RunClaim
+from ckptmirror.flow.start.leader import Node
 from ckptmirror.stores import memory
 from tests.cli_place import require
 from tests.crowded_mirror import OBJECTS_PER_SAVE, counted, crowd

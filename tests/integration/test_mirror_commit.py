@@ -12,8 +12,8 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import ALL_NODES, Meta, new_id
-from ckptmirror.flow.catalog import mirror_catalog
-from ckptmirror.flow.stage import stage_save
+from ckptmirror.flow.fetch.stage import stage_save
+from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.stores.faulty import StoreFault
 from tests.factory import bytes_of, make_save
 from tests.mirror_place import MirroredRoot, memory_url, object_names

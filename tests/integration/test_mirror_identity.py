@@ -14,13 +14,13 @@ import pytest
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import BrokenTable, ConfigError, NotAuthorised, StoreTemporary
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.drain import drain, push
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec, check_places, open_mirrors
-from ckptmirror.flow.node import Node
-from ckptmirror.flow.rotate import rotate_root
-from ckptmirror.flow.safety import why_not_safe
-from ckptmirror.flow.stage import stage_checkpoint_step
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step
+from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, check_places, open_mirrors
+from ckptmirror.flow.retention.rotation import rotate_root
+from ckptmirror.flow.retention.safety import why_not_safe
+from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import file as file_store

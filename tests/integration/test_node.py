@@ -22,13 +22,13 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow import drain as drain_verb
-from ckptmirror.flow.catalog import local_catalog, mirror_catalog
-from ckptmirror.flow.claim import RunClaim
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec
-from ckptmirror.flow.node import Node
-from ckptmirror.flow.recheck import Recheck
-from ckptmirror.flow.rotate import rotate_root
+from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.retention.mirror_audit import Recheck
+from ckptmirror.flow.retention.rotation import rotate_root
+from ckptmirror.flow.start.claim import RunClaim
+from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.uploads import UploadsTable

@@ -47,7 +47,7 @@ def test_a_root_that_cannot_be_made_on_one_rank_is_an_error_on_all(tmp_path: Pat
 
 
 def test_two_spellings_of_one_root_are_one_node(tmp_path: Path) -> None:
-    from ckptmirror.flow.arguments import node_key
+    from ckptmirror.arguments import node_key
 
     (tmp_path / "root").mkdir()
     (tmp_path / "alias").symlink_to("root")

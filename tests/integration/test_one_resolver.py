@@ -29,8 +29,8 @@ from ckptmirror import (
 )
 from ckptmirror.cli._program import program
 from ckptmirror.core.errors import BrokenMeta, CheckpointNotFound, CkptMirrorError, IntegrityError, UsageError
-from ckptmirror.flow.choose import choosable, choose
-from ckptmirror.flow.reference import locate
+from ckptmirror.flow.places.reference import locate
+from ckptmirror.flow.places.select import choosable, choose
 from tests.cli_place import run
 from tests.factory import flip_bit
 from tests.older_writer import save_older
@@ -274,9 +274,9 @@ PARSERS = {
 # Where a person's words come in: these hand them on as they are.
 SURFACE = ["cli", "integrations", "manager.py", "config.py", "__init__.py", "__main__.py"]
 # Who reads a link: one that a person typed only ``reference``; a start and a rotation look at the root's ``latest``.
-FOLLOWS_LINKS = {"flow/reference.py", "flow/resume.py", "flow/rotate.py"}
+FOLLOWS_LINKS = {"flow/places/reference.py", "flow/start/resume.py", "flow/retention/rotation.py"}
 # Who tells a path from a URL in a reference.
-TELLS_URLS = {"flow/reference.py"}
+TELLS_URLS = {"flow/places/reference.py"}
 
 
 def modules(*below: str) -> Iterator[tuple[str, ast.Module]]:
@@ -302,10 +302,10 @@ def test_only_the_one_module_follows_a_link_that_a_person_typed() -> None:
 
 def test_references_are_taken_apart_in_one_module() -> None:
     assert {name for name, tree in modules("flow", "cli", "manager.py") if "locate" in called(tree)} == {
-        "flow/reference.py",
-        "flow/resolve.py",
-        "flow/verify.py",
-        "flow/policy.py",
+        "flow/places/reference.py",
+        "flow/places/resolve.py",
+        "flow/verify/verify.py",
+        "flow/start/policy.py",
     }
     tells = set()
     for name, tree in modules("flow", "manager.py"):

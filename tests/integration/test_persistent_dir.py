@@ -15,9 +15,10 @@ import pytest
 from ckptmirror import CheckpointManager, Retention
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import ConfigError, DestinationOccupied, LocalStorageFull, Temporary
-from ckptmirror.flow import persistent, propose
-from ckptmirror.flow.node import Node
-from ckptmirror.flow.persistent import snapshots_in
+from ckptmirror.flow.save import persistent_dir
+from ckptmirror.flow.save.persistent_dir import snapshots_in
+from ckptmirror.flow.start import bring as bringing
+from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
 from ckptmirror.local.inventory import read_inventory
 from tests.cli_place import run as cli
@@ -210,7 +211,7 @@ def test_another_snapshot_of_the_same_name_is_not_replaced(place: Place, tmp_pat
     flip_bit(directory / "rank0.pt")
     before = {path: path.read_bytes() for path in directory.iterdir()}
     with pytest.raises(DestinationOccupied, match="is of another snapshot"):
-        persistent.bring_snapshot(place.root, other.kept, meta)
+        persistent_dir.bring_snapshot(place.root, other.kept, meta)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
 
 
@@ -263,7 +264,7 @@ def test_a_disk_without_room_is_rotated_first(place: Place, monkeypatch: pytest.
     place.snapshot(5, place.mirror)
     shutil.rmtree(place.root)
     rotated = []
-    bring = persistent.bring_snapshot
+    bring = persistent_dir.bring_snapshot
 
     def bring_once_there_is_room(*given: Any) -> None:
         if not rotated:
@@ -274,7 +275,7 @@ def test_a_disk_without_room_is_rotated_first(place: Place, monkeypatch: pytest.
         rotated.append(node)
         return SimpleNamespace(deleted=((1, "a save"),))
 
-    monkeypatch.setattr(propose, "bring_snapshot", bring_once_there_is_room)
+    monkeypatch.setattr(bringing, "bring_snapshot", bring_once_there_is_room)
     monkeypatch.setattr(Node, "rotate", rotate)
     assert place.start(place.mirror)[0] == 5
     assert len(rotated) == 1
@@ -356,7 +357,7 @@ def test_a_start_without_room_for_the_snapshot_says_so_and_the_next_has_it(
 ) -> None:
     directory, left = place.snapshot(5)
     shutil.rmtree(place.root)
-    bring = persistent.bring_snapshot
+    bring = persistent_dir.bring_snapshot
 
     def bring_to_a_full_disk(*given: Any) -> None:
         with failing(DiskFault(at=2, lasting=True, prefix="file.create")):
@@ -365,7 +366,7 @@ def test_a_start_without_room_for_the_snapshot_says_so_and_the_next_has_it(
     state = new_state(seed=9)
     with running(place.root, persistent_dir=place.kept) as manager:
         with monkeypatch.context() as patched:
-            patched.setattr(propose, "bring_snapshot", bring_to_a_full_disk)
+            patched.setattr(bringing, "bring_snapshot", bring_to_a_full_disk)
             with pytest.raises(LocalStorageFull):
                 manager.resume(state)
         assert manager.resume(state) is not None  # the same manager: nothing of the first try is in its way

@@ -9,13 +9,14 @@ import pytest
 from ckptmirror.core.errors import CheckpointNotFound, ConfigError, Temporary
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.catalog import mirror_catalog
 from ckptmirror.flow.drain import drain, push
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec
-from ckptmirror.flow.rotate import ROTATE_LOCK_NAME, rotate_root
-from ckptmirror.flow.stage import stage_checkpoint_step, stage_save
-from ckptmirror.flow.status import is_mirrored, read_status, table_path
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step, stage_save
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.retention.rotation import ROTATE_LOCK_NAME, rotate_root
+from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.lock import exclusive
+from ckptmirror.local.table_place import table_path
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 from tests.factory import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror

@@ -11,11 +11,11 @@ import pytest
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.model import Meta, new_id
-from ckptmirror.flow.commit import commit_save
-from ckptmirror.flow.node import open_table
-from ckptmirror.flow.reconcile import reconcile
+from ckptmirror.flow.retention.reconcile import reconcile
+from ckptmirror.flow.save.commit import commit_save
 from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.table_place import open_table
 from ckptmirror.testing import GcsServerProcess
 from tests.factory import flip_bit, make_save
 from tests.mirror_place import MirroredRoot, memory_url, object_names

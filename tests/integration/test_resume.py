@@ -20,8 +20,8 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.model import Meta
-from ckptmirror.flow.load import load_checkpoint
-from ckptmirror.flow.mirrors import MirrorSpec
+from ckptmirror.flow.fetch.load import load_checkpoint
+from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import memory
 from ckptmirror.stores.faulty import StoreFault

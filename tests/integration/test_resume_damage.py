@@ -21,7 +21,7 @@ from ckptmirror.core.errors import (
     RefusedOnlyCopy,
     RootLocked,
 )
-from ckptmirror.flow.load import load_checkpoint
+from ckptmirror.flow.fetch.load import load_checkpoint
 from ckptmirror.stores import memory, open_store
 from ckptmirror.testing.fixtures import gcs_server
 from tests.factory import flip_bit

@@ -12,7 +12,7 @@ from ckptmirror import CheckpointManager, stage_checkpoint_step
 from ckptmirror.core import names
 from ckptmirror.core.errors import ObjectNotFound, StoreTemporary
 from ckptmirror.core.events import Fenced, MirrorCommitted
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from tests.factory import flip_bit
 from tests.small_training import everything, faulty, new_state, running, same, saved_run, train

@@ -13,8 +13,8 @@ from ckptmirror import CheckpointManager, Retention, stage_checkpoint_step
 from ckptmirror.core import names
 from ckptmirror.core.errors import IntegrityError, RefusedOnlyCopy, StoreTemporary
 from ckptmirror.core.model import Meta
-from ckptmirror.flow import propose, resume
-from ckptmirror.flow.attempts import read_local_attempts
+from ckptmirror.flow.places.attempt_lists import read_local_attempts
+from ckptmirror.flow.start import bring, resume
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import StoreFault
@@ -56,8 +56,8 @@ def test_i6_a_partial_copy_never_passes_for_the_save_on_a_mirror_that_lacks_it(t
 
 
 def _metas(url: str) -> list[Meta]:
-    from ckptmirror.flow.catalog import mirror_catalog
-    from ckptmirror.flow.mirrors import Mirror
+    from ckptmirror.flow.places.catalog import mirror_catalog
+    from ckptmirror.flow.places.mirrors import Mirror
 
     return list(mirror_catalog(Mirror(url, True, open_store(url))).saves.values())
 
@@ -135,13 +135,13 @@ def test_other_ranks_hear_of_a_leader_that_brings_a_copy_for_longer_than_any_lim
     monkeypatch.setattr(resume, "_SIGN_OF_LIFE_S", 0.01)
     signs: list[str] = []
     heard_twice = threading.Event()
-    stage_save = propose.stage_save
+    stage_save = bring.stage_save
 
     def slow(*arguments: object, **more: object) -> Meta:
         assert heard_twice.wait(30)
         return stage_save(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(propose, "stage_save", slow)
+    monkeypatch.setattr(bring, "stage_save", slow)
     with running(tmp_path / "second", url) as manager:
         exchange = manager.ranks.exchange
 
@@ -161,7 +161,7 @@ def test_a_start_that_was_killed_while_it_brought_a_copy_is_continued_by_the_nex
     (save,) = whole(tmp_path / "first").values()
     root = tmp_path / "second"
     (root / names.CONTROL_DIR).mkdir(parents=True)
-    (root / propose.BRINGING_NAME).write_text(json.dumps({"save_id": save.save_id}))
+    (root / bring.BRINGING_NAME).write_text(json.dumps({"save_id": save.save_id}))
     mine = root / names.tmp_name("dcp_000002", save.save_id)
     stray = root / names.tmp_name("model_000009.pt", "9" * 32)
     mine.mkdir()
@@ -171,7 +171,7 @@ def test_a_start_that_was_killed_while_it_brought_a_copy_is_continued_by_the_nex
         assert not stray.exists(), "what nobody continues is removed"
         assert manager.resume(new_state()) is not None
     assert not mine.exists()
-    assert not (root / propose.BRINGING_NAME).exists()
+    assert not (root / bring.BRINGING_NAME).exists()
 
 
 def test_a_broken_list_on_an_optional_mirror_does_not_stop_a_start(tmp_path: Path, url: str) -> None:
@@ -262,7 +262,7 @@ def test_a_disk_that_is_full_of_safe_saves_makes_room_for_the_one_that_is_brough
     saved_run(tmp_path / "one", (6,), url)
     shutil.rmtree(tmp_path / "one")
     (tmp_path / "kept").rename(tmp_path / "one")
-    stage_save, calls = propose.stage_save, []
+    stage_save, calls = bring.stage_save, []
 
     def full_at_first(*arguments: object, **more: object) -> Meta:
         calls.append(1)
@@ -270,7 +270,7 @@ def test_a_disk_that_is_full_of_safe_saves_makes_room_for_the_one_that_is_brough
             raise LocalStorageFull
         return stage_save(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(propose, "stage_save", full_at_first)
+    monkeypatch.setattr(bring, "stage_save", full_at_first)
     with running(tmp_path / "one", url, retention=Retention(keep_last=1)) as manager:
         start = manager.resume(new_state())
         assert start is not None

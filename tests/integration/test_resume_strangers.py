@@ -10,7 +10,7 @@ import pytest
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError
-from ckptmirror.flow.stage import stage_checkpoint_step
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.local import files, inventory
 from ckptmirror.stores import open_store
 from tests.factory import flip_bit

@@ -21,8 +21,8 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.model import AttemptList, Meta
-from ckptmirror.flow import resume
-from ckptmirror.flow.attempts import read_local_attempts
+from ckptmirror.flow.places.attempt_lists import read_local_attempts
+from ckptmirror.flow.start import resume
 from ckptmirror.local import listing
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import open_store

@@ -10,9 +10,9 @@ import pytest
 
 from ckptmirror.core.errors import CheckpointNotFound, ConfigError, NoTable
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.flow.retry import retry
-from ckptmirror.flow.status import table_path
+from ckptmirror.flow.upload.retry import retry
 from ckptmirror.local.lock import RootLock
+from ckptmirror.local.table_place import table_path
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.cli_place import assert_tells, fail_uploads, make_pending, require, run

@@ -22,12 +22,12 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.attempts import read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec
-from ckptmirror.flow.node import Node
-from ckptmirror.flow.resolve import list_checkpoints
-from ckptmirror.flow.rewind import plan_rewind, rewind
+from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.places.resolve import list_checkpoints
+from ckptmirror.flow.start.leader import Node
+from ckptmirror.flow.start.rewind import plan_rewind, rewind
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import RootLock
 from ckptmirror.stores import open_store

@@ -15,10 +15,10 @@ from ckptmirror.core.errors import StorePermanent
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.mirrors import MirrorSpec
-from ckptmirror.flow.node import Node
-from ckptmirror.flow.reconcile import carry_on, reconcile
-from ckptmirror.flow.rotate import finish_interrupted, rotate_root
+from ckptmirror.flow.places.mirrors import MirrorSpec
+from ckptmirror.flow.retention.reconcile import carry_on, reconcile
+from ckptmirror.flow.retention.rotation import finish_interrupted, rotate_root
+from ckptmirror.flow.start.leader import Node
 from ckptmirror.local import crashpoints
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores.faulty import StoreFault

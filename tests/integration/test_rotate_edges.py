@@ -14,14 +14,14 @@ import pytest
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import LocalStorageFull, NameTaken
-from ckptmirror.core.model import Attempt, Meta, new_id
-from ckptmirror.flow import rotate as rotate_module
-from ckptmirror.flow.commit import NAMES_LOCK_NAME, commit_save, top_names
-from ckptmirror.flow.emergency import save_emergency
-from ckptmirror.flow.emergency_files import read_note
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec
-from ckptmirror.flow.reconcile import reconcile
-from ckptmirror.flow.rotate import finish_interrupted
+from ckptmirror.core.model import Attempt, Meta, new_id, top_names
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.retention import rotation as rotate_module
+from ckptmirror.flow.retention.reconcile import reconcile
+from ckptmirror.flow.retention.rotation import finish_interrupted
+from ckptmirror.flow.save.commit import NAMES_LOCK_NAME, commit_save
+from ckptmirror.flow.save.emergency import save_emergency
+from ckptmirror.flow.save.emergency_files import read_note
 from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import exclusive

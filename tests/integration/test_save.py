@@ -15,8 +15,8 @@ import torch
 from ckptmirror import Retention
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import StepBehind, UsageError
-from ckptmirror.flow.resolve import find_local_checkpoint_steps
-from ckptmirror.flow.save import Saver
+from ckptmirror.flow.places.resolve import find_local_checkpoint_steps
+from ckptmirror.flow.save.save import Saver
 from ckptmirror.local import crashpoints
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.uploads import UploadsTable

@@ -26,8 +26,8 @@ from ckptmirror.core.errors import (
     UsageError,
     WaitTimeout,
 )
-from ckptmirror.flow import commit, save
-from ckptmirror.flow.mirrors import MirrorSpec
+from ckptmirror.flow.places.mirrors import MirrorSpec
+from ckptmirror.flow.save import commit, save
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import memory
 from ckptmirror.stores.faulty import StoreFault

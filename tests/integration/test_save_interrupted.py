@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 
 from ckptmirror import TrainState
-from ckptmirror.flow import handle, save, save_parts
+from ckptmirror.flow.save import handle, save, save_parts
 from ckptmirror.ranks import host_copy
 from tests.small_training import running
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from ckptmirror import CheckpointManager, TrainState, find_local_checkpoint_steps, load_checkpoint
 from ckptmirror.core.errors import CkptMirrorError, RootLocked, UsageError
-from ckptmirror.flow.handle import Line
-from ckptmirror.flow.save import Saver
+from ckptmirror.flow.save.handle import TurnLock
+from ckptmirror.flow.save.save import Saver
 from ckptmirror.local.lock import RootLock
 from tests.mirror_place import memory_url
 from tests.small_training import faulty, running
@@ -163,7 +163,7 @@ def test_a_save_that_waits_for_its_turn_is_saved_or_refused_when_the_manager_is_
 
 
 def test_a_turn_that_was_left_by_an_error_is_free(tmp_path: Path) -> None:
-    line = Line()
+    line = TurnLock()
     with pytest.raises(ZeroDivisionError):
         line.run("first", lambda: 1 // 0)
     done: list[bool] = []

@@ -19,11 +19,11 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.merging import merge_parts
-from ckptmirror.flow import receive
-from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.resolve import find_local_checkpoint_steps
-from ckptmirror.flow.stage import stage_checkpoint_step
-from ckptmirror.flow.staging import StageProgress
+from ckptmirror.flow.fetch import receive
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step
+from ckptmirror.flow.fetch.stage_progress import StageProgress
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.resolve import find_local_checkpoint_steps
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import RootLock
 from tests.factory import (

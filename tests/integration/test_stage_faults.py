@@ -23,11 +23,11 @@ from ckptmirror.core.errors import (
     LocalStorageUnwritable,
     StoreTemporary,
 )
-from ckptmirror.flow import receive, staging
-from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.resolve import find_local_checkpoint_steps
-from ckptmirror.flow.stage import stage_checkpoint_step, stage_save
-from ckptmirror.flow.staging import StageProgress
+from ckptmirror.flow.fetch import receive, staging
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step, stage_save
+from ckptmirror.flow.fetch.stage_progress import StageProgress
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.resolve import find_local_checkpoint_steps
 from ckptmirror.stores import open_store
 from tests.factory import (
     FIRST_ATTEMPT,
@@ -256,7 +256,7 @@ def test_a_hostile_path_in_a_meta_is_refused(place: Place, path: str) -> None:
 
 _CHILD = """
 import sys
-from ckptmirror.flow.stage import stage_checkpoint_step
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 print("ready", flush=True)
 sys.stdin.readline()
 print(stage_checkpoint_step(sys.argv[1], step=200, dest=sys.argv[2]).path, flush=True)

@@ -10,7 +10,7 @@ import pytest
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
-from ckptmirror.flow.stage import stage_checkpoint_step
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores.base import Store
 from tests.cli_place import make_mirrored, run

@@ -14,9 +14,9 @@ from ckptmirror.core import names
 from ckptmirror.core.errors import RefusedOnlyCopy, UsageError
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.reconcile import reconcile
-from ckptmirror.flow.stage import stage_checkpoint_step, stage_save
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step, stage_save
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.retention.reconcile import reconcile
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 from tests.factory import FIRST_ATTEMPT, flip_bit, put_attempts, put_on_mirror

@@ -14,11 +14,11 @@ from ckptmirror.core.errors import ConfigError, ForeignTable, NoTable, Temporary
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.drain import drain, push
-from ckptmirror.flow.mirrors import MirrorSpec
-from ckptmirror.flow.node import Node
-from ckptmirror.flow.rotate import rotate_root
-from ckptmirror.flow.status import is_mirrored, read_status, table_path
-from ckptmirror.flow.table_place import open_table
+from ckptmirror.flow.places.mirrors import MirrorSpec
+from ckptmirror.flow.retention.rotation import rotate_root
+from ckptmirror.flow.start.leader import Node
+from ckptmirror.flow.status import is_mirrored, read_status
+from ckptmirror.local.table_place import open_table, table_path
 from tests.cli_place import assert_tells, run
 from tests.factory import FIRST_ATTEMPT, make_save, put_attempts
 from tests.mirror_place import memory_url

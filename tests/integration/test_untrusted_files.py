@@ -17,8 +17,8 @@ from ckptmirror import errors, list_checkpoints, load_checkpoint, resolve_checkp
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.sealed_json import LIMIT_BYTES
-from ckptmirror.flow.emergency_files import remove_stale_notes
-from ckptmirror.flow.reconcile import BRINGING_NAME, being_brought
+from ckptmirror.flow.retention.reconcile import BRINGING_NAME, being_brought
+from ckptmirror.flow.save.emergency_files import remove_stale_notes
 from tests.cli_place import assert_explains, assert_tells, content, make_mirrored, require, run
 from tests.factory import make_save
 from tests.hostile_files import resealed

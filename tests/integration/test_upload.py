@@ -12,10 +12,10 @@ from ckptmirror.core import events
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
-from ckptmirror.flow.catalog import mirror_catalog
-from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.stage import stage_save
-from ckptmirror.flow.workers import UploadWorkers, still_moving
+from ckptmirror.flow.fetch.stage import stage_save
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
 from ckptmirror.testing import GcsServerProcess
 from tests.factory import bytes_of, flip_bit, make_save, put_object
 from tests.mirror_place import MirroredRoot, memory_url, no_confirm, object_names

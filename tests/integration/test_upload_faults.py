@@ -12,11 +12,11 @@ import pytest
 
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
-from ckptmirror.flow import upload as upload_module
-from ckptmirror.flow.catalog import mirror_catalog
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.stage import stage_save
+from ckptmirror.flow.fetch.stage import stage_save
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.upload import record as upload_module
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.cli_place import make_pending
 from tests.factory import bytes_of

@@ -15,11 +15,11 @@ from ckptmirror.core import events, names
 from ckptmirror.core.errors import CkptMirrorError, NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
-from ckptmirror.flow import upload as upload_module
-from ckptmirror.flow.catalog import mirror_catalog
-from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.stage import stage_save
-from ckptmirror.flow.workers import UploadWorkers, free_dead_workers, still_moving
+from ckptmirror.flow.fetch.stage import stage_save
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.upload import record as upload_module
+from ckptmirror.flow.upload.workers import UploadWorkers, free_dead_workers, still_moving
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import GcsServerProcess

@@ -12,9 +12,9 @@ import pytest
 
 from ckptmirror.core.errors import CheckpointNotFound, UsageError
 from ckptmirror.core.model import MIN_BLOCK_SIZE_BYTES
-from ckptmirror.flow.status import table_path
-from ckptmirror.flow.verify import Target, Verification, target_of, verify
+from ckptmirror.flow.verify.verify import Target, Verification, target_of, verify
 from ckptmirror.local.lock import RootLock
+from ckptmirror.local.table_place import table_path
 from ckptmirror.stores import open_store
 from tests.cli_place import AS_MODULE, assert_tells, clean_environment, make_mirrored, run
 from tests.factory import FIRST_ATTEMPT, flip_bit, put_attempts, put_on_mirror

@@ -12,9 +12,9 @@ import pytest
 
 from ckptmirror.core.codec import tombstone_to_bytes
 from ckptmirror.core.model import MIN_BLOCK_SIZE_BYTES, Tombstone
-from ckptmirror.flow.deep_read import WORKERS, FileToRead, ObjectToRead, read_all
-from ckptmirror.flow.pool import STOP_WAIT_S
-from ckptmirror.flow.verify import Target, verify
+from ckptmirror.flow.fetch.deep_read import WORKERS, FileToRead, ObjectToRead, read_all
+from ckptmirror.flow.verify.verify import Target, verify
+from ckptmirror.local.pool import STOP_WAIT_S
 from ckptmirror.stores import memory, open_store
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.cli_place import LIMIT_S, assert_tells, make_mirrored, run, start

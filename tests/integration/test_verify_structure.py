@@ -10,7 +10,7 @@ import pytest
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.verify import Target, verify
+from ckptmirror.flow.verify.verify import Target, verify
 from ckptmirror.stores import open_store
 from ckptmirror.testing import GcsServerProcess
 from tests.cli_place import assert_tells, make_mirrored, run

@@ -12,7 +12,7 @@ import random
 from ckptmirror.core.errors import BrokenTable
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
-from ckptmirror.flow.node import open_table
+from ckptmirror.local.table_place import open_table
 from tests.simulation.processes import Drainer, Uploader
 from tests.simulation.sight import look_at_disk
 from tests.simulation.watch import Watch

@@ -15,17 +15,19 @@ from ckptmirror.core import events, names
 from ckptmirror.core.errors import AttemptFenced, IntegrityError, NoTable
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, SaveRef, new_id
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.attempts import read_mirror_attempts
-from ckptmirror.flow.claim import RunClaim, publish_attempts
-from ckptmirror.flow.commit import commit_save, free_tag
 from ckptmirror.flow.drain import _reconcile_if_free
-from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.node import Node
-from ckptmirror.flow.propose import Policy, Proposer
-from ckptmirror.flow.recheck import Recheck
-from ckptmirror.flow.reconcile import carry_on
-from ckptmirror.flow.rotate import RotationReport, rotate
-from ckptmirror.flow.upload import UploadContext, upload_claimed
+from ckptmirror.flow.places.attempt_lists import read_mirror_attempts
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.retention.mirror_audit import Recheck
+from ckptmirror.flow.retention.reconcile import carry_on
+from ckptmirror.flow.retention.rotation import RotationReport, rotate
+from ckptmirror.flow.save.commit import commit_save, free_tag
+from ckptmirror.flow.start.bring import Proposer
+from ckptmirror.flow.start.claim import RunClaim, publish_attempts
+from ckptmirror.flow.start.leader import Node
+from ckptmirror.flow.start.policy import Policy
+from ckptmirror.flow.upload.record import upload_claimed
+from ckptmirror.flow.upload.sending import UploadContext
 from ckptmirror.local import files
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.uploads import UploadsTable

@@ -30,9 +30,9 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.mirrors import Mirror
-from ckptmirror.flow.propose import Policy
-from ckptmirror.flow.stage import stage_checkpoint_step
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.start.policy import Policy
 from ckptmirror.local import crashpoints
 from ckptmirror.stores.faulty import StoreFault
 from tests.simulation.acting import acting, end_trainer, trainers_of

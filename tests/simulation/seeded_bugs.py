@@ -16,9 +16,11 @@ from ckptmirror.core import lineage
 from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.core.model import AttemptList, Digest, Meta
 from ckptmirror.core.retention import MirrorSafety
-from ckptmirror.flow import claim, commit, reconcile, rotate
-from ckptmirror.flow.upload_artifact import ArtifactUpload
-from ckptmirror.flow.upload_meta import MetaUpload
+from ckptmirror.flow.retention import reconcile, rotation
+from ckptmirror.flow.save import commit
+from ckptmirror.flow.start import claim
+from ckptmirror.flow.upload.artifact import ArtifactUpload
+from ckptmirror.flow.upload.meta import MetaUpload
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores.base import ObjectInfo
 
@@ -80,10 +82,10 @@ def _fault_is_success(right: Any) -> Any:
 
 SEEDED_BUGS: dict[str, list[Bug]] = {
     "rotation does not ask whether a save is on the mirror": [
-        (rotate, "save_safety", _all_safe),
-        (rotate, "why_not_safe", _no_reason),
+        (rotation, "save_safety", _all_safe),
+        (rotation, "why_not_safe", _no_reason),
     ],
-    "rotation trusts the table and does not ask the mirror again": [(rotate, "why_not_safe", _no_reason)],
+    "rotation trusts the table and does not ask the mirror again": [(rotation, "why_not_safe", _no_reason)],
     "the lineage ignores where an attempt was left": [(lineage, "_on_lineage", _fork_ignored)],
     "the meta goes to the mirror before its artifacts": [
         (ArtifactUpload, "_create", _fault_is_success),

@@ -19,8 +19,8 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.model import Meta
-from ckptmirror.flow.catalog import local_catalog, mirror_catalog
-from ckptmirror.flow.mirrors import Mirror
+from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
 from tests.simulation.sight import Object, Seen, look_at_disk, look_at_mirror, objects_of
 from tests.simulation.world import Broken, Host, World
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ckptmirror.core import names
 from ckptmirror.core.model import Kind, Meta
-from ckptmirror.flow.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.local import crashpoints
 from ckptmirror.stores import memory, open_store
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload

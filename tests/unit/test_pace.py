@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptmirror.cli._pace import WINDOW_S, Pace
-from ckptmirror.flow.under_way import Seen, UnderWay, Wait, WatchedUpload
+from ckptmirror.flow.upload.transfer_progress import Seen, UnderWay, Wait, WatchedUpload
 
 MIB = 1024 * 1024
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptmirror.core import events
-from ckptmirror.core.journal import MAX_LINE_BYTES, Told, line_of, told_from_lines, utc_seconds, utc_text
+from ckptmirror.core.journal import MAX_LINE_BYTES, JournalEntry, line_of, told_from_lines, utc_seconds, utc_text
 
 SAMPLES: dict[str, Any] = {
     "str": 'text with "quotes", ü and \x1b',
@@ -24,8 +24,8 @@ NAMED = [getattr(events, name) for name in events.__all__]
 CLASSES = {one for one in NAMED if isinstance(one, type) and issubclass(one, events.Event)} - {events.Event}
 
 
-def told(event: events.Event, number: int = 1) -> Told:
-    return Told(event, 1_790_000_000.125, "a-boot", 12.5, "trainer", "0a1b2c3d", number, 77)
+def told(event: events.Event, number: int = 1) -> JournalEntry:
+    return JournalEntry(event, 1_790_000_000.125, "a-boot", 12.5, "trainer", "0a1b2c3d", number, 77)
 
 
 def a_line(number: int = 1) -> bytes:

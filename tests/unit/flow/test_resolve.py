@@ -9,7 +9,7 @@ import pytest
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta, CheckpointNotFound, IntegrityError, KindMismatch, UsageError
-from ckptmirror.flow.resolve import (
+from ckptmirror.flow.places.resolve import (
     CheckpointReference,
     find_local_checkpoint_steps,
     list_checkpoints,

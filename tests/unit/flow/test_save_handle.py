@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from ckptmirror.core.errors import BackgroundSaveFailed, LocalStorageFull, UsageError, WaitTimeout
-from ckptmirror.flow.handle import SaveHandle
+from ckptmirror.flow.save.handle import SaveHandle
 
 
 def test_phases_come_in_order_and_a_later_one_includes_the_earlier() -> None:

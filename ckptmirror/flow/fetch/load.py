@@ -1,0 +1,125 @@
+"""Load a checkpoint in one process, without a process group: for evaluation, export and a look inside.
+
+Rules:
+* What a reference means is ``places.resolve``'s to say; an explicit kind is never replaced by another (I4).
+* Every byte of our own is verified before it is read. What an older writer left has no checksums; the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UsageError
+from ckptmirror.core.model import Kind, Meta
+from ckptmirror.core.training_config import _patch_missing_config_keys
+from ckptmirror.flow.places.catalog import local_catalog
+from ckptmirror.flow.places.older import look_up_older, meta_of_older
+from ckptmirror.flow.places.reference import CheckpointReference
+from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
+from ckptmirror.local.checksums import verify_file
+from ckptmirror.local.saying import saying
+
+__all__ = ["LoadedCheckpoint", "load_checkpoint", "meta_of", "on_this_disk"]
+
+_log = logging.getLogger("ckptmirror.load")
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A checkpoint as plain values.
+
+    Attributes:
+        model: Whole tensors by clean name, ready for ``module.load_state_dict``.
+        optimizer: State keyed by parameter name, or None if the save holds none (or it was not staged).
+        extra: What rank 0 saved beside them, or None.
+        meta: The save's meta. Of an older writer's checkpoint: what its ``meta.json`` says, without ids and files.
+        kind: The kind that was read.
+    """
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any] | None
+    extra: dict[str, Any] | None
+    meta: Meta
+    kind: Kind
+
+
+def load_checkpoint(
+    reference: str | Path | CheckpointReference,
+    map_location: str = "cpu",
+    *,
+    new_config_keys: Mapping[str, Any] | None = None,
+) -> LoadedCheckpoint:
+    """Read a checkpoint on local disk, every byte verified first.
+
+    Args:
+        reference: What :func:`resolve_checkpoint_reference` takes or returned: a model file, a DCP directory, a meta,
+            ``latest``, or a directory that holds saves. An explicit kind is never replaced by another. What an older
+            writer left has no checksums to verify; the log says so.
+        map_location: Device of the tensors.
+        new_config_keys: Keys of the training config that came after some checkpoints, each with the value that turns
+            it off. Where the config in ``meta`` lacks one, it gets that value, and the log says so.
+
+    Raises:
+        CheckpointNotFound: There is no whole save there.
+        IntegrityError: A file is not what was saved.
+    """
+    found = resolve_checkpoint_reference(reference)
+    root = on_this_disk(found, reference)
+    loaded = _load_older(found, map_location) if found.save_id is None else _load(root, found, map_location)
+    config, added = _patch_missing_config_keys(loaded.meta.training_config, new_config_keys or {})
+    if not added:
+        return loaded
+    saying(_log, found).warning("step %d was saved before there was %s: off", found.step, ", ".join(added))
+    return replace(loaded, meta=replace(loaded.meta, training_config=config))
+
+
+def _load(root: Path, found: CheckpointReference, map_location: str) -> LoadedCheckpoint:
+    from ckptmirror.formats.whole import read_extra, read_whole
+
+    meta = meta_of(root, found)
+    for artifact in meta.artifacts_of(found.kind):
+        verify_file(root / artifact.path, artifact.digest)
+    try:
+        model, optimizer = read_whole(root, meta, found.kind, map_location)
+        extra = read_extra(root, meta, map_location)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # Values that are allowed, in an order that no save has: it is the file, not the caller.
+        raise IntegrityError(f"{found.path} does not hold together: {type(error).__name__}: {error}") from error
+    return LoadedCheckpoint(model, optimizer, extra, meta, found.kind)
+
+
+def _load_older(found: CheckpointReference, map_location: str) -> LoadedCheckpoint:
+    from ckptmirror.formats.older import read_older
+
+    one = look_up_older(found)
+    state = read_older(one.path, one.kind, one.extra, map_location)
+    return LoadedCheckpoint(state.model, state.optimizer, state.extra or None, meta_of_older(one), one.kind)
+
+
+def on_this_disk(found: CheckpointReference, reference: object) -> Path:
+    """Return the directory of a reference.
+
+    Raises:
+        UsageError: It is on a mirror.
+    """
+    if not isinstance(found.dir, Path):
+        raise UsageError(f"{reference} is not on this disk.", hint="Bring it here with `ckptmirror stage` first.")
+    return found.dir
+
+
+def meta_of(root: Path, found: CheckpointReference) -> Meta:
+    """Return the meta of the save that was resolved.
+
+    Raises:
+        CheckpointNotFound: It went since.
+    """
+    meta = local_catalog(root).saves.get(found.save_id or "")
+    if meta is None:
+        raise CheckpointNotFound(
+            f"Step {found.step} (save {(found.save_id or '')[:8]}) is not whole in {root} any more."
+        )
+    return meta

@@ -1,0 +1,178 @@
+"""Load into live objects what a reference names, on every rank: for ``CheckpointManager.load``.
+
+It decides nothing about the run: no attempt is claimed, no parent written, nothing in the directory is changed.
+
+Rules:
+* The leader resolves the reference, for all; every rank loads the same save, or none goes on.
+* The ranks verify a share of the bytes each before anything is loaded. What an older writer left has no checksums.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.core.model import Kind, Meta
+from ckptmirror.flow.fetch.load import meta_of, on_this_disk
+from ckptmirror.flow.places.catalog import local_catalog
+from ckptmirror.flow.places.older import look_up_older
+from ckptmirror.flow.places.reference import CheckpointReference
+from ckptmirror.flow.places.resolve import main_path, resolve_checkpoint_reference
+from ckptmirror.flow.places.select import choose
+from ckptmirror.formats.train_state import PARTS, left_out
+from ckptmirror.local.checksums import verify_file
+from ckptmirror.local.listing import Fault, is_not_readable_now
+from ckptmirror.ranks.base import Ranks
+
+if TYPE_CHECKING:
+    from ckptmirror.formats.base import LoadReport
+    from ckptmirror.formats.train_state import TrainState
+from ckptmirror.local.saying import saying
+
+__all__ = ["Reference", "ResumeInfo", "check_share", "load_kind", "load_state"]
+
+_log = logging.getLogger("ckptmirror.load")
+Reference = str | int | Path | CheckpointReference
+
+
+@dataclass(frozen=True)
+class ResumeInfo:
+    """Where training continues.
+
+    Attributes:
+        step: The step of the save that was loaded.
+        kind: The kind that was loaded.
+        place: ``"disk"``, or the URL of the mirror or the persistent directory that it was brought from.
+        loaded: Parts of the state that were loaded.
+        missing: Parts of the state that the save does not hold, or that were left out (``exclude``).
+        passed_over: Newer saves and copies that could not be used or of which no list tells, and mirrors that did not
+            answer, with the reason.
+    """
+
+    step: int
+    save_id: str
+    kind: Kind
+    place: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    passed_over: tuple[str, ...]
+
+
+def load_state(
+    root: Path, ranks: Ranks, state: TrainState, reference: Reference, exclude: frozenset[str]
+) -> ResumeInfo:
+    """Load what ``reference`` names into ``state``, on every rank of the job.
+
+    Args:
+        root: Where a step, or ``"latest"``, is looked for.
+        reference: A step, ``"latest"``, or what :func:`resolve_checkpoint_reference` takes, on this disk.
+        exclude: Parts of the state to leave as they are.
+
+    Raises:
+        CheckpointNotFound: It is not there.
+        IntegrityError: A file is not what was saved.
+        UsageError: It is on a mirror, or does not fit.
+    """
+    found: CheckpointReference | None = None
+    failure: BaseException | None = None
+    if ranks.is_leader:
+        try:
+            found = _resolve(root, reference)
+            on_this_disk(found, reference)
+        except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+            failure = error
+    answers = ranks.exchange(found, what="resolve a reference", error=failure)
+    given = next(one for one in answers if one is not None)
+    meta = _verified(ranks, given) if given.save_id is not None else None
+    report: LoadReport | None = None
+    try:
+        report = _load(ranks, given, meta, state, exclude)
+    except BaseException as error:  # noqa: BLE001 - the same
+        failure = error
+    ranks.exchange(None, what="load a checkpoint", error=failure)
+    assert report is not None
+    missing = (*report.missing, *left_out(state, exclude))
+    for part in missing:
+        saying(_log, given, rank=ranks.rank).warning("step %d: %s", report.step, part)
+    return ResumeInfo(given.step, given.save_id or "", given.kind, str(given.path), report.loaded, missing, ())
+
+
+def check_share(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> Fault | None:
+    """Verify every n-th artifact of the kind; together the ranks of a node verify them all. Says what is wrong."""
+    try:
+        for artifact in meta.artifacts_of(kind)[ranks.local_rank :: ranks.local_world_size]:
+            verify_file(root / artifact.path, artifact.digest)
+    except (IntegrityError, FileNotFoundError, NotADirectoryError) as error:
+        return Fault(f"rank {ranks.rank}: {error}", is_not_readable_now(error.__cause__))
+    except OSError as error:
+        if not is_not_readable_now(error):
+            raise
+        return Fault(f"rank {ranks.rank}: {error}", unreadable=True)
+    return None
+
+
+def load_kind(
+    root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: Ranks, exclude: frozenset[str]
+) -> LoadReport:
+    """Load one kind of a save that lies verified in ``root`` into the state, sidecars included."""
+    from ckptmirror.formats import get_format
+    from ckptmirror.formats.base import LoadReport
+    from ckptmirror.formats.sidecars import load_sidecars
+
+    arguments: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size, "exclude": exclude}
+    tensors = get_format(kind).load(root, meta, state, torch_group=ranks.torch_group, **arguments)
+    if kind == "emergency":
+        return tensors  # its files hold everything
+    sidecars = load_sidecars(root, meta, state, **arguments)
+    return LoadReport(meta.step, tensors.loaded + sidecars.loaded, tensors.missing + sidecars.missing)
+
+
+def _resolve(root: Path, reference: Reference) -> CheckpointReference:
+    if isinstance(reference, bool):
+        raise UsageError(f"{reference!r} is no reference.")
+    if isinstance(reference, int):
+        meta, kind = choose(local_catalog(root), reference, staged=True)
+        return CheckpointReference(root, meta.step, kind, meta.save_id, main_path(root, meta, kind))
+    return resolve_checkpoint_reference(root if reference == "latest" else reference)
+
+
+def _verified(ranks: Ranks, found: CheckpointReference) -> Meta:
+    """Return the meta, once the ranks have verified every byte of the save together."""
+    assert isinstance(found.dir, Path)
+    meta: Meta | None = None
+    fault = None
+    failure: BaseException | None = None
+    try:
+        meta = meta_of(found.dir, found)
+        fault = check_share(found.dir, ranks, meta, found.kind)
+    except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+        failure = error
+    for vote in ranks.exchange(fault, what="verify a checkpoint", error=failure):
+        if vote is not None:
+            raise IntegrityError(f"Step {found.step} cannot be loaded: {vote.why}.")
+    assert meta is not None
+    return meta
+
+
+def _load(
+    ranks: Ranks, found: CheckpointReference, meta: Meta | None, state: TrainState, exclude: frozenset[str]
+) -> LoadReport:
+    assert isinstance(found.dir, Path)
+    if meta is not None:
+        return load_kind(found.dir, meta, found.kind, state, ranks, exclude)
+    from ckptmirror.formats.older import load_older, read_older
+
+    one = look_up_older(found)
+    wants_extra = bool(set(PARTS) - {"model", "optimizer"} - exclude)
+    return load_older(
+        read_older(one.path, one.kind, one.extra if wants_extra else None),
+        one.path,
+        state,
+        step=one.step,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        exclude=exclude,
+    )

@@ -1,0 +1,201 @@
+"""Stage: bring a step from a mirror into a directory, verified, or leave the directory as it was.
+
+Rules:
+* What is staged is chosen by ``select``, from the mirror's own lineage; an explicit kind is never replaced by another.
+* One process at a time brings a step into a directory; others wait, and find it done.
+* A directory that a trainer saves to takes saves of its own run only, and no save of it is ever deleted for another:
+  that is rotation's, which asks every required mirror. Elsewhere ``refresh`` replaces what this mirror holds whole, or
+  what was staged.
+* How the bytes come in, and in which order names appear, is ``staging``'s business.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ckptmirror.core import events, names
+from ckptmirror.core.errors import CheckpointNotFound, ConfigError, KindMismatch
+from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.flow.fetch.destination import is_training_root, make_control_dir
+from ckptmirror.flow.fetch.stage_progress import OnProgress, StageProgress
+from ckptmirror.flow.fetch.staging import Staging, wanted_artifacts
+from ckptmirror.flow.places.attempt_lists import read_local_attempts
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, OnWait, check_destination, mirror_specs
+from ckptmirror.flow.places.resolve import main_path
+from ckptmirror.flow.places.select import choose
+from ckptmirror.local import files
+from ckptmirror.local.lock import RootLock, exclusive
+from ckptmirror.stores import open_store
+
+__all__ = ["StageProgress", "StagedCheckpoint", "stage_checkpoint_step", "stage_save"]
+
+_OTHER_STAGE_WAIT_S = 6 * 3600.0
+_POLL_FIRST_S = 0.5
+_POLL_LONGEST_S = 10.0
+
+
+@dataclass(frozen=True)
+class StagedCheckpoint:
+    """A checkpoint that lies verified on local disk.
+
+    Attributes:
+        path: The DCP directory, or the model file.
+    """
+
+    path: Path
+    step: int
+    kind: Kind
+
+
+def stage_checkpoint_step(
+    mirror: str | MirrorSpec | Mirror,
+    *,
+    step: int | Literal["latest"],
+    dest: Path | str,
+    require_kind: Kind | None = None,
+    refresh: bool = False,
+    full: bool = False,
+    superseded: bool = False,
+    wait_s: float = 0.0,
+    on_progress: OnProgress | None = None,
+    on_wait: OnWait | None = None,
+    bus: events.EventBus | None = None,
+) -> StagedCheckpoint:
+    """Bring one step from a mirror into a local directory, verified; at once if it is there already.
+
+    Args:
+        mirror: The mirror, or its URL; as a :class:`MirrorSpec` with its limits.
+        step: A step, or ``"latest"``: the newest of the lineage that has the required kind.
+        dest: The directory; made if it is missing.
+        require_kind: Never replaced by another kind. Without it: dcp, then model.
+        refresh: Verify what is staged, and replace each staged file of the step that is not the mirror's. Where a
+            trainer saves, other saves of the step stay.
+        full: Optimizer, extra and tensors files too, not only the DCP directory or the model file.
+        superseded: Take a save off the lineage where there is no other.
+        wait_s: How long to wait for the step to appear on the mirror.
+        on_progress: Called now and then, from other threads, by one at a time.
+        on_wait: Called when the mirror did not answer: its URL, in how many seconds it is asked again, and why. Not
+            of a mirror that was opened by the caller.
+        bus: Told when a download starts and ends.
+
+    Raises:
+        CheckpointNotFound: The mirror has no such step.
+        KindMismatch: It has the step, but not in this kind.
+        IntegrityError: What arrives is not what was saved.
+        StoreTemporary: The mirror does not answer; calling again continues.
+        LocalStorageFull: The directory has no room for it.
+        DestinationOccupied: Other files are in the way.
+        RefusedOnlyCopy: ``refresh`` meets a save that this mirror does not hold.
+        ConfigError: ``dest`` lies in the mirror itself, or a trainer saves another run there.
+    """
+    opened = mirror if isinstance(mirror, Mirror) else _open(mirror, on_wait)
+    root = Path(dest).absolute()
+    try:
+        check_destination(root, opened)
+        meta, kind = _find(opened, step, require_kind, superseded, wait_s)
+        files.make_dirs(root)
+        lock = RootLock(root) if is_training_root(root) else None
+        if lock is not None:
+            lock.acquire({"verb": "stage", "step": meta.step})
+        try:
+            staged = stage_save(
+                opened, meta, root, kinds=(kind,), full=full, refresh=refresh, on_progress=on_progress, bus=bus
+            )
+        finally:
+            if lock is not None:
+                lock.release()
+        return StagedCheckpoint(main_path(root, staged, kind), staged.step, kind)
+    finally:
+        if opened is not mirror:
+            opened.store.close()
+
+
+def _open(mirror: str | MirrorSpec, on_wait: OnWait | None) -> Mirror:
+    (spec,) = mirror_specs([mirror])
+    store = open_store(spec.url, bytes_per_s=spec.bytes_per_s, requests_per_s=spec.requests_per_s, on_wait=on_wait)
+    return Mirror(spec.url, False, store)
+
+
+def _find(
+    mirror: Mirror, step: int | Literal["latest"], kind: Kind | None, superseded: bool, wait_s: float
+) -> tuple[Meta, Kind]:
+    """Choose the save; wait for it to appear, with growing pauses, up to ``wait_s``."""
+    deadline = time.monotonic() + wait_s
+    pause_s = _POLL_FIRST_S
+    while True:
+        catalog = mirror_catalog(mirror, step=step if isinstance(step, int) else None)
+        if catalog.attempts is None:
+            catalog = mirror_catalog(mirror)  # the lost list is rebuilt from all metas
+        try:
+            return choose(catalog, step, kind, superseded=superseded)
+        except (CheckpointNotFound, KindMismatch):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                if isinstance(step, int) and not catalog.saves:
+                    return choose(
+                        mirror_catalog(mirror), step, kind, superseded=superseded
+                    )  # says which steps there are
+                raise
+        threading.Event().wait(min(pause_s, left_s))
+        pause_s = min(pause_s * 2, _POLL_LONGEST_S)
+
+
+def stage_save(
+    mirror: Mirror,
+    meta: Meta,
+    dest: Path,
+    *,
+    kinds: Sequence[Kind],
+    full: bool,
+    refresh: bool = False,
+    repair: bool = False,
+    on_progress: OnProgress | None = None,
+    bus: events.EventBus | None = None,
+) -> Meta:
+    """Bring the artifacts of some kinds of one save into ``dest`` and return the meta that stands there then.
+
+    ``meta`` is the mirror's; with ``full`` the optimizer, extra and tensors files come too. ``repair`` is ``refresh``
+    for this save alone: other saves of the step stay as they are, whosever they are. In a training root the caller
+    holds the root lock. Raises what :func:`stage_checkpoint_step` raises.
+    """
+    _check_run(dest, meta, mirror)
+    wanted = wanted_artifacts(meta, kinds, full)
+    make_control_dir(dest)
+    lock_path = dest / names.CONTROL_DIR / f"stage_{names.SaveName(meta.step).stem}.lock"
+    with exclusive(lock_path, timeout_s=_OTHER_STAGE_WAIT_S):
+        bus = bus or events.EventBus()
+        staging = Staging(mirror, dest, refresh or repair, on_progress, bus)
+        try:
+            return _bring(staging, meta, wanted, kinds, refresh)
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            bus.emit(events.StageFailed(mirror=mirror.url, step=meta.step, kinds=tuple(kinds), reason=reason))
+            raise
+
+
+def _bring(staging: Staging, meta: Meta, wanted: Sequence[Artifact], kinds: Sequence[Kind], refresh: bool) -> Meta:
+    place = staging.destination(meta)
+    stale, repairs = staging.judge(place, meta) if refresh else ([], [])
+    staged = staging.bring(place, meta, wanted, kinds, stale)
+    place.finish_replacing()
+    for other in repairs:
+        again = staging.destination(other)
+        staging.bring(again, other, [], (), [])
+        again.finish_replacing()
+    return staged
+
+
+def _check_run(dest: Path, meta: Meta, mirror: Mirror) -> None:
+    """In a training root, another run's save would be mirrored as this run's."""
+    attempts = read_local_attempts(dest)
+    if attempts is not None and attempts.run_id != meta.run_id:
+        raise ConfigError(
+            f"{mirror.url} holds run {meta.run_id[:8]}, and a trainer saves run {attempts.run_id[:8]} to {dest}.",
+            hint="Choose another --dest.",
+        )

@@ -1,0 +1,1 @@
+"""What is where: mirrors, catalogs, lists of attempts, references, and the choice of a save."""

@@ -1,0 +1,265 @@
+"""What saves there are: whole saves of a root or a mirror, put in order by the lineage.
+
+Rules:
+* A save is listed if and only if one valid meta exists and, in that one place, every artifact it names exists with
+  exactly that size (I2). Everything else is reported with the reason, and never chosen.
+* Nothing is ordered by time. A place that does not answer raises; it is not empty.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_or_tombstone_from_bytes
+from ckptmirror.core.errors import (
+    CkptMirrorError,
+    IntegrityError,
+    NewerFormat,
+    NotAuthorised,
+    ObjectNotFound,
+    StorePermanent,
+    StoreTemporary,
+)
+from ckptmirror.core.lineage import Lineage, attempts_of_metas, lineage
+from ckptmirror.core.model import AttemptList, Kind, Meta, Tombstone
+from ckptmirror.core.resumption import Hindrance, Problem, facts_of
+from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.local.inventory import Item, read_inventory
+from ckptmirror.stores.base import ObjectInfo, Store
+
+__all__ = [
+    "Catalog",
+    "MirrorSave",
+    "facts_of",
+    "local_catalog",
+    "mirror_catalog",
+    "read_mirror_meta",
+    "rebuild_attempts",
+]
+
+META_LIMIT_BYTES = 64 * 1024 * 1024
+_READERS = 8
+_FEW = 8  # so many single files are asked one by one, more by a listing
+
+
+@dataclass(frozen=True)
+class MirrorSave:
+    """A whole save on a mirror: its meta, and what the mirror says of each object it names."""
+
+    meta: Meta
+    meta_info: ObjectInfo
+    objects: Mapping[str, ObjectInfo]
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """The saves of one place.
+
+    Attributes:
+        place: A root's path or a mirror's URL, for messages.
+        attempts: The place's own list; empty if it has none.
+        saves: Whole saves by save id.
+        problems: Metas that are broken and saves that are incomplete, by name (on a disk: by path).
+        tombstones: Saves that retention removed, by save id.
+        meta_names: Of a mirror: under which name each whole save's meta lies, by save id.
+        others: Names that no meta of the place explains; of a disk those that look like a save's, of a mirror all.
+    """
+
+    place: str
+    attempts: AttemptList | None
+    saves: Mapping[str, Meta]
+    problems: Mapping[str, Problem] = field(default_factory=dict)
+    tombstones: Mapping[str, Tombstone] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    meta_names: Mapping[str, str] = field(default_factory=dict)
+
+    def lineage(self, attempts: AttemptList | None = None) -> Lineage:
+        """Order the saves, by the place's own attempts unless others are given."""
+        known = attempts if attempts is not None else self.attempts
+        decided = [a for a in known.attempts if a.decided] if known else []
+        return lineage(decided, [facts_of(meta) for meta in self.saves.values()])
+
+
+def local_catalog(root: Path) -> Catalog:
+    """List the root's saves; reads names, metas and sizes only."""
+    inventory = read_inventory(root)
+    problems = {str(item.path): _problem_of_item(root, item) for item in inventory.broken}
+    problems |= {
+        str(save.meta_path): Problem.of(save.meta, save.why, "unreadable" if save.unreadable else "")
+        for save in inventory.incomplete
+    }
+    saves = {save.meta.save_id: save.meta for save in inventory.saves}
+    others = [item.path.name for item in inventory.foreign if item.loose] + [path.name for path in inventory.legacy]
+    return Catalog(str(root), read_local_attempts(root), saves, problems, others=tuple(others))
+
+
+def _problem_of_item(root: Path, item: Item) -> Problem:
+    parsed = names.parse_name(item.path.relative_to(root).parts[0])
+    step = parsed.step if parsed is not None else None
+    hindrance: Hindrance = "unreadable" if item.unreadable else ""
+    if parsed is not None and parsed.role == "emergency":
+        return Problem(item.why, step, kinds=("emergency",), hindrance=hindrance)
+    return Problem(item.why, step, hindrance=hindrance)
+
+
+def mirror_catalog(mirror: Mirror, *, step: int | None = None, with_attempts: bool = True) -> Catalog:
+    """List the mirror's saves (of one step only, if given).
+
+    Args:
+        mirror: Whose saves.
+        step: Only the saves of this step.
+        with_attempts: Read the mirror's list of attempts too.
+
+    Raises:
+        BrokenMeta: The list of attempts cannot be trusted.
+        StoreTemporary: The mirror does not answer.
+    """
+    attempts = read_mirror_attempts(mirror)[0] if with_attempts else None
+    prefix = "" if step is None else f"meta_{names.SaveName(step).stem}"
+    listed = {info.name: info for info in mirror.store.list(prefix)}
+    metas = [name for name in listed if (parsed := names.parse_name(name)) is not None and parsed.role == "meta"]
+    if step is not None:
+        metas = [name for name in metas if _step_of(name) == step]
+    saves: dict[str, Meta] = {}
+    problems: dict[str, Problem] = {}
+    tombstones: dict[str, Tombstone] = {}
+    meta_names: dict[str, str] = {}
+    answers = _read_metas(mirror.store, metas)
+    found = [(name, meta) for name, meta in zip(metas, answers, strict=True) if isinstance(meta, Meta)]
+    for name, answer in zip(metas, answers, strict=True):
+        if isinstance(answer, Tombstone):
+            tombstones[answer.save_id] = answer
+        elif isinstance(answer, CkptMirrorError):
+            problems[name] = Problem(str(answer), _step_of(name), hindrance=_hindrance(answer))
+    others = tuple(listed)
+    if step is not None:
+        listed = _objects_of(mirror.store, [meta for _, meta in found])
+    for name, meta in found:
+        missing = first_missing(meta, listed) if meta.is_whole else "it names one node's part of the save only"
+        if missing is not None:
+            problems[name] = Problem.of(meta, missing)
+        elif meta.save_id in saves:
+            problems[name] = Problem.of(meta, f"a second meta of save {meta.save_id[:8]}")
+        else:
+            saves[meta.save_id] = meta
+            meta_names[meta.save_id] = name
+    return Catalog(mirror.url, attempts, saves, problems, tombstones, others, meta_names)
+
+
+def _hindrance(error: CkptMirrorError) -> Hindrance:
+    """Whether a meta that could not be read may be sound, and why it was not."""
+    if isinstance(error, NotAuthorised):
+        return "refused"
+    unreadable = isinstance(error, NewerFormat | StorePermanent) and not isinstance(error, ObjectNotFound)
+    return "unreadable" if unreadable else ""
+
+
+def read_mirror_meta(store: Store, name: str) -> tuple[Meta | Tombstone, ObjectInfo]:
+    """Read one meta of a mirror.
+
+    Raises:
+        BrokenMeta: It is not valid.
+        ObjectNotFound: There is none.
+    """
+    data, info = store.read(name, limit_bytes=META_LIMIT_BYTES)
+    return meta_or_tombstone_from_bytes(data), info
+
+
+def first_missing(meta: Meta, objects: Mapping[str, ObjectInfo]) -> str | None:
+    """Say which artifact of a mirror's meta is not there with exactly its size; None if all are."""
+    for artifact in meta.artifacts:
+        info = objects.get(artifact.object_name)
+        if info is None:
+            return f"{artifact.object_name} is missing"
+        if info.size_bytes != artifact.digest.size_bytes:
+            return f"{artifact.object_name} has {info.size_bytes} bytes, the meta says {artifact.digest.size_bytes}"
+    return None
+
+
+def objects_of(store: Store, meta: Meta, *kinds: Kind) -> dict[str, ObjectInfo]:
+    """Ask the mirror, now, about every object of a save (of some kinds only, if given), by name."""
+    wanted = meta.artifacts_of(*kinds) if kinds else meta.artifacts
+    return _objects_named(store, [artifact.object_name for artifact in wanted])
+
+
+def _objects_of(store: Store, metas: Sequence[Meta]) -> dict[str, ObjectInfo]:
+    return _objects_named(store, [artifact.object_name for meta in metas for artifact in meta.artifacts])
+
+
+def _objects_named(store: Store, wanted: Iterable[str]) -> dict[str, ObjectInfo]:
+    """Ask in as few requests as it takes: a listing answers for up to 1,000 objects a page.
+
+    Each directory is listed, and the files of a step beside one another by what their names begin with; a few single
+    files are asked one by one.
+    """
+    by_start: dict[str, list[str]] = {}
+    for name in dict.fromkeys(wanted):
+        directory, slash, _ = name.rpartition("/")
+        by_start.setdefault(directory + slash if slash else _start_of(name), []).append(name)
+    found: dict[str, ObjectInfo] = {}
+    for start, alike in by_start.items():
+        if start.endswith("/") or len(alike) > _FEW:
+            remaining = set(alike)
+            found |= {info.name: info for info in store.list(start) if info.name in remaining}
+            continue
+        for name in alike:
+            info = store.stat(name)
+            if info is not None:
+                found[name] = info
+    return found
+
+
+def _start_of(name: str) -> str:
+    """``optim_000200`` of ``optim_000200_rank3.pt``: what the files of one role of a step have in common."""
+    match = re.match(r"[a-z]+_[0-9]+", name)
+    return match[0] if match is not None else name
+
+
+def _step_of(name: str) -> int | None:
+    parsed = names.parse_name(name)
+    return parsed.step if parsed is not None else None
+
+
+def _read_metas(store: Store, wanted: Sequence[str]) -> list[Meta | Tombstone | CkptMirrorError]:
+    """Read metas; one that cannot be read is its own reason, and keeps nobody from the others.
+
+    Raises:
+        StoreTemporary: The mirror does not answer.
+        NotAuthorised: It refuses every one of them.
+    """
+    with ThreadPoolExecutor(max_workers=_READERS) as pool:
+        answers = list(pool.map(lambda name: _meta_or_reason(store, name), wanted))
+    refused = [answer for answer in answers if isinstance(answer, NotAuthorised)]
+    if refused and len(refused) == len(answers):
+        raise refused[0]
+    return answers
+
+
+def _meta_or_reason(store: Store, name: str) -> Meta | Tombstone | CkptMirrorError:
+    try:
+        try:
+            return read_mirror_meta(store, name)[0]
+        except ObjectNotFound:
+            if store.stat(name) is None:
+                return ObjectNotFound("it was removed while the mirror was listed")
+            return read_mirror_meta(store, name)[0]  # the answer was wrong, or it was replaced at that moment
+    except ObjectNotFound as error:
+        raise StoreTemporary(f"{name} comes and goes.") from error
+    except (IntegrityError, StorePermanent, NotAuthorised) as error:
+        return error
+
+
+def rebuild_attempts(mirrors: Sequence[Mirror]) -> AttemptList | None:
+    """Rebuild the list of mirrors that lost it from their metas, which carry their attempt; None if there are none.
+
+    Raises:
+        LineageError: The metas belong to several runs.
+    """
+    catalogs = [mirror_catalog(mirror, with_attempts=False) for mirror in mirrors]
+    return attempts_of_metas(meta for catalog in catalogs for meta in catalog.saves.values())

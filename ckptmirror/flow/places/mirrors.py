@@ -1,0 +1,294 @@
+"""A mirror of a run: its URL, whether it is required, and the store behind it.
+
+Rules:
+* A required mirror must be able to compare and swap; otherwise two attempts could not see one another.
+* The mirrors of a root are opened here and nowhere else in flow, each as the place that the root's table remembers.
+* No mirror is the root, lies in it or holds it, and no two are one directory, under whatever names (``check_places``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import BrokenTable, ConfigError, IntegrityError, NameTaken, StoreTemporary
+from ckptmirror.core.events import EventBus
+from ckptmirror.core.lifecycle import WAITING
+from ckptmirror.core.model import new_id
+from ckptmirror.core.sealed_json import open_sealed, seal
+from ckptmirror.local import files
+from ckptmirror.local.saying import saying
+from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.stores import normalise_url, open_store
+from ckptmirror.stores.base import Store
+from ckptmirror.stores.decorator import StoreDecorator
+from ckptmirror.stores.remembering import RememberingStore
+
+__all__ = [
+    "Mirror",
+    "MirrorSpec",
+    "OnWait",
+    "check_destination",
+    "check_places",
+    "close_mirrors",
+    "counting",
+    "known_mirrors",
+    "left_behind",
+    "mirror_specs",
+    "open_mirrors",
+    "set_mirrors",
+    "stop_retrying",
+]
+
+_NOTE_FORMAT = "ckptmirror-mirror"
+_NOTE_LIMIT_BYTES = 64 * 1024
+_log = logging.getLogger("ckptmirror")
+
+OnWait = Callable[[str, float, Exception], None]
+"""Called when a mirror is asked again later: its URL, in how many seconds, and why."""
+
+
+@dataclass(frozen=True)
+class MirrorSpec:
+    """A mirror as configured.
+
+    Attributes:
+        required: Whether a save must be there before its local copy may go.
+        bytes_per_s: What uploads and downloads may take of the wire, together; None: all of it.
+        requests_per_s: How many calls may be made; None: no limit.
+    """
+
+    url: str
+    required: bool = True
+    bytes_per_s: float | None = None
+    requests_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """An open mirror."""
+
+    url: str
+    required: bool
+    store: Store
+
+
+def counting(mirrors: Iterable[tuple[str, bool]]) -> list[str]:
+    """Of (URL, whether it is required): the mirrors that a save must be on to be safe; all, where none is required."""
+    given = list(mirrors)
+    return [url for url, required in given if required] or [url for url, _ in given]
+
+
+def mirror_specs(mirrors: Iterable[str | MirrorSpec]) -> list[MirrorSpec]:
+    """Normalise what a user configured.
+
+    Raises:
+        ConfigError: A URL is not understood, or one is given twice.
+    """
+    if isinstance(mirrors, str | MirrorSpec):
+        raise ConfigError("mirrors is a list of URLs, not one URL.", hint="Write mirrors=[...].")
+    specs: list[MirrorSpec] = []
+    for given in mirrors:
+        spec = given if isinstance(given, MirrorSpec) else MirrorSpec(given)
+        spec = replace(spec, url=normalise_url(spec.url))
+        if any(other.url == spec.url for other in specs):
+            raise ConfigError(f"The mirror {spec.url} is configured twice.", hint="List each mirror once.")
+        specs.append(spec)
+    return specs
+
+
+def open_mirrors(
+    specs: Iterable[MirrorSpec],
+    root: Path,
+    table: UploadsTable | None,
+    bus: EventBus | None = None,
+    on_wait: OnWait | None = None,
+) -> list[Mirror]:
+    """Open the store behind each mirror of a root, in order; nothing is asked of them before their first use.
+
+    Args:
+        specs: The mirrors.
+        root: The root that they mirror.
+        table: What remembers which place each mirror is; None where the root has no table yet.
+        bus: Told of every call to a mirror.
+        on_wait: Told when a mirror did not answer and is asked again later.
+
+    Raises:
+        ConfigError: A required mirror cannot compare and swap, or a mirror lies where it must not (``check_places``).
+    """
+    mirrors = []
+    for spec in specs:
+        store = open_store(
+            spec.url, bytes_per_s=spec.bytes_per_s, requests_per_s=spec.requests_per_s, bus=bus, on_wait=on_wait
+        )
+        if spec.required and not store.capabilities.compare_and_swap:
+            raise ConfigError(
+                f"The mirror {spec.url} cannot replace an object at a given generation, so two writers could not see "
+                "one another.",
+                hint="Configure it with required=False, beside a mirror that can.",
+            )
+        if table is not None:
+            memory = _Memory(root, table, spec.url)
+            store = RememberingStore(store, memory.recall, memory.remember)
+        mirrors.append(Mirror(spec.url, spec.required, store))
+    check_places(root, mirrors)
+    return mirrors
+
+
+def known_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> list[MirrorSpec]:
+    """Return those that the table knows. Only a start that succeeds may change its list; a new table takes it at once.
+
+    What is safe, and what rotation may delete, is said by that list, so a start that is refused leaves it alone.
+    """
+    known = None
+    with contextlib.suppress(BrokenTable):
+        known = {row.url for row in table.mirrors()} if table.knows_mirrors() else None
+    if known is None:
+        set_mirrors(table, specs)
+    return [spec for spec in specs if known is None or spec.url in known]
+
+
+def set_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> None:
+    """Tell the table which mirrors there are, and say loudly what waits for one that is no more."""
+    for url, count in left_behind(table, {spec.url for spec in specs}).items():
+        saying(_log, mirror=url).error(
+            "%d files wait for %s, which is no mirror any more: they are not sent until it is one again", count, url
+        )
+    table.set_mirrors([(spec.url, spec.required) for spec in specs])
+
+
+def left_behind(table: UploadsTable, mirrors: Collection[str]) -> dict[str, int]:
+    """Count the files that wait for each mirror that is not among ``mirrors``."""
+    waiting = [r.mirror for r in table.records() if r.mirror not in mirrors and r.state in WAITING]
+    return {mirror: waiting.count(mirror) for mirror in sorted(set(waiting))}
+
+
+class _Memory:
+    """Remembers which place a mirror is, in the table and in a note beside it: a table may be made anew.
+
+    The note stands where the two differ. A broken one is written anew from the table; if that knows nothing either,
+    the place is unknown, which is not the same as never met.
+    """
+
+    def __init__(self, root: Path, table: UploadsTable, url: str) -> None:
+        self._table = table
+        self._url = url
+        self._note = root / names.CONTROL_DIR / f"mirror-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
+
+    def recall(self) -> str | None:
+        """Return the identity that is remembered; None if none is."""
+        try:
+            return self._noted() or self._table.mirror_identity(self._url)
+        except IntegrityError as error:
+            kept = self._table.mirror_identity(self._url)
+            if kept is None:
+                raise StoreTemporary(
+                    f"{self._note} is broken, so it is unknown which place {self._url} was: {error}",
+                    hint=f"See that the mirror is mounted, then remove {self._note}.",
+                ) from error
+            _log.warning("%s is broken and is written anew from the pending-uploads table: %s", self._note, error)
+            files.write_bytes(self._note, self._sealed(kept), save_id=new_id(), replace=True)
+            return kept
+
+    def remember(self, identity: str) -> str:
+        """Keep an identity, unless one is kept already, and return the one that is kept."""
+        kept = self._table.remember_mirror_identity(self._url, identity)
+        with contextlib.suppress(NameTaken):  # what was noted first stands
+            files.write_bytes(self._note, self._sealed(kept), save_id=new_id())
+        return self._noted() or kept
+
+    def _sealed(self, identity: str) -> bytes:
+        return seal(_NOTE_FORMAT, {"url": self._url, "identity": identity})
+
+    def _noted(self) -> str | None:
+        try:
+            note = open_sealed(files.read_limited(self._note, _NOTE_LIMIT_BYTES), {_NOTE_FORMAT})
+        except FileNotFoundError:
+            return None
+        return str(note.get("identity"))
+
+
+def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:
+    """Refuse mirrors whose copies would be no second copies.
+
+    A mirror that is the root finds the local files themselves, and takes them for its copies. One inside the root goes
+    with the root's disk, and its names are among those that are deleted there. One that holds the root lists the local
+    files as its objects. Two that are one directory count twice what is there once.
+
+    Raises:
+        ConfigError: Two of these are one directory, or one lies in the other, under whatever names.
+    """
+    chain = _chain(root)
+    seen: dict[_Where, str] = {}
+    for mirror in mirrors:
+        directory = mirror.store.local_directory
+        if directory is None:
+            continue
+        there = _chain(directory)
+        if there[0] == chain[0]:
+            raise ConfigError(
+                f"The mirror {mirror.url} is the root {root} itself, so it would hold no second copy.", hint=_ELSEWHERE
+            )
+        if chain[0] in there:
+            raise ConfigError(f"The mirror {mirror.url} lies inside the root {root}.", hint=_ELSEWHERE)
+        if there[0] in chain:
+            raise ConfigError(f"The root {root} lies inside the mirror {mirror.url}.", hint=_ELSEWHERE)
+        if there[0] in seen:
+            raise ConfigError(
+                f"The mirrors {seen[there[0]]} and {mirror.url} are one directory, which would count as two copies.",
+                hint="List each directory once.",
+            )
+        seen[there[0]] = mirror.url
+
+
+def check_destination(dest: Path, mirror: Mirror) -> None:
+    """Refuse to stage from a mirror into itself: what is staged would stand among its objects.
+
+    Raises:
+        ConfigError: ``dest`` is the mirror's directory, or lies in it.
+    """
+    directory = mirror.store.local_directory
+    if directory is not None and _chain(directory)[0] in _chain(dest):
+        raise ConfigError(f"{dest} lies in the mirror {mirror.url} itself.", hint="Choose another --dest.")
+
+
+_Where = tuple[int, int, tuple[str, ...]]
+_ELSEWHERE = "Give the mirror a directory of its own, on another disk: an NFS path, for example."
+
+
+def _chain(path: Path) -> list[_Where]:
+    """Say where a path and each directory above it really are: device and inode, whatever names lead there.
+
+    What does not exist yet is the place of what does, above it, and the names from there.
+    """
+    path = Path(os.path.realpath(path))
+    tail: list[str] = []
+    places = []
+    for at in (path, *path.parents):
+        try:
+            found = at.stat()
+        except OSError:  # missing, or a mount that does not answer: it is then called by its names
+            tail.insert(0, at.name)
+            continue
+        places += [(found.st_dev, found.st_ino, tuple(tail[:count])) for count in range(len(tail), -1, -1)]
+        tail = []
+    return places
+
+
+def stop_retrying(mirrors: Sequence[Mirror]) -> None:
+    """Have what fails from now on fail at once, instead of after seconds of tries: somebody waits for the end."""
+    for mirror in mirrors:
+        if isinstance(mirror.store, StoreDecorator):
+            mirror.store.stop_retrying()
+
+
+def close_mirrors(mirrors: Sequence[Mirror]) -> None:
+    """Close every store."""
+    for mirror in mirrors:
+        mirror.store.close()

@@ -1,0 +1,392 @@
+"""Resolve: whatever a person types, turned into a directory (or mirror), a step and a kind.
+
+Rules:
+* Every choice between saves is ``select``'s. A path that names a kind keeps it, whatever else the step has (I4).
+* A path is only as good as the meta that names it: what no valid meta names, or what is not whole, is refused with the
+  reason (I2). Nothing is unpickled here, and only names, metas and sizes are read.
+* ``latest`` is a hint: its target is checked like any other path.
+* What is of an older writer comes last, and is told of (``older``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_from_bytes
+from ckptmirror.core.errors import (
+    BrokenMeta,
+    CheckpointNotFound,
+    CkptMirrorError,
+    IntegrityError,
+    KindMismatch,
+    ObjectNotFound,
+    UsageError,
+)
+from ckptmirror.core.model import KINDS, Artifact, Kind, Meta, top_names
+from ckptmirror.core.resumption import KIND_ORDER
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, Catalog, local_catalog, mirror_catalog, read_mirror_meta
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.reference import CheckpointReference, Located, locate
+from ckptmirror.flow.places.select import (
+    MAIN_ROLE,
+    READ_ORDER,
+    choose,
+    lineage_of,
+    not_superseded,
+    warn_of_what_is_broken,
+)
+from ckptmirror.local import files
+from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.saying import saying
+from ckptmirror.stores import normalise_url, open_store
+
+if TYPE_CHECKING:
+    from ckptmirror.local.older import OlderCheckpoint
+
+__all__ = [
+    "CheckpointReference",
+    "ListedCheckpoint",
+    "by_run",
+    "find_local_checkpoint_steps",
+    "list_checkpoints",
+    "main_path",
+    "resolve_checkpoint_reference",
+    "resolve_resume_path",
+]
+
+_log = logging.getLogger("ckptmirror.choose")
+ListedStanding = Literal["current", "replaced", "superseded", "unknown", "older", "incomplete"]
+_REFERENCES = ("meta", *KINDS, "legacy_dcp", "legacy_meta")
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """One line of a listing.
+
+    Attributes:
+        standing: ``incomplete`` for what is not whole or whose meta is broken; ``older`` for what an older writer left,
+            which has no checksums and is on no lineage; else as the lineage has it.
+        why: Why it is incomplete.
+        kinds: Empty where the meta cannot be read.
+        current_kinds: The kinds for which this save stands for its step.
+        place: The meta's path, or its name on the mirror.
+    """
+
+    step: int
+    kinds: tuple[Kind, ...]
+    standing: ListedStanding
+    save_id: str = ""
+    attempt: int = -1
+    number: int = 0
+    size_bytes: int = 0
+    why: str = ""
+    current_kinds: tuple[Kind, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created_at_utc: str = ""
+    staged_from: str | None = None
+    place: str = ""
+
+
+# -- one reference -------------------------------------------------------------------------------------------
+
+
+def resolve_checkpoint_reference(
+    reference: str | os.PathLike[str] | CheckpointReference, *, require_kind: Kind | None = None
+) -> CheckpointReference:
+    """Turn what a person types into ``(dir, step, kind)``.
+
+    Takes a ``model_*.pt``, a DCP directory, a meta, an emergency directory, ``latest``, a directory of saves (its
+    newest whole save: dcp, then model), a mirror's URL, or the URL of one of these there. On a disk also what an older
+    writer left; it has no checksums, and the log says so.
+
+    Raises:
+        CheckpointNotFound: There is nothing, or nothing that a valid meta names.
+        KindMismatch: It is not of ``require_kind``.
+        IntegrityError: It is there, but its meta is broken or a file is missing or of another size.
+        UsageError: It is no reference.
+    """
+    if isinstance(reference, CheckpointReference):
+        found = reference
+    else:
+        located = locate(reference)
+        if located.parsed is not None and located.parsed.role not in _REFERENCES:
+            raise UsageError(
+                f"{reference} is a part of a checkpoint.", hint="Name its model file, DCP directory, meta or directory."
+            )
+        if isinstance(located.place, Path):
+            found = _on_disk(located.place, located, require_kind)
+        else:
+            found = _on_mirror(located.place, located, require_kind)
+    if require_kind is not None and found.kind != require_kind:
+        raise KindMismatch(f"{reference} is of kind {found.kind}, not {require_kind}.")
+    return found
+
+
+def _on_disk(root: Path, located: Located, kind: Kind | None) -> CheckpointReference:
+    if located.link is not None:
+        return _latest(located.link, root, located.name, kind)
+    if located.name:
+        return _named(root, located.name, kind)
+    catalog = local_catalog(root)
+    if not catalog.saves and not catalog.problems:
+        from ckptmirror.flow.places.older import newest_older  # here and below only now: most verbs never need it
+
+        if (found := newest_older(root, kind)) is not None:
+            return found
+    if not catalog.saves and (root / ".metadata").is_file():
+        raise UsageError(
+            f"{root} is a DCP directory, but its name does not say which step it is of.",
+            hint="Rename it to dist_ckpt_<six digits>, with a meta.json in it, or read it with torch.",
+        )
+    meta, chosen = choose(catalog, "latest", kind, staged=True)
+    return _reference(root, meta, chosen)
+
+
+def _latest(link: Path, root: Path, target: str, kind: Kind | None) -> CheckpointReference:
+    """What the link names; a hint, which a start or a person may have left behind, so a newer save is told of."""
+    found = _named(root, target, kind)
+    with contextlib.suppress(CkptMirrorError):
+        newest, _ = choose(local_catalog(root), "latest", staged=True)
+        if newest.save_id != found.save_id and found.kind != "emergency":
+            saves = (found.step, (found.save_id or "of an older writer")[:8], newest.step, newest.save_id)
+            saying(_log, found).warning(
+                "%s names step %d (save %.8s); a reader would take step %d (save %.8s)", link, *saves
+            )
+    return found
+
+
+def _named(root: Path, name: str, kind: Kind | None) -> CheckpointReference:
+    """The save whose meta names ``name``, or is ``name``."""
+    if not os.path.lexists(root / name):
+        raise CheckpointNotFound(f"{root / name} does not exist.")
+    inventory = read_inventory(root)
+    for save in inventory.saves:
+        if name in (*top_names(save.meta.artifacts), save.meta_path.relative_to(root).parts[0]):
+            return _reference(root, save.meta, _kind_of(name, save.meta, kind))
+    for save in inventory.incomplete:
+        if name in (*top_names(save.meta.artifacts), save.meta_path.relative_to(root).parts[0]):
+            raise IntegrityError(f"{root / name} is not whole: {save.why}.")
+    for item in inventory.broken:
+        if _stem_of(item.path.name) == _stem_of(name):
+            raise BrokenMeta(f"{item.path} cannot be trusted: {item.why}")
+    from ckptmirror.flow.places.older import named_older
+
+    if (found := named_older(root, name, kind)) is not None:
+        return found
+    raise CheckpointNotFound(f"No valid meta names {root / name}, so nobody can say whether it is whole.")
+
+
+def _stem_of(name: str) -> tuple[int | None, str]:
+    parsed = names.parse_name(name)
+    return (parsed.step, parsed.tag) if parsed is not None else (None, "")
+
+
+def _kind_of(name: str, meta: Meta, kind: Kind | None) -> Kind:
+    """The kind that a name says, or, of a meta, the asked or first kind of its save."""
+    parsed = names.parse_name(name)
+    for one in KIND_ORDER:
+        if parsed is not None and parsed.role == MAIN_ROLE[one]:
+            return one
+    return next(one for one in ((kind,) if kind in meta.kinds and kind else KIND_ORDER) if one in meta.kinds)
+
+
+def _reference(root: Path, meta: Meta, kind: Kind) -> CheckpointReference:
+    return CheckpointReference(root, meta.step, kind, meta.save_id, main_path(root, meta, kind))
+
+
+def main_path(root: Path, meta: Meta, kind: Kind) -> Path:
+    """Return the DCP directory, the model file or the emergency directory of a local save.
+
+    Raises:
+        KindMismatch: The save has none.
+    """
+    for top in _main_tops(meta.artifacts, kind):
+        return root / top
+    raise KindMismatch(f"Save {meta.save_id[:8]} of step {meta.step} has no file of kind {kind}.")
+
+
+def _main_tops(artifacts: Iterable[Artifact], kind: Kind) -> Iterable[str]:
+    for artifact in artifacts:
+        parsed = names.parse_artifact_path(artifact.path)
+        if parsed is not None and parsed.top.role == MAIN_ROLE[kind]:
+            yield artifact.path.partition("/")[0]
+
+
+def _on_mirror(place: str, located: Located, kind: Kind | None) -> CheckpointReference:
+    from ckptmirror.flow.places.older import not_on_a_mirror, older_on_mirror
+
+    parsed, last = located.parsed, located.name
+    url = normalise_url(place)
+    mirror = Mirror(url, False, open_store(url))
+    try:
+        if parsed is None:
+            catalog = mirror_catalog(mirror)
+            if not catalog.saves and (older := older_on_mirror(catalog.others)):
+                raise not_on_a_mirror(url, older[-1][1])
+            meta, chosen = choose(catalog, "latest", kind)
+            return CheckpointReference(url, meta.step, chosen, meta.save_id)
+        if parsed.role in ("legacy_dcp", "legacy_meta"):
+            raise not_on_a_mirror(url, last)
+        catalog = mirror_catalog(mirror, step=parsed.step)
+        named = read_mirror_meta(mirror.store, last)[0].save_id if parsed.role == "meta" else None
+    except ObjectNotFound as error:
+        raise CheckpointNotFound(f"{url} has no {last}.") from error
+    finally:
+        mirror.store.close()
+    for meta in catalog.saves.values():
+        if meta.save_id == named or last in {a.object_name.partition("/")[0] for a in meta.artifacts}:
+            return CheckpointReference(url, meta.step, _kind_of(last, meta, kind), meta.save_id)
+    why = "; ".join(f"{name}: {reason}" for name, reason in catalog.problems.items())
+    raise CheckpointNotFound(f"No whole save on {url} has {last}.{' ' + why if why else ''}")
+
+
+# -- a root's steps ------------------------------------------------------------------------------------------
+
+
+def resolve_resume_path(root: Path | str) -> Path | None:
+    """Return the newest whole local checkpoint of the lineage, or None; of one save dcp, then model.
+
+    What an older writer left is on no lineage: it is told of, and not returned.
+    """
+    root = Path(root).absolute()
+    if not root.is_dir():
+        return None
+    catalog = local_catalog(root)
+    table = not_superseded(catalog, placed=True)
+    if not table:
+        from ckptmirror.flow.places.older import ADOPT_HINT, find_older
+
+        for older in find_older(root)[-1:]:
+            _log.warning("nothing to resume in %s: %s is of an older writer. %s", root, older.path, ADOPT_HINT)
+        return None
+
+    def rank(key: tuple[int, Kind]) -> tuple[int, int, int, int]:
+        step, kind = key
+        return step, table[key].attempt.number, table[key].save_number, -KIND_ORDER.index(kind)
+
+    newest = max(table, key=rank)
+    warn_of_what_is_broken(catalog, table[newest], newest[1])
+    return main_path(root, table[newest], newest[1])
+
+
+def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> list[int]:
+    """Return the steps of the lineage that are whole in ``root``, ascending (of one kind, if given).
+
+    A DCP step counts only with its ``.metadata``, a valid meta, and every artifact with exactly its size. A step that
+    an older writer left counts with its ``.metadata`` (or its model file) and a ``meta.json`` that speaks for it.
+    """
+    from ckptmirror.flow.places.older import older_steps
+
+    root = Path(root).absolute()
+    if not root.is_dir():
+        return []
+    kinds = (kind,) if kind is not None else READ_ORDER
+    steps = {step for step, k in not_superseded(local_catalog(root)) if k in kinds}
+    return sorted(steps | older_steps(root, kinds))
+
+
+def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
+    """List everything that looks like a save in a directory or on a mirror, by step, with its standing.
+
+    Of a reference to one checkpoint: what there is of its step.
+    """
+    try:
+        located = locate(root_or_url)
+    except UsageError as error:
+        raise CheckpointNotFound(f"{root_or_url} is not a directory.") from error
+    if isinstance(located.place, Path):
+        lines = _listed(local_catalog(located.place), located.place)
+    else:
+        url = normalise_url(located.place)
+        mirror = Mirror(url, False, open_store(url))
+        try:
+            lines = _listed(mirror_catalog(mirror), None)
+        finally:
+            mirror.store.close()
+    step = located.parsed.step if located.parsed is not None else None
+    return [line for line in lines if step in (None, line.step)]
+
+
+def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
+    from ckptmirror.flow.places.older import find_older, older_on_mirror
+
+    lines = [line for one in by_run(catalog) for line in _listed_whole(one)]
+    for name, why in catalog.problems.items():
+        parsed = names.parse_name(Path(name).name)
+        step = parsed.step if parsed is not None and parsed.step is not None else -1
+        meta_or_none = _meta_at(Path(name)) if root is not None else None
+        if meta_or_none is not None:
+            lines.append(_line(meta_or_none, "incomplete", why=str(why), place=name))
+        else:
+            lines.append(ListedCheckpoint(step, (), "incomplete", why=str(why), place=name))
+    lines += [_listed_older(one) for one in (find_older(root) if root is not None else ())]
+    for step, name in older_on_mirror(catalog.others) if root is None else ():
+        lines.append(ListedCheckpoint(step, ("dcp",), "older", why="copy it to a disk to read it", place=name))
+    return sorted(lines, key=lambda line: (line.step, line.attempt, line.number, line.save_id))
+
+
+def by_run(catalog: Catalog) -> list[Catalog]:
+    """A place without a list of attempts may hold saves of several runs, which are put in order each by itself."""
+    if catalog.attempts is not None:
+        return [catalog]
+    runs = dict.fromkeys(meta.run_id for meta in catalog.saves.values())
+    return [
+        replace(catalog, saves={save_id: meta for save_id, meta in catalog.saves.items() if meta.run_id == run})
+        for run in runs
+    ]
+
+
+def _listed_whole(catalog: Catalog) -> list[ListedCheckpoint]:
+    order = lineage_of(catalog)
+    standings = order.standing_by_save()
+    lines = []
+    for save_id, meta in catalog.saves.items():
+        current = tuple(k for k in meta.kinds if (s := order.current.get((meta.step, k))) and s.save_id == save_id)
+        lines.append(_line(meta, standings[save_id], current_kinds=current))
+    return lines
+
+
+def _line(
+    meta: Meta, standing: ListedStanding, *, why: str = "", current_kinds: tuple[Kind, ...] = (), place: str = ""
+) -> ListedCheckpoint:
+    return ListedCheckpoint(
+        step=meta.step,
+        kinds=meta.kinds,
+        standing=standing,
+        save_id=meta.save_id,
+        attempt=meta.attempt.number,
+        number=meta.save_number,
+        size_bytes=meta.size_bytes,
+        why=why,
+        current_kinds=current_kinds,
+        metrics=dict(meta.metrics),
+        created_at_utc=meta.created_at_utc,
+        staged_from=meta.staged_from,
+        place=place or names.SaveName(meta.step, meta.tag).meta,
+    )
+
+
+def _listed_older(one: OlderCheckpoint) -> ListedCheckpoint:
+    return ListedCheckpoint(
+        one.step,
+        (one.kind,),
+        "incomplete" if one.why else "older",
+        size_bytes=one.size_bytes,
+        why=one.why or "of an older writer, without checksums",
+        metrics=one.meta.metrics,
+        place=one.name,
+    )
+
+
+def _meta_at(path: Path) -> Meta | None:
+    try:
+        return meta_from_bytes(files.read_limited(path, META_LIMIT_BYTES))
+    except (BrokenMeta, IntegrityError, OSError):
+        return None

@@ -1,0 +1,235 @@
+"""Select: the one function by which every reader picks a save of a place, by step and kind.
+
+Rules:
+* Only what the lineage calls current is chosen; a superseded save, or one it cannot place, only if asked for.
+* Without a kind: the newest step, then dcp, then model, and a later save of the step in another kind is told of. An
+  explicit kind is never replaced by another (I4).
+* What is broken is not passed by in silence: a newer one is logged, and the one that was asked for is an error.
+* A place without a list of attempts rebuilds one from its metas. A directory that was filled by ``stage`` has none, and
+  everything in it was asked for by someone: there, what the rebuilt order cannot place is chosen too, after the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch, UsageError
+from ckptmirror.core.lineage import Lineage, SaveFacts
+from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
+from ckptmirror.core.resumption import Candidate, facts_of, first_in_line, not_readable, passed_by, strangers
+from ckptmirror.flow.places.catalog import Catalog
+from ckptmirror.local.saying import saying
+
+__all__ = [
+    "MAIN_ROLE",
+    "READ_ORDER",
+    "attempts_of",
+    "choosable",
+    "choose",
+    "lineage_of",
+    "not_superseded",
+    "warn_of_what_is_broken",
+]
+
+MAIN_ROLE: dict[Kind, str] = {"dcp": "dcp", "model": "model", "emergency": "emergency"}
+"""Which of the names of a save holds each kind's own data."""
+
+READ_ORDER: tuple[Kind, ...] = ("dcp", "model")
+_NEAREST = 4
+_log = logging.getLogger("ckptmirror.choose")
+_Table = dict[tuple[int, Kind], SaveFacts]
+
+
+def lineage_of(catalog: Catalog) -> Lineage:
+    """Order a place's saves by its own list of attempts, or by one rebuilt from its metas where it has none."""
+    if catalog.attempts is not None or not catalog.saves:
+        return catalog.lineage()
+    return catalog.lineage(AttemptList(next(iter(catalog.saves.values())).run_id, attempts_of(catalog)))
+
+
+def attempts_of(catalog: Catalog) -> tuple[Attempt, ...]:
+    """The place's own attempts, or those of which its metas tell, also the metas of what is not whole."""
+    if catalog.attempts is not None:
+        return catalog.attempts.attempts
+    runs = {meta.run_id for meta in catalog.saves.values()}
+    broken = [p.meta for p in catalog.problems.values() if p.meta is not None and p.meta.run_id in runs]
+    by_id = {meta.attempt.id: meta.attempt for meta in (*catalog.saves.values(), *broken)}
+    return tuple(sorted(by_id.values(), key=lambda attempt: (attempt.number, attempt.id)))
+
+
+def choosable(catalog: Catalog, *, superseded: bool = False, staged: bool = False) -> Mapping[tuple[int, Kind], Meta]:
+    """Return the save that stands for each step and kind.
+
+    ``superseded`` lets superseded saves, and those that cannot be placed, in where no current one holds the step and
+    kind; ``staged`` says that the place is a directory, which may have no list of attempts of its own.
+    """
+    _check_one_run(catalog)
+    order = lineage_of(catalog)
+    table: _Table = dict(order.current)
+    lenient = staged and catalog.attempts is None
+    if lenient:
+        _add(table, catalog, order.unknown)
+    if superseded or lenient:
+        _add(table, catalog, order.superseded)
+    if superseded:
+        _add(table, catalog, order.unknown)
+    chosen = {key: catalog.saves[save.save_id] for key, save in table.items()}
+    return {(step, kind): meta for (step, kind), meta in chosen.items() if kind != "dcp" or _has_metadata(meta)}
+
+
+def _check_one_run(catalog: Catalog) -> None:
+    runs = sorted({meta.run_id[:8] for meta in catalog.saves.values()})
+    if catalog.attempts is None and len(runs) > 1:
+        raise UsageError(
+            f"{catalog.place} holds saves of {len(runs)} runs ({', '.join(runs)}), which have no order among them.",
+            hint="Name one by its path, or stage each run into a directory of its own.",
+        )
+
+
+def _has_metadata(meta: Meta) -> bool:
+    """Whether the save has DCP's ``.metadata``, without which its directory cannot be loaded."""
+    return any("dcp" in a.kinds and a.path.rpartition("/")[2] == ".metadata" for a in meta.artifacts)
+
+
+def _add(table: _Table, catalog: Catalog, saves: Iterable[SaveFacts]) -> None:
+    """Let the last of ``saves``, in lineage order, stand where nothing stands yet."""
+    in_order = sorted(saves, key=lambda s: (catalog.saves[s.save_id].attempt.number, s.attempt, s.number))
+    last: _Table = {(save.step, kind): save for save in in_order for kind in save.kinds}
+    for key, save in last.items():
+        table.setdefault(key, save)
+
+
+def choose(
+    catalog: Catalog,
+    step: int | Literal["latest"],
+    kind: Kind | None = None,
+    *,
+    superseded: bool = False,
+    staged: bool = False,
+) -> tuple[Meta, Kind]:
+    """Pick the save for a step and kind.
+
+    Raises:
+        CheckpointNotFound: There is no such step; lists the nearest ones.
+        KindMismatch: The step is there, but not in this kind; lists the kinds that it has.
+        IntegrityError: Of the step that was asked for, the save that stands is broken.
+        Temporary: It cannot be read now.
+        NotAuthorised: The same, and the mirror does not accept the credentials.
+    """
+    table = choosable(catalog, superseded=superseded, staged=staged)
+    asked = step
+    if step == "latest":
+        step = _newest(catalog, table, kind)
+    elif not isinstance(step, int):
+        raise UsageError(f"{step!r} is neither a step nor 'latest'.")
+    there = sorted({k for s, k in table if s == step})
+    current = lineage_of(catalog).current
+    in_order = sorted(READ_ORDER, key=lambda k: (step, k) not in current)  # what was only let in comes last
+    for wanted in (kind,) if kind is not None else in_order:
+        if wanted in there:
+            if not superseded:
+                _mind_what_is_broken(catalog, table[step, wanted], wanted, is_asked_for=asked != "latest")
+            if kind is None:
+                _tell_of_a_later_save(table, step, wanted)
+            return table[step, wanted], wanted
+    if there:
+        what = f"kind {kind}" if kind is not None else "kind dcp or model"
+        raise KindMismatch(f"Step {step} has no {what} in {catalog.place}; it has {', '.join(there)}.")
+    raise _missing(catalog, step, sorted({s for s, _ in table}))
+
+
+def _tell_of_a_later_save(table: Mapping[tuple[int, Kind], Meta], step: int, taken: Kind) -> None:
+    mine = table[step, taken]
+    for (other_step, kind), meta in table.items():
+        later = (meta.attempt.number, meta.save_number) > (mine.attempt.number, mine.save_number)
+        if other_step == step and later:
+            saying(_log, mine).warning(
+                "step %d is taken in kind %s from save %s; a later one, %s, has it in kind %s: ask for that to get it",
+                step,
+                taken,
+                mine.save_id[:8],
+                meta.save_id[:8],
+                kind,
+            )
+
+
+def warn_of_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind) -> None:
+    """Log each save that is not whole in its place and would have been chosen before ``meta``, were it whole."""
+    _mind_what_is_broken(catalog, meta, kind, is_asked_for=False)
+
+
+def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_for: bool) -> None:
+    for save in strangers(lineage_of(catalog), attempts_of(catalog)):
+        if save.step >= meta.step and kind in save.kinds:
+            saying(_log, save).warning(
+                "passed over step %d (save %s) in %s: no list there tells of its attempt, which went on elsewhere, or "
+                "was never told; name it by its path if it is right",
+                save.step,
+                save.save_id[:8],
+                catalog.place,
+            )
+    saves = [facts_of(other) for other in catalog.saves.values()]
+    decided = [attempt for attempt in attempts_of(catalog) if attempt.decided]
+    in_line = first_in_line(catalog.problems, decided, saves)
+    for name, problem in passed_by(
+        Candidate(facts_of(meta), kind, (catalog.place,), age=(meta.attempt.number, meta.save_number)), in_line
+    ).items():
+        if kind not in problem.kinds or problem.save_id == meta.save_id:
+            continue
+        where = name if name.startswith(catalog.place) else f"{catalog.place}/{name}"
+        if not is_asked_for:  # one broken meta keeps nobody from the other steps
+            _log.warning("passed over %s: %s", where, problem.why)
+        elif problem.step == meta.step and problem.hindrance:
+            raise not_readable(where, problem.why, problem.hindrance)
+        elif problem.step == meta.step:
+            raise IntegrityError(
+                f"The save of step {meta.step} that stands in {catalog.place} is broken ({where}: {problem.why}).",
+                hint="Take it from another mirror, or take an older save of the step with --superseded.",
+            )
+
+
+def not_superseded(catalog: Catalog, *, placed: bool = False) -> Mapping[tuple[int, Kind], Meta]:
+    """Return what stands for each step and kind of a directory, without what was superseded unless that is all.
+
+    ``placed`` leaves out what cannot be placed too, unless that is all.
+    """
+    table = choosable(catalog, staged=True)
+    order = lineage_of(catalog)
+    aside = {save.save_id for save in (*order.superseded, *(order.unknown if placed else ()))}
+    return {key: meta for key, meta in table.items() if meta.save_id not in aside} or table
+
+
+def _newest(catalog: Catalog, table: Mapping[tuple[int, Kind], Meta], kind: Kind | None) -> int:
+    kinds = (kind,) if kind is not None else READ_ORDER
+    # What the place's own order calls current comes before what was only let in.
+    current = {key for key in lineage_of(catalog).current if key[1] in kinds and key in table}
+    steps = {step for step, _ in current} or {s for s, k in table if k in kinds}
+    if steps:
+        return max(steps)
+    if table:
+        there = sorted({k for _, k in table})
+        raise KindMismatch(f"No step of {catalog.place} has kind {' or '.join(kinds)}; there are {', '.join(there)}.")
+    raise CheckpointNotFound(f"{catalog.place} holds no checkpoint.{_problems_of(catalog)}")
+
+
+def _missing(catalog: Catalog, step: int, steps: list[int]) -> CheckpointNotFound:
+    order = lineage_of(catalog)
+    aside = [s for s in (*order.superseded, *order.unknown) if s.step == step]
+    if aside:
+        return CheckpointNotFound(
+            f"Step {step} of {catalog.place} is superseded: training went on from an earlier save.",
+            hint="Ask for it with `--superseded` (superseded=True), or list what is current with `ckptmirror ls`.",
+        )
+    removed = [t for t in catalog.tombstones.values() if t.step == step]
+    if removed:
+        return CheckpointNotFound(f"Step {step} was removed from {catalog.place}: {removed[0].reason}.")
+    nearest = sorted(sorted(steps, key=lambda s: abs(s - step))[:_NEAREST])
+    listed = f" The nearest are {', '.join(map(str, nearest))}." if nearest else ""
+    return CheckpointNotFound(f"{catalog.place} has no step {step}.{listed}{_problems_of(catalog)}")
+
+
+def _problems_of(catalog: Catalog) -> str:
+    listed = [f"{name}: {why}" for name, why in list(catalog.problems.items())[:3]]
+    return f" Not whole: {'; '.join(listed)}." if listed else ""

@@ -1,0 +1,60 @@
+"""Emptying a root's trash without forgetting what a replacement that was cut short has still to do.
+
+Rules:
+* A meta in the trash condemns the files that it names, unless a meta that stands names them too: that is how the next
+  stage of that step knows that they may make room (``fetch.destination``). Such a meta stays until those files are
+  gone.
+* Everything else goes.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_from_bytes
+from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
+from ckptmirror.local import files
+from ckptmirror.local.inventory import Inventory, read_inventory
+
+__all__ = ["empty_trash", "parsed_in_trash"]
+
+_log = logging.getLogger("ckptmirror.trash")
+
+
+def parsed_in_trash(entry: Path) -> names.ParsedName | None:
+    """Say what a thing in the trash was called before."""
+    return names.parse_name(entry.name.rpartition(".")[0])
+
+
+def empty_trash(root: Path) -> None:
+    """Delete what is in the root's trash, but for metas that condemn files which are still there.
+
+    What cannot be deleted stays, and is logged: it is out of the way, and must not hold up a start or a rotation.
+    """
+    trash = root / names.TRASH_DIR
+    if not trash.is_dir():
+        return
+    inventory: Inventory | None = None
+    for entry in sorted(trash.iterdir()):
+        parsed = parsed_in_trash(entry)
+        if parsed is not None and parsed.role == "meta":
+            inventory = inventory or read_inventory(root)
+            if _condemns(inventory, entry):
+                continue
+        try:
+            files.remove_tree_in_trash(root, entry)
+        except CkptMirrorError as error:
+            _log.error("the trash keeps %s: %s", entry.name, error)
+
+
+def _condemns(inventory: Inventory, entry: Path) -> bool:
+    try:
+        meta = meta_from_bytes(files.read_limited(entry, META_LIMIT_BYTES))
+    except (CkptMirrorError, FileNotFoundError):
+        return False
+    standing = {artifact.path for save in (*inventory.saves, *inventory.incomplete) for artifact in save.meta.artifacts}
+    unnamed = {item.path.relative_to(inventory.root).parts[0] for item in inventory.foreign}
+    return any(a.path not in standing and a.path.partition("/")[0] in unnamed for a in meta.artifacts)

@@ -1,0 +1,157 @@
+"""Mirror audit: mirrors are asked again, with one listing each, for everything that the table calls verified there.
+
+Rules:
+* What is gone, or is another object by now (a mirror that was emptied, made anew, or put back to an earlier day), is
+  pending again.
+* Whoever says that everything is safe has asked every mirror first: one that did not answer stays open, and is asked
+  again later. An outage at a start must not let pass what it kept from being seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from ckptmirror.core import events
+from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, IllegalTransition, NotAuthorised, Temporary
+from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.local.saying import saying
+from ckptmirror.local.uploads import UploadRecord, UploadsTable
+
+__all__ = ["ASK_AGAIN_S", "Recheck", "forget_verified"]
+
+ASK_AGAIN_S = 10.0
+_log = logging.getLogger("ckptmirror.safety")
+
+
+class Recheck:
+    """Which mirrors have been asked by this process for what they are to hold. May be used by several threads.
+
+    Args:
+        table: What is to be there.
+        mirrors: Whom to ask, in this order.
+        bus: Told of mirrors that do not answer.
+        notes: Whether the table is told, for other processes, who has not answered yet. So it is by the trainer; anyone
+            else only takes back from it who has.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        table: UploadsTable,
+        mirrors: Sequence[Mirror],
+        bus: events.EventBus | None = None,
+        notes: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._table = table
+        self._mirrors = {mirror.url: mirror for mirror in mirrors}
+        self._bus = bus or events.EventBus()
+        self._clock = clock
+        self._lock = threading.Lock()
+        known = {record.mirror for record in _verified(table)}
+        self._open: dict[str, CkptMirrorError | None] = {url: None for url in self._mirrors if url in known}
+        self._notes = notes
+        self._note()
+        self._asked_s = float("-inf")
+
+    def ask(self) -> bool:
+        """Ask every mirror that has not answered yet; return whether one did just now."""
+        with self._lock:
+            answered = [url for url in list(self._open) if self._is_answered(self._mirrors[url])]
+            self._asked_s = self._clock()
+        if answered:
+            self._note()
+        return bool(answered)
+
+    def ask_if_due(self) -> None:
+        """Ask again those that did not answer, if the last time is a while ago."""
+        if self.waits_for(self._mirrors) and self._clock() - self._asked_s >= ASK_AGAIN_S:
+            self.ask()
+
+    def ask_once_more(self, urls: Collection[str], timeout_s: float) -> None:
+        """Ask these mirrors anew, and wait so long at most: a rotation may hold up the answers."""
+        self.begin_anew(urls)
+        asking = threading.Thread(target=self.ask, name="ckptmirror-ask", daemon=True)
+        asking.start()
+        asking.join(max(0.0, timeout_s))
+
+    def begin_anew(self, urls: Collection[str]) -> None:
+        """Let these mirrors be asked once more."""
+        with self._lock:
+            self._open = {url: self._open.get(url) for url in self._mirrors if url in urls or url in self._open}
+        self._note()
+
+    def unasked(self, urls: Collection[str]) -> dict[str, str]:
+        """Return those of ``urls`` that did not answer yet, with the reason."""
+        return {url: str(error or "it was not asked yet") for url, error in dict(self._open).items() if url in urls}
+
+    def errors(self) -> dict[str, CkptMirrorError]:
+        """Return what the mirrors said that did not answer."""
+        return {url: error for url, error in dict(self._open).items() if error is not None}
+
+    def silent(self) -> set[str]:
+        """Return those that were asked and may yet answer."""
+        return {url for url, error in self.errors().items() if isinstance(error, Temporary)}
+
+    def waits_for(self, urls: Collection[str]) -> bool:
+        """Whether one of ``urls`` may still answer: it has not yet, and did not refuse for good."""
+        return any(url in urls and (e is None or isinstance(e, Temporary)) for url, e in dict(self._open).items())
+
+    def _note(self) -> None:
+        still_open = set(self._open)
+        try:
+            noted = still_open if self._notes else self._table.unasked() - (self._mirrors.keys() - still_open)
+            self._table.set_unasked(noted)
+        except CkptMirrorError as error:
+            _log.error("other ranks do not know which mirrors are yet to answer: %s", error)
+
+    def _is_answered(self, mirror: Mirror) -> bool:
+        try:
+            _ask(self._table, mirror)
+        except CkptMirrorError as error:
+            self._open[mirror.url] = error
+            refused = isinstance(error, NotAuthorised)
+            self._bus.emit(events.MirrorUnreachable(mirror=mirror.url, reason=str(error), refused=refused))
+            return False
+        del self._open[mirror.url]
+        return True
+
+
+def _ask(table: UploadsTable, mirror: Mirror) -> None:
+    verified = [record for record in _verified(table) if record.mirror == mirror.url]
+    if not verified:
+        return
+    there = {info.name: (info.generation, info.size_bytes) for info in mirror.store.list()}
+    missed = [r for r in verified if there.get(r.object or r.path) != (r.generation, r.size_bytes)]
+    for record in missed:
+        forget_verified(table, record, f"{record.object or record.path} is gone from the mirror, or another object now")
+    if missed:
+        saying(_log, mirror=mirror.url).error(
+            "%d objects that were verified on %s are there no more, and are sent again: %s …",
+            len(missed),
+            mirror.url,
+            missed[0].object or missed[0].path,
+        )
+
+
+def _verified(table: UploadsTable) -> list[UploadRecord]:
+    return table.records(state=RecordState.VERIFIED)
+
+
+def forget_verified(table: UploadsTable, record: UploadRecord, reason: str) -> None:
+    """What the mirror no longer has is pending again: it will be sent once more.
+
+    So is the meta of its save, which may have to name it otherwise: a damaged object keeps its name.
+    """
+    if record.state is not RecordState.VERIFIED:
+        return
+    metas = [r for r in table.records(save_id=record.save_id, mirror=record.mirror) if r.role == "meta"]
+    for one in [record, *(meta for meta in metas if meta.path != record.path and meta.state is RecordState.VERIFIED)]:
+        try:
+            table.unverify(one.save_id, one.path, one.mirror, reason)
+        except (CheckpointNotFound, IllegalTransition) as error:  # rotated, or found missing by another, meanwhile
+            saying(_log, one).info("%s on %s is no longer to be there: %s", one.path, one.mirror, error)

@@ -1,0 +1,43 @@
+"""Whether what lies under a save's names is still what was saved: the last look before a deletion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.core.model import Artifact, Meta, top_names
+from ckptmirror.flow.save.commit import stray_below
+from ckptmirror.flow.save.emergency_files import meta_paths
+from ckptmirror.local.checksums import digest_file
+
+__all__ = ["why_not_ours"]
+
+
+def why_not_ours(root: Path, meta: Meta) -> str | None:
+    """Say what under a save's names somebody else put there; None if there is nothing.
+
+    Sizes were compared by the inventory. Bytes are read only where a file changed after the meta was written.
+    """
+    committed = [_changed_ns(root / path) for path in meta_paths(meta)]
+    for artifact in meta.artifacts:
+        changed_ns = _changed_ns(root / artifact.path)
+        if changed_ns is None or not all(committed):
+            return f"{artifact.path} went away while it was looked at"
+        if changed_ns > min(filter(None, committed)) and not _holds(root, artifact):
+            return f"{artifact.path} was changed after the save was committed"
+    ours = {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)}
+    return stray_below(root, top_names(meta.artifacts), ours)
+
+
+def _holds(root: Path, artifact: Artifact) -> bool:
+    try:
+        return digest_file(root / artifact.path).crc32c == artifact.digest.crc32c
+    except (CkptMirrorError, OSError):
+        return False
+
+
+def _changed_ns(path: Path) -> int | None:
+    try:
+        return path.lstat().st_ctime_ns
+    except OSError:  # it is gone, or a file system does not answer
+        return None

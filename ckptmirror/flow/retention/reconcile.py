@@ -1,0 +1,257 @@
+"""Reconcile: make table and disk agree at every start, without being told.
+
+Rules (the caller holds the root lock, so no save is in flight):
+* Records without a meta, or a sealed meta that never got its name, are a save that a crash cut short before it
+  existed: what it left is removed.
+* A meta with records that were never released is a save: its records are released.
+* A whole save without records (a lost table, a staged save) gets them, pending: the uploader asks the mirror first,
+  and our own object there is success without sending a byte.
+* What workers of a dead process held is free again, without waiting for their leases.
+* The replacement of a broken copy that was cut short after the new meta stood is finished.
+* Records of a save of which nothing is left here cannot be fulfilled: they are forgotten, loudly.
+* Temporaries carry a save id; under the lock nobody writes them any more, so they are removed. A name that is not ours
+  is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_from_bytes
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError
+from ckptmirror.core.model import Meta
+from ckptmirror.flow.fetch.destination import Destination
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.places.trash import empty_trash, parsed_in_trash
+from ckptmirror.flow.retention.durability import open_saves
+from ckptmirror.flow.retention.mirror_audit import Recheck
+from ckptmirror.flow.retention.rotation import finish_interrupted
+from ckptmirror.flow.save.commit import claimed_by_others, made_by, may_be_meta_of, remove_uncommitted
+from ckptmirror.flow.save.emergency_files import remove_stale_notes
+from ckptmirror.flow.upload.workers import free_dead_workers
+from ckptmirror.local import files
+from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.saying import saying
+from ckptmirror.local.uploads import SaveRow, UploadsTable
+
+__all__ = [
+    "BRINGING_NAME",
+    "REMOVED_REASON",
+    "Reconciled",
+    "add_missing_records",
+    "being_brought",
+    "carry_on",
+    "forget_brought",
+    "reconcile",
+]
+
+BRINGING_NAME = f"{names.CONTROL_DIR}/bringing.json"
+REMOVED_REASON = "its files were removed before they were uploaded"
+_log = logging.getLogger("ckptmirror.reconcile")
+
+
+@dataclass(frozen=True)
+class Reconciled:
+    """What a reconcile found to do; each a tuple of save ids or names.
+
+    Attributes:
+        gone: Step, save id and reason of saves that somebody removed before they were on every required mirror.
+    """
+
+    discarded: tuple[str, ...]
+    released: tuple[str, ...]
+    added: tuple[str, ...]
+    temporaries: tuple[str, ...]
+    gone: tuple[tuple[int, str, str], ...] = ()
+
+
+def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | MirrorSpec]) -> Reconciled:
+    """Bring table and disk in step after whatever happened. Needs no mirror to answer.
+
+    Raises:
+        TableLocked: Another process holds the table.
+    """
+    table.drop_broken_rows()
+    free_dead_workers(table)
+    inventory = read_inventory(root)
+    whole = {save.meta.save_id: save.meta for save in inventory.saves}
+    on_disk = set(whole) | {save.meta.save_id for save in inventory.incomplete}
+    released, discarded = [], []
+    for save in (save for save in table.saves() if not save.released):
+        if save.save_id in on_disk:
+            table.release_save(save.save_id)
+            released.append(save.save_id)
+        elif not may_be_meta_of(root / save.meta_path, save.save_id):
+            records = [record for record in table.records(save_id=save.save_id) if record.role == "artifact"]
+            remove_uncommitted(root, save.save_id, {r.path: (r.size_bytes, r.crc32c) for r in records})
+            table.discard_unreleased([save.save_id])
+            discarded.append(save.save_id)
+    for meta in _sealed_only(root, inventory.temporaries):  # there may have been no mirror, so no records
+        if meta.save_id not in on_disk:
+            remove_uncommitted(root, meta.save_id, made_by(meta))
+    bringing = being_brought(root)
+    removed = [path for path in inventory.temporaries if not _is_of(path, bringing) and _remove_temporary(root, path)]
+    added = add_missing_records(table, mirrors, whole.values())
+    if any(parsed_in_trash(path) is not None for path in inventory.trash):
+        for staged in (meta for meta in whole.values() if meta.staged_from is not None):
+            _finish_replacement(root, staged)
+    gone = _forget_gone(root, table, on_disk)
+    remove_stale_notes(root)
+    empty_trash(root)
+    return Reconciled(tuple(discarded), tuple(released), tuple(added), tuple(path.name for path in removed), gone)
+
+
+def _forget_gone(root: Path, table: UploadsTable, on_disk: Collection[str]) -> tuple[tuple[int, str, str], ...]:
+    """Forget saves of which nothing is left here and that no mirror can get any more, and say so loudly.
+
+    What every required mirror has is a rotation that was cut short; it is finished once the mirrors were asked.
+    """
+    gone = []
+    required = [row.url for row in table.mirrors() if row.required]
+    for save in table.saves():
+        if not save.released or save.save_id in on_disk or os.path.lexists(root / save.meta_path):
+            continue
+        missing = open_saves(table, [], required, [save.save_id])
+        if not missing or _is_something_left(root, table, save):
+            continue
+        reason = f"nothing of it is left in {root}; {missing[0].mirror}: {missing[0].reason}"
+        saying(_log, save, event="SaveGone").error(
+            "the save of step %d was removed before it was mirrored: %s", save.step, reason
+        )
+        table.forget_save(save.save_id, REMOVED_REASON)
+        gone.append((save.step, save.save_id, reason))
+    return tuple(gone)
+
+
+def _is_something_left(root: Path, table: UploadsTable, save: SaveRow) -> bool:
+    """Whether a file lies under a name of the save and no other save's meta names it."""
+    tops = {r.path.partition("/")[0] for r in table.records(save_id=save.save_id) if r.role == "artifact"}
+    if not tops:  # its records were broken: then whatever has a name like its own
+        meta = names.parse_name(save.meta_path)
+        found = {entry.name: names.parse_name(entry.name) for entry in root.iterdir()}
+        tops = {name for name, p in found.items() if meta and p and (p.step, p.tag) == (meta.step, meta.tag)}
+    claimed = claimed_by_others(root, save.save_id)
+    return any(os.path.lexists(root / name) for name in tops - claimed)
+
+
+def add_missing_records(
+    table: UploadsTable,
+    mirrors: Sequence[Mirror | MirrorSpec],
+    metas: Iterable[Meta],
+    *,
+    staged_everywhere: bool = False,
+) -> list[str]:
+    """Give each save a pending, claimable record for every file and mirror that has none; return the save ids.
+
+    A staged copy that holds a part of its save must not pass for the whole on a mirror that lacks the save: it gets
+    records for the mirror it came from, unless the caller knows better (``staged_everywhere``).
+
+    A save that the table knows with other contents keeps its records and so is never deleted, unless it is a staged
+    copy, which may have come back under other names: its records are made anew, for every mirror that had some.
+    """
+    added = []
+    urls = [mirror.url for mirror in mirrors]
+    for meta in sorted(metas, key=lambda meta: (meta.attempt.number, meta.save_number)):
+        if meta.kinds == ("emergency",):
+            continue  # stays on the local disk unless mirrored on purpose
+        known_there = staged_everywhere or not meta.partial
+        wanted = urls if known_there else [url for url in urls if url == meta.staged_from]
+        try:
+            count = _add(table, wanted, meta)
+        except IntegrityError as error:
+            if meta.staged_from is None:
+                saying(_log, meta).error("step %d: %s", meta.step, error)
+                continue
+            had = {record.mirror for record in table.records(save_id=meta.save_id)}
+            table.forget_save(meta.save_id, "staged again under other names")
+            count = _add(table, [url for url in urls if url in had or url in wanted], meta)
+        if count:
+            added.append(meta.save_id)
+    return added
+
+
+def _add(table: UploadsTable, urls: Sequence[str], meta: Meta) -> int:
+    meta_path = names.SaveName(meta.step, meta.tag).meta
+    count = table.add_save(meta.save_id, meta.step, meta.kinds, meta.artifacts, urls, meta_path=meta_path)
+    table.release_save(meta.save_id)
+    return count
+
+
+def carry_on(root: Path, table: UploadsTable, mirrors: Sequence[Mirror], recheck: Recheck | None = None) -> bool:
+    """What a start does once mirrors can be asked, for each when it answers; return whether one did.
+
+    What was verified there is asked for, and rotations that were cut short are finished.
+    """
+    if not (recheck or Recheck(table, mirrors)).ask():
+        return False
+    try:
+        finish_interrupted(root, table, mirrors)
+    except CkptMirrorError as error:
+        _log.error("a rotation that was cut short is not finished: %s", error)
+    return True
+
+
+def _sealed_only(root: Path, temporaries: Iterable[Path]) -> list[Meta]:
+    """Read the metas that were sealed and never got their name. What was staged has a copy and is continued."""
+    metas = []
+    for path in temporaries:
+        parsed = names.parse_name(path.name)
+        final = names.parse_name(parsed.final) if parsed is not None else None
+        if parsed is None or final is None or final.role != "meta" or path.parent != root:
+            continue
+        if os.path.lexists(root / parsed.final):
+            continue
+        with contextlib.suppress(CkptMirrorError, FileNotFoundError):  # cut short itself: nothing was published yet
+            meta = meta_from_bytes(files.read_limited(path, META_LIMIT_BYTES))
+            if meta.staged_from is None and meta.save_id[:8] == parsed.save:
+                metas.append(meta)
+    return metas
+
+
+def _finish_replacement(root: Path, staged: Meta) -> None:
+    """A broken copy of this very save was replaced by ``staged``; what is left of it goes now, if a crash kept it."""
+    place = Destination(root, staged.step, replaces=staged.save_id)
+    if any(meta.save_id == staged.save_id for meta in place.trashed_metas()):
+        place.finish_replacing()
+
+
+def forget_brought(root: Path) -> None:
+    """After a start has decided: what an earlier start began to bring and nobody continues is removed."""
+    save_id = being_brought(root)
+    if save_id is not None:
+        for path in read_inventory(root).temporaries:
+            if _is_of(path, save_id):
+                _remove_temporary(root, path)
+        with contextlib.suppress(FileNotFoundError):
+            files.move_to_trash(root, root / BRINGING_NAME)
+        empty_trash(root)
+
+
+def being_brought(root: Path) -> str | None:
+    """The save that a start was bringing from a mirror when it was killed; its temporaries are continued."""
+    try:
+        note = json.loads(files.read_limited(root / BRINGING_NAME, 4096))
+    except (FileNotFoundError, ValueError, RecursionError, IntegrityError):
+        return None
+    save_id = note.get("save_id") if isinstance(note, dict) else None
+    return save_id if isinstance(save_id, str) and len(save_id) == 32 else None
+
+
+def _is_of(path: Path, save_id: str | None) -> bool:
+    parsed = names.parse_name(path.name)
+    return save_id is not None and parsed is not None and parsed.save == save_id[:8]
+
+
+def _remove_temporary(root: Path, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        files.move_to_trash(root, path)
+        return True
+    return False

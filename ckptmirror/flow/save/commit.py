@@ -1,0 +1,228 @@
+"""Commit: from files that every rank has sealed to a save that exists.
+
+This is the leader's part of a save (DESIGN.md §3, "Save"). Its order is the protocol:
+
+1. every artifact lies sealed (complete, checksummed, fsynced) under its temporary name, and its format has checked it;
+2. a record per artifact and mirror is durable in the table, not yet claimable, and the meta lies sealed under its
+   temporary name;
+3. the artifacts get their final names, never replacing anything, and the directory is fsynced;
+4. the meta gets its final name, last: from here the save exists;
+5. the records are released to the uploader;
+6. ``latest`` is swapped; whether that works decides nothing.
+
+Rules:
+* Whatever happens before step 4 leaves no save: what was made is provably ours by what step 2 left (the records, or,
+  without mirrors or with a lost table, the sealed meta), and is removed by :func:`remove_uncommitted`, here or at the
+  next start.
+* Whatever happens after step 4 leaves a whole save and is no failure of it: the next start releases its records.
+* Steps 3 and 4 hold a lock against a rotation that finishes an earlier one: equal bytes under a name do not say whose
+  they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError
+from ckptmirror.core.model import Meta, top_names
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
+from ckptmirror.flow.places.mirrors import MirrorSpec
+from ckptmirror.flow.places.trash import empty_trash
+from ckptmirror.local import files
+from ckptmirror.local.checksums import digest_file
+from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.listing import Listing
+from ckptmirror.local.lock import exclusive
+from ckptmirror.local.saying import saying
+
+if TYPE_CHECKING:  # readers of a mirror pass through here and need no table
+    from ckptmirror.local.uploads import UploadsTable
+
+__all__ = [
+    "NAMES_LOCK_NAME",
+    "claimed_by_others",
+    "commit_save",
+    "free_tag",
+    "latest_target",
+    "made_by",
+    "may_be_meta_of",
+    "remove_uncommitted",
+    "stray_below",
+]
+
+NAMES_LOCK_NAME = f"{names.CONTROL_DIR}/names.lock"
+"""Held while a save's names appear, and by a rotation while it takes away those of a save that has no meta."""
+
+_NAMES_WAIT_S = 60.0
+_log = logging.getLogger("ckptmirror.commit")
+
+
+def free_tag(root: Path, step: int, save_id: str) -> str:
+    """Choose the tag of a new save's names: "" if the step's plain names are free, else 8 digits of the save id."""
+    for entry in os.scandir(root):
+        parsed = names.parse_name(entry.name)
+        if parsed is not None and parsed.role != "tmp" and parsed.step == step and not parsed.tag:
+            return save_id[:8]
+    return ""
+
+
+def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], meta: Meta) -> None:
+    """Make a sealed save exist. See the module's order.
+
+    Raises:
+        IntegrityError: A sealed file does not have the size that was reported.
+        NameTaken: Someone else created one of the names meanwhile; nothing of theirs was touched.
+        LocalStorageFull: Nothing of the save is left.
+    """
+    _check_sizes(root, meta)
+    table.add_save(
+        meta.save_id,
+        meta.step,
+        meta.kinds,
+        meta.artifacts,
+        [mirror.url for mirror in mirrors],
+        meta_path=names.SaveName(meta.step, meta.tag).meta,
+    )
+    meta_path = root / names.SaveName(meta.step, meta.tag).meta
+    sealed: files.ArtifactWriter | None = None
+    try:
+        sealed = files.ArtifactWriter(meta_path, meta.save_id)
+        sealed.write(meta_to_bytes(meta))
+        sealed.seal()
+        with exclusive(root / NAMES_LOCK_NAME, timeout_s=_NAMES_WAIT_S):
+            for name in top_names(meta.artifacts):
+                files.rename_noreplace(root / names.tmp_name(name, meta.save_id), root / name, label="save.publish")
+            files.fsync_dir(root)
+            sealed.publish()
+    except BaseException:
+        if not may_be_meta_of(meta_path, meta.save_id):
+            _take_back(root, table, meta)
+        if sealed is not None:
+            sealed.abandon()
+        raise
+    try:
+        table.release_save(meta.save_id)
+    except CkptMirrorError as error:  # the save exists: whoever looks next over table and disk releases it
+        saying(_log, meta).error(
+            "step %d is committed, but not given to the uploads yet: %s; `ckptmirror drain --root %s` sees to it, or "
+            "the next start",
+            meta.step,
+            error,
+            quote(str(root)),
+        )
+    try:
+        files.replace_link(root / names.LATEST_NAME, latest_target(meta))
+    except CkptMirrorError as error:  # a hint for people: the save exists, whatever stands in the way of the link
+        saying(_log, meta).warning(
+            "step %d is committed, but %s does not name it: %s", meta.step, names.LATEST_NAME, error
+        )
+
+
+def _take_back(root: Path, table: UploadsTable, meta: Meta) -> None:
+    """Remove what was published of a save that failed. The error that it failed with is the one that counts."""
+    try:
+        remove_uncommitted(root, meta.save_id, made_by(meta))
+        table.discard_unreleased([meta.save_id])
+    except (OSError, CkptMirrorError) as error:  # its records stay too, by which the next start knows what to remove
+        saying(_log, meta).warning(
+            "what there is of the failed save of step %d stays until the next start: %s", meta.step, error
+        )
+
+
+def may_be_meta_of(path: Path, save_id: str) -> bool:
+    """Whether a save's meta stands at ``path``; what is there and cannot be read decides nothing, so it may be."""
+    try:
+        return meta_from_bytes(files.read_limited(path, META_LIMIT_BYTES)).save_id == save_id
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (CkptMirrorError, OSError):
+        return True
+
+
+def claimed_by_others(root: Path, save_id: str) -> set[str]:
+    """Return the names directly below the root that the metas of other saves name."""
+    inventory = read_inventory(root)
+    others = [save.meta for save in (*inventory.saves, *inventory.incomplete) if save.meta.save_id != save_id]
+    return {name for meta in others for name in top_names(meta.artifacts)}
+
+
+def latest_target(meta: Meta) -> str:
+    """Return what ``latest`` points at: the DCP directory, else the model file."""
+    name = names.SaveName(meta.step, meta.tag)
+    return name.dcp_dir if "dcp" in meta.kinds else name.model
+
+
+def made_by(meta: Meta) -> dict[str, tuple[int | None, int | None]]:
+    """Return what a save makes: size and crc32c by path."""
+    return {artifact.path: (artifact.digest.size_bytes, artifact.digest.crc32c) for artifact in meta.artifacts}
+
+
+def remove_uncommitted(root: Path, save_id: str, made: Mapping[str, tuple[int | None, int | None]]) -> None:
+    """Remove what a save without a meta left on disk.
+
+    A temporary carries the save id. What has its final name is removed only where this save's own unreleased records,
+    or its own sealed meta, name it, no other save's meta does, *and* its bytes have that checksum: a file that someone
+    else put there meanwhile stays.
+
+    Args:
+        root: The local root.
+        save_id: The save's id.
+        made: Size and crc32c by path, from the records or the sealed meta.
+    """
+    claimed = claimed_by_others(root, save_id)
+    for name in dict.fromkeys(path.partition("/")[0] for path in made):
+        mine = {path: facts for path, facts in made.items() if path.partition("/")[0] == name}
+        paths = [root / names.tmp_name(name, save_id)]
+        all_there = all(_holds(root / path, *facts) for path, facts in mine.items())
+        if all_there and name not in claimed and stray_below(root, [name], mine) is None:
+            paths.append(root / name)
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                files.move_to_trash(root, path)
+    empty_trash(root)
+
+
+def stray_below(root: Path, tops: Iterable[str], ours: Collection[str]) -> str | None:
+    """Say which file in a save's directories is none of the save's; None if there is none."""
+    listing = Listing(root)
+    for top in tops:
+        for path in listing.files_below(top) if listing.is_dir(top) else ():
+            if path not in ours:
+                return f"{path} is not part of the save: move it away, and the save can go"
+    return None
+
+
+def _holds(path: Path, size_bytes: int | None, crc32c: int | None) -> bool:
+    """Whether these bytes lie there. What is no regular file, or cannot be read, is not what a save wrote."""
+    try:
+        digest = digest_file(path)
+    except (CkptMirrorError, OSError):
+        return False
+    return (digest.size_bytes, digest.crc32c) == (size_bytes, crc32c)
+
+
+def _check_sizes(root: Path, meta: Meta) -> None:
+    for artifact in meta.artifacts:
+        top, _, below = artifact.path.partition("/")
+        sealed = root / names.tmp_name(top, meta.save_id) / below if below else root / names.tmp_name(top, meta.save_id)
+        size = _size_of(sealed)
+        if size != artifact.digest.size_bytes:
+            raise IntegrityError(
+                f"{sealed.name} has {size} bytes on disk, but {artifact.digest.size_bytes} were written.",
+                hint="The disk lost what was written: check its health, then save again.",
+            )
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.lstat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None

@@ -1,0 +1,119 @@
+"""What an emergency snapshot is on the local disk: a directory with a meta for each rank, and a note that named it.
+
+Rules:
+* A snapshot goes in one step: its directory is renamed into the trash, metas and files together.
+* The note serves the ranks that write the snapshot. It goes with the snapshot, or at a start, when no rank writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.core.model import Meta, new_id
+from ckptmirror.flow.places.trash import empty_trash
+from ckptmirror.local import files
+
+__all__ = [
+    "delete_emergency",
+    "is_emergency",
+    "meta_paths",
+    "note_path",
+    "read_note",
+    "remove_stale_notes",
+    "write_note",
+]
+
+_NOTE_LIMIT_BYTES = 4096
+
+
+def is_emergency(meta: Meta) -> bool:
+    """Whether a save is an emergency snapshot."""
+    return meta.kinds == ("emergency",)
+
+
+def meta_paths(meta: Meta) -> list[str]:
+    """Return where the metas of a local save lie: one, or one for each rank of an emergency snapshot."""
+    if not is_emergency(meta):
+        return [names.SaveName(meta.step, meta.tag).meta]
+    directories = dict.fromkeys(artifact.path.partition("/")[0] for artifact in meta.artifacts)
+    return [f"{name}/{names.emergency_meta_name(rank)}" for name in directories for rank in range(meta.world_size)]
+
+
+def delete_emergency(root: Path, meta: Meta) -> None:
+    """Delete a snapshot that rotation no longer needs, and the note that named it."""
+    for name in dict.fromkeys(artifact.path.partition("/")[0] for artifact in meta.artifacts):
+        with contextlib.suppress(FileNotFoundError):  # a person was faster
+            files.move_to_trash(root, root / name)
+    files.fsync_dir(root)
+    with contextlib.suppress(FileNotFoundError):
+        files.move_to_trash(root, note_path(root, meta.save_id))
+    empty_trash(root)
+
+
+def note_path(root: Path, save_id: str) -> Path:
+    """Return where the ranks of a snapshot agree on its directory."""
+    return root / names.CONTROL_DIR / f"emergency-{save_id[:8]}.json"
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the ranks of a snapshot agreed on.
+
+    Attributes:
+        directory: The snapshot's name.
+        persistent_dir: Where its copy was to go, if anywhere.
+    """
+
+    directory: str
+    persistent_dir: Path | None = None
+
+
+def write_note(root: Path, save_id: str, directory: str, persistent_dir: Path | None) -> None:
+    """Write the note of a snapshot.
+
+    Raises:
+        NameTaken: There is one.
+    """
+    facts = {"directory": directory} | ({"persistent_dir": str(persistent_dir)} if persistent_dir is not None else {})
+    # A temporary of its own: the final name decides who is first.
+    files.write_bytes(note_path(root, save_id), json.dumps(facts).encode(), save_id=new_id())
+
+
+def read_note(path: Path) -> Note:
+    """Read the note of a snapshot.
+
+    Raises:
+        FileNotFoundError: There is no such note.
+        ValueError: It is not one of ours.
+    """
+    try:
+        note = json.loads(files.read_limited(path, _NOTE_LIMIT_BYTES))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deep") from error
+    if not isinstance(note, dict) or not isinstance(note.get("directory"), str):
+        raise ValueError(f"{path} is no note of an emergency snapshot")
+    persistent = note.get("persistent_dir")
+    return Note(note["directory"], Path(persistent) if isinstance(persistent, str) else None)
+
+
+def remove_stale_notes(root: Path) -> list[str]:
+    """Remove the notes of snapshots that are gone; under the root lock, so that no rank is writing one."""
+    removed = []
+    for path in sorted((root / names.CONTROL_DIR).glob("emergency-*.json")):
+        try:
+            if os.path.lexists(root / read_note(path).directory):
+                continue
+        except FileNotFoundError:
+            continue
+        except (ValueError, CkptMirrorError, OSError):
+            pass  # it names nothing that anybody could continue
+        with contextlib.suppress(FileNotFoundError):
+            files.move_to_trash(root, path)
+            removed.append(path.name)
+    return removed

@@ -1,0 +1,198 @@
+"""SaveHandle: what the caller of ``save`` can wait for, and where a failure in the background reaches it.
+
+Rules:
+* A save passes ``copied``, ``committed``, ``mirrored`` in that order, or fails; a handle belongs to one save id for
+  ever.
+* Every wait has a limit.
+* A failure that nobody waited for is raised by the next ``save``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from ckptmirror.core.errors import BackgroundSaveFailed, CkptMirrorError, UsageError, WaitTimeout
+from ckptmirror.core.model import Kind
+
+__all__ = ["DEFAULT_WAIT_S", "Phase", "SaveHandle", "TurnLock"]
+
+Phase = Literal["copied", "committed", "mirrored"]
+_PHASES: tuple[Phase, ...] = ("copied", "committed", "mirrored")
+DEFAULT_WAIT_S = 1800.0
+_Result = TypeVar("_Result")
+
+
+class TurnLock:
+    """Callers of ``save`` take turns: one copies while the others wait, whatever threads they are."""
+
+    def __init__(self) -> None:
+        self._turn = threading.RLock()
+        self._inside: int | None = None
+        self._is_over = False
+
+    def end(self, timeout_s: float) -> None:
+        """Let nobody in any more, after whoever is in has left.
+
+        Raises:
+            UsageError: This very thread is in: a signal handler interrupted it.
+            WaitTimeout: Another did not leave within ``timeout_s`` seconds.
+        """
+        self._is_over = True
+        self._enter("close()", timeout_s)
+        self._turn.release()
+
+    def run(self, what: str, body: Callable[[], _Result]) -> _Result:
+        """Call ``body`` when no other thread is in one.
+
+        An interrupt may come at any call: at worst this thread keeps the turn, which it can take again.
+
+        Raises:
+            UsageError: This very thread is in one (a signal handler interrupted it), or the line has ended.
+            WaitTimeout: Another did not leave its own within ``DEFAULT_WAIT_S`` seconds.
+        """
+        self._enter(what, DEFAULT_WAIT_S)
+        try:
+            if self._is_over:
+                raise UsageError(f"{what} comes after the manager was closed, or began another attempt.")
+            self._inside = threading.get_ident()
+            return body()
+        finally:
+            self._inside = None
+            self._turn.release()
+
+    def _enter(self, what: str, timeout_s: float) -> None:
+        if self._inside == threading.get_ident():
+            raise UsageError(
+                f"{what} was called while this thread is in save() already: by a signal handler?",
+                hint="Let the handler set a flag (StopRequest does), and call save() in the loop.",
+            )
+        if not self._turn.acquire(timeout=min(timeout_s, DEFAULT_WAIT_S)):
+            raise WaitTimeout(f"{what} waited {timeout_s:g} s for a save() of another thread.")
+
+
+class SaveHandle:
+    """One save, as its caller sees it.
+
+    Attributes:
+        step: The save's step.
+        kinds: What it writes.
+        save_id: Known once the ranks have agreed on it, so at the latest when the save is committed.
+    """
+
+    def __init__(self, step: int, kinds: tuple[Kind, ...]) -> None:
+        self.step = step
+        self.kinds = kinds
+        self.save_id: str | None = None
+        self._state = threading.Condition()
+        self._reached = -1
+        self._error: BaseException | None = None
+        self._observed = False
+        self._mirrored: Callable[[str, float], bool] | None = None
+        self._untaken = threading.Lock()
+
+    def done(self, phase: Phase = "committed") -> bool:
+        """Say whether the phase is reached; False while it is not, and for ever if the save failed before it."""
+        if phase == "mirrored" and self._reached == _PHASES.index("committed"):
+            self._ask_mirrored(0.0)
+        return self._reached >= _PHASES.index(phase)
+
+    def wait(self, until: Phase = "committed", timeout_s: float = DEFAULT_WAIT_S) -> SaveHandle:
+        """Wait until the save has come so far.
+
+        Args:
+            until: ``"copied"`` to host memory, ``"committed"`` on local disk, or ``"mirrored"``: verified on every
+                required mirror.
+            timeout_s: The limit, in seconds.
+
+        Raises:
+            BackgroundSaveFailed: The save failed; the cause is attached.
+            WaitTimeout: ``timeout_s`` seconds passed.
+        """
+        if until not in _PHASES:
+            raise UsageError(f"A save is never {until!r}; wait for one of {', '.join(_PHASES)}.")
+        deadline = time.monotonic() + timeout_s
+        local = min(_PHASES.index(until), _PHASES.index("committed"))
+        with self._state:
+            reached = self._state.wait_for(lambda: self._reached >= local or self._error is not None, timeout_s)
+            if self._error is not None:
+                self._observed = True
+                raise self._failure() from self._error
+        if reached and until == "mirrored":
+            reached = self.done("mirrored") or self._ask_mirrored(max(0.0, deadline - time.monotonic()))
+        if not reached:
+            raise WaitTimeout(f"Step {self.step} was not {until} within {timeout_s:g} s.")
+        return self
+
+    def _ask_mirrored(self, timeout_s: float) -> bool:
+        if self._mirrored is None or self.save_id is None or not self._mirrored(self.save_id, timeout_s):
+            return False
+        self.reach("mirrored")
+        return True
+
+    def _failure(self) -> BackgroundSaveFailed:
+        hint = self._error.hint if isinstance(self._error, CkptMirrorError) else None
+        return BackgroundSaveFailed(f"The save of step {self.step} failed: {self._error}", hint=hint)
+
+    # -- called by the save in the background ---------------------------------------------------------------
+
+    def on_mirrored(self, ask: Callable[[str, float], bool]) -> None:
+        """Set the function that waits up to so many seconds for a save id to be verified on every required mirror."""
+        self._mirrored = ask
+
+    def take(self) -> bool:
+        """Take it on oneself to end this save; True for the first caller alone."""
+        return self._untaken.acquire(blocking=False)
+
+    def copied(self) -> None:
+        """Note that the host copy is made. Takes no lock: nobody has this handle yet, and an interrupt may come."""
+        self._reached = max(self._reached, _PHASES.index("copied"))
+
+    def reach(self, phase: Phase) -> None:
+        """Note that the phase is reached."""
+        with self._state:
+            self._reached = max(self._reached, _PHASES.index(phase))
+            self._state.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the save failed."""
+        with self._state:
+            self._error = error
+            self._state.notify_all()
+
+    def observed(self) -> None:
+        """Note that the caller is told of the failure in another way."""
+        self._observed = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the save is committed or failed."""
+        return self._error is not None or self._reached >= _PHASES.index("committed")
+
+    def wait_over(self, timeout_s: float = DEFAULT_WAIT_S) -> None:
+        """Wait until the save is committed or failed, without raising its error.
+
+        Raises:
+            WaitTimeout: It is still in flight.
+        """
+        with self._state:
+            over = self._state.wait_for(lambda: self.is_over, timeout_s)
+        if not over:
+            raise WaitTimeout(f"The save of step {self.step} is still in flight after {timeout_s:g} s.")
+
+    @property
+    def unobserved(self) -> BaseException | None:
+        """The failure that nobody has seen, if there is one."""
+        return None if self._observed else self._error
+
+    def raise_unobserved(self) -> None:
+        """Raise the failure once, if nobody has seen it.
+
+        Raises:
+            BackgroundSaveFailed: The save failed.
+        """
+        if self._error is not None and not self._observed:
+            self._observed = True
+            raise self._failure() from self._error

@@ -1,0 +1,205 @@
+"""The second place of emergency snapshots: ``persistent_dir``, a directory that outlives this machine.
+
+Rules:
+* A snapshot is durable on the local disk first. What goes wrong with its copy is said, and takes nothing from it.
+* The copy has the same names and the same bytes. Each rank copies its own part, its meta last, so the copy is whole by
+  the rule by which the snapshot is: when the metas of all ranks are there.
+* Every byte is checked on its way: the crc32c of what was written against the meta's.
+* To a start it is one more place, after the disk and the mirrors: what lies there is brought when its turn comes. It
+  says of which run and attempts that is, as the root's own metas do. A directory that cannot be read now may hold the
+  newest state.
+* Nothing but emergency snapshots is looked at: the rest of the directory is somebody else's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
+from ckptmirror.core.errors import (
+    CkptMirrorError,
+    ConfigError,
+    DestinationOccupied,
+    IntegrityError,
+    NameTaken,
+    Temporary,
+)
+from ckptmirror.core.model import Artifact, Meta
+from ckptmirror.core.resumption import Problem
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, Catalog, local_catalog
+from ckptmirror.flow.places.trash import empty_trash
+from ckptmirror.flow.save.commit import stray_below
+from ckptmirror.flow.save.emergency_files import is_emergency, meta_paths, note_path, read_note, write_note
+from ckptmirror.local import files
+from ckptmirror.local.file_systems import refuse_fuse
+from ckptmirror.local.listing import is_not_readable_now
+from ckptmirror.local.pool import run_jobs
+from ckptmirror.local.saying import saying
+
+__all__ = ["bring_snapshot", "copy_of", "keep_copy", "open_persistent", "persistent_catalog", "snapshots_in"]
+
+_WORKERS = 4
+
+_log = logging.getLogger("ckptmirror.emergency")
+
+
+def open_persistent(root: Path, directory: Path | None) -> bool:
+    """Make the directory, if there is to be one; say whether there was none.
+
+    Raises:
+        ConfigError: It is the root, or the one lies in the other; or it lies under FUSE.
+        LocalStorageUnwritable: It cannot be made.
+    """
+    if directory is None:
+        return False
+    here, there = root.resolve(), directory.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise ConfigError(
+            f"persistent_dir {directory} and root {root} lie in one another.",
+            hint="Give a directory on a disk that outlives this machine, one for each run.",
+        )
+    refuse_fuse(directory, what="persistent_dir")
+    is_new = not directory.exists()
+    files.make_dirs(directory)
+    if directory.stat().st_dev == root.stat().st_dev:
+        _log.warning(
+            "persistent_dir %s lies on the same disk as root %s, and goes with it: is it mounted?", there, here
+        )
+    return is_new
+
+
+def keep_copy(root: Path, name: str, meta: Meta, rank: int, directory: Path) -> None:
+    """Copy a rank's part of the snapshot ``name``, durable in ``root`` already. A failure is only logged.
+
+    Args:
+        root: The local root.
+        name: The snapshot's directory.
+        meta: The rank's own, which names its files.
+        rank: Whose part it is.
+        directory: Where the copy goes.
+    """
+    try:
+        files.make_dirs(directory / name)
+        with files.kept_buffer() as buffer:
+            for artifact in meta.artifacts:
+                _copy(root / artifact.path, directory / artifact.path, artifact, meta, buffer)
+        files.write_bytes(directory / name / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=meta.save_id)
+    except (CkptMirrorError, OSError) as error:
+        saying(_log, meta, rank=rank).error(
+            "the emergency snapshot of step %d is on this disk alone; it has no whole copy in %s: %s",
+            meta.step,
+            directory,
+            error,
+        )
+
+
+def snapshots_in(directory: Path) -> dict[str, Meta]:
+    """Return the whole snapshots in a persistent directory, by save id; none where it cannot be read."""
+    return dict(persistent_catalog(directory).saves)
+
+
+def copy_of(root: Path, save_id: str) -> Path | None:
+    """Return the persistent directory that has a whole copy of a snapshot in ``root``; None if none is known to."""
+    try:
+        directory = read_note(note_path(root, save_id)).persistent_dir
+    except (FileNotFoundError, ValueError, CkptMirrorError, OSError):
+        return None
+    return directory if directory is not None and save_id in snapshots_in(directory) else None
+
+
+def persistent_catalog(directory: Path, root: Path | None = None) -> Catalog:
+    """List the snapshots in a persistent directory, and nothing else of it.
+
+    What cannot be read is among the problems, the directory itself too: it may hold the newest state of the run. So is
+    one whose copying was cut short, unless ``root`` has it under that name.
+    """
+    try:
+        found = local_catalog(directory)
+    except (CkptMirrorError, OSError) as error:
+        problem = Problem(f"it cannot be listed: {error}", kinds=("emergency",), hindrance="unreadable")
+        return Catalog(str(directory), None, {}, {str(directory): problem})
+    saves = {save_id: meta for save_id, meta in found.saves.items() if is_emergency(meta) and meta.artifacts}
+    problems = {name: problem for name, problem in found.problems.items() if problem.kinds == ("emergency",)}
+    for name in found.others:
+        parsed = names.parse_name(name)
+        if parsed is not None and parsed.role == "emergency" and not (root is not None and (root / name).exists()):
+            why = "no rank's meta is there, so the snapshot was not all copied"
+            problems[str(directory / name)] = Problem(why, parsed.step, kinds=("emergency",))
+    return Catalog(str(directory), None, saves, problems)
+
+
+def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
+    """Copy a whole snapshot into the root, verified, all at once; a broken one of its name makes room for it.
+
+    Raises:
+        IntegrityError: The copy is not what was saved.
+        DestinationOccupied: Something that is not of the snapshot lies with the broken one.
+        LocalStorageFull: The root has no room for it.
+        Temporary: It cannot be read now.
+    """
+    name = meta_paths(meta)[0].partition("/")[0]
+    if os.path.lexists(root / name) and (stray := _stray(root, name, meta)) is not None:
+        raise DestinationOccupied(
+            f"{root / name} is broken, a whole copy of it lies in {directory}, and it cannot make room: {stray}.",
+            hint=f"Move it out of {root / name}, and start again.",
+        )
+    temporary = root / names.tmp_name(name, meta.save_id)
+    if os.path.lexists(temporary):  # an earlier start came no further
+        files.move_to_trash(root, temporary)
+        empty_trash(root)
+    files.make_dirs(temporary)
+    try:
+        run_jobs(
+            meta.artifacts,
+            lambda one, buffer: _copy(directory / one.path, temporary / Path(one.path).name, one, meta, buffer),
+            name="ckptmirror-bring",
+            workers=_WORKERS,
+            stop=threading.Event(),
+            at_end=lambda: None,
+        )
+        for path in meta_paths(meta):
+            data = files.read_limited(directory / path, META_LIMIT_BYTES)
+            files.write_bytes(temporary / Path(path).name, data, save_id=meta.save_id)
+    except (IntegrityError, OSError) as error:
+        if isinstance(error, OSError) or is_not_readable_now(error.__cause__):
+            raise Temporary(
+                f"{directory / name} cannot be read now: {error}",
+                hint="Mend what keeps it from being read, or go back on purpose with policy=<step>.",
+            ) from error
+        raise
+    if os.path.lexists(root / name):
+        files.move_to_trash(root, root / name)
+    files.publish_dir(temporary, root / name)
+    with contextlib.suppress(NameTaken):  # it was taken on this disk
+        write_note(root, meta.save_id, name, directory)
+    empty_trash(root)
+    saying(_log, meta).info("the emergency snapshot of step %d was brought back from %s", meta.step, directory)
+
+
+def _stray(root: Path, name: str, meta: Meta) -> str | None:
+    """Say what lies under a snapshot's name and is not of it; None if there is nothing."""
+    for path in meta_paths(meta):
+        with contextlib.suppress(CkptMirrorError, OSError):  # a broken meta is none of another
+            other = meta_from_bytes(files.read_limited(root / path, META_LIMIT_BYTES))
+            if other.save_id != meta.save_id:
+                return f"{path} is of another snapshot, {other.save_id[:8]}"
+    return stray_below(root, [name], {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)})
+
+
+def _copy(source: Path, target: Path, artifact: Artifact, meta: Meta, buffer: memoryview) -> None:
+    """Copy a file; it gets its name only if every byte is as it was saved."""
+    with files.FileSource(source) as read, files.ArtifactWriter(target, meta.save_id) as writer:
+        while count := read.read_into(writer.tell(), buffer):
+            writer.write(buffer[:count])
+        found = writer.seal()
+        if (found.size_bytes, found.crc32c) != (artifact.digest.size_bytes, artifact.digest.crc32c):
+            raise IntegrityError(
+                f"{source} has crc32c {found.crc32c:08x} over {found.size_bytes} bytes, but "
+                f"{artifact.digest.crc32c:08x} over {artifact.digest.size_bytes} bytes was saved."
+            )
+        writer.publish()

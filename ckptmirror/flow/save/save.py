@@ -1,0 +1,400 @@
+"""Save: host copy now, everything else in the background, in step with the other ranks.
+
+Rules:
+* Only the capture and the host copy block the caller, and callers take turns. One save is in flight; the next waits.
+* The background thread talks to the other ranks over a channel of its own, three times: what is saved under which
+  name, what every rank wrote, whether it is committed. A rank that failed takes part with its error, so all ranks fail
+  together.
+* That holds for a rank on which ``save`` itself raises too: every call takes a number and an exchange, so the next save
+  works. Where the capture has collectives (the whole model of a sharded one), all ranks agree before those as well.
+* A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones.
+* A save in flight is finished whatever becomes of the training thread: its thread keeps the process alive, and nothing
+  on its way needs a new thread or a new import.
+* An interrupt anywhere in ``save`` leaves the save to the background, or ended: never in between.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptmirror.core import events
+from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageUnwritable, StepBehind
+from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
+from ckptmirror.flow.save.commit import commit_save, free_tag, may_be_meta_of
+from ckptmirror.flow.save.handle import SaveHandle, TurnLock
+from ckptmirror.flow.save.save_parts import (
+    TABLE_BROKE,
+    Copied,
+    LeaderSide,
+    Plan,
+    SaveMetadata,
+    SaveRequest,
+    StallDetector,
+    agreed_context,
+    holdings_of,
+    import_formats,
+    reserve_for,
+)
+from ckptmirror.local import files
+from ckptmirror.local.saying import saying
+from ckptmirror.ranks.base import Ranks
+
+if TYPE_CHECKING:
+    from ckptmirror.formats.base import Snapshot, WriteContext
+    from ckptmirror.formats.train_state import TrainState
+    from ckptmirror.ranks.host_copy import HostCopier
+
+__all__ = ["LeaderSide", "SaveRequest", "Saver"]
+
+_log = logging.getLogger("ckptmirror.save")
+
+
+class Saver:
+    """Saves of one attempt, on one rank.
+
+    Args:
+        root: The local root.
+        attempt: This attempt, decided.
+        ranks: A channel that only this saver's background thread uses.
+        leader: Set on the node's leader.
+
+    Attributes:
+        last_step: The newest committed step, the one resumed from included; -1 at a start from scratch.
+    """
+
+    def __init__(
+        self, root: Path, run_id: str, attempt: Attempt, ranks: Ranks, bus: events.EventBus, leader: LeaderSide | None
+    ) -> None:
+        self.root = root
+        self.run_id = run_id
+        self.attempt = attempt
+        self.last_step = -1
+        self._number = 0
+        self._ranks = ranks
+        self._bus = bus
+        self._leader = leader
+        self._copier: HostCopier | None = None
+        self._in_flight: SaveHandle | None = None
+        self._turn_lock = TurnLock()
+        self._stall_detector = StallDetector()
+
+    # -- on the training thread -----------------------------------------------------------------------------
+
+    def save(self, request: SaveRequest, state: TrainState) -> SaveHandle:
+        """Copy ``state`` to host memory and start the save. Blocks for an earlier save in flight and for the copy.
+
+        Raises:
+            StepBehind: The step is lower than this attempt's last.
+            BackgroundSaveFailed: An earlier save failed and nobody has been told.
+            AttemptFenced: A newer attempt of this run has started.
+        """
+        return self._turn_lock.run(f"save() of step {request.step}", functools.partial(self._save, request, state))
+
+    def _save(self, request: SaveRequest, state: TrainState) -> SaveHandle:
+        self._wait_for_earlier()
+        handle = SaveHandle(request.step, request.kinds)
+        request = replace(request, number=self._number + 1)
+        # An interrupt comes at a call: from taking the number to the try there is none.
+        self._number, earlier, self._in_flight = request.number, self._in_flight, handle
+        try:
+            copied = self._prepare(request, state, earlier)
+            handle.copied()
+            self._start(functools.partial(self._go_on, handle, request, copied), request, daemon=False)
+        except BaseException as error:
+            if handle.take():  # else the background has it, and finishes it
+                self._give_up(handle, request, error)
+            raise
+        return handle
+
+    def _prepare(self, request: SaveRequest, state: TrainState, earlier: SaveHandle | None) -> Copied:
+        started = time.perf_counter()
+        said: SaveMetadata | None = None
+        failure: BaseException | None = None
+        try:
+            self._refuse(request, earlier)
+            import_formats(request.kinds)
+            if self._leader is not None:
+                said = SaveMetadata.of(request, state)
+        except BaseException as error:  # noqa: BLE001 - raised again by _capture(), when the other ranks know of it
+            failure = error
+        live = self._capture(request, state, failure)
+        from ckptmirror.formats.capture import snapshot_from_tree, snapshot_tree
+
+        lease = self._kept_copier().copy(snapshot_tree(live))
+        snapshot = snapshot_from_tree(lease.tree)
+        self._bus.emit(
+            events.HostCopied(
+                step=request.step, kinds=request.kinds, rank=self._ranks.rank, duration_s=time.perf_counter() - started
+            )
+        )
+        return Copied(snapshot, lease, said)
+
+    def _refuse(self, request: SaveRequest, earlier: SaveHandle | None) -> None:
+        if earlier is not None:
+            earlier.raise_unobserved()
+        if request.step < self.last_step:
+            raise StepBehind(
+                f"Step {request.step} is behind step {self.last_step}, which this attempt saved already: that would be "
+                "a rewind, and a rewind is a new attempt."
+            )
+        if self._leader is not None and (fenced := self._leader.fenced()) is not None:
+            raise AttemptFenced(fenced)
+
+    def _capture(self, request: SaveRequest, state: TrainState, failure: BaseException | None) -> Snapshot:
+        """Capture, or raise ``failure`` where the other ranks, which may be about to begin collectives, hear of it."""
+        from ckptmirror.formats.capture import capture
+
+        def agree(found: BaseException | None) -> None:
+            self._ranks.exchange(None, what=f"capture for save {request.number}", error=failure or found)
+
+        try:
+            return capture(
+                state,
+                step=request.step,
+                kinds=request.kinds,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                before_collectives=agree,
+            )
+        finally:
+            if failure is not None:
+                raise failure
+
+    def _start(self, work: Callable[[], object], request: SaveRequest, *, daemon: bool) -> None:
+        try:
+            threading.Thread(target=work, name=f"ckptmirror-save-{request.step}", daemon=daemon).start()
+        except RuntimeError as error:
+            saying(_log, request).warning("step %d is saved while its caller waits: %s", request.step, error)
+        else:
+            return
+        work()
+
+    def _give_up(self, handle: SaveHandle, request: SaveRequest, error: BaseException) -> None:
+        """What raises in ``save`` is told to the other ranks by the background, and leaves nothing lent or open."""
+        handle.observed()
+        try:
+            if self._copier is not None:
+                self._copier.reclaim()
+            # What only says that it failed need not keep the process alive.
+            self._start(functools.partial(self._in_background, handle, request, error), request, daemon=True)
+        except BaseException as second:
+            handle.fail(second)
+            raise
+
+    def reserve(self, kinds: Sequence[Kind], state: TrainState) -> None:
+        """Take now the host memory that a save of ``state`` needs: fresh pages cost far more than the copy into them.
+
+        Asks no other rank, and none of the user's objects, which may not like it now. A failure is only logged.
+        """
+        try:
+            reserve_for(self._kept_copier(), kinds, state, self._ranks)
+        except CkptMirrorError as error:
+            _log.warning("the memory for the first save was not taken yet: %s", error)
+
+    def next_number(self) -> int:
+        """Take the number of the next save of this attempt."""
+        self._number += 1
+        return self._number
+
+    def wait_over(self, timeout_s: float) -> None:
+        """Wait until no save is in flight, and raise a failure that nobody has seen."""
+        if (last := self._in_flight) is not None:
+            last.wait_over(timeout_s)
+            last.raise_unobserved()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in flight."""
+        return self._in_flight is not None and not self._in_flight.is_over
+
+    def end(self, timeout_s: float) -> None:
+        """Take no more saves, and wait for the last one; see :meth:`wait_over`."""
+        self._turn_lock.end(timeout_s)
+        self.wait_over(timeout_s)
+
+    def settle(self, timeout_s: float) -> SaveHandle | None:
+        """End, and free the kept buffers; return the last save, whose failure may be news to some ranks only."""
+        self._turn_lock.end(timeout_s)
+        if self._in_flight is not None:
+            self._in_flight.wait_over(timeout_s)
+        self.release()
+        return self._in_flight
+
+    def follow(self, earlier: SaveHandle | None) -> None:
+        """Go on after the last save of the attempt before, which is over: what nobody saw of it is raised later."""
+        self._in_flight = earlier
+
+    def release(self) -> None:
+        """Free the kept buffers."""
+        if self._copier is not None:
+            self._copier.release()
+
+    def _wait_for_earlier(self) -> None:
+        earlier = self._in_flight
+        if earlier is None:
+            return
+        if not earlier.done() and earlier._error is None:
+            saying(_log, earlier).warning(
+                "step %d is still being written: the next save waits. Save less often, or give the root a faster disk.",
+                earlier.step,
+            )
+        earlier.wait_over()
+
+    def _kept_copier(self) -> HostCopier:
+        if self._copier is None:
+            from ckptmirror.ranks.host_copy import HostCopier
+
+            self._copier = HostCopier()
+        return self._copier
+
+    # -- on the background thread ---------------------------------------------------------------------------
+
+    def _go_on(self, handle: SaveHandle, request: SaveRequest, copied: Copied) -> None:
+        if handle.take():  # else the training thread was interrupted, and has given it up
+            self._in_background(handle, request, copied)
+
+    def _in_background(self, handle: SaveHandle, request: SaveRequest, copied: Copied | BaseException) -> None:
+        started = time.perf_counter()
+        context: WriteContext | None = None
+        try:
+            try:
+                context, copied = self._agree(request, copied)
+                handle.save_id = context.save_id
+                artifacts = self._write_all(copied.snapshot, context)
+                meta = self._commit(request, copied, context, artifacts)
+            finally:
+                if isinstance(copied, Copied):
+                    copied.lease.release()
+        except BaseException as error:  # noqa: BLE001 - every failure, of any kind, must reach the caller of save()
+            if context is not None:
+                self._remove_own_temporaries(context)
+            self._bus.emit(
+                events.SaveFailed(step=request.step, kinds=request.kinds, rank=self._ranks.rank, reason=str(error))
+            )
+            handle.fail(error)
+            return
+        try:
+            self.last_step = request.step
+            if meta is not None and self._leader is not None:
+                self._leader.on_commit(meta)  # before close() can go on: it changes the root
+        finally:
+            handle.reach("committed")
+        self._bus.emit(
+            events.SaveCommitted(
+                step=request.step,
+                kinds=request.kinds,
+                rank=self._ranks.rank,
+                save_id=context.save_id,
+                size_bytes=sum(artifact.digest.size_bytes for artifact in artifacts),
+                duration_s=time.perf_counter() - started,
+            )
+        )
+
+    def _agree(self, request: SaveRequest, copied: Copied | BaseException) -> tuple[WriteContext, Copied]:
+        """First exchange: every rank has its copy, the same request on each, the save id of rank 0, the node's tag."""
+        save_id = new_id()
+        free = True
+        failure = copied if isinstance(copied, BaseException) else None
+        try:
+            if self._ranks.is_leader and failure is None:
+                free = not free_tag(self.root, request.step, save_id)
+        except OSError as error:
+            failure = LocalStorageUnwritable(f"{self.root} cannot be listed: {error.strerror}.")
+        plans = self._ranks.exchange(
+            Plan(request.step, request.kinds, request.number, save_id, free, holdings_of(copied)),
+            what=f"agree on a save (number {request.number})",
+            error=failure,
+        )
+        assert isinstance(copied, Copied)
+        return agreed_context(plans, self.root, self._ranks), copied
+
+    def _write_all(self, snapshot: Snapshot, context: WriteContext) -> list[Artifact]:
+        """Write and seal this rank's files; second exchange: every rank's report."""
+        from ckptmirror.formats import get_format
+        from ckptmirror.formats.sidecars import write_sidecars
+
+        mine: list[Artifact] = []
+        failure: BaseException | None = None
+        try:
+            for kind in context.kinds:
+                mine += get_format(kind).write(snapshot, context)
+            mine += write_sidecars(snapshot, context)
+        except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+            failure = error
+        reports = self._ranks.exchange(mine, what=f"report the files of step {context.name.step}", error=failure)
+        return [artifact for report in reports for artifact in report]
+
+    def _commit(
+        self, request: SaveRequest, copied: Copied, context: WriteContext, artifacts: list[Artifact]
+    ) -> Meta | None:
+        """The leader commits; third exchange: all ranks learn whether it did."""
+        meta: Meta | None = None
+        failure: BaseException | None = None
+        if self._leader is not None:
+            try:
+                meta = self._lead(self._leader, request, copied, context, artifacts)
+            except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+                failure = error
+            if meta is not None or may_be_meta_of(self.root / context.name.meta, context.save_id):
+                self.last_step = request.step  # whatever the other ranks hear of it
+        self._ranks.exchange(None, what=f"commit step {request.step}", error=failure)
+        return meta
+
+    def _lead(
+        self,
+        leader: LeaderSide,
+        request: SaveRequest,
+        copied: Copied,
+        context: WriteContext,
+        artifacts: list[Artifact],
+    ) -> Meta:
+        from ckptmirror.formats import get_format
+        from ckptmirror.formats.capture import architecture_hash
+
+        for kind in context.kinds:
+            get_format(kind).check(context, artifacts)
+        assert copied.said is not None
+        meta = Meta(
+            run_id=self.run_id,
+            attempt=self.attempt,
+            step=request.step,
+            save_id=context.save_id,
+            save_number=request.number,
+            kinds=request.kinds,
+            world_size=self._ranks.world_size,
+            nodes=self._ranks.nodes,
+            node=self._ranks.node,
+            artifacts=tuple(sorted(artifacts, key=lambda artifact: artifact.path)),
+            tag=context.name.tag,
+            training_config=copied.said.config,
+            architecture_hash=architecture_hash(copied.snapshot),
+            metrics=copied.said.metrics,
+            fields=copied.said.fields,
+            created_at_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        if (fenced := leader.fenced()) is not None:
+            raise AttemptFenced(fenced)
+        try:
+            commit_save(self.root, leader.table, leader.mirrors, meta)
+        except TABLE_BROKE as error:  # before anything got its name: the table is made anew, once
+            leader.renew_table(error)
+            commit_save(self.root, leader.table, leader.mirrors, meta)
+        self._stall_detector.look_at(meta)
+        return meta
+
+    def _remove_own_temporaries(self, context: WriteContext) -> None:
+        """Remove this rank's temporaries (the leader's shared ones too); the first error stays the one reported."""
+        try:
+            files.remove_temporaries(self.root, context.save_id, rank=context.rank, shared=context.is_leader)
+        except (OSError, CkptMirrorError) as error:
+            saying(_log, context.name).warning(
+                "temporaries of step %d stay until the next start: %s", context.name.step, error
+            )

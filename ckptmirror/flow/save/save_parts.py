@@ -1,0 +1,217 @@
+"""What the parts of a save hand to one another: the request, the host copy, the plan, the leader's side.
+
+Rules:
+* Values, and what they say by themselves; what is done with them is in ``save.py``.
+* What the caller said beside the state is made plain while the training waits: later changes do not reach the meta.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptmirror.core.codec import finite_metrics, plain_values
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable, RankFailed, UsageError
+from ckptmirror.core.model import Kind, Meta
+from ckptmirror.core.names import SaveName, parse_name
+from ckptmirror.flow.places.mirrors import MirrorSpec
+from ckptmirror.local.saying import saying
+from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.ranks.base import Ranks
+
+if TYPE_CHECKING:
+    from ckptmirror.formats.base import Snapshot, WriteContext
+    from ckptmirror.formats.train_state import TrainState
+    from ckptmirror.ranks.host_copy import HostCopier, Lease
+
+__all__ = [
+    "TABLE_BROKE",
+    "Copied",
+    "Holdings",
+    "LeaderSide",
+    "Plan",
+    "SaveMetadata",
+    "SaveRequest",
+    "StallDetector",
+    "agreed_context",
+    "holdings_of",
+    "import_formats",
+    "reserve_for",
+]
+
+_ROOM_FOR_EXTRA_BYTES = 16 * 1024 * 1024
+TABLE_BROKE = (BrokenTable, NoTable)
+_log = logging.getLogger("ckptmirror.save")
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What the caller asked for, beside the state."""
+
+    step: int
+    kinds: tuple[Kind, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    number: int = 0  # within the attempt; set by the saver, the same on every rank since all save in the same order
+
+
+def _give_up(error: CkptMirrorError) -> None:
+    raise error
+
+
+@dataclass
+class LeaderSide:
+    """What only the node's leader has: the table, who must hear of a commit, and who makes a broken table anew."""
+
+    table: UploadsTable
+    mirrors: Sequence[MirrorSpec]
+    fenced: Callable[[], str | None]
+    on_commit: Callable[[Meta], None]
+    renew_table: Callable[[CkptMirrorError], None] = _give_up
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a rank has to save, as hashes: of its parameters, and of what its optimizer has state of. "" for unknown."""
+
+    parameters: str = ""
+    optimizer: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks agree on before anything is written."""
+
+    step: int
+    kinds: tuple[Kind, ...]
+    number: int
+    save_id: str
+    free: bool
+    holds: Holdings = Holdings()
+
+
+def holdings_of(copied: object) -> Holdings:
+    """What a rank has to save, to compare with the others'."""
+    from ckptmirror.formats.capture import optimizer_holdings, parameters_hash
+
+    if not isinstance(copied, Copied):
+        return Holdings()
+    return Holdings(parameters_hash(copied.snapshot), optimizer_holdings(copied.snapshot))
+
+
+def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteContext:
+    """Return what all ranks write with: the save id of rank 0, the tag of the node's leader.
+
+    Raises:
+        RankFailed: They do not plan the same save.
+        UsageError: Their models, or the parameters that their optimizers have state of, are different ones, of which
+            one rank's would be saved.
+    """
+    from ckptmirror.formats.base import WriteContext
+
+    rank, ours = ranks.rank, plans[ranks.rank]
+    for other, theirs in enumerate(plans):
+        if (theirs.step, theirs.kinds, theirs.number) != (ours.step, ours.kinds, ours.number):
+            raise RankFailed(
+                f"Rank {other} saves step {theirs.step} {theirs.kinds} as its save {theirs.number}, while rank "
+                f"{rank} saves step {ours.step} {ours.kinds} as its save {ours.number}.",
+                hint="Call save() with the same step and kinds on every rank.",
+            )
+    if len({plan.holds.parameters for plan in plans if plan.holds.parameters}) > 1:
+        raise UsageError(
+            "Each rank holds another model: the names, shapes or dtypes of their parameters differ. Only a model that "
+            "every rank holds whole, or its shards as DTensors, can be saved.",
+            hint="Save pipeline stages, or other models that belong to one rank, with a manager of their own: give it "
+            "a process_group of the ranks that hold the same model, and another root.",
+        )
+    if len({plan.holds.optimizer for plan in plans if plan.holds.optimizer}) > 1:
+        raise UsageError(
+            "The optimizers of the ranks hold the state of different parameters, and an optimizer's state is saved "
+            "once for all ranks.",
+            hint='Give this optimizer as TrainState(extra={"optimizer": …}): what is there is saved for each rank.',
+        )
+    save_id = plans[0].save_id
+    leader_of_node = plans[rank - ranks.local_rank]
+    return WriteContext(
+        root=root,
+        name=SaveName(ours.step, "" if leader_of_node.free else save_id[:8]),
+        save_id=save_id,
+        kinds=ours.kinds,
+        rank=rank,
+        world_size=ranks.world_size,
+        is_leader=ranks.is_leader,
+        torch_group=ranks.torch_group,
+    )
+
+
+@dataclass(frozen=True)
+class SaveMetadata:
+    """What the caller said beside the state, as it was at the save: plain values, which nobody else holds."""
+
+    metrics: Mapping[str, float]
+    fields: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, request: SaveRequest, state: TrainState) -> SaveMetadata:
+        """Make it plain, now. Metrics that are not finite are left out, with a warning."""
+        metrics, dropped = finite_metrics(request.metrics)
+        if dropped:
+            saying(_log, request).warning(
+                "step %d: the metrics %s are not finite and are left out", request.step, ", ".join(dropped)
+            )
+        return cls(metrics, plain_values(request.fields), plain_values(dict(state.training_config or {})))
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What the training thread hands to the background. Only the leader, who writes the meta, needs what was said."""
+
+    snapshot: Snapshot
+    lease: Lease
+    said: SaveMetadata | None
+
+
+class StallDetector:
+    """Notices that training stands still: two saves with the same tensors at different steps."""
+
+    def __init__(self) -> None:
+        self._previous: tuple[int, tuple[int, ...]] = (-1, ())  # step and sums of the last save's tensors
+
+    def look_at(self, meta: Meta) -> None:
+        """Warn if this save's tensors are those of the save before it."""
+        sums = tuple(
+            artifact.digest.crc32c
+            for artifact in meta.artifacts
+            if (parsed := parse_name(artifact.path)) is not None and parsed.role == "tensors"
+        )
+        earlier, self._previous = self._previous, (meta.step, sums)
+        if sums and earlier[1] == sums and earlier[0] != meta.step:
+            saying(_log, meta).warning(
+                "step %d holds exactly the tensors of the save before it: is the optimizer stepping?", meta.step
+            )
+
+
+def reserve_for(copier: HostCopier, kinds: Sequence[Kind], state: TrainState, ranks: Ranks) -> None:
+    """Let ``copier`` take the memory that a save of ``state`` needs; room for the user's objects is guessed."""
+    from ckptmirror.formats.capture import capture, capture_local, snapshot_tree
+
+    state = replace(state, scheduler=None, scaler=None, dataloader=None, extra=None)
+    live = capture_local(state, step=0, rank=ranks.rank)
+    if live.sharded and "model" in kinds:
+        return  # how much rank 0 gathers shows when all ranks capture together
+    if not live.sharded:
+        live = capture(state, step=0, kinds=kinds, rank=ranks.rank, world_size=ranks.world_size)
+    copier.reserve(snapshot_tree(live), more_bytes=_ROOM_FOR_EXTRA_BYTES)
+
+
+def import_formats(kinds: Sequence[Kind]) -> None:
+    """Import what writes these kinds: some modules can no longer be imported once the interpreter has begun to end."""
+    from ckptmirror.formats import get_format, sidecars  # noqa: F401
+    from ckptmirror.ranks import host_copy  # noqa: F401
+
+    for kind in kinds:
+        get_format(kind)

@@ -1,0 +1,1 @@
+"""Starting: who leads a node, which run goes on, and from which save."""

@@ -1,0 +1,400 @@
+"""What the leader of a node owns: the lock, the table, the claim of the run, the uploader, the rotator.
+
+Rules:
+* Opened in an order in which a failure leaves nothing held: lock, table, reconcile, mirrors, claim.
+* A node whose lock file somebody took away commits nothing more: another may lead this root by now.
+* Whether something is safe is answered by ``retention.durability``, never by a count of what is pending.
+* Closing needs no other rank and no mirror. What is not uploaded stays in the table, and the next start carries on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from shlex import quote
+
+from ckptmirror.core import events, names
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, DeadlinePassed, LocalStorageFull, NoTable, Temporary
+from ckptmirror.core.model import Meta, SaveRef
+from ckptmirror.core.retention import Retention
+from ckptmirror.flow.places.catalog import Catalog, local_catalog
+from ckptmirror.flow.places.mirrors import (
+    Mirror,
+    MirrorSpec,
+    close_mirrors,
+    counting,
+    known_mirrors,
+    open_mirrors,
+    set_mirrors,
+    stop_retrying,
+)
+from ckptmirror.flow.places.trash import empty_trash
+from ckptmirror.flow.retention.durability import OpenSave, open_files, open_saves
+from ckptmirror.flow.retention.mirror_audit import Recheck
+from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
+from ckptmirror.flow.retention.rotation import ROTATE_LOCK_NAME, RotationReport, rotate
+from ckptmirror.flow.retention.rotator import Rotator
+from ckptmirror.flow.save.persistent_dir import open_persistent, persistent_catalog
+from ckptmirror.flow.start.claim import RunClaim
+from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
+from ckptmirror.local import files
+from ckptmirror.local.lock import RootLock, exclusive
+from ckptmirror.local.saying import saying
+from ckptmirror.local.status_file import write_status_file
+from ckptmirror.local.table_place import check_place, open_table
+from ckptmirror.local.uploads import LeaseClock, RootIdentity
+
+__all__ = ["Node", "open_table"]
+
+_log = logging.getLogger("ckptmirror")
+_STOP_WORKERS_S = 10.0
+_STOP_ROTATOR_S = 60.0
+_SHORT_VERBS = ("drain", "stage", "rewind")
+_SHORT_VERB_S = 60.0  # a start waits so long for such a verb to let go of the root
+_STOP_BRINGING_S = 2.0
+_MENDING_WAIT_S = 5.0
+_STOPPED_LIMIT_S = 2.0  # after a stop request the grace period runs
+
+
+class Node:
+    """The leader's side of one root."""
+
+    def __init__(
+        self,
+        root: Path,
+        specs: Sequence[MirrorSpec],
+        retention: Retention,
+        bus: events.EventBus,
+        *,
+        state_dir: Path | None = None,
+        persistent_dir: Path | None = None,
+        workers_per_mirror: int = 2,
+        clock: LeaseClock | None = None,
+        verb: str | None = None,
+    ) -> None:
+        self.root, self.persistent_dir = root, persistent_dir
+        self.specs = list(specs)
+        self.retention = retention
+        self.claim: RunClaim | None = None
+        self._bus = bus
+        bus.subscribe(self._on_event)
+        self._workers_per_mirror = workers_per_mirror
+        self.bringing: threading.Thread | None = None  # looks for a copy to resume from, and may be staging one
+        self._workers: UploadWorkers | None = None
+        self._rotator: Rotator | None = None
+        self._recheck: Recheck | None = None
+        check_place(root, state_dir)
+        self.persistent_is_new = open_persistent(root, persistent_dir)
+        self.persistent: Catalog | None = None  # as the last start saw it
+        files.make_dirs(root / names.TRASH_DIR)  # now: on a full disk a failed save goes there
+        self.lock = RootLock(root)
+        owner = {"verb": verb} if verb is not None else {}
+        self.lock.acquire(owner, wait_s=_SHORT_VERB_S, wait_for_verbs=_SHORT_VERBS)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.lock.release)
+            try:
+                self.table = open_table(root, state_dir, clock)
+            except LocalStorageFull:  # even to look at the table needs room: here is what a rotation deleted
+                empty_trash(root)
+                self.table = open_table(root, state_dir, clock)
+            undo.callback(self.table.close)
+            self.reconciled = reconcile(root, self.table, known_mirrors(self.table, self.specs))
+            self.mirrors: list[Mirror] = open_mirrors(self.specs, root, self.table, bus)
+            undo.pop_all()
+        for step, save_id, reason in self.reconciled.gone:
+            bus.emit(events.SaveGone(step=step, save_id=save_id, reason=reason))
+
+    def start_claim(self) -> RunClaim:
+        """Claim the run on every mirror that answers; see RunClaim.make."""
+        rotator_ended, _ = self._stop_services(for_good=False)
+        if not rotator_ended or self._is_bringing():
+            raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
+        self.persistent = persistent_catalog(self.persistent_dir, self.root) if self.persistent_dir else None
+        kept = self.persistent.saves.values() if self.persistent is not None else ()
+        self.claim = RunClaim.make(self.root, self.mirrors, tuple(kept))
+        self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))
+        for url, reason in self.claim.unclaimed.items():
+            saying(_log, mirror=url).warning("%s does not answer and is claimed later: %s", url, reason)
+            self._bus.emit(events.MirrorUnreachable(mirror=url, reason=reason))
+        return self.claim
+
+    def decide(self, parent: SaveRef | None) -> None:
+        """Record where the attempt starts from, then let uploads and rotation run."""
+        claim = self._claimed()
+        claim.decide(parent, self.mirrors)
+        self._start_services(claim)
+        self.write_status("running")
+
+    def _start_services(self, claim: RunClaim) -> None:
+        self._workers = UploadWorkers(
+            self.root,
+            self.table,
+            self.mirrors,
+            self._bus,
+            claim.confirm,
+            workers_per_mirror=self._workers_per_mirror,
+            on_fenced=lambda reason: self._on_fenced(claim, reason),
+        )
+        set_mirrors(self.table, self.specs)
+        self._add_records(lambda whole: whole)
+        self.table.retry_failed()
+        counting_first = sorted(self.mirrors, key=lambda mirror: mirror.url not in self._counting())
+        recheck = self._recheck = Recheck(self.table, counting_first, self._bus, notes=True)
+        self._rotator = Rotator(
+            lambda: self._ask_mirrors(recheck), lambda: recheck.waits_for(self._counting()), self._rotate_by_policy
+        )
+        self._rotator.start()
+        self._workers.start()
+
+    def _ask_mirrors(self, recheck: Recheck) -> bool:
+        has_answered = carry_on(self.root, self.table, self.mirrors, recheck)
+        if has_answered and self._workers is not None:
+            self._workers.notify()
+        return has_answered
+
+    def fenced(self) -> str | None:
+        """The reason why this attempt may commit nothing more, if there is one. Asked before each commit."""
+        if self.lock.lost:
+            return (
+                f"{self.root / names.LOCK_NAME} was deleted or replaced while this process held it, so another process "
+                "may write to this root by now: this one commits nothing more."
+            )
+        return self.claim.fenced if self.claim is not None else None
+
+    def on_commit(self, meta: Meta) -> None:
+        """A save is committed: upload it, see what may be rotated."""
+        if self._workers is not None:
+            self._workers.notify()
+        if self._rotator is not None:
+            self._rotator.wake()
+        self.write_status("running", last_step=meta.step)
+
+    def wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
+        """Wait until a save is verified on every mirror that counts, or everything (None), earlier saves included.
+
+        Returns:
+            False if it is not by then, or as soon as what is left has failed for good.
+        """
+        workers = self._workers
+        if workers is None:
+            return False
+        if self.unsafe_saves(save_id):
+            self.mend_records()
+            workers.notify()
+
+        def is_over() -> bool:
+            asked = save_id is not None or self._recheck is None or not self._recheck.waits_for(self._counting())
+            return asked and not still_moving(self.table, self._counting(), save_id)
+
+        workers.wait_until_verified(is_over, timeout_s)
+        return not self.unsafe_saves(save_id) and (save_id is not None or not self._unasked())
+
+    def unsafe_saves(self, save_id: str | None = None) -> list[OpenSave]:
+        """List what is not settled on a mirror that counts, of one save or of all; what has no record is among it."""
+        counting = self._counting()
+        ids = None if save_id is None else [save_id]
+        if not counting or not open_saves(self.table, self._whole(), counting, ids):
+            return []
+        # A rotation may have come between the look at the disk and that at the table: what is said is seen twice.
+        return open_saves(self.table, self._whole(), counting, ids)
+
+    def _unasked(self) -> dict[str, str]:
+        return self._recheck.unasked(self._counting()) if self._recheck is not None else {}
+
+    def mend_records(self) -> None:
+        """Give the whole saves on this disk that lack sound or released records theirs: without, nothing is sent."""
+        self.table.drop_broken_rows()
+        urls = [spec.url for spec in self.specs]
+
+        def unsafe(whole: list[Meta]) -> list[Meta]:
+            ids = {one.save_id for one in open_saves(self.table, whole, urls)}
+            return [meta for meta in whole if meta.save_id in ids]
+
+        self._add_records(unsafe)
+
+    def _add_records(self, chosen: Callable[[list[Meta]], list[Meta]]) -> None:
+        with contextlib.ExitStack() as held:
+            try:  # nobody rotates between the look at the disk and the new records
+                held.enter_context(exclusive(self.root / ROTATE_LOCK_NAME, timeout_s=_MENDING_WAIT_S))
+            except CkptMirrorError as error:
+                _log.warning("no record is mended now: %s", error)
+                return
+            add_missing_records(self.table, self.specs, chosen(self._whole()))
+
+    def _whole(self) -> list[Meta]:
+        return list(local_catalog(self.root).saves.values())
+
+    def renew_table(self, error: CkptMirrorError) -> None:
+        """Make the table anew after it broke or went away under a running training; uploads go on with the new one.
+
+        Raises:
+            NoTable: This node was closed.
+        """
+        aside = self.table.start_anew()
+        where = f"It lies now at {aside}" if aside is not None else "Its file is gone"
+        _log.error("%s %s; its facts are gathered anew from disk and mirrors.", error, where)
+        self.table.set_mirrors([(spec.url, spec.required) for spec in self.specs])
+        if self.claim is not None:
+            self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))
+        add_missing_records(self.table, self.specs, self._whole())
+        if self._workers is not None:
+            self._workers.notify()
+
+    def _counting(self) -> set[str]:
+        """The mirrors that a save must be on to be safe: the required ones; all, where none is.
+
+        Until this start has succeeded, those that counted for the last one count too.
+        """
+        urls = set(counting((spec.url, spec.required) for spec in self.specs))
+        if not self._is_decided():
+            urls |= set(counting((row.url, row.required) for row in self.table.mirrors()))
+        return urls
+
+    def rotate_now(self, timeout_s: float) -> RotationReport:
+        """Wait up to ``timeout_s`` seconds for pending uploads, then rotate."""
+        if self._workers is not None:
+            self._workers.wait_until_verified(lambda: not still_moving(self.table, self._counting()), timeout_s)
+        return self.rotate()
+
+    def _rotate_by_policy(self) -> None:
+        if self.retention.keep_last is not None:
+            self.rotate()
+
+    def rotate(self, *, dry_run: bool = False) -> RotationReport:
+        """Rotate now, without waiting."""
+        return rotate(
+            self.root,
+            self.table,
+            self.mirrors,
+            self.retention,
+            attempts=self.claim.attempts if self.claim is not None else None,
+            bus=self._bus,
+            dry_run=dry_run,
+            snapshots=self._is_decided() and not self.lock.lost,
+            persistent_dir=self.persistent_dir,
+        )
+
+    def _is_decided(self) -> bool:
+        return self.claim is not None and self.claim.attempt.decided
+
+    def write_status(self, status: str, **more: object) -> None:
+        """Leave ``.ckptmirror/status.json`` for people and monitors. A failure to do so is only logged."""
+        facts = {
+            "status": status,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "attempt": self.claim.attempt.number if self.claim is not None else None,
+            "fenced": self.fenced(),
+            "at_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+            **more,
+        }
+        write_status_file(self.root, facts)
+
+    def finish(self, timeout_s: float, *, stopped: bool, saving: bool = False) -> None:
+        """Upload what is pending within ``timeout_s`` seconds, then let everything go (see :meth:`close`).
+
+        Raises:
+            DeadlinePassed: The run finished (it was not stopped) and something is not verified on a mirror that counts.
+        """
+        services_ended = None
+        limit_s = _STOPPED_LIMIT_S if stopped else None
+        try:
+            unasked = self._see_to_the_rest(timeout_s, stopped)
+            services_ended = self._stop_services(limit_s)
+            pending = open_files(self.unsafe_saves())  # only now: what was at work may still have missed something
+            status = "stopped" if stopped else "incomplete" if pending or unasked else "finished"
+            if self._is_decided():
+                self.write_status(status, pending=pending)
+                number = self._claimed().attempt.number
+                self._bus.emit(events.AttemptEnded(attempt=number, status=status, pending=pending))
+        finally:
+            self.close(limit_s, saving=saving, services_ended=services_ended)
+        lines = [f"{pending} files of {self.root} are not verified on their mirrors."] if pending else []
+        lines += [f"Nothing says that {url} still has what was verified there ({why})." for url, why in unasked.items()]
+        if lines and not stopped:
+            raise DeadlinePassed(" ".join(lines), hint=f"Run `ckptmirror drain --root {quote(str(self.root))}`.")
+        for line in lines:
+            _log.warning("%s `ckptmirror drain --root %s`, or the next start, sees to it.", line, quote(str(self.root)))
+
+    def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> dict[str, str]:
+        """Wait for the uploads unless the run was stopped; return the mirrors that nobody asked, with why."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self.table.mirrors()
+        except (BrokenTable, NoTable) as error:
+            self.renew_table(error)
+        if not stopped and (self.wait_mirrored(None, timeout_s) or self._workers is None):
+            if self._recheck is not None and timeout_s > 0:  # else nobody waits for an answer
+                return self._ask_once_more(self._recheck, deadline - time.monotonic())
+            return {}  # each answered at least once
+        return {} if stopped else self._unasked()
+
+    def _ask_once_more(self, recheck: Recheck, timeout_s: float) -> dict[str, str]:
+        """See that nobody emptied a mirror meanwhile, and send what is missed again; return who refuses to say."""
+        ends_s = time.monotonic() + timeout_s
+        recheck.ask_once_more(self._counting(), timeout_s)
+        if self.unsafe_saves():
+            self.wait_mirrored(None, ends_s - time.monotonic())
+        unasked = self._unasked()
+        for url in unasked.keys() & recheck.silent():
+            saying(_log, mirror=url).warning("%s is silent now (%s); all was verified earlier", url, unasked[url])
+        return {url: why for url, why in unasked.items() if url not in recheck.silent()}
+
+    def close(
+        self, limit_s: float | None = None, *, saving: bool = False, services_ended: tuple[bool, bool] | None = None
+    ) -> None:
+        """Stop the threads, free the table, the stores and the lock.
+
+        A thread that does not end within its limit (a mirror keeps it waiting) keeps what it uses until this process
+        ends: an uploader the table and the stores; the rotator, a save still in flight (``saving``) and a copy that is
+        being brought, the lock as well, since they change the root.
+        """
+        rotator_ended, workers_ended = services_ended or self._stop_services(limit_s)
+        saving = saving or self._is_bringing()
+        try:
+            if rotator_ended and workers_ended and not saving:
+                self.table.close()
+                close_mirrors(self.mirrors)
+        finally:
+            if rotator_ended and not saving:
+                self.lock.release()
+
+    def _is_bringing(self) -> bool:
+        if self.bringing is not None:
+            self.bringing.join(_STOP_BRINGING_S)
+        return self.bringing is not None and self.bringing.is_alive()
+
+    def _stop_services(self, limit_s: float | None = None, *, for_good: bool = True) -> tuple[bool, bool]:
+        """Say whether the rotator and the workers ended."""
+        if for_good:
+            stop_retrying(self.mirrors)
+        rotator, workers, self._rotator, self._workers = self._rotator, self._workers, None, None
+        if workers is not None:
+            workers.ask_to_stop()
+        rotator_ended = rotator is None or rotator.stop(_STOP_ROTATOR_S if limit_s is None else limit_s)
+        workers_ended = workers is None or workers.stop(_STOP_WORKERS_S if limit_s is None else limit_s)
+        if not (rotator_ended and workers_ended):
+            _log.warning("a mirror keeps %s busy until this process ends", "uploads" if rotator_ended else "rotation")
+        return rotator_ended, workers_ended
+
+    def _on_fenced(self, claim: RunClaim, reason: str) -> None:
+        if claim is not self.claim:
+            return  # a worker of an earlier claim of this process, which a mirror kept busy
+        self._bus.emit(events.Fenced(attempt=claim.attempt.number, reason=reason))
+        self.write_status("fenced", reason=reason)
+
+    def _on_event(self, event: object) -> None:
+        if isinstance(event, events.MirrorCommitted) and self._rotator is not None:
+            self._rotator.wake()
+
+    def _claimed(self) -> RunClaim:
+        if self.claim is None:
+            raise CkptMirrorError("The run is not claimed yet.", hint="Call resume() first.")
+        return self.claim

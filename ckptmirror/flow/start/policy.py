@@ -1,0 +1,53 @@
+"""Policy: where a person says that a start is to begin, as ``CheckpointManager.resume`` takes it.
+
+Rules:
+* A path is resolved by the one function that resolves references. It must name a save of this root: a run continues
+  from saves of its own alone, wherever the bytes come from.
+* A path that names a kind keeps it (I4); a meta, and a whole directory, leave the kind open.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptmirror.core.errors import UsageError
+from ckptmirror.core.model import Kind
+from ckptmirror.flow.places.reference import CheckpointReference, locate
+
+__all__ = ["Policy", "settled_policy"]
+
+Policy = str | int | Path | CheckpointReference
+
+
+def settled_policy(root: Path, policy: Policy) -> tuple[str | int, Kind | None]:
+    """Return the policy as a word, a step or a save id, and the kind that it asks for.
+
+    Raises:
+        CheckpointNotFound: The path names nothing.
+        UsageError: It names a checkpoint of an older writer, or one that lies elsewhere.
+    """
+    if isinstance(policy, int) or (isinstance(policy, str) and "/" not in policy):
+        return policy, None
+    from ckptmirror.flow.places.older import ADOPT_HINT
+    from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
+
+    found = resolve_checkpoint_reference(policy)
+    if found.save_id is None:
+        raise UsageError(f"{found.path} is of an older writer: it is on no lineage to continue.", hint=ADOPT_HINT)
+    if not isinstance(found.dir, Path) or not _is_same(found.dir, root):
+        raise UsageError(
+            f"{policy} does not lie in {root}.",
+            hint="To go back, give its step or its save id: the copy is brought from a mirror. To take over another "
+            "run's values call manager.load(state, reference=...) after resume.",
+        )
+    if isinstance(policy, CheckpointReference):
+        return found.save_id, found.kind
+    parsed = locate(policy).parsed
+    return found.save_id, found.kind if parsed is not None and parsed.role != "meta" else None
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False

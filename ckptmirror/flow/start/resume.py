@@ -1,0 +1,259 @@
+"""Resume: one vote of all ranks on where training continues.
+
+The leader knows the places and proposes (``flow/start/bring.py``); every rank checks its share of the bytes before it
+votes; a no of any rank moves all ranks to the next copy of the same save, then to the next older save.
+
+Rules:
+* Nothing is loaded before its checksums were verified, by the ranks together, on this disk.
+* Once a rank has begun to load, only another copy of the same save is tried: an older one would leave parts of it
+  behind.
+* A requested step that is missing is an error on every rank; starting at 0 is a decision (``check_fresh_start``).
+* The attempt is announced on the mirrors before anything is listed, and its parent is written after the load.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from ckptmirror.core import events, names
+from ckptmirror.core.errors import IntegrityError, KindMismatch
+from ckptmirror.core.model import Attempt, Kind, Meta, SaveRef
+from ckptmirror.flow.fetch.load_state import ResumeInfo, check_share, load_kind
+from ckptmirror.flow.retention.reconcile import forget_brought
+from ckptmirror.flow.start.bring import Proposal, Proposer
+from ckptmirror.flow.start.leader import Node
+from ckptmirror.flow.start.policy import Policy
+from ckptmirror.formats.train_state import left_out
+from ckptmirror.local.listing import Fault
+from ckptmirror.local.saying import saying
+from ckptmirror.ranks.base import Ranks
+
+if TYPE_CHECKING:
+    from ckptmirror.formats.base import LoadReport
+    from ckptmirror.formats.train_state import TrainState
+
+__all__ = ["resume_run"]
+
+_log = logging.getLogger("ckptmirror.resume")
+_SIGN_OF_LIFE_S = 10.0
+
+
+def resume_run(
+    root: Path,
+    ranks: Ranks,
+    node: Node | None,
+    state: TrainState,
+    *,
+    policy: Policy = "auto",
+    force: bool = False,
+    exclude: frozenset[str] = frozenset(),
+    bus: events.EventBus,
+) -> tuple[ResumeInfo | None, str, Attempt]:
+    """Load the save that training continues from, on every rank.
+
+    Args:
+        node: Set on the leader.
+        policy: ``"auto"``; ``"scratch"`` (``force`` where there are saves); a step; ``"latest"``; a save id; or the
+            path of a save in the root.
+        exclude: Parts of the state to leave as they are.
+
+    Returns:
+        What was loaded (None: training starts from scratch), the run's id, and this attempt, decided.
+
+    Raises:
+        CheckpointNotFound: The requested save is not there.
+        RefusedOnlyCopy: There are saves and none can be resumed.
+        Temporary: A required mirror that may hold more does not answer, or a newer save cannot be read now.
+    """
+    started = time.monotonic()
+    proposer: Proposer | None = None
+    failure: BaseException | None = None
+    if node is not None:
+        try:
+            proposer = Proposer(node, policy, force, bus)
+        except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+            failure = error
+    ranks.exchange(None, what="claim the run", error=failure)
+    while True:
+        proposal = _propose(ranks, proposer, node)
+        if proposal.meta is None:
+            attempt = _decide(ranks, node, None)
+            _tell(bus, node, attempt, proposal, started, policy)
+            return None, proposal.run_id, attempt
+        try:
+            _vote_on_bytes(root, ranks, proposal.meta, proposal.kind)
+            report = _load_together(root, ranks, proposal, state, exclude)
+        except _CannotUse as found:
+            if proposer is not None:
+                proposer.reject(proposal, found.reason, touched=found.touched, unreadable=found.unreadable)
+            continue
+        attempt = _decide(ranks, node, proposal.meta.ref)
+        _tell(bus, node, attempt, proposal, started, policy)
+        return _info(proposal, report, left_out(state, exclude)), proposal.run_id, attempt
+
+
+class _CannotUse(Exception):
+    """The ranks agree that a copy cannot be used: by the same votes on every rank."""
+
+    def __init__(self, reason: str, *, touched: bool, unreadable: bool = False) -> None:
+        self.reason, self.touched, self.unreadable = reason, touched, unreadable
+
+
+class _AtWork:
+    """The leader's search for the next copy, in a thread: a download may outlast every limit on waiting for a rank."""
+
+    def __init__(self, proposer: Proposer, node: Node) -> None:
+        self._done = threading.Event()
+        self._found: tuple[Proposal | None, BaseException | None] = (None, None)
+        node.bringing = threading.Thread(target=self._work, args=(proposer,), name="ckptmirror-propose", daemon=True)
+        node.bringing.start()
+
+    def _work(self, proposer: Proposer) -> None:
+        try:
+            self._found = (proposer.next(), None)
+        except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+            self._found = (None, error)
+        self._done.set()
+
+    def wait(self) -> tuple[Proposal | None, BaseException | None]:
+        """Return what was found or what went wrong; neither, if the work goes on."""
+        return self._found if self._done.wait(_SIGN_OF_LIFE_S) else (None, None)
+
+
+def _propose(ranks: Ranks, proposer: Proposer | None, node: Node | None) -> Proposal:
+    """Wait for the leader's proposal; all ranks meet every few seconds, so that nobody takes the leader for dead."""
+    work = _AtWork(proposer, node) if proposer is not None and node is not None else None
+    while True:
+        proposal, failure = work.wait() if work is not None else (None, None)
+        for given in ranks.exchange(proposal, what="propose a save", error=failure):
+            if given is not None:
+                return given
+
+
+def _vote_on_bytes(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> None:
+    """Check the bytes on every rank.
+
+    Raises:
+        _CannotUse: A rank found a file that is not what was saved.
+    """
+    reason: Fault | None = None
+    failure: BaseException | None = None
+    try:
+        reason = check_share(root, ranks, meta, kind)
+    except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+        failure = error
+    found = [vote for vote in ranks.exchange(reason, what="vote on a save", error=failure) if vote is not None]
+    if found:
+        worst = min(found, key=lambda fault: fault.unreadable)  # what is known to be broken counts
+        raise _CannotUse(worst.why, touched=False, unreadable=worst.unreadable)
+
+
+def _load_together(
+    root: Path, ranks: Ranks, proposal: Proposal, state: TrainState, exclude: frozenset[str]
+) -> LoadReport:
+    """Load on every rank, and vote on how it went.
+
+    Raises:
+        _CannotUse: A rank could not load it. A kind that does not fit (KindMismatch) is found before anything is
+            touched.
+    """
+    assert proposal.meta is not None
+    report: LoadReport | None = None
+    reason: tuple[str, bool] | None = None
+    failure: BaseException | None = None
+    try:
+        report = load_kind(root, proposal.meta, proposal.kind, state, ranks, exclude)
+    except KindMismatch as error:
+        reason = (f"rank {ranks.rank}: {error}", False)
+    except (IntegrityError, FileNotFoundError) as error:
+        reason = (f"rank {ranks.rank}: {error}", True)
+    except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+        failure = error
+    votes = ranks.exchange(reason, what="load a save", error=failure)
+    reasons = [vote for vote in votes if vote is not None]
+    if reasons:
+        # A rank that loaded while another refused has been touched too.
+        raise _CannotUse(reasons[0][0], touched=any(touched for _, touched in reasons) or None in votes)
+    assert report is not None
+    return report
+
+
+def _decide(ranks: Ranks, node: Node | None, parent: SaveRef | None) -> Attempt:
+    attempt: Attempt | None = None
+    failure: BaseException | None = None
+    if node is not None:
+        try:
+            forget_brought(node.root)
+            node.decide(parent)
+            attempt = node.claim.attempt if node.claim is not None else None
+        except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+            failure = error
+    decided = [
+        given for given in ranks.exchange(attempt, what="decide the attempt", error=failure) if given is not None
+    ]
+    return decided[0]
+
+
+def _tell_of_latest(root: Path, chosen: Meta) -> None:
+    """Where ``latest`` names an older step, somebody may have re-pointed it to go back: it is not followed."""
+    try:
+        named = names.parse_name((root / names.LATEST_NAME).readlink().name)
+    except OSError:  # there is none, or it is no link
+        return
+    if named is not None and named.step is not None and named.step < chosen.step:
+        saying(_log, chosen).warning(
+            "%s names step %d, and is not followed: training continues from step %d. To go back, stop it and run "
+            "`ckptmirror rewind --root %s --step %d`.",
+            root / names.LATEST_NAME,
+            named.step,
+            chosen.step,
+            quote(str(root)),
+            named.step,
+        )
+
+
+def _tell(
+    bus: events.EventBus,
+    node: Node | None,
+    attempt: Attempt,
+    proposal: Proposal,
+    started: float,
+    policy: Policy,
+) -> None:
+    """The leader tells for all."""
+    if node is None:
+        return
+    meta = proposal.meta
+    if policy == "auto" and meta is not None:
+        _tell_of_latest(node.root, meta)
+    bus.emit(
+        events.AttemptDecided(
+            attempt=attempt.number,
+            step=meta.step if meta is not None else None,
+            save_id=meta.save_id if meta is not None else "",
+            place=proposal.place if meta is not None else "",
+            duration_s=time.monotonic() - started,
+        )
+    )
+
+
+def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -> ResumeInfo:
+    assert proposal.meta is not None
+    for part in not_wanted:
+        saying(_log, proposal.meta).warning("step %d: %s", report.step, part)
+    for part in report.missing:
+        saying(_log, proposal.meta).warning("step %d: %s", report.step, part)
+    return ResumeInfo(
+        step=proposal.meta.step,
+        save_id=proposal.meta.save_id,
+        kind=proposal.kind,
+        place=proposal.place,
+        loaded=report.loaded,
+        missing=report.missing + not_wanted,
+        passed_over=proposal.passed_over,
+    )

@@ -1,0 +1,347 @@
+"""Rewind: go back to an older save, by recording an attempt that continues from it and trains nothing.
+
+It is what ``resume(policy=step)`` does without loading: the same claim (``claim``), the same choice and the same way to
+bring a copy to this disk (``bring``), the same record of the decision. The next start of the trainer then continues
+from there by itself, on whatever machine.
+
+Rules:
+* Nothing is deleted: what lies after the save is superseded, and stays until rotation or retention removes it. A rewind
+  to one of those by its save id takes it up again.
+* The root lock is held, as by a trainer: beside one it is refused.
+* Nothing is written anywhere before the save was seen: a mistyped step, root or URL leaves no trace.
+* Nothing is recorded before a copy lies on this disk with every checksum verified.
+* It is recorded also where the run seems to go on from that save already: what cannot be seen now may be newer, and an
+  attempt elsewhere may be about to save.
+* Mirrors that do not answer are named: they are told by the next start here, or by the same rewind once more. A start
+  elsewhere that asks only them does not know of it until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import quote
+
+from ckptmirror.core import events, names
+from ckptmirror.core.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    LocalStorageFull,
+    NoTable,
+    StoreTemporary,
+)
+from ckptmirror.core.lineage import SaveFacts
+from ckptmirror.core.model import Attempt, Kind, Meta
+from ckptmirror.core.resumption import candidates, facts_of
+from ckptmirror.core.retention import Retention
+from ckptmirror.core.rewinding import Fork, fork_at
+from ckptmirror.flow.fetch.deep_read import FileToRead, read_all
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
+from ckptmirror.flow.retention.reconcile import forget_brought
+from ckptmirror.flow.save.commit import latest_target
+from ckptmirror.flow.start.bring import Proposal, Proposer
+from ckptmirror.flow.start.claim import RunClaim
+from ckptmirror.flow.start.leader import Node
+from ckptmirror.flow.start.survey import Places, look_everywhere
+from ckptmirror.local import files
+from ckptmirror.local.table_place import open_known_table
+from ckptmirror.local.uploads import UploadsTable
+
+__all__ = ["RewindPlan", "Rewound", "plan_rewind", "rewind"]
+
+_log = logging.getLogger("ckptmirror.rewind")
+OnBytes = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class RewindPlan:
+    """What a rewind would do.
+
+    Attributes:
+        save: To go back to.
+        places: Where it is whole: ``"disk"``, or a mirror's URL; best first.
+        fork: What it supersedes, and what it takes up again.
+        silent: Mirrors that do not answer, with the reason.
+    """
+
+    save: SaveFacts
+    places: tuple[str, ...]
+    fork: Fork
+    silent: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """A rewind that was recorded.
+
+    Attributes:
+        attempt: The number of the attempt that records it.
+        place: Where the copy was that lies on this disk now: ``"disk"``, or a mirror's URL.
+        before: The newest whole save of the lineage as it was: going back there undoes it. None if there was none.
+        told: The mirrors that know of it.
+        untold: Those that do not yet, with the reason.
+    """
+
+    attempt: int
+    step: int
+    save_id: str
+    kind: Kind
+    place: str
+    fork: Fork
+    before: SaveFacts | None
+    told: tuple[str, ...]
+    untold: Mapping[str, str]
+
+
+def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()) -> RewindPlan:
+    """Say what a rewind would do. Locks nothing and records nothing; a mirror that the table knows is met as ever.
+
+    Args:
+        root: The root that the trainer saves to, or will.
+        reference: A step of the lineage; or a save id (8 digits or more), also of a superseded save.
+        mirrors: URLs beside those that the root's table knows.
+
+    Raises:
+        CheckpointNotFound: There is no such save, or no run at all.
+        StoreTemporary: It may be on a mirror that does not answer.
+        NoTable: Nothing tells which mirrors there are.
+        ConfigError: Root and mirrors are not of one run.
+    """
+    with _looking(root, mirrors) as opened:
+        claim = RunClaim.look(root, opened)
+        if claim is None:
+            where = ", ".join([str(root), *(mirror.url for mirror in opened)])
+            raise CheckpointNotFound(f"{where} tells of no run.", hint="Check --root and --mirror.")
+        places = look_everywhere(root, opened, claim)
+    found = _candidate(root, reference, claim, places)
+    attempts = [attempt for attempt in claim.attempts.attempts if attempt.decided]
+    meta = next(iter(places.metas()[(found[0].save_id, found[1])].values()))
+    fork = fork_at(_with(attempts, places, meta), _all_facts(places), meta.ref)
+    return RewindPlan(found[0], found[2], fork, dict(places.silent))
+
+
+def _candidate(
+    root: Path, reference: int | str, claim: RunClaim, places: Places
+) -> tuple[SaveFacts, Kind, tuple[str, ...]]:
+    order = places.order(claim.attempts.attempts)
+    where = {key: list(metas) for key, metas in places.metas().items()}
+    try:
+        found = candidates(order, where, reference)
+        if not found:
+            raise CheckpointNotFound(f"There is no whole save {reference!r}.")
+    except CheckpointNotFound as error:
+        aside = [save for save in (*order.superseded, *order.unknown) if save.step == reference]
+        if aside:
+            ids = " or ".join(f"--save {save.save_id[:8]}" for save in aside)
+            raise CheckpointNotFound(
+                error.message, hint=f"Name it by its save id: `ckptmirror rewind --root {quote(str(root))}` with {ids}."
+            ) from error
+        if places.silent:
+            silent = "; ".join(f"{url} does not answer ({reason})" for url, reason in places.silent.items())
+            raise StoreTemporary(
+                f"{error.message} It may be there: {silent}.", hint="Try again when it answers."
+            ) from error
+        problems = [f"{name}: {one.why}" for name, one in places.problems().items() if one.step == reference]
+        if problems:
+            raise CheckpointNotFound(f"{error.message} Not whole: {'; '.join(problems)}.", hint=error.hint) from error
+        raise
+    return found[0].save, found[0].kind, found[0].places
+
+
+def _with(attempts: list[Attempt], places: Places, meta: Meta) -> list[Attempt]:
+    """The attempts, with those that no list tells of and that the save is of: a rewind adopts them."""
+    known = {attempt.id for attempt in attempts}
+    return [*attempts, *(attempt for attempt in places.attempts_to(meta) if attempt.id not in known)]
+
+
+def _all_facts(places: Places) -> list[SaveFacts]:
+    """Every save of the run that a meta tells of, whole or not, in whichever place."""
+    catalogs = (places.disk, *places.mirrors.values())
+    metas = [meta for there in catalogs for meta in there.saves.values()]
+    metas += [one.meta for there in catalogs for one in there.problems.values() if one.meta is not None]
+    found: dict[str, SaveFacts] = {}
+    for meta in metas:
+        if meta.run_id == places.run_id:
+            facts = facts_of(meta)
+            known = found.get(meta.save_id, facts)  # a staged copy may hold some kinds only
+            found[meta.save_id] = max(facts, known, key=lambda one: len(one.kinds))
+    return list(found.values())
+
+
+def rewind(
+    root: Path,
+    reference: int | str,
+    *,
+    mirrors: Sequence[str] = (),
+    bus: events.EventBus | None = None,
+    on_progress: OnBytes | None = None,
+) -> Rewound:
+    """Record that the run goes on from an older save.
+
+    Args:
+        root: The root that the trainer saves to, or will.
+        reference: A step of the lineage; or a save id (8 digits or more), also of a superseded save.
+        mirrors: URLs beside those that the root's table knows.
+        bus: Told of what is brought, what is broken, and the new attempt.
+        on_progress: Told bytes done and bytes in all, of a download and then of the check.
+
+    Raises:
+        RootLocked: A trainer, or another verb, holds the root.
+        CheckpointNotFound: There is no such save.
+        IntegrityError: No copy of it is sound. Nothing was recorded.
+        StoreTemporary: A mirror that is needed does not answer. Nothing was recorded.
+        AttemptFenced: A newer attempt of the run starts at this moment. Nothing was recorded.
+    """
+    plan_rewind(root, reference, mirrors=mirrors)  # raises before anything is written anywhere
+    bus = bus or events.EventBus()
+    began = time.monotonic()
+    node = Node(root, _specs(root, mirrors), Retention(), bus, verb="rewind")
+    try:
+        proposer = Proposer(
+            node,
+            reference,
+            False,
+            bus,
+            on_progress=lambda at: (
+                on_progress(at.received_bytes + at.kept_bytes, at.total_bytes) if on_progress is not None else None
+            ),
+        )
+        proposal, meta = _first_sound(root, proposer, on_progress)
+        claim = _claim_of(node)
+        places = look_everywhere(root, node.mirrors, claim)
+        decided = [attempt for attempt in claim.attempts.attempts if attempt.decided]
+        before = places.order(decided).in_order()
+        fork = fork_at(_with(decided, places, meta), _all_facts(places), meta.ref)
+        forget_brought(root)
+        claim.decide(meta.ref, node.mirrors)
+        _point_latest_at(root, meta)
+        number = claim.attempt.number
+        bus.emit(
+            events.AttemptDecided(
+                attempt=number,
+                step=meta.step,
+                save_id=meta.save_id,
+                place=proposal.place,
+                duration_s=time.monotonic() - began,
+            )
+        )
+        bus.emit(events.AttemptEnded(attempt=number, status="rewound"))
+        told = tuple(mirror.url for mirror in node.mirrors if mirror.url not in claim.unclaimed)
+        return Rewound(
+            attempt=number,
+            step=meta.step,
+            save_id=meta.save_id,
+            kind=proposal.kind,
+            place=proposal.place,
+            fork=fork,
+            before=before[-1] if before and before[-1].save_id != meta.save_id else None,
+            told=told,
+            untold=dict(claim.unclaimed),
+        )
+    finally:
+        node.close()
+
+
+def _first_sound(root: Path, proposer: Proposer, on_progress: OnBytes | None) -> tuple[Proposal, Meta]:
+    """Have one copy after the other brought here, until one has every checksum.
+
+    Raises:
+        IntegrityError: None has.
+    """
+    while True:
+        proposal = proposer.next()
+        meta = proposal.meta
+        assert meta is not None, "only a start from scratch proposes none"
+        artifacts = meta.artifacts_of(proposal.kind)
+        total, done = sum(artifact.digest.size_bytes for artifact in artifacts), 0
+
+        def told(count: int, total: int = total) -> None:
+            nonlocal done
+            done += count
+            if on_progress is not None:
+                on_progress(done, total)
+
+        found = read_all([FileToRead(root / a.path, a.digest) for a in artifacts], on_bytes=told)
+        wrong = [(artifact.path, fault) for artifact, fault in zip(artifacts, found, strict=True) if fault is not None]
+        if not wrong:
+            return proposal, meta
+        path, fault = min(wrong, key=lambda one: one[1].state != "damaged")
+        proposer.reject(proposal, f"{path}: {fault.why}", touched=False, unreadable=fault.state != "damaged")
+
+
+def _claim_of(node: Node) -> RunClaim:
+    assert node.claim is not None, "the proposer has claimed the run"
+    return node.claim
+
+
+def _point_latest_at(root: Path, meta: Meta) -> None:
+    """The hint for people follows."""
+    if meta.kinds == ("emergency",):
+        return
+    try:
+        files.replace_link(root / names.LATEST_NAME, latest_target(meta))
+    except (LocalStorageFull, OSError) as error:
+        _log.warning("%s still names another step: %s", root / names.LATEST_NAME, error)
+
+
+# -- which mirrors -------------------------------------------------------------------------------------------
+
+
+def _specs(root: Path, mirrors: Sequence[str]) -> list[MirrorSpec]:
+    """The mirrors of the root's table as it has them, then those that were named beside them."""
+    named = mirror_specs(mirrors)
+    known: list[MirrorSpec] = []
+    with _table_of(root, named) as table:
+        if table is not None:
+            known = [MirrorSpec(row.url, row.required) for row in table.mirrors()]
+    urls = {spec.url for spec in known}
+    return [*known, *(spec for spec in named if spec.url not in urls)]
+
+
+@contextlib.contextmanager
+def _table_of(root: Path, named: Sequence[MirrorSpec]) -> Iterator[UploadsTable | None]:
+    """The root's table; None where there is none yet and the mirrors were named.
+
+    Raises:
+        NoTable: There is none, and no mirror was named.
+        ConfigError: The table does not know the mirrors, and none was named.
+    """
+    hint = "Name the mirrors of the run with --mirror."
+    try:
+        table = open_known_table(root)
+    except NoTable as error:
+        if not named or not _may_do_without(root):
+            raise NoTable(error.message, hint=hint if _may_do_without(root) else error.hint) from error
+        yield None
+        return
+    try:
+        if not table.knows_mirrors() and not named:
+            raise ConfigError(f"The table of {root} does not know the mirrors yet.", hint=hint)
+        yield table
+    finally:
+        table.close()
+
+
+def _may_do_without(root: Path) -> bool:
+    """Whether a table may be made here: not where the root says that it lies elsewhere."""
+    return not (root / names.TABLE_NOTE_NAME).exists()
+
+
+@contextlib.contextmanager
+def _looking(root: Path, mirrors: Sequence[str]) -> Iterator[list[Mirror]]:
+    """The mirrors, opened so that nothing is made or remembered of one that the root does not know."""
+    named = mirror_specs(mirrors)
+    opened: list[Mirror] = []
+    with _table_of(root, named) as table:
+        specs = _specs(root, mirrors)
+        known = {row.url for row in table.mirrors()} if table is not None else set()
+        try:
+            for spec in specs:
+                opened += open_mirrors([spec], root, table if spec.url in known else None)
+            yield opened
+        finally:
+            close_mirrors(opened)

@@ -1,0 +1,1 @@
+"""Uploading: what the table has pending is sent to the mirrors and verified there."""

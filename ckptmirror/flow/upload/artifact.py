@@ -1,0 +1,142 @@
+"""Upload of an artifact: its bytes are on the mirror, exactly, or they are not accepted.
+
+Rules:
+* The mirror is asked before anything is sent: our own object, already there, is success; another save's is left alone
+  and the other name is used.
+* A record becomes verified only when the mirror, asked after the upload, shows the size and crc32c taken at commit
+  time; a store that computes none is read back.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from ckptmirror.core import events
+from ckptmirror.core.errors import IntegrityError, PreconditionFailed, StorePermanent, Temporary
+from ckptmirror.core.model import Digest, Meta
+from ckptmirror.flow.places.read_back import read_back_crc32c
+from ckptmirror.flow.upload.sending import LEASE_S, Sending, UploadContext
+from ckptmirror.flow.upload.transfer_progress import WatchedUpload
+from ckptmirror.local import files
+from ckptmirror.local.checksums import verify_file
+from ckptmirror.local.uploads import Claim
+from ckptmirror.stores.base import ObjectInfo, Upload
+
+__all__ = ["ArtifactUpload"]
+
+_SLOWEST_BYTES_PER_S = 20e6  # a lease outlasts a silent pass (fsync, reading back) over the whole file at this rate
+
+
+class ArtifactUpload(Sending):
+    """The upload of one file of a save."""
+
+    def __init__(self, context: UploadContext, claim: Claim) -> None:
+        super().__init__(context, claim)
+        self._lease_s = LEASE_S + (claim.record.size_bytes or 0) / _SLOWEST_BYTES_PER_S
+        self._renewed = time.monotonic()
+
+    def send(self) -> None:
+        """Send the record's file, or find it there, and verify it."""
+        meta = self._local_meta()
+        digest = next((a.digest for a in meta.artifacts if a.path == self._record.path), None)
+        if digest is None:
+            raise IntegrityError(f"The meta of save {meta.save_id[:8]} does not name {self._record.path}.")
+        if not self._context.confirmed.is_set():
+            self._context.confirm(self._context.mirror)
+            self._context.confirmed.set()
+        if self._lease_s > 2 * LEASE_S:
+            self._context.table.renew(self._claim, self._lease_s)
+        for name in self._candidate_names(meta):
+            info = self._store.stat(name)
+            if info is None and name in self._own_names(meta):
+                info = self._create(name, digest, meta)
+            if info is not None and self._is_ours(info, digest, meta):
+                self._verify(info, digest)
+                return
+        raise StorePermanent(
+            f"Every name for {self._record.path} on {self._context.mirror.url} holds other bytes.",
+            hint="Another run writes to this prefix: give each run a prefix of its own.",
+        )
+
+    def _create(self, name: str, digest: Digest, meta: Meta) -> ObjectInfo | None:
+        path = self._context.root / self._record.path
+        try:
+            source = files.FileSource(path)
+        except FileNotFoundError as error:
+            raise StorePermanent(
+                f"{path} is gone, and {self._context.mirror.url} has no copy of it.",
+                hint="Restore the file, then `ckptmirror drain`.",
+            ) from error
+        with source:
+            if source.size_bytes != digest.size_bytes:
+                raise IntegrityError(f"{path} has {source.size_bytes} bytes; {digest.size_bytes} were committed.")
+            if name != self._record.object:
+                self._context.table.set_object(self._claim, name)
+            record = self._record
+            watched = WatchedUpload(source, self._context.under_way, (record.save_id, record.path), record.mirror)
+            try:
+                sent = self._store.upload(
+                    Upload(
+                        name=name,
+                        source=watched,
+                        digest=digest,
+                        metadata=self._metadata(meta),
+                        session=self._record.session if name == self._record.object else None,
+                        on_session=self._keep_session,
+                        on_progress=lambda acknowledged: self._progressed(watched, acknowledged),
+                        on_sent=watched.sent,
+                    )
+                )
+            except PreconditionFailed as error:
+                info = self._store.stat(name)  # an object stands there now, ours perhaps (a lost answer): compared next
+                if info is None:
+                    raise Temporary(f"{name} came and went on {self._context.mirror.url}.") from error
+                return info
+            except IntegrityError as error:
+                self._context.table.set_session(self._claim, None)  # what it holds is not what was committed
+                verify_file(path, digest)  # raises if it is our file that rotted since the commit
+                raise Temporary(f"{self._context.mirror.url} received other bytes than were sent: {error}") from error
+        info = self._store.stat(name)
+        if info is not None and info.crc32c is None and info.generation == sent.generation:
+            return replace(info, crc32c=digest.crc32c)  # such a store's upload() has just read the object back
+        return info
+
+    def _is_ours(self, info: ObjectInfo, digest: Digest, meta: Meta) -> bool:
+        """Whether the object is this save's: by its metadata, or by equal bytes where a store keeps none."""
+        if self._store.capabilities.custom_metadata:
+            if info.metadata.get("ckptmirror-save") != meta.save_id:
+                return False
+        elif info.size_bytes != digest.size_bytes:
+            return False
+        return self._crc32c(info) == digest.crc32c and info.size_bytes == digest.size_bytes
+
+    def _verify(self, info: ObjectInfo, digest: Digest) -> None:
+        self._context.table.verify(
+            self._claim,
+            object_name=info.name,
+            generation=info.generation,
+            size_bytes=digest.size_bytes,
+            crc32c=digest.crc32c,
+        )
+        self._context.bus.emit(
+            events.RecordVerified(
+                mirror=self._context.mirror.url,
+                step=self._record.step,
+                path=self._record.path,
+                size_bytes=digest.size_bytes,
+            )
+        )
+
+    def _crc32c(self, info: ObjectInfo) -> int:
+        return info.crc32c if info.crc32c is not None else read_back_crc32c(self._store, info)
+
+    def _keep_session(self, session: str) -> None:
+        self._context.table.set_session(self._claim, session)
+
+    def _progressed(self, watched: WatchedUpload, acknowledged_bytes: int) -> None:
+        watched.acknowledged(acknowledged_bytes)
+        now = time.monotonic()
+        if now - self._renewed > LEASE_S / 5:
+            self._context.table.renew(self._claim, self._lease_s)
+            self._renewed = now

@@ -1,0 +1,184 @@
+"""Upload of a meta: what makes a save exist on a mirror, after everything that it names.
+
+Rules:
+* The table lets it be claimed only when all artifacts of the save are verified there, and it is written only after the
+  mirror confirmed that this attempt is not fenced.
+* Of several nodes each publishes its part, and whoever sees all parts writes the whole: all write the same.
+* What stands under its name is read, not guessed: our own meta is success, another save's means the other name, a
+  tombstone is obeyed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+from ckptmirror.core import events, names
+from ckptmirror.core.codec import meta_from_bytes, meta_or_tombstone_from_bytes, meta_to_bytes
+from ckptmirror.core.errors import (
+    BrokenMeta,
+    IntegrityError,
+    ObjectNotFound,
+    PreconditionFailed,
+    StorePermanent,
+    Temporary,
+)
+from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.merging import merge_parts
+from ckptmirror.core.model import Meta, Tombstone
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, objects_of
+from ckptmirror.flow.upload.sending import Sending
+from ckptmirror.local.checksums import crc32c
+from ckptmirror.stores.base import ObjectInfo
+
+__all__ = ["MetaUpload"]
+
+
+class MetaUpload(Sending):
+    """The upload of a save's meta."""
+
+    def send(self) -> None:
+        """Write the mirror's meta, last; find our own there; step aside for another save's; obey a tombstone."""
+        context = self._context
+        meta = self._local_meta()
+        context.confirm(context.mirror)
+        context.confirmed.set()
+        mine = self._mirror_meta(meta)
+        self._check_artifacts(mine)
+        data = meta_to_bytes(self._of_all_nodes(mine))
+        own_names = self._own_names(meta)
+        if not meta.is_whole:  # nodes tag their own names as they must: the merged meta's are the same for all
+            plain = names.untagged(self._record.path)
+            own_names = [plain, names.tagged(plain, meta.save_id)]
+        for name in self._candidate_names(meta) if meta.is_whole else own_names:
+            if name in own_names and not meta.partial:  # what is here does not say all that the save has
+                with contextlib.suppress(PreconditionFailed):  # ours from before, or another save's: read next
+                    self._store.write(name, data, if_generation=0, metadata=self._metadata(meta))
+            elif self._store.stat(name) is None:
+                continue
+            try:
+                there, info = self._store.read(name, limit_bytes=META_LIMIT_BYTES)
+            except ObjectNotFound as error:
+                raise Temporary(f"{name} came and went on {context.mirror.url}.") from error
+            if info.crc32c is not None and crc32c(there) != info.crc32c:
+                raise Temporary(f"{name} arrived broken from {context.mirror.url}.")  # it may well be ours
+            found = _meta_or_none(there)
+            if found is None or found.save_id != meta.save_id:
+                continue
+            if isinstance(found, Tombstone):
+                context.table.remove(meta.save_id, context.mirror.url, f"removed by retention: {found.reason}")
+                return
+            if there != data and not _covers(found, meta):
+                raise IntegrityError(f"{name} on {context.mirror.url} names this save with other contents.")
+            self._verify_meta(*self._naming_what_was_verified(found, mine, info, there))
+            return
+        if meta.partial:
+            raise StorePermanent(
+                f"{context.mirror.url} has no meta of step {meta.step}, and what lies here is a part of the save.",
+                hint="Mirror it from where all of it lies.",
+            )
+        raise StorePermanent(f"Both names for the meta of step {meta.step} are taken on {context.mirror.url}.")
+
+    def _naming_what_was_verified(
+        self, there: Meta, mine: Meta, info: ObjectInfo, data: bytes
+    ) -> tuple[ObjectInfo, bytes]:
+        """Have the mirror's meta of this save name the objects that were verified; return it as it stands then.
+
+        An object that was damaged keeps its name, and what is sent in its stead has another. Nothing but names of
+        objects changes, at the generation that was read.
+
+        Raises:
+            Temporary: Somebody else changed it meanwhile.
+        """
+        verified = {names.untagged(artifact.path): artifact.object_name for artifact in mine.artifacts}
+        wanted = [verified.get(names.untagged(a.path), a.object_name) for a in there.artifacts]
+        if wanted == [artifact.object_name for artifact in there.artifacts]:
+            return info, data
+        artifacts = tuple(
+            replace(a, object=name if name != a.path else None) for a, name in zip(there.artifacts, wanted, strict=True)
+        )
+        data = meta_to_bytes(replace(there, artifacts=artifacts))
+        try:
+            info = self._store.write(info.name, data, if_generation=info.generation, metadata=info.metadata)
+        except PreconditionFailed as error:
+            raise Temporary(f"{info.name} on {self._context.mirror.url} was changed meanwhile.") from error
+        return info, data
+
+    def _check_artifacts(self, meta: Meta) -> None:
+        """Ask for every artifact once more: some were verified long ago, and the bucket may be another since.
+
+        Raises:
+            Temporary: Some are not the objects that were verified; they are pending again.
+        """
+        table, mirror = self._context.table, self._context.mirror
+        objects = objects_of(self._store, meta)
+        changed = []
+        for record in table.records(save_id=meta.save_id, mirror=mirror.url):
+            name = record.object or record.path
+            info = objects.get(name)
+            if record.role == "artifact" and (info is None or info.generation != record.generation):
+                changed.append(f"{name} is not the object that was verified")
+                if record.state is RecordState.VERIFIED:
+                    table.unverify(record.save_id, record.path, record.mirror, changed[-1])
+        if changed:
+            raise Temporary(f"{mirror.url}: {changed[0]} ({len(changed)} in all): sent again before the meta.")
+
+    def _mirror_meta(self, meta: Meta) -> Meta:
+        """The node's meta, with the object name of each artifact where it differs from its path."""
+        objects = {
+            r.path: r.object
+            for r in self._context.table.records(save_id=meta.save_id, mirror=self._context.mirror.url)
+            if r.role == "artifact"
+        }
+        artifacts = tuple(
+            replace(a, object=objects[a.path] if objects[a.path] != a.path else None) for a in meta.artifacts
+        )
+        return replace(meta, artifacts=artifacts, staged_from=None, partial=False)
+
+    def _of_all_nodes(self, mine: Meta) -> Meta:
+        """Publish this node's part, and merge the parts once every node's is there; no node leads.
+
+        Raises:
+            Temporary: A node's part is not there yet.
+        """
+        if mine.is_whole:
+            return mine
+        part_names = [names.part_name(mine.step, mine.save_id, number + 1, mine.nodes) for number in range(mine.nodes)]
+        with contextlib.suppress(PreconditionFailed):  # published before
+            own = part_names[mine.node]
+            self._store.write(own, meta_to_bytes(mine), if_generation=0, metadata=self._metadata(mine))
+        parts = []
+        for name in part_names:
+            try:
+                data, _ = self._store.read(name, limit_bytes=META_LIMIT_BYTES)
+            except ObjectNotFound as error:
+                raise Temporary(f"{name} is not on {self._context.mirror.url} yet: its node is on its way.") from error
+            parts.append(meta_from_bytes(data))
+        return merge_parts(parts)
+
+    def _verify_meta(self, info: ObjectInfo, data: bytes) -> None:
+        context = self._context
+        context.table.verify(
+            self._claim,
+            object_name=info.name,
+            generation=info.generation,
+            size_bytes=len(data),
+            crc32c=crc32c(data),
+        )
+        context.bus.emit(
+            events.MirrorCommitted(mirror=context.mirror.url, step=self._record.step, save_id=self._record.save_id)
+        )
+
+
+def _meta_or_none(data: bytes) -> Meta | Tombstone | None:
+    """Read what stands under a meta's name; None for what somebody else put there."""
+    try:
+        return meta_or_tombstone_from_bytes(data)
+    except BrokenMeta:
+        return None
+
+
+def _covers(there: Meta, mine: Meta) -> bool:
+    """Whether a mirror's meta names every file of a local save (a staged copy holds some kinds, maybe tagged)."""
+    named = {names.untagged(artifact.path): artifact.digest for artifact in there.artifacts}
+    return all(named.get(names.untagged(artifact.path)) == artifact.digest for artifact in mine.artifacts)

@@ -1,0 +1,92 @@
+"""One record of the table at a time, from claimed to what came of it.
+
+Rules:
+* What is sent, and when it counts as arrived, is decided in ``artifact`` and ``meta``; here is what becomes of the
+  record.
+* Temporary faults put the record back with a growing, jittered delay; permanent ones fail it, loudly. Nothing is
+  dropped.
+"""
+
+from __future__ import annotations
+
+import random
+
+from ckptmirror.core import events
+from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ClaimLost, NotAuthorised
+from ckptmirror.flow.upload.artifact import ArtifactUpload
+from ckptmirror.flow.upload.meta import MetaUpload
+from ckptmirror.flow.upload.sending import UploadContext
+from ckptmirror.local.uploads import Claim
+
+__all__ = ["TRIES_LIMIT", "upload_claimed"]
+
+TRIES_LIMIT = 10_000  # about a week at the longest delay
+_random = random.Random()  # the training's own numbers stay its own
+_FIRST_DELAY_S = 1.0
+_LONGEST_DELAY_S = 60.0
+
+
+def upload_claimed(context: UploadContext, claim: Claim) -> None:
+    """Carry one claimed record as far as it goes now; its new state is durable on return.
+
+    Raises:
+        AttemptFenced: A newer attempt was met; the record is pending again.
+    """
+    record = claim.record
+    try:
+        if record.role == "meta":
+            MetaUpload(context, claim).send()
+        else:
+            ArtifactUpload(context, claim).send()
+    except ClaimLost:
+        return  # the lease ran out and another worker has the record: what we sent is found by it
+    except AttemptFenced as error:
+        context.table.put_back(claim, str(error), not_before_s=_LONGEST_DELAY_S)
+        raise
+    except CkptMirrorError as error:
+        if error.temporary or isinstance(error, NotAuthorised):
+            _put_back(context, claim, error)
+        else:
+            _fail(context, claim, str(error))
+    except Exception as error:  # noqa: BLE001 - a fault that nobody foresaw must not take the worker down with it
+        _put_back(context, claim, error)
+    else:
+        context.under_way.answered(record.mirror)
+    finally:
+        context.under_way.over((record.save_id, record.path), record.mirror)
+
+
+def _put_back(context: UploadContext, claim: Claim, error: Exception) -> None:
+    tries = claim.record.attempts_made
+    if tries >= TRIES_LIMIT:
+        _fail(context, claim, f"gave up after {tries} tries: {error}")
+        return
+    longest = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(tries, 10))
+    delay_s = max(getattr(error, "retry_after_s", None) or 0.0, _random.uniform(0.0, longest))  # full jitter
+    if isinstance(error, NotAuthorised):
+        delay_s = max(delay_s, min(longest, 5.0))
+    reason = f"{type(error).__name__}: {error}"
+    try:
+        context.table.put_back(claim, reason, not_before_s=delay_s)
+    except ClaimLost:
+        return
+    context.under_way.waits(claim.record.mirror, delay_s, error)
+    context.bus.emit(
+        events.MirrorUnreachable(
+            mirror=context.mirror.url,
+            step=claim.record.step,
+            path=claim.record.path,
+            reason=reason,
+            refused=isinstance(error, NotAuthorised),
+        )
+    )
+
+
+def _fail(context: UploadContext, claim: Claim, reason: str) -> None:
+    try:
+        context.table.fail(claim, reason)
+    except ClaimLost:
+        return
+    context.bus.emit(
+        events.RecordFailed(mirror=context.mirror.url, step=claim.record.step, path=claim.record.path, reason=reason)
+    )

@@ -1,0 +1,100 @@
+"""Sending: what the uploads of an artifact and of a meta have in common.
+
+Rules:
+* A record is of a save whose meta is committed on this disk; that meta says what the bytes must be.
+* A save creates only names of its own: the plain one where it is free, else the one with its tag (``names.tagged``).
+* Nothing is sent to a mirror before this process has confirmed its claim of the run there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptmirror.core import events, names
+from ckptmirror.core.codec import meta_from_bytes
+from ckptmirror.core.errors import IntegrityError, StorePermanent
+from ckptmirror.core.model import Meta
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.upload.transfer_progress import UnderWay
+from ckptmirror.local import files
+from ckptmirror.local.uploads import Claim, UploadRecord, UploadsTable
+from ckptmirror.stores.base import Store
+
+__all__ = ["LEASE_S", "Sending", "UploadContext"]
+
+LEASE_S = 300.0
+
+
+@dataclass(frozen=True)
+class UploadContext:
+    """What an upload needs beside its claim.
+
+    Attributes:
+        confirm: Asks the mirror whether this attempt may still commit there; raises AttemptFenced if not. A drain,
+            which is no attempt, passes a function that lets the mirror's list hold the root's attempts.
+        confirmed: Set once that went well, by the first record that is sent there.
+        under_way: Told what is being sent, for who looks on.
+    """
+
+    root: Path
+    table: UploadsTable
+    mirror: Mirror
+    bus: events.EventBus
+    confirm: Callable[[Mirror], None]
+    confirmed: threading.Event = field(default_factory=threading.Event)
+    under_way: UnderWay = field(default_factory=UnderWay)
+
+
+class Sending:
+    """One record under one claim."""
+
+    def __init__(self, context: UploadContext, claim: Claim) -> None:
+        self._context = context
+        self._claim = claim
+        self._record: UploadRecord = claim.record
+        self._store: Store = context.mirror.store
+
+    def _own_names(self, meta: Meta) -> list[str]:
+        """The names that this save may create, best first."""
+        plain = self._record.path
+        tagged = plain if meta.tag else names.tagged(plain, meta.save_id)
+        return list(dict.fromkeys([self._record.object or plain, plain, tagged]))
+
+    def _candidate_names(self, meta: Meta) -> list[str]:
+        """Where the object may lie: what is there already, under whichever name, comes first.
+
+        A copy that was staged elsewhere may have come here before the original, or the original before the copy, and
+        each has its tag from its own disk. With one mirror only a copy can be second.
+        """
+        own = self._own_names(meta)
+        capable = self._store.capabilities.custom_metadata  # equal bytes alone may be another save's
+        if meta.staged_from is None and not (capable and len(self._context.table.mirrors()) > 1):
+            return own
+        plain = names.untagged(self._record.path)
+        came_from = [n for n in (plain, names.tagged(plain, meta.save_id)) if self._store.stat(n) is not None]
+        return list(dict.fromkeys([*came_from, *own]))
+
+    def _metadata(self, meta: Meta) -> dict[str, str]:
+        return {
+            "ckptmirror-run": meta.run_id,
+            "ckptmirror-attempt": meta.attempt.id,
+            "ckptmirror-save": meta.save_id,
+        }
+
+    def _local_meta(self) -> Meta:
+        """Read the committed local meta that the record belongs to."""
+        for record in self._context.table.records(save_id=self._record.save_id, mirror=self._record.mirror):
+            if record.role == "meta":
+                path = self._context.root / record.path
+                try:
+                    meta = meta_from_bytes(files.read_limited(path, META_LIMIT_BYTES))
+                except FileNotFoundError as error:
+                    raise StorePermanent(f"{path} is gone.", hint="Nothing was deleted by ckptmirror.") from error
+                if meta.save_id != self._record.save_id:
+                    raise IntegrityError(f"{path} names another save than its record.")
+                return meta
+        raise IntegrityError(f"The table has no meta record for save {self._record.save_id[:8]}.")

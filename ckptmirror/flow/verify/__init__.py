@@ -1,0 +1,1 @@
+"""Verifying: whether every save of a place is what was saved."""

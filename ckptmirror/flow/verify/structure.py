@@ -1,0 +1,242 @@
+"""What a verification looks at: each save of a place with what its structure says, from names, metas and listings.
+
+Rules:
+* A save whose meta can be read has its standing, as if it were whole; what cannot be placed is ``unknown``.
+* A mirror is listed after its metas were read: what a meta names was there before it, so it is in the listing.
+* What vanishes while it is looked at was deleted in order, and was never there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableSequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError
+from ckptmirror.core.lineage import Standing
+from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.resumption import Hindrance, Problem, facts_of, unexplained
+from ckptmirror.core.verification import State, standing_if_whole, worst
+from ckptmirror.flow.fetch.deep_read import Found
+from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, objects_of
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.resolve import by_run
+from ckptmirror.flow.places.select import attempts_of, lineage_of
+from ckptmirror.local.listing import Listing
+from ckptmirror.stores.base import ObjectInfo
+
+__all__ = ["Subject", "look_at_mirror", "look_at_root"]
+
+_STATE_OF: Mapping[Hindrance, State] = {"": "damaged", "unreadable": "unreadable", "refused": "refused"}
+
+
+@dataclass
+class Subject:
+    """One save in one place, while it is verified.
+
+    Attributes:
+        name: The meta's path, or its name on the mirror.
+        meta: None if it cannot be read.
+        why: What is wrong with the save as a whole; "" if nothing is.
+        hindrance: Of that: whether it only cannot be read now.
+        is_missed: Whether nothing is there at all, and the table says that it was.
+        faults: What is wrong with single artifacts, by path.
+        objects: On a mirror: what it says of each object that the meta names.
+        still_there: Asks whether the meta is there at this moment.
+    """
+
+    place: str
+    name: str
+    step: int | None
+    standing: Standing
+    still_there: Callable[[], bool]
+    meta: Meta | None = None
+    save_id: str = ""
+    why: str = ""
+    hindrance: Hindrance = ""
+    is_missed: bool = False
+    faults: dict[str, Found] = field(default_factory=dict)
+    objects: Mapping[str, ObjectInfo] = field(default_factory=dict)
+    read_bytes: int = 0
+
+    @property
+    def is_on_mirror(self) -> bool:
+        """Whether the place is a mirror."""
+        return "://" in self.place
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Its kinds; none if the meta cannot be read."""
+        return self.meta.kinds if self.meta is not None else ()
+
+    def name_of(self, artifact: Artifact) -> str:
+        """Under which name an artifact lies in the place."""
+        return artifact.object_name if self.is_on_mirror else artifact.path
+
+    def state(self) -> State:
+        """Say how it stands, by what is known so far."""
+        of_all: list[State] = [_STATE_OF[self.hindrance]] if self.why and not self.faults else []
+        return worst([*of_all, *(fault.state for fault in self.faults.values())])
+
+    def readable(self) -> list[Artifact]:
+        """The artifacts that are there as the structure wants them."""
+        if self.meta is None or (self.why and not self.faults):
+            return []
+        return [artifact for artifact in self.meta.artifacts if artifact.path not in self.faults]
+
+    def is_gone(self) -> bool:
+        """Whether the save was deleted, as a whole and meta first, since it was looked at."""
+        missed = {path: fault for path, fault in self.faults.items() if fault.is_gone}
+        try:
+            return bool(missed) and not self.still_there()
+        except CkptMirrorError as error:  # it does not answer any more: then nobody knows
+            self.faults |= {path: Found(f"{fault.why}; {error}", "unreadable") for path, fault in missed.items()}
+            return False
+
+    def is_named(self, name: str) -> bool:
+        """Whether ``name`` is its meta's, or that of a file or directory of it; so is ""."""
+        if not name or Path(self.name).name == name:
+            return True
+        if self.meta is None:
+            mine, other = names.parse_name(Path(self.name).name), names.parse_name(name)
+            return mine is not None and other is not None and (mine.step, mine.tag) == (other.step, other.tag)
+        tops = {self.name_of(a).partition("/")[0] for a in self.meta.artifacts}
+        return name in tops
+
+
+def look_at_root(root: Path, step: int | None, notes: MutableSequence[str]) -> list[Subject]:
+    """Look at the saves of a directory.
+
+    Raises:
+        CheckpointNotFound: It is no directory.
+        BrokenMeta: Its list of attempts cannot be trusted.
+    """
+    if not root.is_dir():
+        raise CheckpointNotFound(f"{root} is not a directory.", hint="Check --root.")
+    catalog = local_catalog(root)
+    _note_strays(catalog, step, notes)
+    listing = Listing(root)
+    subjects = []
+    for subject in _subjects(catalog, step):
+        path = Path(subject.name) if Path(subject.name).is_absolute() else root / subject.name
+        subject.still_there = lambda path=path: os.path.lexists(path)  # type: ignore[misc]
+        for artifact in subject.meta.artifacts if subject.meta is not None else ():
+            fault = listing.fault_of(artifact.path, artifact.digest.size_bytes)
+            if fault is not None:
+                why = fault.why.removeprefix(artifact.path).strip()
+                gone = not os.path.lexists(root / artifact.path)
+                subject.faults[artifact.path] = Found(why, "unreadable" if fault.unreadable else "damaged", gone)
+        if not subject.is_gone():
+            subjects.append(subject)
+    return subjects
+
+
+def look_at_mirror(mirror: Mirror, step: int | None, notes: MutableSequence[str]) -> list[Subject]:
+    """Look at the saves of a mirror.
+
+    Raises:
+        StoreTemporary: It does not answer.
+        BrokenMeta: Its list of attempts cannot be trusted.
+    """
+    catalog = mirror_catalog(mirror, step=step)
+    if step is not None and catalog.attempts is None:
+        catalog = mirror_catalog(mirror)  # the lost list is rebuilt from all metas
+    _note_strays(catalog, step, notes)
+    subjects = _subjects(catalog, step)
+    listed = {info.name: info for info in mirror.store.list()} if step is None and subjects else {}
+    found = []
+    for subject in subjects:
+        name = subject.name
+        subject.still_there = lambda name=name: mirror.store.stat(name) is not None  # type: ignore[misc]
+        if subject.meta is None and not subject.still_there():
+            continue
+        if subject.meta is not None:
+            subject.objects = listed if step is None else objects_of(mirror.store, subject.meta)
+            for artifact in subject.meta.artifacts:
+                fault = _fault_of(artifact, subject.objects.get(artifact.object_name))
+                if fault is not None:
+                    subject.faults[artifact.path] = fault
+        if not subject.is_gone():
+            found.append(subject)
+    return found
+
+
+def _fault_of(artifact: Artifact, info: ObjectInfo | None) -> Found | None:
+    digest = artifact.digest
+    other = f" (as {artifact.object})" if artifact.object is not None else ""
+    if info is None:
+        return Found(f"is missing{other}", is_gone=True)
+    if info.size_bytes != digest.size_bytes:
+        return Found(f"has {info.size_bytes} bytes instead of {digest.size_bytes}{other}")
+    if info.crc32c is not None and info.crc32c != digest.crc32c:
+        return Found(f"has the crc32c {info.crc32c:08x}, saved was {digest.crc32c:08x}{other}")
+    return None
+
+
+def _subjects(catalog: Catalog, step: int | None) -> list[Subject]:
+    """Every save of a place, whole or not, by step, attempt and number."""
+    found = []
+    for one in by_run(catalog):
+        standing = lineage_of(one).standing_by_save()
+        for meta in one.saves.values():
+            found.append(_subject(catalog, _meta_name(catalog, meta), meta.step, standing[meta.save_id], meta))
+    saves = [facts_of(meta) for meta in catalog.saves.values()]
+    decided = [attempt for attempt in attempts_of(catalog) if attempt.decided]
+    for name, problem in catalog.problems.items():
+        standing_of_it: Standing = "unknown"
+        if problem.meta is not None:
+            standing_of_it = standing_if_whole(decided, saves, facts_of(problem.meta))
+        found.append(_subject(catalog, name, _step_of(name, problem), standing_of_it, problem.meta, problem))
+    found = [subject for subject in found if step is None or subject.step == step]
+    return sorted(found, key=_in_order)
+
+
+def _subject(
+    catalog: Catalog, name: str, step: int | None, standing: Standing, meta: Meta | None, problem: Problem | None = None
+) -> Subject:
+    return Subject(
+        place=catalog.place,
+        name=name,
+        step=step,
+        standing=standing,
+        still_there=lambda: True,
+        meta=meta,
+        save_id=meta.save_id if meta is not None else problem.save_id if problem is not None else "",
+        why=problem.why if problem is not None else "",
+        hindrance=problem.hindrance if problem is not None else "",
+    )
+
+
+def _step_of(name: str, problem: Problem) -> int | None:
+    if problem.step is not None:
+        return problem.step
+    parsed = names.parse_name(Path(name).name)
+    return parsed.step if parsed is not None else None
+
+
+def _in_order(subject: Subject) -> tuple[int, int, int, str]:
+    meta = subject.meta
+    number = (meta.attempt.number, meta.save_number) if meta is not None else (-1, -1)
+    return (-1 if subject.step is None else subject.step, *number, subject.name)
+
+
+def _meta_name(catalog: Catalog, meta: Meta) -> str:
+    """Where the meta of a whole save lies."""
+    if "://" in catalog.place:
+        return catalog.meta_names.get(meta.save_id, names.SaveName(meta.step, meta.tag).meta)
+    if meta.kinds == ("emergency",):
+        directory = meta.artifacts[0].path.partition("/")[0] if meta.artifacts else ""
+        return str(Path(catalog.place, directory))
+    return str(Path(catalog.place, names.SaveName(meta.step, meta.tag).meta))
+
+
+def _note_strays(catalog: Catalog, step: int | None, notes: MutableSequence[str]) -> None:
+    metas = [*catalog.saves.values(), *(one.meta for one in catalog.problems.values() if one.meta is not None)]
+    loose = unexplained(catalog.others, metas, catalog.tombstones.values())
+    told = {problem.step for problem in catalog.problems.values()}  # of a broken meta the files are loose
+    for name, problem in loose.items():
+        if problem.step not in told and (step is None or problem.step == step):
+            under_way = "; it may be on its way" if "://" in catalog.place else ""
+            notes.append(f"{catalog.place}/{name}: {problem.why}{under_way}")

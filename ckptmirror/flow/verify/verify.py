@@ -1,0 +1,304 @@
+"""Verify: is every save of a root or of a mirror what was saved?
+
+Rules:
+* The structure first: the meta is valid, every file or object that it names is there, with its size, and with its
+  crc32c where the mirror keeps one. ``deep`` also reads every byte (``fetch.deep_read``).
+* Looking changes nothing, locks nothing, and may happen beside a trainer: what is deleted in order meanwhile is no
+  damage.
+* Only ``deep``, only with the root given beside the mirror, and only of a mirror that the root's table knows and that
+  is the place it knows: what is damaged there and called verified becomes pending again (``table_feedback``), so that
+  rotation keeps the local copy and the uploader sends it once more. Nothing else is ever told to the table.
+* Beside the root its table is asked too: a save that it calls committed on a mirror, and that is not there, is damage.
+* A place without any save is not whole: somebody mistyped it, or lost it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from shlex import quote
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import CheckpointNotFound
+from ckptmirror.core.model import Artifact, Digest, Kind
+from ckptmirror.core.verification import State, Verdict, kinds_to_stage, mend_command, outcome, worst
+from ckptmirror.flow.fetch.deep_read import FileToRead, ObjectToRead, ToRead, read_all
+from ckptmirror.flow.fetch.destination import is_training_root
+from ckptmirror.flow.places.mirrors import Mirror, OnWait
+from ckptmirror.flow.places.reference import locate
+from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
+from ckptmirror.flow.verify.structure import Subject, look_at_mirror, look_at_root
+from ckptmirror.flow.verify.table_feedback import Table
+from ckptmirror.local.uploads import SaveRow
+from ckptmirror.stores import normalise_url, open_store
+
+__all__ = ["Target", "Verification", "VerifiedSave", "target_of", "verify"]
+
+_NEAREST = 4
+_FAULTS_LISTED = 100
+
+
+@dataclass(frozen=True)
+class VerifiedSave:
+    """What was found of one save in one place.
+
+    Attributes:
+        place: A directory, or a mirror's URL.
+        meta: The meta's path, or its name on the mirror.
+        verdict: Step, kinds, standing, and whether it is whole.
+        faults: What is wrong, a line each; empty if it is whole. At most 100.
+        files: How many files its meta names.
+        read_bytes: How much of it was read and compared.
+        mend: The command that brings it back; empty where there is none, or nothing to mend.
+    """
+
+    place: str
+    meta: str
+    verdict: Verdict
+    save_id: str = ""
+    faults: tuple[str, ...] = ()
+    files: int = 0
+    size_bytes: int = 0
+    read_bytes: int = 0
+    mend: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a verification found.
+
+    Attributes:
+        saves: By place, then step.
+        notes: What is no damage and worth knowing.
+        pending_again: How many upload records became pending, because what they called verified is damaged.
+    """
+
+    deep: bool
+    saves: tuple[VerifiedSave, ...]
+    notes: tuple[str, ...] = ()
+    pending_again: int = 0
+
+    @property
+    def outcome(self) -> State:
+        """The worst of what counts, over all places."""
+        places = dict.fromkeys(save.place for save in self.saves)
+        return worst(outcome([save.verdict for save in self.saves if save.place == place]) for place in places)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to verify: a directory, mirrors, or both; all that is there, or what one name there is a part of."""
+
+    root: Path | None = None
+    mirrors: tuple[str, ...] = ()
+    name: str = ""
+
+
+def target_of(reference: str) -> Target:
+    """Turn what a person typed into what to verify.
+
+    Raises:
+        CheckpointNotFound: There is nothing.
+        UsageError: It is no place of saves, nor a save in one.
+    """
+    located = locate(reference)
+    if not isinstance(located.place, Path):
+        return Target(mirrors=(located.place,), name=located.name)
+    path = located.place
+    if not located.name and (path / names.WRITER_NAME).is_file() and not is_training_root(path):
+        return Target(mirrors=(str(path),))  # a mirror on this machine: there objects may have names of their own
+    return Target(root=path, name=located.name)
+
+
+def verify(
+    target: Target,
+    *,
+    step: int | None = None,
+    deep: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+    on_wait: OnWait | None = None,
+) -> Verification:
+    """Verify the saves of a root, of mirrors, or of both.
+
+    Args:
+        target: What to verify.
+        step: Only the saves of this step.
+        deep: Read every byte.
+        on_progress: Told bytes read and bytes in all, before the first one too, by one thread at a time.
+        on_wait: Told of a mirror that is asked again: its URL, in how many seconds, and why.
+
+    Raises:
+        CheckpointNotFound: There is no save, or none of this step or name.
+        StoreTemporary: A mirror does not answer.
+        NotAuthorised: It does not accept the credentials.
+        BrokenMeta: A list of attempts cannot be trusted.
+    """
+    if target.name:
+        parsed = names.parse_name(target.name)
+        step = parsed.step if parsed is not None else step
+    table = Table(target.root, read_only=not target.mirrors)
+    with table, _opened(target, table, on_wait) as mirrors:
+        notes: list[str] = []
+        found = [look_at_root(target.root, step, notes)] if target.root is not None else []
+        found += [look_at_mirror(mirror, step, notes) for mirror in mirrors]
+        everything = [subject for place in found for subject in place]
+        for mirror in mirrors:
+            everything += table.missed_on(mirror, everything, step)
+        subjects = [subject for subject in everything if subject.is_named(target.name)]
+        if not subjects:
+            raise _nothing_found(target, step, mirrors)
+        _check_every_place(target, step, mirrors, {subject.place for subject in subjects})
+        if deep:
+            _read(subjects, mirrors, on_progress)
+            subjects = [subject for subject in subjects if not subject.is_gone()]
+        for subject in subjects:
+            row = table.save_of(subject) if subject.meta is None else None
+            twins = [one for one in subjects if row and (one.place, one.save_id) == (subject.place, row.save_id)]
+            if any(twin.state() == "whole" for twin in twins):
+                subject.standing = "replaced"  # by another meta of the same save
+        pending_again = 0
+        for mirror in mirrors if target.root is not None else ():
+            on_it = [subject for subject in subjects if subject.place == mirror.url]
+            pending_again += table.doubt(mirror, on_it) if deep else 0
+            notes += table.notes_on(mirror, on_it)
+        saves = tuple(_verified(subject, subjects, table) for subject in subjects)
+    return Verification(deep, saves, tuple(dict.fromkeys(notes)), pending_again)
+
+
+@contextmanager
+def _opened(target: Target, table: Table, on_wait: OnWait | None) -> Iterator[list[Mirror]]:
+    mirrors: list[Mirror] = []
+    try:
+        for url in dict.fromkeys(normalise_url(url) for url in target.mirrors):
+            mirrors.append(table.open(url, on_wait) or Mirror(url, False, open_store(url, on_wait=on_wait)))
+        yield mirrors
+    finally:
+        for mirror in mirrors:
+            mirror.store.close()
+
+
+def _check_every_place(target: Target, step: int | None, mirrors: Sequence[Mirror], found: set[str]) -> None:
+    """See that each mirror holds something of what was asked for; from the root a step may have been rotated away.
+
+    Raises:
+        CheckpointNotFound: One holds nothing.
+    """
+    root = [str(target.root)] * (target.root is not None and step is None)
+    empty = [place for place in (*root, *(mirror.url for mirror in mirrors)) if place not in found]
+    if empty:
+        what = f"nothing of step {step}" if step is not None else "no saves"
+        raise CheckpointNotFound(
+            f"{', '.join(empty)} holds {what}, and other places that were named do.",
+            hint="Check the directory or the URL; what is not uploaded yet, `ckptmirror drain` brings there.",
+        )
+
+
+def _nothing_found(target: Target, step: int | None, mirrors: Sequence[Mirror]) -> CheckpointNotFound:
+    places = ", ".join([str(target.root)] * (target.root is not None) + [mirror.url for mirror in mirrors])
+    if target.name:
+        of = Path(target.root, target.name) if target.root is not None else f"{target.mirrors[0]}/{target.name}"
+        resolve_checkpoint_reference(of)  # says what is wrong with it
+        return CheckpointNotFound(f"{of} has no meta with checksums, so nobody can say whether it is whole.")
+    if step is None:
+        return CheckpointNotFound(f"{places} holds no saves.", hint="Check the directory or the URL.")
+    found = look_at_root(target.root, None, []) if target.root is not None else []
+    found += [subject for mirror in mirrors for subject in look_at_mirror(mirror, None, [])]
+    steps = {subject.step for subject in found if subject.step is not None}
+    nearest = sorted(sorted(steps, key=lambda there: abs(there - step))[:_NEAREST])
+    listed = f" The nearest are {', '.join(map(str, nearest))}." if nearest else ""
+    return CheckpointNotFound(f"{places} has no step {step}.{listed}")
+
+
+def _read(
+    subjects: Sequence[Subject],
+    mirrors: Sequence[Mirror],
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    """Read what the structure left no doubt about, place by place; a file that several saves name, once."""
+    stores = {mirror.url: mirror.store for mirror in mirrors}
+    wanted: dict[str, dict[ToRead, list[tuple[Subject, Artifact]]]] = {}
+    sources: dict[tuple[str, str, Digest], ToRead] = {}
+    for subject in subjects:
+        for artifact in subject.readable():
+            store, name = stores.get(subject.place), subject.name_of(artifact)
+            if store is not None:
+                fresh: ToRead = ObjectToRead(store, name, subject.objects[name].generation, artifact.digest)
+            else:
+                fresh = FileToRead(Path(subject.place, name), artifact.digest)
+            source = sources.setdefault((subject.place, name, artifact.digest), fresh)
+            wanted.setdefault(subject.place, {}).setdefault(source, []).append((subject, artifact))
+    total, done = sum(source.digest.size_bytes for source in sources.values()), 0
+
+    def told(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_progress is not None:
+            on_progress(done, total)
+
+    told(0)
+    for of_place in wanted.values():
+        for users, fault in zip(of_place.values(), read_all(list(of_place), on_bytes=told), strict=True):
+            for subject, artifact in users:
+                if fault is None:
+                    subject.read_bytes += artifact.digest.size_bytes
+                else:
+                    subject.faults[artifact.path] = fault
+
+
+def _verified(subject: Subject, everything: Sequence[Subject], table: Table) -> VerifiedSave:
+    state = subject.state()
+    verdict = Verdict(subject.step, subject.kinds, subject.standing, state)
+    lines = [f"{path}: {fault.why}" for path, fault in subject.faults.items()] or [subject.why] * bool(subject.why)
+    return VerifiedSave(
+        place=subject.place,
+        meta=subject.name,
+        verdict=verdict,
+        save_id=subject.save_id,
+        faults=tuple(lines[:_FAULTS_LISTED]),
+        files=len(subject.meta.artifacts) if subject.meta is not None else 0,
+        size_bytes=subject.meta.size_bytes if subject.meta is not None else 0,
+        read_bytes=subject.read_bytes,
+        mend=_mend(subject, everything, table) if state == "damaged" else "",
+    )
+
+
+def _mend(subject: Subject, everything: Sequence[Subject], table: Table) -> str:
+    """The command that mends a damaged copy, if a good one is known."""
+    row = table.save_of(subject) if subject.meta is None else None
+    save_id = row.save_id if row is not None else subject.save_id
+    if subject.step is None or not save_id:
+        return ""
+    command = partial(
+        mend_command,
+        step=subject.step,
+        kinds=_kinds_to_stage(subject, row),
+        standing=subject.standing,
+        place=subject.place,
+    )
+    others = [one for one in everything if one.save_id == save_id and one.place != subject.place]
+    if subject.is_on_mirror:
+        here = next((one for one in others if not one.is_on_mirror and one.state() == "whole"), None)
+        if here is None or here.meta is None or here.meta.partial:
+            return ""
+        return command(root=here.place, is_known=table.knows(subject.place))
+    if any(one.step == subject.step and one.standing == "current" and one.save_id != save_id for one in everything):
+        return ""  # that one would be staged
+    bad = {one.place for one in others if one.state() != "whole"}
+    copies = [one.place for one in others if one.state() == "whole"]
+    copies += [url for url in table.holders(save_id) if url not in bad]
+    if subject.meta is not None and subject.meta.staged_from and subject.meta.staged_from not in bad:
+        copies.append(subject.meta.staged_from)
+    if not copies:
+        return ""
+    aside = f"mv {quote(subject.name)} {quote(subject.name)}.broken && " if subject.meta is None else ""
+    return aside + command(mirror=copies[0])
+
+
+def _kinds_to_stage(subject: Subject, row: SaveRow | None) -> tuple[Kind, ...]:
+    if subject.meta is None:
+        return kinds_to_stage(row.kinds if row is not None else (), ())
+    damaged = [artifact.kinds for artifact in subject.meta.artifacts if artifact.path in subject.faults]
+    return kinds_to_stage(subject.kinds, damaged)

@@ -1,0 +1,102 @@
+"""The history of a run, gathered from this disk: the journal of events, the table's transitions, the local metas.
+
+Rules:
+* Nothing is locked and nothing is changed; a trainer may be running.
+* What cannot be read is said (``problems``) and the rest serves, unless nothing is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import BrokenTable, CheckpointNotFound, NoTable
+from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, told_from_lines, utc_seconds
+from ckptmirror.core.model import Kind
+from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.line_file import read_lines
+from ckptmirror.local.table_place import table_path
+from ckptmirror.local.uploads import Transition, UploadsTable
+
+__all__ = ["History", "KnownSave", "read_history"]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSave:
+    """A save that lies whole under the root.
+
+    Attributes:
+        created_s: Wall clock of its meta, whole seconds since 1970; None if the meta does not say.
+    """
+
+    save_id: str
+    step: int
+    kinds: tuple[Kind, ...]
+    attempt: int
+    created_s: float | None
+
+
+@dataclass(frozen=True)
+class History:
+    """All that is known of what happened when.
+
+    Attributes:
+        told: The journal's events, as they were written.
+        transitions: The table's, oldest first.
+        saves: The saves on this disk.
+        broken_lines: Lines of the journal that are torn, or of events that this version does not know.
+        problems: What could not be read, in sentences.
+    """
+
+    told: tuple[JournalEntry, ...] = ()
+    transitions: tuple[Transition, ...] = ()
+    saves: tuple[KnownSave, ...] = ()
+    broken_lines: int = 0
+    problems: tuple[str, ...] = field(default=())
+
+
+def read_history(root: Path, state_dir: Path | None = None) -> History:
+    """Gather the history of a root.
+
+    Raises:
+        NoTable: ckptmirror has not saved here.
+        ForeignTable: The table is another root's.
+        CheckpointNotFound: It has, but nothing has happened yet.
+    """
+    lines, problems = read_lines(
+        root / names.EVENTS_NAME, older=root / names.OLDER_EVENTS_NAME, limit_bytes=FILE_LIMIT_BYTES
+    )
+    told, broken = told_from_lines(lines)
+    transitions: list[Transition] = []
+    try:
+        transitions = _transitions(root, state_dir)
+    except (NoTable, BrokenTable) as error:
+        if not told:
+            raise
+        problems.append(f"The history of uploads is not in it: {error}")
+    saves = tuple(
+        KnownSave(
+            save.meta.save_id,
+            save.meta.step,
+            save.meta.kinds,
+            save.meta.attempt.number,
+            utc_seconds(save.meta.created_at_utc),
+        )
+        for save in read_inventory(root).saves
+    )
+    if not (told or transitions or saves):
+        raise CheckpointNotFound(
+            f"Nothing has happened under {root} yet: no event, no upload and no save.",
+            hint="Save a step, or pass the root of another run.",
+        )
+    return History(tuple(told), tuple(transitions), saves, broken, tuple(problems))
+
+
+def _transitions(root: Path, state_dir: Path | None) -> list[Transition]:
+    path = table_path(root, state_dir)
+    if not path.exists():
+        raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
+    with UploadsTable.open(path, read_only=True) as table:
+        table.check_root(root)  # what another root's table says would pass for this one's
+        return table.history()

@@ -1,0 +1,310 @@
+"""The timeline: a run's history as bars over time. Pure: what it is built from was read by ``history``.
+
+Rules:
+* Times lie on one line without jumps of the wall clock (``core.clock_jumps``); what was known only by the wall clock is
+  laid beside the rest.
+* A bar whose end nobody told is unfinished: its process was killed, or it goes on. It lasts at most to the next attempt
+  (an upload: to the last thing known), and says so.
+* The journal tells of saves, starts, rotations and stages; the table's transitions of uploads. What the journal lacks,
+  because an older version ran or its file grew too old, is taken from metas and transitions, as moments.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptmirror.core import events
+from ckptmirror.core.clock_jumps import Jump, LaidClock, Reading
+from ckptmirror.core.journal import JournalEntry, utc_seconds
+from ckptmirror.observe.bars import Bar, BarKind, Outcome
+from ckptmirror.observe.history import History
+from ckptmirror.observe.timeline_uploads import forgotten_saves, upload_bars
+
+__all__ = ["Timeline", "build_timeline"]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Everything that happened, in order of its begin.
+
+    Attributes:
+        begin_s: The first moment that is known, in seconds since 1970.
+        end_s: The last one.
+        bars: By begin; attempts before what they contain.
+        jumps: Where the wall clock was set.
+        lost_lines: Lines of the journal that are torn, unknown or missing from a sequence.
+        problems: What could not be read, in sentences.
+    """
+
+    begin_s: float
+    end_s: float
+    bars: tuple[Bar, ...]
+    jumps: tuple[Jump, ...] = ()
+    lost_lines: int = 0
+    problems: tuple[str, ...] = ()
+
+    def of_kind(self, *kinds: BarKind) -> list[Bar]:
+        """Return the bars of some kinds."""
+        return [bar for bar in self.bars if bar.kind in kinds]
+
+
+def build_timeline(history: History) -> Timeline:
+    """Lay a history out; it holds at least one event, transition or save with a time."""
+    clock = LaidClock(_reading(told) for told in history.told)
+    told = sorted(((clock.of(_reading(one)), one) for one in history.told), key=lambda pair: pair[0])
+    walls = [wall for one in history.transitions if (wall := utc_seconds(one.at_utc)) is not None]
+    walls += [save.created_s for save in history.saves if save.created_s is not None]
+    moments = [at_s for at_s, _ in told] + [clock.of_wall(wall_s) for wall_s in walls]
+    last_s = max(moments, default=0.0)
+    bars = _Building(told, last_s).build()
+    bars += upload_bars(history.transitions, clock.of_wall, last_s)
+    bars = _once_each(bars)
+    known = {(bar.kind, bar.save_id) for bar in bars}
+    forgotten = forgotten_saves(history.transitions, clock.of_wall)
+    bars += [bar for save_id, bar in forgotten.items() if ("rotation", save_id) not in known]
+    bars += _saves_without_events(history, clock, known)
+    bars = _with_attempts(bars)
+    bars.sort(key=lambda bar: (bar.begin_s, bar.kind != "attempt"))
+    return Timeline(
+        begin_s=min([bar.begin_s for bar in bars], default=last_s),
+        end_s=max([last_s, *(bar.until_s for bar in bars)]),
+        bars=tuple(bars),
+        jumps=clock.jumps,
+        lost_lines=history.broken_lines + _gaps(history.told),
+        problems=history.problems,
+    )
+
+
+def _reading(told: JournalEntry) -> Reading:
+    return Reading(told.at_s, told.boot, told.boot_s)
+
+
+def _gaps(told: Iterable[JournalEntry]) -> int:
+    """Count the lines that are missing inside their writers' sequences; what is too old to be kept is not lost."""
+    numbers: dict[str, list[int]] = {}
+    for one in told:
+        numbers.setdefault(one.writer, []).append(one.number)
+    return sum(max(found) - min(found) + 1 - len(found) for found in numbers.values())
+
+
+def _once_each(bars: list[Bar]) -> list[Bar]:
+    """A commit on a mirror is told by the journal and by the table: the table's stays."""
+    by_table = {(bar.save_id, bar.mirror) for bar in bars if bar.kind == "mirror_commit" and not bar.by}
+    return [
+        bar for bar in bars if bar.kind != "mirror_commit" or not bar.by or (bar.save_id, bar.mirror) not in by_table
+    ]
+
+
+def _saves_without_events(history: History, clock: LaidClock, known: set[tuple[BarKind, str]]) -> list[Bar]:
+    found = []
+    for save in history.saves:
+        kind: BarKind = "emergency" if save.kinds == ("emergency",) else "commit"
+        if save.created_s is not None and (kind, save.save_id) not in known:
+            at_s = clock.of_wall(save.created_s)
+            reason = "from the save's meta, to the second"
+            found.append(_moment(kind, at_s, step=save.step, save_id=save.save_id, reason=reason))
+    return found
+
+
+def _moment(
+    kind: BarKind,
+    at_s: float,
+    took_s: float = 0.0,
+    *,
+    outcome: Outcome = "done",
+    step: int | None = None,
+    rank: int | None = None,
+    mirror: str | None = None,
+    save_id: str = "",
+    by: str = "",
+    reason: str = "",
+) -> Bar:
+    """Return a bar that ended at ``at_s`` and took ``took_s`` seconds."""
+    return Bar(
+        kind=kind,
+        begin_s=at_s - max(0.0, took_s),
+        end_s=at_s,
+        until_s=at_s,
+        outcome=outcome,
+        step=step,
+        rank=rank,
+        mirror=mirror,
+        save_id=save_id,
+        by=by,
+        reason=reason,
+    )
+
+
+def _with_attempts(bars: Sequence[Bar]) -> list[Bar]:
+    """Write into each bar the attempt that ran when it began; a resume belongs to the attempt that it led to."""
+    attempts = sorted((bar for bar in bars if bar.kind == "attempt"), key=lambda bar: bar.begin_s)
+    begins = [bar.begin_s for bar in attempts]
+    placed = []
+    for bar in bars:
+        number = bisect.bisect_right(begins, bar.begin_s) - 1
+        if bar.attempt is None and number >= 0:
+            placed.append(replace(bar, attempt=attempts[number].attempt))
+        else:
+            placed.append(bar)
+    return placed
+
+
+class _Building:
+    """Turns the journal's events into bars, one by one, in the order of their time."""
+
+    def __init__(self, told: Sequence[tuple[float, JournalEntry]], last_s: float) -> None:
+        self._told = told
+        self._last_s = last_s
+        self._starts = [at_s for at_s, one in told if isinstance(one.event, events.AttemptDecided)]
+        self._bars: list[Bar] = []
+        self._copied: dict[tuple[str, int, int], deque[Bar]] = {}  # by writer, rank and step: not committed yet
+        self._attempts: dict[str, Bar] = {}  # by writer
+        self._stages: dict[tuple[str, str, int], Bar] = {}  # by writer, mirror and step
+
+    def build(self) -> list[Bar]:
+        """Return all bars; what is still open is unfinished."""
+        for at_s, one in self._told:
+            self._see(at_s, one)
+        copied = [bar for waiting in self._copied.values() for bar in waiting]
+        for bar in [*copied, *self._attempts.values(), *self._stages.values()]:
+            self._give_up(bar)
+        return self._bars
+
+    def _see(self, at_s: float, one: JournalEntry) -> None:
+        event = one.event
+        match event:
+            case events.HostCopied() | events.SaveCommitted() | events.SaveFailed():
+                self._see_save(at_s, one)
+            case events.AttemptDecided() | events.AttemptEnded():
+                self._see_attempt(at_s, one)
+            case events.StageStarted() | events.StageFinished() | events.StageFailed():
+                self._see_stage(at_s, one)
+            case events.EmergencySaved():
+                self._add(
+                    "emergency", at_s, one, event.duration_s, step=event.step, rank=event.rank, save_id=event.save_id
+                )
+            case events.MirrorCommitted():
+                self._add("mirror_commit", at_s, one, step=event.step, mirror=event.mirror, save_id=event.save_id)
+            case events.SaveRotated():
+                self._add(
+                    "rotation", at_s, one, event.duration_s, step=event.step, save_id=event.save_id, reason=event.reason
+                )
+            case _:
+                self._see_trouble(at_s, one)
+
+    def _see_trouble(self, at_s: float, one: JournalEntry) -> None:
+        event = one.event
+        match event:
+            case events.RotationRefused():
+                self._add("rotation", at_s, one, outcome="refused", **_of_save(event), reason=event.reason)
+            case events.MirrorUnreachable():
+                self._add(
+                    "unreachable",
+                    at_s,
+                    one,
+                    outcome="refused" if event.refused else "failed",
+                    step=event.step,
+                    mirror=event.mirror,
+                    reason=event.reason,
+                )
+            case events.StopRequested():
+                self._add("stop", at_s - max(0.0, event.age_s), one, rank=event.rank, reason=event.reason)
+            case events.Fenced():
+                self._add("fence", at_s, one, outcome="refused", reason=event.reason)
+            case events.CopyBroken():
+                reason = f"{event.place}: {event.reason}" if event.place else event.reason
+                self._add("broken_copy", at_s, one, outcome="failed", **_of_save(event), reason=reason)
+            case events.SaveGone():
+                self._add("gone", at_s, one, outcome="failed", **_of_save(event), reason=event.reason)
+            case _:  # nothing that a timeline shows
+                return
+
+    def _see_save(self, at_s: float, one: JournalEntry) -> None:
+        """Pair each end with its host copy: the next save may be copied before the end of the last one is told."""
+        event = one.event
+        assert isinstance(event, events.HostCopied | events.SaveCommitted | events.SaveFailed)
+        facts = {"step": event.step, "rank": event.rank}
+        waiting = self._copied.setdefault((one.writer, event.rank, event.step), deque())
+        if isinstance(event, events.HostCopied):
+            self._add("host_copy", at_s, one, event.duration_s, **facts)
+            waiting.append(_open_bar("commit", at_s, one, **facts))
+            return
+        begun = waiting.popleft() if waiting else None
+        if isinstance(event, events.SaveFailed):
+            took_s = at_s - begun.begin_s if begun is not None else 0.0
+            self._add("commit", at_s, one, took_s, outcome="failed", **facts, reason=event.reason)
+            return
+        if begun is not None:
+            self._name_host_copy(begun, event.save_id)
+        self._add("commit", at_s, one, event.duration_s, **facts, save_id=event.save_id)
+
+    def _name_host_copy(self, begun: Bar, save_id: str) -> None:
+        """Write the save's id, which was not agreed on then, into the bar of its host copy."""
+        for number in range(len(self._bars) - 1, -1, -1):
+            bar = self._bars[number]
+            if (bar.kind, bar.rank, bar.step, bar.end_s) == ("host_copy", begun.rank, begun.step, begun.begin_s):
+                self._bars[number] = replace(bar, save_id=save_id)
+                return
+
+    def _see_attempt(self, at_s: float, one: JournalEntry) -> None:
+        event = one.event
+        begun = self._attempts.pop(one.writer, None)
+        if isinstance(event, events.AttemptDecided):
+            if begun is not None:  # of this very process
+                self._end_attempt(begun, at_s - event.duration_s, "done", "the next began in the same process")
+            where = event.place if "://" in event.place else None
+            reason = "from scratch" if event.step is None else f"continues from step {event.step} ({event.place})"
+            bar = _moment("resume", at_s, event.duration_s, step=event.step, mirror=where, save_id=event.save_id)
+            self._bars.append(replace(bar, by=one.by, reason=reason, attempt=event.attempt))
+            facts = {"step": event.step, "reason": reason, "attempt": event.attempt}
+            self._attempts[one.writer] = _open_bar("attempt", at_s, one, **facts)
+        elif isinstance(event, events.AttemptEnded) and begun is not None:
+            left = f", {event.pending} files pending" if event.pending else ""
+            self._end_attempt(begun, at_s, "failed" if event.status == "incomplete" else "done", event.status + left)
+
+    def _end_attempt(self, begun: Bar, at_s: float, outcome: Outcome, how: str) -> None:
+        end_s = max(begun.begin_s, at_s)
+        reason = f"{begun.reason}; {how}"
+        self._bars.append(replace(begun, end_s=end_s, until_s=end_s, outcome=outcome, reason=reason))
+
+    def _see_stage(self, at_s: float, one: JournalEntry) -> None:
+        event = one.event
+        assert isinstance(event, events.StageStarted | events.StageFinished | events.StageFailed)
+        key = (one.writer, event.mirror, event.step)
+        begun = self._stages.pop(key, None)
+        if isinstance(event, events.StageStarted):
+            if begun is not None:
+                self._give_up(begun)
+            self._stages[key] = _open_bar("stage", at_s, one, step=event.step, mirror=event.mirror)
+            return
+        took_s = at_s - begun.begin_s if begun is not None else getattr(event, "duration_s", 0.0)
+        failed = isinstance(event, events.StageFailed)
+        self._add(
+            "stage",
+            at_s,
+            one,
+            took_s,
+            outcome="failed" if failed else "done",
+            step=event.step,
+            mirror=event.mirror,
+            reason=event.reason if isinstance(event, events.StageFailed) else "",
+        )
+
+    def _add(self, kind: BarKind, at_s: float, one: JournalEntry, took_s: float = 0.0, **facts: Any) -> None:
+        self._bars.append(_moment(kind, at_s, took_s, by=one.by, **facts))
+
+    def _give_up(self, bar: Bar) -> None:
+        later = [at_s for at_s in self._starts if at_s > bar.begin_s]
+        self._bars.append(replace(bar, until_s=later[0] if later else max(bar.begin_s, self._last_s)))
+
+
+def _open_bar(kind: BarKind, at_s: float, one: JournalEntry, **facts: Any) -> Bar:
+    return Bar(kind=kind, begin_s=at_s, end_s=None, until_s=at_s, outcome="unfinished", by=one.by, **facts)
+
+
+def _of_save(event: events.RotationRefused | events.CopyBroken | events.SaveGone) -> dict[str, Any]:
+    return {"step": event.step, "save_id": event.save_id}

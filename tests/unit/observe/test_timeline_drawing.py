@@ -1,0 +1,262 @@
+"""The drawing of a timeline: well-formed, complete, in lanes that do not overlap, with words for who cannot see it."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from ckptmirror.cli._axis import Axis, duration_text
+from ckptmirror.cli._drawing import draw, summary
+from ckptmirror.cli._page import page
+from ckptmirror.core import events
+from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.observe.timeline import Timeline, build_timeline
+from tests.told_run import MIRROR, START_S, ToldRun, long_run, save_id_of
+
+SVG = "{http://www.w3.org/2000/svg}"
+SAVES = (1, 5, 500)
+
+
+@pytest.fixture(scope="module")
+def drawings() -> dict[int, tuple[Timeline, ElementTree.Element]]:
+    found = {}
+    for saves in SAVES:
+        timeline = build_timeline(long_run(saves, ranks=3).history())
+        found[saves] = (timeline, ElementTree.fromstring(draw(timeline, f"{saves} saves & more")))
+    return found
+
+
+def lanes_of(root: ElementTree.Element) -> list[ElementTree.Element]:
+    return [group for group in root.iter(f"{SVG}g") if group.get("class") == "in-lane"]
+
+
+def bars_of(lane: ElementTree.Element) -> list[ElementTree.Element]:
+    return [group for group in lane.iter(f"{SVG}g") if group.get("data-kind")]
+
+
+def box(shape: ElementTree.Element) -> tuple[float, float, float, float]:
+    """Left, right, top, bottom of a rectangle or a polygon."""
+    if shape.tag == f"{SVG}rect":
+        x, y, wide, high = (float(shape.get(name, "0")) for name in ("x", "y", "width", "height"))
+        return x, x + wide, y, y + high
+    points = [tuple(map(float, pair.split(","))) for pair in (shape.get("points") or "").split()]
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    return min(xs), max(xs), min(ys), max(ys)
+
+
+def shape_of(group: ElementTree.Element) -> ElementTree.Element:
+    return next(child for child in group if child.tag in (f"{SVG}rect", f"{SVG}polygon"))
+
+
+@pytest.mark.parametrize("saves", SAVES)
+def test_every_save_is_in_every_lane_that_it_passed(
+    saves: int, drawings: dict[int, tuple[Timeline, ElementTree.Element]]
+) -> None:
+    _, root = drawings[saves]
+    wanted = {save_id_of(number) for number in range(1, saves + 1)}
+    held = {lane.get("data-lane"): {bar.get("data-save") for bar in bars_of(lane)} for lane in lanes_of(root)}
+    for lane in ("host copy, rank 0", "host copy, rank 2", "write + commit", f"upload, {MIRROR}", "rotation"):
+        assert held[lane] == wanted, lane
+
+
+@pytest.mark.parametrize("saves", SAVES)
+def test_lanes_do_not_overlap_and_hold_their_bars(
+    saves: int, drawings: dict[int, tuple[Timeline, ElementTree.Element]]
+) -> None:
+    _, root = drawings[saves]
+    width, height = (float(root.get(name, "0")) for name in ("width", "height"))
+    last_bottom = 0.0
+    for lane in lanes_of(root):
+        left, right, top, bottom = box(next(rect for rect in lane if rect.get("class") == "lane"))
+        assert top >= last_bottom, lane.get("data-lane")
+        assert bottom <= height
+        last_bottom = bottom
+        for bar in bars_of(lane):
+            x0, x1, y0, y1 = box(shape_of(bar))
+            assert top - 1 <= y0 < y1 <= bottom + 1, bar.get("data-save")
+            assert left - 4 <= x0 < x1 <= min(right + 8, width)
+
+
+@pytest.mark.parametrize("saves", SAVES)
+def test_bars_of_one_lane_do_not_hide_one_another(
+    saves: int, drawings: dict[int, tuple[Timeline, ElementTree.Element]]
+) -> None:
+    _, root = drawings[saves]
+    for lane in lanes_of(root):
+        rows: dict[float, list[tuple[float, float]]] = {}
+        for bar in bars_of(lane):
+            shape = shape_of(bar)
+            if bar.get("data-kind") != "mirror_commit" and shape.tag == f"{SVG}rect":
+                left, right, top, _ = box(shape)
+                rows.setdefault(top, []).append((left, right))
+        for placed in rows.values():
+            ordered = sorted(placed)
+            assert all(one[1] <= other[0] for one, other in pairwise(ordered)), lane.attrib
+
+
+def test_uploads_at_the_same_time_lie_in_rows_of_their_own() -> None:
+    run = ToldRun()
+    for number in range(1, 41):
+        run.move(save_id_of(number), number, None, RecordState.PENDING)
+        run.move(save_id_of(number), number, RecordState.PENDING, RecordState.UPLOADING)
+        run.wait(1.0)
+    root = ElementTree.fromstring(draw(build_timeline(run.history()), "backlog"))
+    (lane,) = lanes_of(root)
+    tops = {box(shape_of(bar))[2] for bar in bars_of(lane)}
+    assert len(tops) == 40
+    assert float(root.get("height", "0")) < 500, "many rows are drawn thin"
+
+
+def test_every_bar_says_what_it_is_and_the_drawing_says_it_in_a_sentence(
+    drawings: dict[int, tuple[Timeline, ElementTree.Element]],
+) -> None:
+    timeline, root = drawings[5]
+    assert root.get("role") == "img"
+    ids = (root.get("aria-labelledby") or "").split()
+    told = {element.get("id"): element.text or "" for element in root if element.get("id")}
+    assert all(told[name] for name in ids)
+    assert told[ids[0]] == "5 saves & more"
+    assert told[ids[1]] == summary(timeline)
+    assert "5 saves" in told[ids[1]]
+    assert "2 attempts" in told[ids[1]]
+    assert f"4 commits on {MIRROR}" in told[ids[1]]
+    assert "1 failed" in told[ids[1]]
+    for lane in lanes_of(root):
+        for bar in bars_of(lane):
+            title = bar.find(f"{SVG}title")
+            assert title is not None
+            assert title.text
+            assert not bar.get("data-step") or f"step {bar.get('data-step')}" in title.text
+
+
+def test_what_failed_differs_from_what_went_well_and_says_why(
+    drawings: dict[int, tuple[Timeline, ElementTree.Element]],
+) -> None:
+    _, root = drawings[5]
+    (failed,) = [
+        bar for lane in lanes_of(root) for bar in bars_of(lane) if "failed" in (bar.get("class") or "").split()
+    ]
+    assert (failed.get("data-kind"), failed.get("data-step")) == ("upload", "200")
+    title = failed.find(f"{SVG}title")
+    assert title is not None
+    assert "403 <forbidden> & more" in (title.text or "")
+    legend = next(group for group in root.iter(f"{SVG}g") if group.get("class") == "legend")
+    words = {text.text for text in legend.iter(f"{SVG}text")}
+    assert {"host copy", "write + commit", "upload", "rotation", "resume", "failed", "refused: kept"} <= words
+
+
+def test_attempts_are_bands_behind_the_lanes_in_order(
+    drawings: dict[int, tuple[Timeline, ElementTree.Element]],
+) -> None:
+    _, root = drawings[500]
+    order = [group.get("class") for group in root.iter(f"{SVG}g") if group.get("class") in ("attempt", "in-lane")]
+    assert order[:2] == ["attempt", "attempt"]
+    assert "attempt" not in order[2:]
+    bands = [box(shape_of(group)) for group in root.iter(f"{SVG}g") if group.get("class") == "attempt"]
+    assert bands[0][1] < bands[1][0]
+
+
+@pytest.mark.parametrize("saves", SAVES)
+def test_the_axis_has_ticks_that_do_not_meet_and_begins_with_a_date(
+    saves: int, drawings: dict[int, tuple[Timeline, ElementTree.Element]]
+) -> None:
+    _, root = drawings[saves]
+    texts = [text for text in root.iter(f"{SVG}text") if re.fullmatch(r"\d\d:\d\d(:\d\d(\.\d+)?)?", text.text or "")]
+    places = [float(text.get("x", "0")) for text in texts]
+    assert len(places) >= 3
+    assert all(other - one >= 70 for one, other in pairwise(places))
+    assert any(re.fullmatch(r"2026-\d\d-\d\d", text.text or "") for text in root.iter(f"{SVG}text"))
+    assert any(text.text == "UTC" for text in root.iter(f"{SVG}text"))
+
+
+@pytest.mark.parametrize("saves", SAVES)
+def test_a_file_needs_nothing_from_elsewhere_and_runs_nothing(saves: int) -> None:
+    timeline = build_timeline(long_run(saves).history())
+    drawn = draw(timeline, "a run")
+    for text in (drawn, page(timeline, "a run", drawn)):
+        assert "<script" not in text
+        assert not re.search(r"\b(href|src|url\(|@import|onload|onclick)", text)
+        assert {uri for uri in re.findall(r"https?://[^\s\"<]+", text)} == {"http://www.w3.org/2000/svg"}
+        assert "prefers-color-scheme:dark" in text
+
+
+def test_the_page_holds_the_drawing_and_every_bar_as_a_line_of_a_table() -> None:
+    timeline = build_timeline(long_run(5).history())
+    text = page(timeline, "a <run>", draw(timeline, "a <run>"))
+    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    assert root.find(f".//{SVG}svg") is not None
+    assert len(root.findall(".//tbody/tr")) == len(timeline.bars)
+    assert any(cell.text == "403 <forbidden> & more" for cell in root.iter("td"))
+    assert root.findtext(".//h1") == "a <run>"
+
+
+def test_letters_that_xml_does_not_know_do_not_spoil_the_file() -> None:
+    run = ToldRun()
+    run.tell(events.StopRequested(reason="\x1b[31m\x00 \ud800 <b> ]]> &"))
+    ElementTree.fromstring(draw(build_timeline(run.history()), "bell \x07"))
+
+
+def test_absurd_times_do_not_spoil_the_file() -> None:
+    run = ToldRun()
+    run.tell(events.SaveCommitted(step=1, kinds=(), save_id=save_id_of(1), duration_s=9e11))
+    run.wall_off_s = -6e10
+    run.wait(1.0).tell(events.SaveCommitted(step=2, kinds=(), save_id=save_id_of(2), duration_s=-5.0))
+    run.boot, run.wall_off_s = "other", 2.5e11
+    run.wait(1e9).tell(events.StopRequested(reason="", age_s=1e11))
+    timeline = build_timeline(run.history())
+    drawn = draw(timeline, "absurd")
+    ElementTree.fromstring(drawn)
+    ElementTree.fromstring(page(timeline, "absurd", drawn).removeprefix("<!DOCTYPE html>"))
+
+
+def test_a_run_of_a_single_moment_can_be_drawn() -> None:
+    run = ToldRun()
+    run.tell(events.StopRequested(reason="SIGTERM"))
+    root = ElementTree.fromstring(draw(build_timeline(run.history()), "one"))
+    assert [lane.get("data-lane") for lane in lanes_of(root)] == ["stops and faults"]
+
+
+# -- the axis -----------------------------------------------------------------------------------------------
+
+
+def test_a_long_pause_is_cut_and_usual_ones_are_not() -> None:
+    busy = [(START_S + 60.0 * n, START_S + 60.0 * n + 1) for n in range(20)]
+    even = Axis(busy, busy[0][0], busy[-1][1], 0, 1000)
+    assert even.cuts == []
+    later = [(begin + 36_000, end + 36_000) for begin, end in busy]
+    axis = Axis([*busy, *later], busy[0][0], later[-1][1], 0, 1000)
+    (cut,) = axis.cuts
+    assert cut.end_s - cut.begin_s > 30_000
+    assert cut.right - cut.left < 50
+    places = [axis.x(begin) for begin, _ in [*busy, *later]]
+    assert places == sorted(places)
+    assert places[1] - places[0] == pytest.approx(places[21] - places[20])
+    assert cut.left <= axis.x((cut.begin_s + cut.end_s) / 2) <= cut.right
+
+
+@pytest.mark.parametrize("length_s", [0.0, 0.3, 7.0, 3600.0, 86_400.0 * 40, 86_400.0 * 4000])
+def test_there_are_some_ticks_and_not_too_many_whatever_the_length(length_s: float) -> None:
+    busy = [(START_S + length_s * n / 50, START_S + length_s * n / 50) for n in range(51)]
+    axis = Axis(busy, START_S, START_S + length_s, 100, 960)
+    ticks = axis.ticks()
+    assert 2 <= len(ticks) <= 14
+    assert all(100 <= tick.x <= 1060 for tick in ticks)
+    assert ticks[0].date
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [
+        (0.34, "340 ms"),
+        (4.24, "4.2 s"),
+        (200, "3 min 20 s"),
+        (3600, "1 h"),
+        (22_320, "6 h 12 min"),
+        (183_600, "2 d 3 h"),
+    ],
+)
+def test_durations_are_for_people(duration_s: float, text: str) -> None:
+    assert duration_text(duration_s) == text
