@@ -294,14 +294,17 @@ class _Start:
                 "at step 0 might fork the run: ",
                 unheard,
             )
-        newest = next(iter(order.way), None)
-        if newest is not None and newest.parent is not None and not order.current:
+        decided = bool(order.way) and order.complete
+        since = (order.way[-1].number, order.way[-1].id) if decided else (-1, "")
+        continued = [a for a in self._counted.heard.values() if a.parent is not None and (a.number, a.id) > since]
+        if continued and not order.current:
+            newest = max(continued, key=lambda attempt: (attempt.number, attempt.id))
+            assert newest.parent is not None
             raise RefusedOnlyCopy(
-                f"The newest attempt continued from step {newest.parent.step}, but no save of the lineage is there any "
-                "more.",
+                f"Attempt {newest.number} ({newest.id[:8]}) continued from step {newest.parent.step}, but no save of "
+                "the lineage is there any more.",
                 hint="Check the root and the mirror URLs, or decide with policy='scratch', force=True.",
             )
-        decided = bool(order.way) and order.complete
         problems = [f"{one.name}: {one.why}" for one in self._forbidding(decided=decided)]
         problems += [_line(one) for one in self._broken()]
         left = [*order.unknown] if decided else [*order.superseded, *order.replaced, *order.unknown]
@@ -599,10 +602,14 @@ class _Start:
 def _of_run(evidence: Evidence, run_id: str | None, wish: Wish) -> Evidence:
     """Leave out the snapshots of other runs that share the persistent directory.
 
+    Without any mirror, a single run there is this one: its disk was lost.
+
     Raises:
-        RefusedOnlyCopy: Nothing else names a run, so nobody can tell whose they are.
+        RefusedOnlyCopy: Mirrors are there, and none names a run, or there are snapshots of several: nobody can tell.
     """
     kept = [row for row in evidence.rows if row.sort == "persistent" and row.copies]
+    if run_id is None and len(kept) == 1 and not evidence.mirrors():
+        run_id = kept[0].run_id
     if run_id is None and kept and wish.reference != "scratch":
         named = [row for row in kept for copy in row.copies if copy.save.save_id.startswith(str(wish.reference))]
         if wish.is_auto or not named:
@@ -614,7 +621,7 @@ def _of_run(evidence: Evidence, run_id: str | None, wish: Wish) -> Evidence:
                 "persistent_dir of its own, or policy='scratch' with force=True.",
             )
         run_id = named[0].run_id
-    rows = tuple(row for row in evidence.rows if row.sort != "persistent" or row.run_id == run_id)
+    rows = tuple(row for row in evidence.rows if row.sort != "persistent" or row.run_id in (run_id, None))
     return replace(evidence, rows=rows)
 
 
