@@ -296,7 +296,12 @@ class _Start:
             )
         decided = bool(order.way) and order.complete
         since = (order.way[-1].number, order.way[-1].id) if decided else (-1, "")
-        continued = [a for a in self._counted.heard.values() if a.parent is not None and (a.number, a.id) > since]
+        continued = [
+            attempt
+            for attempt in self._counted.heard.values()
+            if attempt.parent is not None and (attempt.number, attempt.id) > since
+            if attempt.parent.save_id not in self._whole()  # else it is superseded, and was not lost
+        ]
         if continued and not order.current:
             newest = max(continued, key=lambda attempt: (attempt.number, attempt.id))
             assert newest.parent is not None
