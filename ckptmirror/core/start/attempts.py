@@ -11,7 +11,7 @@ An attempt *fences* from its claim, and *counts* from its first committed save. 
 4. Attempts that have saves on this disk or in the persistent directory alone count too, oldest first, each only while
    it is a fast-forward of what counts by then. The others *ran apart*.
 5. A *rival* is an attempt of another root, heard of in whatever way, newer than this root's newest attempt on the way
-   that has a committed save.
+   of which a save is committed on a mirror: one that answers shows it, or this root's table recorded it.
 6. A commit on a mirror must be a fast-forward over all answering mirrors, else the attempt is fenced. An attempt that
    does not count on any mirror yet waits while a mirror is silent and there is a rival.
 """
@@ -26,7 +26,18 @@ from ckptmirror.core.lineage import Lineage, SaveFacts, is_fast_forward, lineage
 from ckptmirror.core.model import KINDS, Attempt, AttemptList
 from ckptmirror.core.start.evidence import Evidence, ListFound, Reach, Row, Voice
 
-__all__ = ["Claim", "Counted", "Verdict", "claim_from", "count", "may_commit", "may_drain", "mirror_list", "rival_of"]
+__all__ = [
+    "Claim",
+    "Counted",
+    "Verdict",
+    "claim_from",
+    "count",
+    "drained_list",
+    "may_commit",
+    "may_drain",
+    "mirror_list",
+    "rival_of",
+]
 
 _REBUILT = (ListFound.LOST, ListFound.NONE, ListFound.BROKEN)
 _NOT_CONFIGURED = "it is not configured"
@@ -190,7 +201,7 @@ def rival_of(evidence: Evidence, counted: Counted, attempt: str) -> Attempt | No
         counted: What :func:`count` said of it.
         attempt: The id of the one whose save is to be continued, or committed.
     """
-    saved = {one for row in evidence.answering() for one in _ids(row, Voice.COUNTS)}
+    saved = {one for row in evidence.mirrors() for one in _ids(row, Voice.COUNTS)} | _ids(evidence.disk, Voice.UPLOADED)
     ours: Attempt | None = counted.heard.get(attempt)
     while ours is not None and not (is_own(evidence, ours) and ours.id in saved):
         ours = counted.heard.get(ours.parent.attempt) if ours.parent is not None else None
@@ -262,6 +273,31 @@ def mirror_list(claim: Claim, there: AttemptList | None) -> AttemptList:
     return merge_attempts(there, ours) if there is not None else ours
 
 
+def drained_list(
+    evidence: Evidence, mirror: str, attempt: Attempt, run_id: str, there: AttemptList | None
+) -> AttemptList:
+    """Return what a mirror's list is to hold before a drain commits a save of an attempt there.
+
+    All that this root knows, unless the mirror lists attempts that it does not know: then the attempt alone. A person's
+    decision is entered by its own claim, or once it counts.
+    """
+    counted = count(evidence)
+    here = {
+        heard.attempt.id
+        for heard in evidence.disk.heard
+        if heard.voices & {Voice.CLAIMED, Voice.COUNTS} and heard.attempt.id in counted.known
+    }
+    row = evidence.row(mirror)
+    strange = (_ids(row, Voice.CLAIMED) if row is not None else set()) - here
+    told = [
+        counted.known[one]
+        for one in ({attempt.id} if strange else here | {attempt.id})
+        if one in counted.known and (not counted.known[one].by_person or one in counted.counting)
+    ]
+    ours = AttemptList(run_id, tuple(told) or (attempt,), evidence.disk.names_required)
+    return merge_attempts(there, ours) if there is not None else merge_attempts(ours)
+
+
 # -- committing ----------------------------------------------------------------------------------------------
 
 
@@ -299,8 +335,9 @@ def may_commit(evidence: Evidence, attempt: str) -> Verdict:
 def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:
     """Say whether a drain, which is no attempt, may commit a save of this disk on a mirror.
 
-    Beside :func:`may_commit`: nothing is committed while a person's decision is in doubt, or off the lineage; and an
-    attempt is entered where others are listed only if every required mirror answers.
+    Beside :func:`may_commit`: nothing is committed while a person's decision is in doubt, and an attempt is entered
+    where others are listed only if every required mirror answers. A superseded save of an attempt that counts may be
+    committed: it changes nothing.
 
     Raises:
         LineageError: The lists contradict one another.
@@ -309,6 +346,9 @@ def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:
     silent = tuple(counted.silent)
     if counted.doubtful:
         return Verdict("wait", "a person may have decided otherwise", silent, counted.doubtful[0])
+    made_by = counted.known.get(save.attempt)
+    if made_by is not None and made_by.by_person and made_by.id not in counted.counting:
+        return Verdict("wait", "a person's decision is not on every mirror yet", silent, made_by)
     there = evidence.row(mirror)
     listed = _ids(there, Voice.CLAIMED) if there is not None else set()
     ours = {heard.attempt.id for heard in evidence.disk.heard}
@@ -318,8 +358,4 @@ def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:
         rival = rival_of(evidence, counted, save.attempt)
         if rival is not None:
             return Verdict("wait", "a rival may have saved where nobody answers", silent, rival)
-    verdict = may_commit(evidence, save.attempt)
-    if verdict.may != "commit":
-        return verdict
-    after = lineage(counted.known.values(), [*counted.saves, save], {*counted.counting, save.attempt})
-    return verdict if save.save_id in after.on_it() else Verdict("fenced", "it is not on the lineage of the run")
+    return may_commit(evidence, save.attempt)

@@ -5,7 +5,8 @@ this order; which attempts count is said by ``attempts``.
 
 1. All places tell of one run. A place that says no for good, or whose list is of a later version, ends the start. So
    does a broken list of this root that no mirror's list stands in for. Snapshots of other runs in the persistent
-   directory are left out; while nothing else names the run, only a person tells which of them it is.
+   directory are left out. While nothing else names the run, only a person tells which of them it is; but without any
+   mirror a single run there is this one, whose disk was lost.
 2. While a person's decision is in doubt, every start waits.
 3. A start over, forced or not, needs the answer of every configured mirror and of every one that a list names.
    Without force it is refused where anything was saved.
@@ -647,19 +648,22 @@ def _does_not_answer(row: Row) -> bool:
 
 
 def _run_to_continue(evidence: Evidence, wish: Wish) -> str | None:
-    """Return the id of the run; None where nothing names one, and for a start over only this disk and mirrors may.
+    """Return the id of the run; None where nothing names one.
 
     Raises:
         ConfigError: This disk and the mirrors name several.
-        RefusedOnlyCopy: Only snapshots in the persistent directory name one, and nobody can tell whose they are.
+        RefusedOnlyCopy: Only snapshots in the persistent directory do, and nobody can tell whose they are.
     """
     run_id = run_of(evidence)
     snapshots = [(copy, row) for row in evidence.rows if row.sort == "persistent" for copy in row.copies]
     if run_id is not None or not snapshots or wish.reference == "scratch":
         return run_id
-    named = [row for copy, row in snapshots if not wish.is_auto and copy.save.save_id.startswith(f"{wish.reference}")]
-    if named and isinstance(wish.reference, str):
-        return named[0].run_id
+    if not evidence.mirrors() and len({row.run_id for _, row in snapshots}) == 1:
+        return snapshots[0][1].run_id
+    if isinstance(wish.reference, str) and not wish.is_auto:
+        named = [row.run_id for copy, row in snapshots if copy.save.save_id.startswith(wish.reference)]
+        if named:
+            return named[0]
     copy, row = max(snapshots, key=lambda one: (one[0].save.step, one[0].save.save_id))
     raise RefusedOnlyCopy(
         f"{row.place} has an emergency snapshot of step {copy.save.step}, and neither this disk nor a mirror says "

@@ -68,6 +68,7 @@ class Voice(StrEnum):
     COUNTS = "counts"  # a committed save of it is there; on this disk none that was staged, but the parent of a claim
     COMPLETED = "completed"  # this root claimed it, and every required mirror took it down
     NAMED = "named"  # only a meta names it
+    UPLOADED = "uploaded"  # this root's table records that a save of it is committed on a mirror
     FENCED_US = "fenced_us"  # an attempt of this root met it
     UNDECIDED = "undecided"  # a list of ckptmirror 0.1.0 has it, from before it knew where it starts
 

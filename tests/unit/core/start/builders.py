@@ -145,6 +145,7 @@ def disk(
     staged: Iterable[Saved] = (),
     copied: Iterable[Saved] = (),
     completed: Iterable[By] = (),
+    uploaded: Iterable[By] = (),
     met: Iterable[By] = (),
     damaged: Iterable[tuple[Problem, Attempt]] = (),
     **more: object,
@@ -155,7 +156,8 @@ def disk(
     counts = {save.attempt.id for save, origin in holds if origin is not Origin.STAGED}
     counts |= {attempt.id for problem, attempt in damaged if problem.save and attempt.root == HERE}
     counts |= {one.attempt.parent.attempt for one in lists or () if one.attempt.parent and one.attempt.root == HERE}
-    return _row(DISK, "disk", lists, holds, damaged, {Voice.COMPLETED: completed, Voice.FENCED_US: met}, counts, **more)
+    voices = {Voice.COMPLETED: completed, Voice.UPLOADED: uploaded, Voice.FENCED_US: met}
+    return _row(DISK, "disk", lists, holds, damaged, voices, counts, **more)
 
 
 def mirror(

@@ -89,8 +89,21 @@ OUTAGES = [
         refuses(StoreTemporary, "started elsewhere"),
     ),
     Case(
-        "an older attempt of another root is no rival once this root has saved after it",
+        "an older attempt of another root is a rival until a save of this root was committed after it",
         [disk([theirs, here_after_t200], saved=[here_after_t200.save(250)], staged=[t200]), silent(M)],
+        refuses(StoreTemporary, "started elsewhere (attempt 0"),
+    ),
+    Case(
+        "and then it is none",
+        [
+            disk(
+                [theirs, here_after_t200],
+                saved=[here_after_t200.save(250)],
+                staged=[t200],
+                uploaded=[here_after_t200],
+            ),
+            silent(M),
+        ],
         tries(here_after_t200.save(250), says=M),
     ),
     Case(
