@@ -313,7 +313,6 @@ def _entry_document(attempt: Attempt) -> dict[str, Any]:
         "by_person": attempt.by_person,
         "root": attempt.root or None,
         "required": list(attempt.required),
-        "broken": list(attempt.broken),
     }
 
 
@@ -323,9 +322,7 @@ def _entry(document: Any, where: str) -> Attempt:
     by_person = fields.boolean("by_person", default=False)
     root = fields.text_or_none("root", 32) if fields.has("root") else None
     required = _texts(fields, "required", _MAX_MIRRORS) if fields.has("required") else ()
-    broken = _texts(fields, "broken", MAX_ATTEMPTS) if fields.has("broken") else ()
-    said = _attempt_of(fields, where)
-    return dataclasses.replace(said, by_person=by_person, root=root or "", required=required, broken=broken)
+    return dataclasses.replace(_attempt_of(fields, where), by_person=by_person, root=root or "", required=required)
 
 
 def _attempt_document(attempt: Attempt) -> dict[str, Any]:

@@ -204,8 +204,7 @@ def is_fast_forward(
     """Whether an attempt may begin to count: no save leaves the lineage, and none that had left it comes back.
 
     So an attempt from before a rewind is none, though nothing was saved after that. An attempt that would not be the
-    newest of those that count changes nothing, and may. A save that the start of an attempt on its way found broken
-    may be left.
+    newest of those that count changes nothing, and may.
 
     Args:
         attempts: All that are known, ``attempt`` among them.
@@ -219,8 +218,7 @@ def is_fast_forward(
     newest = (before.way[0].number, before.way[0].id)
     numbers = {one.id: one.number for one in after.way}
     older = {one.save_id for one in after.all_on_it() if (numbers[one.attempt], one.attempt) <= newest}
-    broken = {save_id for one in after.way for save_id in one.broken}
-    return before.on_it() - broken <= after.on_it() and older <= before.on_it()
+    return before.on_it() <= after.on_it() and older <= before.on_it()
 
 
 def merge_attempts(*lists: AttemptList) -> AttemptList:
@@ -304,7 +302,6 @@ def _agreed(one: Attempt, other: Attempt) -> Attempt:
         by_person=one.by_person or other.by_person,
         root=one.root or other.root,
         required=one.required or other.required,
-        broken=one.broken or other.broken,
     )
 
 

@@ -85,7 +85,6 @@ class Attempt:
             lists say so, no meta does.
         root: The identity of the root that claimed it (32 hex digits); "" where a meta or an older list names it.
         required: The mirrors that had to list it, if a person decided it; they were the run's required ones then.
-        broken: The ids of the saves that its start found broken in every place, and left behind.
     """
 
     id: str
@@ -95,7 +94,6 @@ class Attempt:
     by_person: bool = False
     root: str = ""
     required: tuple[str, ...] = ()
-    broken: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

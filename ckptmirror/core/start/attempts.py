@@ -11,7 +11,7 @@ An attempt *fences* from its claim, and *counts* from its first committed save. 
 4. Attempts that have saves on this disk or in the persistent directory alone count too, oldest first, each only while
    it is a fast-forward of what counts by then. The others *ran apart*.
 5. A *rival* is an attempt of another root, heard of in whatever way, newer than this root's newest attempt on the way
-   that has a committed save.
+   of which a save is committed on a mirror: one that answers shows it, or this root's table recorded it.
 6. A commit on a mirror must be a fast-forward over all answering mirrors, else the attempt is fenced. An attempt that
    does not count on any mirror yet waits while a mirror is silent and there is a rival.
 """
@@ -201,7 +201,7 @@ def rival_of(evidence: Evidence, counted: Counted, attempt: str) -> Attempt | No
         counted: What :func:`count` said of it.
         attempt: The id of the one whose save is to be continued, or committed.
     """
-    saved = {one for row in evidence.answering() for one in _ids(row, Voice.COUNTS)}
+    saved = {one for row in evidence.mirrors() for one in _ids(row, Voice.COUNTS)} | _ids(evidence.disk, Voice.UPLOADED)
     ours: Attempt | None = counted.heard.get(attempt)
     while ours is not None and not (is_own(evidence, ours) and ours.id in saved):
         ours = counted.heard.get(ours.parent.attempt) if ours.parent is not None else None

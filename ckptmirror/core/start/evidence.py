@@ -65,9 +65,10 @@ class Voice(StrEnum):
     """How a place knows of an attempt."""
 
     CLAIMED = "claimed"  # its list has it
-    COUNTS = "counts"  # a committed save of it is there; on this disk one that was saved here, or the parent of a claim
+    COUNTS = "counts"  # a committed save of it is there; on this disk none that was staged, but the parent of a claim
     COMPLETED = "completed"  # this root claimed it, and every required mirror took it down
     NAMED = "named"  # only a meta names it
+    UPLOADED = "uploaded"  # this root's table records that a save of it is committed on a mirror
     FENCED_US = "fenced_us"  # an attempt of this root met it
     UNDECIDED = "undecided"  # a list of ckptmirror 0.1.0 has it, from before it knew where it starts
 
@@ -171,6 +172,10 @@ class Row:
         """Whether what it says is known."""
         return self.reach is Reach.ANSWERED
 
+    def heard_as(self, voice: Voice) -> frozenset[str]:
+        """Return the ids of the attempts of which it knows in this way."""
+        return frozenset(heard.attempt.id for heard in self.heard if voice in heard.voices)
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -200,6 +205,10 @@ class Evidence:
     def answering(self) -> tuple[Row, ...]:
         """Return the rows of the places that answered."""
         return tuple(row for row in self.rows if row.answers)
+
+    def heard_as(self, voice: Voice) -> frozenset[str]:
+        """Return the ids of the attempts of which any place that answered knows in this way."""
+        return frozenset(one for row in self.answering() for one in row.heard_as(voice))
 
 
 # -- JSON ----------------------------------------------------------------------------------------------------

@@ -124,21 +124,19 @@ class Bringer:
                     self._tried.append(Outcome(last.save_id, last.kind, last.place, result, last.reason, last.error))
                 case Scratch():
                     self._chosen = move
-                    return Proposal(self._run_id(), passed_over=tuple(self._said))
+                    run_id = run_of(self.seen.evidence) or self._new_run_id
+                    return Proposal(run_id, passed_over=tuple(self._said))
                 case Try():
                     meta = self._brought(move)
                     if meta is not None:
                         self._chosen = move
-                        return Proposal(self._run_id(meta), meta, move.kind, move.place, tuple(self._said))
+                        return Proposal(move.run_id or meta.run_id, meta, move.kind, move.place, tuple(self._said))
 
     def _move(self, seen: Survey) -> Move:
         move = next_move(seen.evidence, self._wish, self._tried)
         for notice in move.notices:
             self._say(notice)
         return move
-
-    def _run_id(self, meta: Meta | None = None) -> str:
-        return run_of(self.seen.evidence) or (meta.run_id if meta is not None else self._new_run_id)
 
     def reject(self, proposal: Proposal, reason: str, *, touched: bool, unreadable: bool = False) -> None:
         """Note that a copy could not be used.
@@ -152,6 +150,8 @@ class Bringer:
         if proposal.meta is None:
             return
         result = Result.TOUCHED if touched else Result.UNREADABLE if unreadable else Result.BROKEN
+        if proposal.kind == "emergency" and proposal.meta.world_size != self._wish.world_size and not unreadable:
+            result = Result.OTHER_RANKS
         self._tried.append(Outcome(proposal.meta.save_id, proposal.kind, proposal.place, result, reason))
 
     def claim(self, proposal: Proposal) -> RunClaim:
@@ -166,10 +166,9 @@ class Bringer:
         seen = self._survey()
         self._check_unchanged(seen, chosen)
         parent = proposal.meta.ref if proposal.meta is not None else None
-        broken = sorted({one.save_id for one in self._tried if parent is not None and one.save_id != parent.save_id})
         claim = claim_from(
             seen.evidence,
-            Attempt(new_id(), 0, parent, by_person=chosen.by_person, broken=tuple(broken)),
+            Attempt(new_id(), 0, parent, by_person=chosen.by_person),
             proposal.run_id,
             needs_all=isinstance(chosen, Scratch) or chosen.needs_all,
             adopted=chosen.adopt if isinstance(chosen, Try) else (),

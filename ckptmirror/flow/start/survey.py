@@ -24,6 +24,7 @@ from ckptmirror.core.errors import (
     StorePermanent,
     Temporary,
 )
+from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.lineage import attempts_of_metas
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.resumption import Problem as FoundProblem
@@ -181,6 +182,7 @@ class _Rows:
         self._saves = table.saves() if table is not None else []
         self._history = table.history() if table is not None else []
         self._records = table.records() if table is not None else []
+        self._verified = [record for record in self._records if record.state is RecordState.VERIFIED]
         self._known_mirrors = table.mirrors() if table is not None else []
         self._identity = identity
         self._persistent = persistent
@@ -227,7 +229,13 @@ class _Rows:
             for meta in self._of_run(catalog.metas(), run_id)
             if meta.staged_from is None or meta.save_id in continued or seen.listed is not ListFound.TOLD
         }
-        heard = self._heard(seen, self._of_run(catalog.metas(), run_id), counts)
+        uploaded = {record.save_id for record in self._verified if record.role == "meta"}
+        heard = self._heard(
+            seen,
+            self._of_run(catalog.metas(), run_id),
+            counts,
+            {meta.attempt.id for meta in catalog.metas() if meta.save_id in uploaded and meta.run_id == run_id},
+        )
         if run_id is not None:
             heard += [Heard(attempt, frozenset({Voice.FENCED_US})) for attempt in met_here(self._root, run_id).attempts]
         row = self._row(DISK, "disk", seen, run_id)
@@ -298,7 +306,7 @@ class _Rows:
 
     def _was_required(self) -> set[str]:
         """The mirrors that counted for the last start, and that have saves."""
-        used = {record.mirror for record in self._records if record.state.value == "verified"}
+        used = {record.mirror for record in self._verified}
         return set(counting([(row.url, row.required) for row in self._known_mirrors])) & used
 
     # -- the persistent directory ----------------------------------------------------------------------------
@@ -362,7 +370,9 @@ class _Rows:
     def _of_run(self, metas: Iterable[Meta], run_id: str | None) -> list[Meta]:
         return [meta for meta in metas if meta.run_id == run_id]
 
-    def _heard(self, seen: Seen, metas: Iterable[Meta], counts: Collection[str]) -> list[Heard]:
+    def _heard(
+        self, seen: Seen, metas: Iterable[Meta], counts: Collection[str], uploaded: Collection[str] = ()
+    ) -> list[Heard]:
         listed = seen.attempts if seen.attempts is not None else AttemptList("")
         heard = {attempt.id: attempt for attempt in listed.attempts}
         voices: dict[str, set[Voice]] = {
@@ -375,6 +385,8 @@ class _Rows:
             voices.setdefault(meta.attempt.id, {Voice.NAMED})
         for one in counts:
             voices[one].add(Voice.COUNTS)
+        for one in uploaded:
+            voices[one].add(Voice.UPLOADED)
         for one in set(listed.completed) & voices.keys():
             voices[one].add(Voice.COMPLETED)
         return [Heard(heard[one], frozenset(said)) for one, said in voices.items()]
