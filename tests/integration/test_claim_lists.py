@@ -86,6 +86,7 @@ def test_i11_a_list_lost_on_the_disk_is_taken_from_the_mirror_and_the_metas(tmp_
 def test_a_list_lost_on_the_mirror_is_written_again(tmp_path: Path) -> None:
     mirror = opened(memory_url())
     first = claim_run(tmp_path / "root", mirror)
+    make_save(tmp_path / "root", 100, ("model",), first.attempt, 1, run_id=first.run_id)
     info = mirror.store.stat(names.WRITER_NAME)
     assert info is not None
     mirror.store.delete(names.WRITER_NAME, generation=info.generation)

@@ -91,10 +91,8 @@ def test_staging_one_step_does_not_care_how_many_others_there_are(
 def test_a_start_reads_a_crowded_mirror_once(crowded: tuple[Path, Meta], tmp_path: Path) -> None:
     node = Node(tmp_path / "fresh", [MirrorSpec(URL)], Retention(), EventBus(), workers_per_mirror=0)
 
-    wish = Wish()
-    bringer_of = asked(lambda: Bringer(node, wish, EventBus()).next())
+    requests = asked(lambda: Bringer(node, Wish(), EventBus()))
     node.close()
-    requests = bringer_of
     assert requests["list"] <= PAGES + 2
     assert requests["read"] <= SAVES + 10
 

@@ -387,5 +387,5 @@ def test_a_save_of_an_attempt_that_no_list_tells_of_is_reported(
         assert start is not None
         assert start.step == 1
         (line,) = [line for line in start.passed_over if later.save_id[:8] in line]
-    assert "no list tells" in line
+    assert "no list names" in line
     assert any(one.levelno == logging.ERROR and line in one.message for one in caplog.records)

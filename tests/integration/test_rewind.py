@@ -16,8 +16,8 @@ from ckptmirror.core.errors import (
     ConfigError,
     IntegrityError,
     NoTable,
+    NotAuthorised,
     RootLocked,
-    StoreTemporary,
     UsageError,
 )
 from ckptmirror.core.model import Meta
@@ -215,7 +215,7 @@ def test_nothing_is_recorded_before_every_required_mirror_answers(server: GcsSer
 def test_a_step_that_may_be_on_a_silent_mirror_is_not_called_missing(server: GcsServerProcess, tmp_path: Path) -> None:
     root, _, _ = mirrored(tmp_path, 100, url=f"gs://{BUCKET}/maybe")
     server.faults([Fault(operation="*", status=401, times=0)])
-    with pytest.raises(StoreTemporary, match="It may be there"):
+    with pytest.raises(NotAuthorised, match="It may be there"):
         plan_rewind(root, 200)
 
 

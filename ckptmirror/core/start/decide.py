@@ -409,6 +409,8 @@ class _Start:
             self._check_hindered(self._of_id(reference))
             if self._unheard:
                 raise explain.not_answering(f"{error.message} It may be there: ", self._unheard) from error
+            if broken := [f"{one.name}: {one.why}" for one in self._problems if one.step == reference]:
+                raise CheckpointNotFound(f"{error.message} Not whole: {'; '.join(broken)}.", hint=error.hint) from error
             raise
         return found
 

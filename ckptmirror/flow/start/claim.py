@@ -63,8 +63,16 @@ class _Places:
         self._table = table
         self._mirrors = mirrors
         self._cache = cache
+        self._last: tuple[tuple[int | str, ...], Survey] | None = None
 
     def survey(self) -> Survey:
+        """Ask all places, unless the mirrors' lists are those of last time: nobody unknown may have committed since."""
+        lists = tuple(_list_of(mirror) for mirror in self._mirrors)
+        if self._last is None or self._last[0] != lists:
+            self._last = (lists, self._look())
+        return self._last[1]
+
+    def _look(self) -> Survey:
         return survey(self._root, self._mirrors, self._table, read_root_id(self._root), cache=self._cache)
 
     def check_drained(self, mirror: Mirror, meta: Meta, seen: Survey | None = None) -> None:
@@ -82,6 +90,14 @@ class _Places:
                 f"Step {meta.step} is superseded, and is not committed on {mirror.url}: {verdict.why}.",
                 hint=f"Take it up with `ckptmirror rewind --save {meta.save_id[:8]}`, or leave it on this disk.",
             )
+
+
+def _list_of(mirror: Mirror) -> int | str:
+    """Return the generation of a mirror's list, or why it does not answer."""
+    try:
+        return read_mirror_attempts(mirror)[1]
+    except CkptMirrorError as error:
+        return str(error)
 
 
 def waiting(verdict: Verdict) -> StoreTemporary:

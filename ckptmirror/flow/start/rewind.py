@@ -24,10 +24,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import (
     CheckpointNotFound,
+    CkptMirrorError,
     ConfigError,
     LocalStorageFull,
     NoTable,
@@ -124,13 +126,23 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
         raise CheckpointNotFound(f"{where} tells of no run.", hint="Check --root and --mirror.")
     move = next_move(seen.evidence, Wish(reference))
     if isinstance(move, Refuse):
-        raise move.error
+        raise _with_verb(root, reference, seen, move.error)
     assert isinstance(move, Try), "a save was named"
     rows = [row.place for row in seen.evidence.rows]
     there = {place for save_id, place in seen.metas if save_id == move.save.save_id}
     places = (move.place, *(place for place in rows if place in there and place != move.place))
     silent = {row.place: row.why for row in seen.evidence.mirrors() if not row.answers}
     return RewindPlan(move.save, places, _fork(seen, move), silent)
+
+
+def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirrorError) -> CkptMirrorError:
+    """Return the error with the command that goes back to a superseded save of the step."""
+    order = count(seen.evidence).order
+    aside = [save for save in (*order.superseded, *order.unknown) if save.step == reference]
+    if isinstance(error, CheckpointNotFound) and aside:
+        ids = " or ".join(f"--save {save.save_id[:8]}" for save in aside)
+        error.hint = f"Name it by its save id: `ckptmirror rewind --root {quote(str(root))}` with {ids}."
+    return error
 
 
 def _fork(seen: Survey, move: Try) -> Fork:
