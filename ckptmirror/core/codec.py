@@ -36,7 +36,7 @@ from ckptmirror.core.model import (
 )
 from ckptmirror.core.names import MAX_STEP
 from ckptmirror.core.plain_values import finite_metrics, plain_values
-from ckptmirror.core.sealed_json import open_sealed, printable, seal
+from ckptmirror.core.sealed_json import VERSION, open_sealed, printable, seal
 
 __all__ = [
     "MAX_ARTIFACTS",
@@ -62,10 +62,13 @@ _MAX_NUMBER = 10**15
 _MAX_SIZE_BYTES = 2**62
 _MAX_BLOCK_SIZE_BYTES = 2**50
 _MAX_METRICS = 10_000
+_MAX_URL = 4096
 
 _META = "ckptmirror-meta"
 _TOMBSTONE = "ckptmirror-tombstone"
 _ATTEMPTS = "ckptmirror-attempts"
+_ATTEMPTS_VERSION = 2  # ckptmirror 0.1.0 wrote 1, which lacks required and completed, and less of each attempt
+_MAX_MIRRORS = 1000
 
 # -- meta ---------------------------------------------------------------------------------------------------
 
@@ -264,8 +267,13 @@ def attempts_to_bytes(attempts: AttemptList) -> bytes:
         BrokenMeta: It would not be read back.
     """
     ordered = sorted(attempts.attempts, key=lambda attempt: (attempt.number, attempt.id))
-    document = {"run_id": attempts.run_id, "attempts": [_attempt_document(attempt) for attempt in ordered]}
-    data = seal(_ATTEMPTS, document)
+    document = {
+        "run_id": attempts.run_id,
+        "attempts": [_entry_document(attempt) for attempt in ordered],
+        "required": sorted(set(attempts.required)),
+        "completed": sorted(set(attempts.completed)),
+    }
+    data = seal(_ATTEMPTS, document, _ATTEMPTS_VERSION)
     _attempts_from_fields(Fields(document))
     return data
 
@@ -276,17 +284,45 @@ def attempts_from_bytes(data: bytes) -> AttemptList:
     Raises:
         BrokenMeta: It is not valid.
     """
-    return _attempts_from_fields(_opened(data, _ATTEMPTS))
+    return _attempts_from_fields(_opened(data, _ATTEMPTS, _ATTEMPTS_VERSION))
 
 
 def _attempts_from_fields(fields: Fields) -> AttemptList:
     run_id = fields.id("run_id")
     items = fields.array("attempts", MAX_ATTEMPTS)
+    required = _texts(fields, "required", _MAX_MIRRORS) if fields.has("required") else ()
+    completed = _texts(fields, "completed", MAX_ATTEMPTS) if fields.has("completed") else ()
     fields.end()
-    attempts = [_attempt(item, f"attempts[{index}]") for index, item in enumerate(items)]
+    attempts = [_entry(item, f"attempts[{index}]") for index, item in enumerate(items)]
     if len({attempt.id for attempt in attempts}) != len(attempts):
         raise BrokenMeta("attempts names an attempt twice.")
-    return AttemptList(run_id, tuple(sorted(attempts, key=lambda attempt: (attempt.number, attempt.id))))
+    ordered = tuple(sorted(attempts, key=lambda attempt: (attempt.number, attempt.id)))
+    return AttemptList(run_id, ordered, required, completed)
+
+
+def _texts(fields: Fields, key: str, max_items: int) -> tuple[str, ...]:
+    values = fields.array(key, max_items)
+    for value in values:
+        if not isinstance(value, str) or not 0 < len(value) <= _MAX_URL or not value.isprintable():
+            raise fields.refuse(key, "has an item that is not printable text")
+    return tuple(values)
+
+
+def _entry_document(attempt: Attempt) -> dict[str, Any]:
+    return _attempt_document(attempt) | {
+        "by_person": attempt.by_person,
+        "root": attempt.root or None,
+        "required": list(attempt.required),
+    }
+
+
+def _entry(document: Any, where: str) -> Attempt:
+    """Read an attempt of a list, which says more of it than a meta does."""
+    fields = Fields(document, where)
+    by_person = fields.boolean("by_person", default=False)
+    root = fields.text_or_none("root", 32) if fields.has("root") else None
+    required = _texts(fields, "required", _MAX_MIRRORS) if fields.has("required") else ()
+    return dataclasses.replace(_attempt_of(fields, where), by_person=by_person, root=root or "", required=required)
 
 
 def _attempt_document(attempt: Attempt) -> dict[str, Any]:
@@ -300,7 +336,10 @@ def _attempt_document(attempt: Attempt) -> dict[str, Any]:
 
 
 def _attempt(document: Any, where: str) -> Attempt:
-    fields = Fields(document, where)
+    return _attempt_of(Fields(document, where), where)
+
+
+def _attempt_of(fields: Fields, where: str) -> Attempt:
     parent = fields.value("parent")
     attempt = Attempt(
         id=fields.id("id"),
@@ -326,7 +365,7 @@ def _save_ref(document: Any, where: str) -> SaveRef:
     return ref
 
 
-def _opened(data: bytes, format_name: str) -> Fields:
-    document = open_sealed(data, (format_name,))
+def _opened(data: bytes, format_name: str, newest: int = VERSION) -> Fields:
+    document = open_sealed(data, (format_name,), newest)
     del document["format"]
     return Fields(document)

@@ -41,6 +41,10 @@ class Fields:
         """Return the error that says why a field is refused."""
         return BrokenMeta(f"{self.name(key)} {reason}.")
 
+    def has(self, key: str) -> bool:
+        """Whether a field is there that nobody took."""
+        return key in self._left
+
     def value(self, key: str) -> Any:
         """Take a field of any type."""
         if key not in self._left:

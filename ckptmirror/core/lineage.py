@@ -1,8 +1,9 @@
 """The lineage: which saves led to where training is now.
 
 Rules:
-1. From the attempt with the greatest (number, id) back through the parents; each attempt on this way is left at the
-   save from which the next one started. A parent's attempt has a lower number, else the data contradicts itself.
+1. From the attempt with the greatest (number, id) *that counts* back through the parents; each attempt on this way is
+   left at the save from which the next one started. A parent's attempt has a lower number, else the data contradicts
+   itself. Which attempts count is said by ``core.start.attempts``.
 2. A save is on the lineage if its attempt is on the way and is the newest, or its number is at most that of the save
    where its attempt was left, or it adds to that save's step only kinds that the step did not have by then.
 3. For each (step, kind) the last save is current; earlier ones are replaced.
@@ -16,8 +17,8 @@ Rules:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckptmirror.core.errors import LineageError
@@ -28,6 +29,7 @@ __all__ = [
     "SaveFacts",
     "Standing",
     "attempts_of_metas",
+    "is_fast_forward",
     "join_lists",
     "lineage",
     "merge_attempts",
@@ -76,6 +78,14 @@ class Lineage:
         standing |= {save.save_id: "superseded" for save in self.superseded}
         return standing | {save.save_id: "unknown" for save in self.unknown}
 
+    def all_on_it(self) -> tuple[SaveFacts, ...]:
+        """Return the saves on the lineage, current or replaced; one that is current in two kinds is there twice."""
+        return (*self.current.values(), *self.replaced)
+
+    def on_it(self) -> frozenset[str]:
+        """Return the ids of the saves on the lineage, current or replaced."""
+        return frozenset(save.save_id for save in self.all_on_it())
+
     def in_order(self, *kinds: Kind) -> tuple[SaveFacts, ...]:
         """Return the current saves (for any of ``kinds``, if given) along the lineage, oldest first."""
         numbers = {attempt.id: attempt.number for attempt in self.way}
@@ -87,19 +97,22 @@ class Lineage:
         return tuple(sorted({step for step, kind in self.current if not kinds or kind in kinds}))
 
 
-def lineage(attempts: Sequence[Attempt], saves: Sequence[SaveFacts]) -> Lineage:
+def lineage(
+    attempts: Iterable[Attempt], saves: Sequence[SaveFacts], counting: Collection[str] | None = None
+) -> Lineage:
     """Place every save.
 
     Args:
         attempts: What the lists name; undecided ones are left out here.
         saves: Those that are whole in the place (or places) asked.
+        counting: The ids of the attempts that count; None: all of them.
 
     Raises:
         LineageError: A parent is not older by number, or an id stands for two different things.
     """
     known = _by_id(attempts)
     facts = _unique_saves(saves)
-    way, left_at, complete = _way(known)
+    way, left_at, complete = _way(known, known.keys() if counting is None else known.keys() & counting)
     numbers = {attempt.id: attempt.number for attempt in way}
     on = _on_lineage(way, left_at, facts)
     ordered = sorted(on, key=lambda save: (numbers[save.attempt], save.number, save.save_id))
@@ -120,7 +133,8 @@ def lineage(attempts: Sequence[Attempt], saves: Sequence[SaveFacts]) -> Lineage:
 def _by_id(attempts: Iterable[Attempt]) -> dict[str, Attempt]:
     known: dict[str, Attempt] = {}
     for attempt in attempts:
-        if attempt.decided and known.setdefault(attempt.id, attempt) != attempt:
+        first = known.setdefault(attempt.id, attempt) if attempt.decided else attempt
+        if (first.number, first.parent) != (attempt.number, attempt.parent):
             raise LineageError(f"Attempt {attempt.id[:8]} is listed twice, differently.")
     return known
 
@@ -133,11 +147,11 @@ def _unique_saves(saves: Iterable[SaveFacts]) -> list[SaveFacts]:
     return list(facts.values())
 
 
-def _way(known: dict[str, Attempt]) -> tuple[list[Attempt], dict[str, SaveRef], bool]:
+def _way(known: dict[str, Attempt], counting: Collection[str]) -> tuple[list[Attempt], dict[str, SaveRef], bool]:
     """Return the attempts on the way, newest first, where each was left, and whether the way is whole."""
-    if not known:
+    if not counting:
         return [], {}, False
-    attempt = max(known.values(), key=lambda attempt: (attempt.number, attempt.id))
+    attempt = max((known[one] for one in counting), key=lambda attempt: (attempt.number, attempt.id))
     way = [attempt]
     left_at: dict[str, SaveRef] = {}
     while attempt.parent is not None:
@@ -184,6 +198,29 @@ def _added_kinds(left: SaveRef, mine: Iterable[SaveFacts], have: set[Kind]) -> l
     return added
 
 
+def is_fast_forward(
+    attempts: Sequence[Attempt], saves: Sequence[SaveFacts], counting: Collection[str], attempt: str
+) -> bool:
+    """Whether an attempt may begin to count: no save leaves the lineage, and none that had left it comes back.
+
+    So an attempt from before a rewind is none, though nothing was saved after that. An attempt that would not be the
+    newest of those that count changes nothing, and may.
+
+    Args:
+        attempts: All that are known, ``attempt`` among them.
+        saves: The whole saves of the places asked, without its own.
+        counting: The ids of those that count.
+        attempt: Its id.
+    """
+    before, after = lineage(attempts, saves, counting), lineage(attempts, saves, {*counting, attempt})
+    if not before.way or after.way[0].id == before.way[0].id:
+        return True
+    newest = (before.way[0].number, before.way[0].id)
+    numbers = {one.id: one.number for one in after.way}
+    older = {one.save_id for one in after.all_on_it() if (numbers[one.attempt], one.attempt) <= newest}
+    return before.on_it() <= after.on_it() and older <= before.on_it()
+
+
 def merge_attempts(*lists: AttemptList) -> AttemptList:
     """Return the union of lists of one run, by number; of one attempt, decided wins over undecided.
 
@@ -199,7 +236,10 @@ def merge_attempts(*lists: AttemptList) -> AttemptList:
             raise LineageError(f"The lists are of different runs, {run_id[:8]} and {attempts.run_id[:8]}.")
         for attempt in attempts.attempts:
             merged[attempt.id] = _agreed(merged.get(attempt.id, attempt), attempt)
-    return AttemptList(run_id, tuple(sorted(merged.values(), key=lambda attempt: (attempt.number, attempt.id))))
+    ordered = tuple(sorted(merged.values(), key=lambda attempt: (attempt.number, attempt.id)))
+    required = tuple(dict.fromkeys(url for attempts in lists for url in attempts.required))
+    completed = tuple(dict.fromkeys(one for attempts in lists for one in attempts.completed))
+    return AttemptList(run_id, ordered, required, completed)
 
 
 def join_lists(local: AttemptList, mirrors: AttemptList) -> tuple[AttemptList, frozenset[str]]:
@@ -256,7 +296,13 @@ def _agreed(one: Attempt, other: Attempt) -> Attempt:
         raise LineageError(f"Attempt {one.id[:8]} has the numbers {one.number} and {other.number}.")
     if one.decided and other.decided and one.parent != other.parent:
         raise LineageError(f"Attempt {one.id[:8]} has two different parents.")
-    return one if one.decided else other
+    said = one if one.decided else other
+    return replace(
+        said,
+        by_person=one.by_person or other.by_person,
+        root=one.root or other.root,
+        required=one.required or other.required,
+    )
 
 
 def attempts_of_metas(metas: Iterable[Meta]) -> AttemptList | None:

@@ -79,21 +79,37 @@ class Attempt:
         id: 32 hex digits.
         number: One higher than any attempt that this one saw when it claimed the run.
         parent: The save it resumed from; None for a start from scratch (or while undecided).
-        decided: False from the claim until the parent is known. Undecided attempts do not count in the lineage.
+        decided: False only in lists of ckptmirror 0.1.0, from the claim until the parent was known. An undecided
+            attempt never counts in the lineage.
+        by_person: Whether a person decided where it starts: a rewind, a step that was named, a forced start over. Only
+            lists say so, no meta does.
+        root: The identity of the root that claimed it (32 hex digits); "" where a meta or an older list names it.
+        required: The mirrors that had to list it, if a person decided it; they were the run's required ones then.
     """
 
     id: str
     number: int
     parent: SaveRef | None
     decided: bool = True
+    by_person: bool = False
+    root: str = ""
+    required: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptList:
-    """Content of ``.ckptmirror/attempts.json`` and of ``writer.json`` on a mirror. It only grows."""
+    """Content of ``.ckptmirror/attempts.json`` and of ``writer.json`` on a mirror. It only grows.
+
+    Attributes:
+        required: URLs of the run's required mirrors; only a person removes one (``ckptmirror forget-mirror``).
+        completed: In a root's own list: ids of its attempts that every required mirror took down when they claimed the
+            run. Empty on a mirror.
+    """
 
     run_id: str
     attempts: tuple[Attempt, ...] = ()
+    required: tuple[str, ...] = ()
+    completed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ _MAX_COMMAS = 8_000_000
 _MAX_DIGITS = 40
 
 
-def seal(format_name: str, fields: Mapping[str, Any]) -> bytes:
+def seal(format_name: str, fields: Mapping[str, Any], version: int = VERSION) -> bytes:
     """Return the canonical bytes of ``fields`` with format, version and checksum.
 
     Raises:
@@ -35,15 +35,20 @@ def seal(format_name: str, fields: Mapping[str, Any]) -> bytes:
     """
     for key, value in fields.items():
         check_plain(value, key)
-    document = {**fields, "format": format_name, "version": VERSION}
+    document = {**fields, "format": format_name, "version": version}
     document["checksum"] = _checksum(document)
     data = _canonical(document) + b"\n"
     _check_bounds(data)
     return data
 
 
-def open_sealed(data: bytes, format_names: Collection[str]) -> dict[str, Any]:
+def open_sealed(data: bytes, format_names: Collection[str], newest: int = VERSION) -> dict[str, Any]:
     """Return the object in ``data``, with ``format`` and without version and checksum.
+
+    Args:
+        data: What was read.
+        format_names: The formats to accept.
+        newest: The last version of them that this ckptmirror reads; it reads all before it.
 
     Raises:
         BrokenMeta: It is not exactly that; says why.
@@ -56,12 +61,13 @@ def open_sealed(data: bytes, format_names: Collection[str]) -> dict[str, Any]:
     if not isinstance(found, str) or found not in format_names:
         raise BrokenMeta(f"format is {_short(found)}, not {' or '.join(sorted(format_names))}.")
     version = document.pop("version", None)
-    if type(version) is not int or version != VERSION:
-        as_ours = {key: value for key, value in document.items() if key != "checksum"} | {"version": VERSION}
-        damaged = document.get("checksum") == _checksum(as_ours)  # a flipped bit can make a later version of ours
-        newer = type(version) is int and version > VERSION and not damaged
+    if type(version) is not int or not VERSION <= version <= newest:
+        content = {key: value for key, value in document.items() if key != "checksum"}
+        ours = [_checksum(content | {"version": known}) for known in range(VERSION, newest + 1)]
+        damaged = document.get("checksum") in ours  # a flipped bit can make a later version of ours
+        newer = type(version) is int and version > newest and not damaged
         raise (NewerFormat if newer else BrokenMeta)(
-            f"version is {_short(version)}; this ckptmirror reads version {VERSION}."
+            f"version is {_short(version)}; this ckptmirror reads version {newest}."
         )
     checksum = document.pop("checksum", None)
     for key, value in document.items():

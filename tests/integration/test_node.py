@@ -33,6 +33,7 @@ from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
+from tests.kit.claiming import start_node
 from tests.kit.mirrors import memory_url, object_names
 from tests.kit.roots import MirroredRoot
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts
@@ -62,8 +63,7 @@ def trained(root: Path, *steps: int) -> list[Meta]:
 
 
 def begin(node: Node, parent: Meta | None = None) -> None:
-    node.start_claim()
-    node.decide(parent.ref if parent is not None else None)
+    start_node(node, parent=parent)
 
 
 def damage_rows(table: UploadsTable, name: str = "records") -> None:

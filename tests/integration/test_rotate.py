@@ -22,6 +22,7 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.local import crashpoints
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores.faulty import StoreFault
+from tests.kit.claiming import start_node
 from tests.kit.mirrors import memory_url
 from tests.kit.roots import MirroredRoot, assert_refused, two_saves
 from tests.kit.saves import make_attempt, put_attempts
@@ -36,8 +37,7 @@ def node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     def start(url: str, keep_last: int = 1) -> Node:
         node = Node(tmp_path / "trained", [MirrorSpec(url)], Retention(keep_last=keep_last), events.EventBus())
         nodes.append(node)
-        node.start_claim()
-        node.decide(None)
+        start_node(node)
         return node
 
     yield start

@@ -1,0 +1,370 @@
+"""Which attempts count, whose word is missing, and what may be committed: the rules of claiming a run.
+
+An attempt *fences* from its claim, and *counts* from its first committed save. Rules, in the order of the code:
+
+1. A place's list tells of attempts. One that is lost or broken is rebuilt from the metas there, all of them. A meta
+   whose attempt a sound list lacks makes a *stranger* of it: never followed unless a person names its save.
+2. A run needs the word of its required mirrors: those of the configuration, those that a list names, and those that
+   counted for the last start of this root. One of them that does not answer, or is not configured, is *silent*.
+3. An attempt counts if a committed save of it is on an answering mirror. A person's attempt counts once every mirror
+   that it had to claim lists it, or this root saw that; while one of those is silent it is *doubtful*.
+4. Attempts that have saves on this disk or in the persistent directory alone count too, oldest first, each only while
+   it is a fast-forward of what counts by then. The others *ran apart*.
+5. A *rival* is an attempt of another root, heard of in whatever way, newer than this root's newest attempt on the way
+   of which a save is committed on a mirror: one that answers shows it, or this root's table recorded it.
+6. A commit on a mirror must be a fast-forward over all answering mirrors, else the attempt is fenced. An attempt that
+   does not count on any mirror yet waits while a mirror is silent and there is a rival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ckptmirror.core.lineage import Lineage, SaveFacts, is_fast_forward, lineage, merge_attempts, next_number
+from ckptmirror.core.model import KINDS, Attempt, AttemptList
+from ckptmirror.core.start.evidence import Evidence, ListFound, Reach, Row, Voice
+
+__all__ = [
+    "Claim",
+    "Counted",
+    "Verdict",
+    "claim_from",
+    "count",
+    "drained_list",
+    "may_commit",
+    "may_drain",
+    "mirror_list",
+    "rival_of",
+]
+
+_REBUILT = (ListFound.LOST, ListFound.NONE, ListFound.BROKEN)
+_NOT_CONFIGURED = "it is not configured"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a start, or a commit, takes the run to be.
+
+    Attributes:
+        known: The attempts that can be followed, by id.
+        heard: Every attempt that any place has heard of, by id.
+        counting: The ids of those that count.
+        apart: The ids of those that have saves here, and do not count.
+        doubtful: A person's attempts of which nobody can tell, because a mirror is silent.
+        silent: The places whose word is needed and missing, with the reason.
+        saves: Every save that can be resumed from in some place.
+        order: Their lineage.
+    """
+
+    known: Mapping[str, Attempt]
+    heard: Mapping[str, Attempt]
+    counting: frozenset[str]
+    apart: frozenset[str]
+    doubtful: tuple[Attempt, ...]
+    silent: Mapping[str, str]
+    saves: tuple[SaveFacts, ...]
+    order: Lineage
+
+    @property
+    def strangers(self) -> tuple[SaveFacts, ...]:
+        """The saves whose attempts no list tells of; by step, then save id."""
+        return tuple(save for save in (*self.order.superseded, *self.order.unknown) if save.attempt not in self.known)
+
+
+def count(evidence: Evidence, *, mirrors_only: bool = False) -> Counted:
+    """Say which attempts count.
+
+    Args:
+        evidence: Of one run.
+        mirrors_only: Leave out what counts on this disk or in the persistent directory alone: for a commit.
+
+    Raises:
+        LineageError: The lists contradict one another.
+    """
+    rows = evidence.answering()
+    mirrors = [row for row in rows if row.sort == "mirror"]
+    known = _known(evidence.rows)
+    silent = _silent(evidence)
+    counting = {one for row in mirrors for one in _ids(row, Voice.COUNTS)} & known.keys()
+    decided, doubtful = _of_persons(evidence, known, silent)
+    counting |= decided
+    saves = facts_of_rows(mirrors)
+    here = [row for row in rows if row.sort != "mirror"]
+    apart: set[str] = set()
+    if not mirrors_only:
+        theirs = {one for row in here for one in _ids(row, Voice.COUNTS)} & known.keys()
+        mine = facts_of_rows(here)
+        for attempt in sorted((known[one] for one in theirs - counting), key=_age):
+            if is_fast_forward(list(known.values()), saves, counting, attempt.id):
+                counting.add(attempt.id)
+                saves = _merged([*saves, *(save for save in mine if save.attempt == attempt.id)])
+            else:
+                apart.add(attempt.id)
+        saves = facts_of_rows(rows)
+    return Counted(
+        known=known,
+        heard={heard.attempt.id: heard.attempt for row in evidence.rows for heard in row.heard} | known,
+        counting=frozenset(counting),
+        apart=frozenset(apart),
+        doubtful=doubtful,
+        silent=silent,
+        saves=tuple(saves),
+        order=lineage(known.values(), saves, counting),
+    )
+
+
+def _age(attempt: Attempt) -> tuple[int, str]:
+    return attempt.number, attempt.id
+
+
+def _ids(row: Row, voice: Voice) -> set[str]:
+    return {heard.attempt.id for heard in row.heard if voice in heard.voices}
+
+
+def _known(rows: Iterable[Row]) -> dict[str, Attempt]:
+    found: list[Attempt] = []
+    for row in rows:
+        for heard in row.heard:
+            listed = heard.voices & {Voice.CLAIMED, Voice.COMPLETED}
+            rebuilt = Voice.NAMED in heard.voices and row.listed in _REBUILT
+            saved_here = row.sort != "mirror" and Voice.COUNTS in heard.voices
+            if heard.attempt.decided and (listed or rebuilt or saved_here):
+                found.append(heard.attempt)
+    merged = merge_attempts(*(AttemptList("", (attempt,)) for attempt in found)) if found else AttemptList("")
+    return {attempt.id: attempt for attempt in merged.attempts}
+
+
+def _silent(evidence: Evidence) -> dict[str, str]:
+    """Rule 2."""
+    named = {url for row in evidence.rows for url in row.names_required}
+    silent = {
+        row.place: row.why or row.reach.value
+        for row in evidence.mirrors()
+        if not row.answers and (row.required or row.was_required or row.place in named)
+    }
+    return silent | {url: _NOT_CONFIGURED for url in sorted(named) if evidence.row(url) is None}
+
+
+def _of_persons(
+    evidence: Evidence, known: Mapping[str, Attempt], silent: Mapping[str, str]
+) -> tuple[set[str], tuple[Attempt, ...]]:
+    """Rule 3, of a person's attempts: those that count, and those of which nobody can tell."""
+    completed = {one for row in evidence.answering() for one in _ids(row, Voice.COMPLETED)}
+    counting: set[str] = set()
+    doubtful: list[Attempt] = []
+    for attempt in known.values():
+        if not attempt.by_person:
+            continue
+        if attempt.id in completed:
+            counting.add(attempt.id)
+            continue
+        asked = [row for row in evidence.mirrors() if row.answers and row.place in attempt.required]
+        can_tell = [row for row in asked if row.listed is ListFound.TOLD]
+        if all(attempt.id in _ids(row, Voice.CLAIMED) for row in can_tell):
+            if silent.keys() & set(attempt.required):
+                doubtful.append(attempt)
+            else:
+                counting.add(attempt.id)
+    return counting, tuple(doubtful)
+
+
+def facts_of_rows(rows: Iterable[Row]) -> list[SaveFacts]:
+    """Return the saves that can be resumed from in any of these places, each in all kinds that one of them has."""
+    return _merged(copy.save for row in rows for copy in row.copies)
+
+
+def _merged(saves: Iterable[SaveFacts]) -> list[SaveFacts]:
+    found: dict[str, SaveFacts] = {}
+    for save in saves:
+        kinds = {*save.kinds, *(found[save.save_id].kinds if save.save_id in found else ())}
+        found[save.save_id] = replace(save, kinds=tuple(kind for kind in KINDS if kind in kinds))
+    return list(found.values())
+
+
+# -- this root and others ------------------------------------------------------------------------------------
+
+
+def is_own(evidence: Evidence, attempt: Attempt) -> bool:
+    """Whether this root made an attempt: its entry says so, or, of an older list, a save that was made here."""
+    if attempt.root:
+        return attempt.root == evidence.root
+    return attempt.id in _ids(evidence.disk, Voice.COUNTS)
+
+
+def rival_of(evidence: Evidence, counted: Counted, attempt: str) -> Attempt | None:
+    """Return the newest attempt that may have gone on elsewhere (rule 5); None if there is none.
+
+    Args:
+        evidence: Of one run.
+        counted: What :func:`count` said of it.
+        attempt: The id of the one whose save is to be continued, or committed.
+    """
+    saved = {one for row in evidence.mirrors() for one in _ids(row, Voice.COUNTS)} | _ids(evidence.disk, Voice.UPLOADED)
+    ours: Attempt | None = counted.heard.get(attempt)
+    while ours is not None and not (is_own(evidence, ours) and ours.id in saved):
+        ours = counted.heard.get(ours.parent.attempt) if ours.parent is not None else None
+    others = [one for one in counted.heard.values() if not is_own(evidence, one)]
+    return max((one for one in others if ours is None or _age(one) > _age(ours)), key=_age, default=None)
+
+
+# -- claiming ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a start writes, once it has loaded and verified.
+
+    Attributes:
+        attempt: The new entry.
+        root_list: What the list of this root is to hold.
+        known: The ids of all attempts that were heard of: one that is not among them fences.
+        told: The ids of those that mirrors are told of. An attempt of this root that died before its first save is
+            none of them, unless a mirror has it.
+        needs: The mirrors that have to take the claim, else the start gives up; the others may be told later.
+    """
+
+    attempt: Attempt
+    root_list: AttemptList
+    known: frozenset[str]
+    told: frozenset[str]
+    needs: tuple[str, ...]
+
+
+def claim_from(
+    evidence: Evidence, attempt: Attempt, run_id: str, *, needs_all: bool, adopted: Sequence[Attempt] = ()
+) -> Claim:
+    """Say what a start has to write.
+
+    Args:
+        evidence: What it chose by.
+        attempt: The new attempt without its number, root and required mirrors.
+        run_id: Of the run, or of a new one.
+        needs_all: Whether every required mirror has to take the claim.
+        adopted: Strangers that a person decided to continue from.
+
+    Raises:
+        LineageError: The lists contradict one another.
+    """
+    counted = count(evidence)
+    configured = [row.place for row in evidence.mirrors() if row.required and row.reach is not Reach.DROPPED]
+    named = [url for row in evidence.rows for url in row.names_required]
+    required = tuple(dict.fromkeys([*configured, *named]))
+    heard = AttemptList(run_id, tuple(counted.heard.values()))
+    completed = tuple(sorted(_ids(evidence.disk, Voice.COMPLETED)))
+    known = AttemptList(run_id, tuple(counted.known.values()), required, completed)
+    known = merge_attempts(known, AttemptList(run_id, tuple(adopted)))
+    entry = replace(
+        attempt,
+        number=max(next_number(heard), next_number(known)),
+        root=evidence.root,
+        required=required if attempt.by_person else (),
+    )
+    on_mirrors = {heard.attempt.id for row in evidence.mirrors() for heard in row.heard}
+    return Claim(
+        attempt=entry,
+        told=frozenset({entry.id, *on_mirrors, *counted.counting, *(one.id for one in adopted)}),
+        root_list=merge_attempts(known, AttemptList(run_id, (entry,))),
+        known=frozenset({one.id for one in (*heard.attempts, *known.attempts)} | {entry.id}),
+        needs=required if needs_all else (),
+    )
+
+
+def mirror_list(claim: Claim, there: AttemptList | None) -> AttemptList:
+    """Return what a mirror's list is to hold after the claim.
+
+    A person's decision is entered by its own claim alone: the last mirror that takes it down is what makes it count.
+    """
+    told = [one for one in claim.root_list.attempts if one.id in claim.told]
+    own = tuple(one for one in told if one.id == claim.attempt.id or not one.by_person)
+    ours = AttemptList(claim.root_list.run_id, own, claim.root_list.required)
+    return merge_attempts(there, ours) if there is not None else ours
+
+
+def drained_list(
+    evidence: Evidence, mirror: str, attempt: Attempt, run_id: str, there: AttemptList | None
+) -> AttemptList:
+    """Return what a mirror's list is to hold before a drain commits a save of an attempt there.
+
+    All that this root knows, unless the mirror lists attempts that it does not know: then the attempt alone. A person's
+    decision is entered by its own claim, or once it counts.
+    """
+    counted = count(evidence)
+    here = {
+        heard.attempt.id
+        for heard in evidence.disk.heard
+        if heard.voices & {Voice.CLAIMED, Voice.COUNTS} and heard.attempt.id in counted.known
+    }
+    row = evidence.row(mirror)
+    strange = (_ids(row, Voice.CLAIMED) if row is not None else set()) - here
+    told = [
+        counted.known[one]
+        for one in ({attempt.id} if strange else here | {attempt.id})
+        if one in counted.known and (not counted.known[one].by_person or one in counted.counting)
+    ]
+    ours = AttemptList(run_id, tuple(told) or (attempt,), evidence.disk.names_required)
+    return merge_attempts(there, ours) if there is not None else merge_attempts(ours)
+
+
+# -- committing ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether an attempt's save may be committed on a mirror; if not, why, and for which silent places it waits."""
+
+    may: Literal["commit", "wait", "fenced"]
+    why: str = ""
+    waits_for: tuple[str, ...] = ()
+    rival: Attempt | None = None
+
+
+def may_commit(evidence: Evidence, attempt: str) -> Verdict:
+    """Say whether a save of an attempt may be committed on a mirror now (rule 6).
+
+    Args:
+        evidence: The root's list, and what every mirror that answers lists and holds.
+        attempt: Its id; it is claimed.
+
+    Raises:
+        LineageError: The lists contradict one another.
+    """
+    counted = count(evidence, mirrors_only=True)
+    if counted.silent and attempt not in counted.counting:
+        rival = rival_of(evidence, counted, attempt)
+        if rival is not None:
+            return Verdict("wait", "a rival may have saved where nobody answers", tuple(counted.silent), rival)
+    if not is_fast_forward(list(counted.known.values()), counted.saves, counted.counting, attempt):
+        newest = counted.order.way[0]
+        return Verdict("fenced", f"attempt {newest.number} ({newest.id[:8]}) has committed, and did not start from it")
+    return Verdict("commit")
+
+
+def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:
+    """Say whether a drain, which is no attempt, may commit a save of this disk on a mirror.
+
+    Beside :func:`may_commit`: nothing is committed while a person's decision is in doubt, and an attempt is entered
+    where others are listed only if every required mirror answers. A superseded save of an attempt that counts may be
+    committed: it changes nothing.
+
+    Raises:
+        LineageError: The lists contradict one another.
+    """
+    counted = count(evidence, mirrors_only=True)
+    silent = tuple(counted.silent)
+    if counted.doubtful:
+        return Verdict("wait", "a person may have decided otherwise", silent, counted.doubtful[0])
+    made_by = counted.known.get(save.attempt)
+    if made_by is not None and made_by.by_person and made_by.id not in counted.counting:
+        return Verdict("wait", "a person's decision is not on every mirror yet", silent, made_by)
+    there = evidence.row(mirror)
+    listed = _ids(there, Voice.CLAIMED) if there is not None else set()
+    ours = {heard.attempt.id for heard in evidence.disk.heard}
+    if silent and save.attempt not in listed and listed - ours:
+        return Verdict("wait", "the mirror lists attempts that this root does not know", silent)
+    if silent:
+        rival = rival_of(evidence, counted, save.attempt)
+        if rival is not None:
+            return Verdict("wait", "a rival may have saved where nobody answers", silent, rival)
+    return may_commit(evidence, save.attempt)

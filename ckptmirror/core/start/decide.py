@@ -1,0 +1,684 @@
+"""What a start does next: one pure function of the evidence, of what was asked for, and of what was tried.
+
+``next_move`` is replayed from the beginning with each outcome; nothing remembers anything. Every rule stands here, in
+this order; which attempts count is said by ``attempts``.
+
+1. All places tell of one run. A list of a later version ends the start, and so does a broken list of this root that no
+   mirror's list stands in for. Snapshots of other runs in the persistent
+   directory are left out. While nothing else names the run, only a person tells which of them it is; but without any
+   mirror a single run there is this one, whose disk was lost.
+2. While a person's decision is in doubt, every start waits.
+3. A start over, forced or not, needs the answer of every configured mirror and of every one that a list names.
+   Without force it is refused where anything was saved.
+4. Candidates: the newest save of the lineage first; of one step dcp, then model, then an emergency snapshot, then the
+   saves that those replaced, newest first. Of one save the disk first (last, while a repair of it is unfinished), then
+   the mirrors in configured order, then the persistent directory. A step or a save id names its own candidates.
+   Superseded and unknown saves are chosen only by their id.
+5. Of a save, once a rank has begun to load it, only other copies of that same save are tried.
+6. What looks like a save that would be tried first, and is not whole, is never passed by in silence; and not at all
+   while it cannot be read, or while a mirror that does not answer may hold it.
+7. A copy that turned out broken, or could not be brought, gives way to another copy of the same save. Going back to an
+   older save then waits for mirrors that do not answer, and for what may be read or brought later.
+8. A save is continued from while a place is silent only if this root vouches for it (made it, or continued from it by a
+   claim that it completed everywhere), and no rival is heard of. A decision needs every required mirror, and they take
+   it down: a person's choice, and going back past a save that looks whole.
+9. A newer attempt of another root, of which nobody who answers has a save, is not passed by while any mirror does not
+   answer. So what this start has heard of waits for optional mirrors too; of what it never heard they need not tell.
+10. An emergency snapshot that only another number of ranks can load gives way only to a save of the same step, unless
+    a person names another.
+11. Step 0 needs what a start over needs, and either no sign that anything was ever saved, or a recorded decision to
+    start over that nothing was saved after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Literal
+
+from ckptmirror.core.errors import (
+    BrokenMeta,
+    CheckpointNotFound,
+    CkptMirrorError,
+    IntegrityError,
+    LineageError,
+    NewerFormat,
+    RefusedOnlyCopy,
+    UsageError,
+)
+from ckptmirror.core.lineage import SaveFacts, lineage
+from ckptmirror.core.model import KINDS, Attempt, Kind
+from ckptmirror.core.start import explain
+from ckptmirror.core.start.attempts import Counted, count, is_own, rival_of
+from ckptmirror.core.start.evidence import (
+    DISK,
+    Evidence,
+    ListFound,
+    Origin,
+    Problem,
+    Reach,
+    Row,
+    Voice,
+)
+from ckptmirror.core.start.explain import Notice
+
+__all__ = ["MakeRoom", "Move", "Outcome", "Refuse", "Result", "Scratch", "Try", "Wish", "next_move", "run_of"]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a start was asked for.
+
+    Attributes:
+        reference: ``"auto"``, ``"latest"``, ``"scratch"``, a step, or a save id (8 digits or more).
+        kind: Of the copy, if one was named.
+        force: Of a start over: where there are saves too.
+        world_size: How many ranks will load.
+    """
+
+    reference: str | int = "auto"
+    kind: Kind | None = None
+    force: bool = False
+    world_size: int = 1
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether nobody named a save, so that going back is nobody's decision."""
+        return self.reference in ("auto", "latest")
+
+
+class Result(StrEnum):
+    """How trying a copy went wrong."""
+
+    BROKEN = "broken"
+    UNREADABLE = "unreadable"  # an I/O error or a permission: it may be whole
+    OTHER_RANKS = "other_ranks"  # only as many ranks as saved it can load it
+    TOUCHED = "touched"  # a rank had begun to load it
+    NOT_BROUGHT = "not_brought"  # it could not come to this disk now
+    NO_ROOM = "no_room"
+    MADE_ROOM = "made_room"  # rotation freed something after that: an answer to MakeRoom
+    STILL_FULL = "still_full"  # it did not: the other one
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a copy that was tried.
+
+    Attributes:
+        error: Of what could not be brought: raised instead of going back to an older save, as it is.
+    """
+
+    save_id: str
+    kind: Kind
+    place: str
+    result: Result
+    reason: str
+    error: CkptMirrorError | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Try:
+    """Bring this copy to the disk, verify and load it; then claim the run.
+
+    Attributes:
+        run_id: Of the run that is continued; None only if no place names it.
+        needs_all: Whether every required mirror has to take the claim.
+        by_person: Whether it is a decision, so that it counts before anything is saved: a person's, or the one to leave
+            behind a save that looks whole to others and is broken.
+        adopt: Attempts that no list tells of, which the claim takes in.
+    """
+
+    save: SaveFacts
+    kind: Kind
+    place: str
+    needs_all: bool
+    run_id: str | None = None
+    by_person: bool = False
+    adopt: tuple[Attempt, ...] = ()
+    notices: tuple[Notice, ...] = ()
+
+
+@dataclass(frozen=True)
+class MakeRoom:
+    """The disk has no room for a copy: rotate, and say what came of it."""
+
+    save_id: str
+    kind: Kind
+    place: str
+    notices: tuple[Notice, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Start at step 0."""
+
+    by_person: bool
+    notices: tuple[Notice, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Do nothing, and raise this."""
+
+    error: CkptMirrorError
+    notices: tuple[Notice, ...] = ()
+
+
+Move = Try | MakeRoom | Scratch | Refuse
+
+
+def next_move(evidence: Evidence, wish: Wish, tried: Sequence[Outcome] = ()) -> Move:
+    """Say what a start does next.
+
+    Args:
+        evidence: What every place says.
+        wish: What was asked for.
+        tried: What was tried before, in order.
+    """
+    start = _Start(evidence, wish, tried)
+    try:
+        return start.move()
+    except LineageError as error:
+        return Refuse(explain.not_one_run(error, [row.place for row in evidence.answering()]), start.said())
+    except CkptMirrorError as error:
+        return Refuse(error, start.said())
+
+
+def run_of(evidence: Evidence) -> str | None:
+    """Return the id of the run; None where neither this disk nor a mirror names one.
+
+    Raises:
+        ConfigError: They name several.
+    """
+    named = {row.run_id: row for row in evidence.answering() if row.run_id is not None and row.sort != "persistent"}
+    if len(named) > 1:
+        told = "; ".join(f"{row.place} holds run {run_id[:8]}" for run_id, row in named.items() if run_id is not None)
+        raise explain.not_one_run(told, [row.place for row in named.values()])
+    return next(iter(named), None)
+
+
+_NOT_BROUGHT = (Result.NOT_BROUGHT, Result.NO_ROOM, Result.STILL_FULL)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One save in one kind, the places that have it, best first, and the save that replaced it ("": none)."""
+
+    save: SaveFacts
+    kind: Kind
+    rows: tuple[Row, ...]
+    age: tuple[int, int]
+    replaced_by: str = ""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A save that may yet be continued from, so that going back to an older one is refused with this error."""
+
+    save_id: str
+    error: CkptMirrorError
+    or_step: int | None = None  # another save of this step may be tried all the same
+
+
+class _Start:
+    """One replay. Its only state is what it has said."""
+
+    def __init__(self, evidence: Evidence, wish: Wish, tried: Sequence[Outcome]) -> None:
+        self._all = evidence
+        self._wish = wish
+        self._tried = tried
+        self._notices: list[Notice] = []
+
+    def said(self) -> tuple[Notice, ...]:
+        return tuple(self._notices)
+
+    def move(self) -> Move:
+        self._check_places()
+        self._run_id = _run_to_continue(self._all, self._wish)
+        self._evidence = _of_run(self._all, self._run_id)
+        self._counted: Counted = count(self._evidence)
+        self._silent = self._phrased(self._counted.silent)
+        self._unheard = self._phrased(one.place for one in self._all.mirrors() if _does_not_answer(one)) | self._silent
+        self._whole = {save.save_id for save in self._counted.saves}
+        self._say_what_is_not_seen()
+        if self._counted.doubtful:
+            raise explain.person_in_doubt(self._counted.doubtful, self._silent)
+        self._problems = self._in_line()
+        if self._wish.reference == "scratch":
+            return self._start_over()
+        return self._continue() or self._step_0()
+
+    def _phrased(self, places: Iterable[str]) -> dict[str, str]:
+        """Say of each place why its word is missing."""
+        rows = {place: self._all.row(place) for place in places}
+        return {place: explain.missing_word(row) for place, row in rows.items()}
+
+    # -- rule 1 ----------------------------------------------------------------------------------------------
+
+    def _check_places(self) -> None:
+        for row in self._all.rows:
+            if row.listed is ListFound.NEWER and row.answers:
+                raise NewerFormat(f"The list of attempts of {row.place} is of a later version: {row.why}")
+        told = any(row.answers and row.listed is ListFound.TOLD for row in self._all.mirrors())
+        if self._all.disk.listed is ListFound.BROKEN and not told:
+            raise BrokenMeta(
+                f"{self._all.disk.why}, and no mirror has a list.",
+                hint="Move it away, and the list is rebuilt from the saves; a rewind that nothing was saved after is "
+                "lost.",
+            )
+
+    def _say_what_is_not_seen(self) -> None:
+        dropped = [row.place for row in self._all.mirrors() if row.reach is Reach.DROPPED]
+        for place, phrase in (self._unheard | self._phrased(dropped)).items():
+            level: Literal["error", "warning"] = "error" if phrase == explain.NOT_CONFIGURED else "warning"
+            self._say(f"{place} {phrase}: what it alone holds was not seen", level)
+        for row in self._all.rows:
+            if row.sort == "persistent" and row.run_id not in (self._run_id, None):
+                self._say(f"{row.place} has snapshots of another run, {row.run_id}, which are left alone", "warning")
+        for row in self._evidence.answering():
+            if row.listed in (ListFound.LOST, ListFound.BROKEN) and row.sort != "persistent":
+                self._say(
+                    f"{row.place} had no list of attempts, and it was rebuilt: a rewind or a start over that nothing "
+                    "was saved after would not be known"
+                )
+        for attempt in sorted(self._counted.apart):
+            self._say(
+                f"{explain.named(self._counted.known[attempt])} ran apart from the mirrors, and the run continued "
+                "without it: its saves are superseded; each can be resumed by its save id"
+            )
+
+    # -- rules 3 and 11 --------------------------------------------------------------------------------------
+
+    def _start_over(self) -> Move:
+        order = self._counted.order
+        saved = [f"step {step}" for step in order.steps()[-5:]]
+        saved += [f"step {save.step} (save {save.save_id[:8]})" for save in (*order.superseded, *order.unknown)][:5]
+        saved += self._traces(None)
+        if saved and not self._wish.force:
+            raise explain.never_step_0(saved, asked=True)
+        if self._unheard:
+            raise explain.not_answering("A start over needs the answer of every mirror. ", self._unheard)
+        return Scratch(by_person=bool(saved or self._counted.heard), notices=self.said())
+
+    def _step_0(self) -> Move:
+        if self._wish.reference != "auto":
+            raise self._none_loaded(repr(self._wish.reference))
+        if self._unheard:
+            raise explain.not_answering(
+                "Nothing can be seen that the run could be continued from, and it may be where nobody answers; "
+                "starting at step 0 might fork the run: ",
+                self._unheard,
+            )
+        self._look_past(None)
+        order = self._counted.order
+        decided = order.way[0] if order.way and order.way[0].parent is None and order.way[0].by_person else None
+        left = order.unknown if decided is not None else (*order.superseded, *order.replaced, *order.unknown)
+        traces = self._traces(decided) + [self._line(one) for one in self._failed()]
+        traces += [f"step {save.step} (save {save.save_id[:8]})" for save in left]
+        if traces or order.current:
+            raise explain.never_step_0(traces[:10], asked=False)
+        return Scratch(by_person=False, notices=self.said())
+
+    def _traces(self, decided: Attempt | None) -> list[str]:
+        """Everything that shows that there was training, and cannot be resumed from.
+
+        Args:
+            decided: A start over: what it left behind is no trace.
+        """
+        in_line = {one.name for one in self._problems}
+        left = self._counted.known.keys() if decided is not None else ()
+        found = [
+            f"{one.name}: {one.why}"
+            for row in self._evidence.answering()
+            for one in row.problems
+            if one.save_id not in self._whole
+            if not one.is_save or one.name in in_line or one.save is None or one.save.attempt not in left
+        ]
+        found += [
+            f"step {save.step} (save {save.save_id[:8]}): no list names its attempt {save.attempt[:8]}"
+            for save in self._counted.strangers
+        ]
+        have = {save.attempt for save in self._counted.saves}
+        saved = self._evidence.heard_as(Voice.COUNTS)
+        for one in sorted(self._counted.heard.values(), key=_age):
+            if decided is not None and _age(one) < _age(decided):
+                continue
+            if one.id in saved and one.id not in have:
+                found.append(f"{explain.named(one)} has saved, and nothing of it is there any more")
+            elif one.parent is not None and one.parent.save_id not in self._whole:
+                found.append(
+                    f"{explain.named(one)} continued from step {one.parent.step}, and that save is not there any more"
+                )
+        return found
+
+    # -- rule 4 ----------------------------------------------------------------------------------------------
+
+    def _continue(self) -> Move | None:
+        candidates = self._candidates()
+        only, held = self._so_far()
+        asked_for_room = any(one.result in (Result.MADE_ROOM, Result.STILL_FULL) for one in self._tried)
+        for candidate, row in ((one, row) for one in candidates for row in one.rows):
+            save = candidate.save
+            outcomes = [one.result for one in self._tried if _is_of(one, candidate, row)]
+            if outcomes[-1:] == [Result.NO_ROOM] and not asked_for_room:
+                return MakeRoom(save.save_id, candidate.kind, row.place, self.said())
+            if outcomes and outcomes[-1] is not Result.MADE_ROOM:
+                continue
+            if only not in (None, save.save_id):
+                continue
+            if held is not None and save.save_id != held.save_id and save.step != held.or_step:
+                raise held.error
+            self._check_going_back(candidate)
+            self._say_what_is_aside(save)
+            goes_back = not self._silent and any(one.save_id != save.save_id for one in self._failed())
+            decides = goes_back or not self._wish.is_auto
+            return Try(
+                save,
+                candidate.kind,
+                row.place,
+                needs_all=decides or not self._vouches_for(save),
+                run_id=self._run_id,
+                by_person=decides,
+                adopt=self._adopted(save),
+                notices=self.said(),
+            )
+        if held is not None:
+            raise held.error
+        if only is not None:
+            raise self._none_loaded(f"save {only[:8]}")
+        return None
+
+    def _candidates(self) -> list[_Candidate]:
+        reference = self._wish.reference
+        try:
+            if self._wish.is_auto:
+                found = self._on_the_lineage()
+            elif isinstance(reference, int):
+                found = [one for one in self._on_the_lineage() if one.save.step == reference]
+                if not found:
+                    raise explain.missing_step(reference, self._counted.order)
+            else:
+                save = self._by_id(reference)
+                found = [self._candidate(save, kind) for kind in KINDS if kind in save.kinds]
+            found = [one for one in found if self._wish.kind in (None, one.kind)]
+            if reference != "auto" and not found:
+                raise CheckpointNotFound(f"There is no whole save {reference!r}.")
+        except CheckpointNotFound as error:
+            self._check_hindered(one for one in self._problems if reference in ("latest", one.step))
+            self._check_hindered(self._of_id(reference))
+            if self._unheard:
+                raise explain.not_answering(f"{error.message} It may be there: ", self._unheard) from error
+            if broken := [f"{one.name}: {one.why}" for one in self._problems if one.step == reference]:
+                raise CheckpointNotFound(f"{error.message} Not whole: {'; '.join(broken)}.", hint=error.hint) from error
+            raise
+        return found
+
+    def _candidate(self, save: SaveFacts, kind: Kind, replaced_by: str = "") -> _Candidate:
+        copies = [
+            (row.place == DISK and copy.unfinished, row)
+            for row in self._evidence.answering()
+            for copy in row.copies
+            if copy.save.save_id == save.save_id and kind in copy.save.kinds
+        ]
+        rows = tuple(row for _, row in sorted(copies, key=lambda one: one[0]))
+        return _Candidate(save, kind, rows, self._age(save), replaced_by)
+
+    def _on_the_lineage(self) -> list[_Candidate]:
+        order = self._counted.order
+        saves = {save.save_id: save for save in (*order.current.values(), *order.replaced)}.values()
+        found = []
+        for kind in KINDS:
+            for save in (one for one in saves if kind in one.kinds):
+                stands = order.current[(save.step, kind)].save_id
+                found.append(self._candidate(save, kind, "" if stands == save.save_id else stands))
+        return sorted(found, key=lambda one: (one.save.step, not one.replaced_by, one.age), reverse=True)
+
+    def _age(self, save: SaveFacts) -> tuple[int, int]:
+        """Of two saves of one step, the greater is the newer."""
+        attempt = self._counted.known.get(save.attempt)
+        return attempt.number if attempt is not None else -1, save.number
+
+    def _by_id(self, reference: str) -> SaveFacts:
+        if len(reference) < 8 or not set(reference) <= set("0123456789abcdef"):
+            raise explain.unknown_reference(reference)
+        found = [save for save in self._counted.saves if save.save_id.startswith(reference)]
+        if len(found) > 1:
+            raise UsageError(f"{len(found)} save ids start with {reference}.", hint="Give more digits.")
+        if not found:
+            why = "".join(f" {one.name} is not whole: {one.why}." for one in self._of_id(reference))
+            raise CheckpointNotFound(f"No whole save has an id that starts with {reference}.{why}")
+        return found[0]
+
+    def _of_id(self, reference: str | int) -> list[Problem]:
+        found = [one for row in self._evidence.answering() for one in row.problems]
+        return [one for one in found if isinstance(reference, str) and one.save_id.startswith(reference)]
+
+    # -- rules 5, 7 and 10: what was tried -------------------------------------------------------------------
+
+    def _so_far(self) -> tuple[str | None, _Held | None]:
+        """Return the one save that may still be loaded, and the first that may yet be continued from."""
+        only: str | None = None
+        held: _Held | None = None
+        for one in self._failed():
+            self._say(self._line(one), step=self._step_of(one), save_id=one.save_id, place=one.place)
+            if one.result is Result.TOUCHED:
+                only = one.save_id
+            held = held or self._held_by(one)
+        return only, held
+
+    def _held_by(self, one: Outcome) -> _Held | None:
+        step = self._step_of(one)
+        if one.result in _NOT_BROUGHT:
+            error = one.error or explain.not_readable(f"The copy of step {step} in {one.place}", one.reason)
+            return _Held(one.save_id, error)
+        if one.result is Result.UNREADABLE:
+            return _Held(one.save_id, explain.not_readable(f"The copy of step {step}", one.reason))
+        if one.result is Result.OTHER_RANKS:
+            copies = (copy for row in self._evidence.rows for copy in row.copies if copy.save.save_id == one.save_id)
+            saved_by = max((copy.world_size for copy in copies), default=0)
+            return _Held(one.save_id, explain.emergency_needs_ranks(step, saved_by, self._wish.world_size), step)
+        if one.kind != "emergency" and self._unheard:  # those are on no mirror
+            why = f"The copy of step {step} is broken ({one.reason}), and a whole one may be there: "
+            return _Held(one.save_id, explain.not_answering(why, self._unheard, may_go_back=not self._silent))
+        return None
+
+    def _failed(self) -> list[Outcome]:
+        """What was tried in vain: not what rotation may yet make room for, or made."""
+        first = next((n for n, one in enumerate(self._tried) if one.result is Result.NO_ROOM), None)
+        return [one for n, one in enumerate(self._tried) if n != first and one.result is not Result.MADE_ROOM]
+
+    def _none_loaded(self, what: str) -> IntegrityError:
+        return IntegrityError(f"No copy of {what} could be loaded: " + "; ".join(map(self._line, self._failed())))
+
+    def _step_of(self, outcome: Outcome) -> int:
+        return next((save.step for save in self._counted.saves if save.save_id == outcome.save_id), -1)
+
+    def _line(self, outcome: Outcome) -> str:
+        verb = "cannot be brought now: " if outcome.result in _NOT_BROUGHT else ""
+        return f"step {self._step_of(outcome)} (save {outcome.save_id[:8]}, {outcome.place}): {verb}{outcome.reason}"
+
+    # -- rules 6, 8 and 9: may this one be continued from? ---------------------------------------------------
+
+    def _check_going_back(self, candidate: _Candidate) -> None:
+        save, silent = candidate.save, self._silent
+        if self._wish.is_auto or isinstance(self._wish.reference, int):
+            self._look_past(candidate)
+        if silent and not self._wish.is_auto:
+            raise explain.not_answering("A person's choice is recorded on every required mirror. ", silent)
+        if silent and not self._vouches_for(save):
+            here = any(row.place == DISK for row in candidate.rows)
+            what = "may have come from elsewhere" if here else "is not on this disk"
+            raise explain.not_answering(f"Step {save.step}, the newest that can be seen, {what}. ", silent)
+        if silent and (rival := rival_of(self._evidence, self._counted, save.attempt)) is not None:
+            raise explain.rival_may_have_saved(rival, silent)
+        if self._unheard and self._wish.is_auto and (newer := self._unseen_after(save)) is not None:
+            raise explain.rival_may_have_saved(newer, self._unheard, may_go_back=not silent)
+        if candidate.replaced_by:
+            self._say(
+                f"step {save.step} (save {candidate.replaced_by[:8]}): no copy in kind {candidate.kind} can be used; "
+                f"save {save.save_id[:8]}, which it replaced, is tried"
+            )
+
+    def _vouches_for(self, save: SaveFacts) -> bool:
+        """Whether this root made a save, or continued from it by a claim that it completed everywhere."""
+        disk = self._evidence.disk
+        if disk.listed is not ListFound.TOLD:
+            return False
+        if any(copy.save.save_id == save.save_id and copy.origin is Origin.SAVED_HERE for copy in disk.copies):
+            return True
+        return any(
+            Voice.COMPLETED in heard.voices
+            and is_own(self._evidence, heard.attempt)
+            and heard.attempt.parent is not None
+            and heard.attempt.parent.save_id == save.save_id
+            for heard in disk.heard
+        )
+
+    def _unseen_after(self, save: SaveFacts) -> Attempt | None:
+        """Rule 9: the newest attempt of another root, newer than a save's, of which nobody who answers has a save."""
+        saved, this = self._evidence.heard_as(Voice.COUNTS), self._counted.known[save.attempt]
+        newer = [
+            one
+            for one in self._counted.heard.values()
+            if _age(one) > _age(this) and one.id not in saved and not is_own(self._evidence, one)
+        ]
+        return max(newer, key=_age, default=None)
+
+    def _in_line(self) -> list[Problem]:
+        """The problems that could be a save of the lineage, with only the kinds in which they would count."""
+        removed = {one for row in self._evidence.answering() for one in row.removed}
+        found = []
+        for row in self._evidence.answering():
+            waits = row.sort != "mirror" or row.required or row.was_required  # not for what an optional mirror has
+            for one in row.problems:
+                if one.is_save and one.save_id not in self._whole | removed and (kinds := self._kinds_if_whole(one)):
+                    found.append(replace(one, kinds=kinds, hindrance=one.hindrance if waits else ""))
+        return found
+
+    def _kinds_if_whole(self, problem: Problem) -> tuple[Kind, ...]:
+        facts = problem.save
+        if facts is None:
+            return problem.kinds
+        counting = set(self._counted.counting)
+        if facts.attempt in self._counted.known.keys() - self._counted.apart:
+            counting.add(facts.attempt)
+        others = [save for save in self._counted.saves if save.save_id != facts.save_id]
+        current = lineage(self._counted.known.values(), [*others, facts], counting).current
+        return tuple(kind for kind in problem.kinds if current.get((facts.step, kind)) == facts)
+
+    def _look_past(self, candidate: _Candidate | None) -> None:
+        """Say what is newer and not whole; nothing of it may be whole where it cannot be seen."""
+        passed = [one for one in self._problems if candidate is None or self._comes_before(one, candidate)]
+        if not self._wish.is_auto:  # a person named the step, and so decided about what is newer than that
+            passed = [one for one in passed if one.step == self._wish.reference]
+        for one in passed:
+            step = -1 if one.step is None else one.step
+            self._say(f"step {one.step} ({one.name}): {one.why}", step=step, save_id=one.save_id, place=one.name)
+        self._check_hindered(passed)
+        for one in passed:
+            if self._unheard and one.kinds != ("emergency",):  # those are on no mirror
+                why = f"{one.name} is not whole ({one.why}), and may be there: "
+                raise explain.not_answering(why, self._unheard, may_go_back=not self._silent)
+
+    def _check_hindered(self, problems: Iterable[Problem]) -> None:
+        for one in problems:
+            if one.hindrance:
+                raise explain.not_readable(one.name, one.why, one.hindrance)
+
+    def _comes_before(self, problem: Problem, candidate: _Candidate) -> bool:
+        """Whether it would be tried before the candidate, were it whole."""
+        if problem.step is None or problem.step > candidate.save.step:
+            return True
+        if problem.step < candidate.save.step:
+            return False
+        return bool(candidate.replaced_by) or problem.save is None or self._age(problem.save) >= candidate.age
+
+    # -- what a person should know ---------------------------------------------------------------------------
+
+    def _say_what_is_aside(self, chosen: SaveFacts) -> None:
+        strangers = self._counted.strangers
+        for save in self._counted.order.superseded if self._wish.is_auto else ():
+            if save.step > chosen.step and save not in strangers:
+                self._say(
+                    f"step {save.step} (save {save.save_id[:8]}) is whole and superseded: a later attempt continued "
+                    f"from an earlier save; if that was not meant, stop and run `ckptmirror rewind --save "
+                    f"{save.save_id[:8]}`",
+                    "warning",
+                )
+        for save in strangers:
+            if save.step >= chosen.step and save.save_id != chosen.save_id:
+                self._say(
+                    f"step {save.step} (save {save.save_id[:8]}): no list names its attempt {save.attempt[:8]} (an "
+                    "older list was restored, or the attempt was never listed); resume it by its save id, if it is "
+                    "right"
+                )
+
+    def _adopted(self, save: SaveFacts) -> tuple[Attempt, ...]:
+        """The attempt of a save that a person named, and those before it, as far as no list names them."""
+        found: list[Attempt] = []
+        one = self._counted.heard.get(save.attempt)
+        while one is not None and one.id not in self._counted.known:
+            if found and one.number >= found[-1].number:
+                break  # the data contradicts itself, which the claim will say
+            found.append(one)
+            one = self._counted.heard.get(one.parent.attempt) if one.parent is not None else None
+        return tuple(found)
+
+    def _say(
+        self,
+        line: str,
+        level: Literal["error", "warning"] = "error",
+        *,
+        step: int | None = None,
+        save_id: str = "",
+        place: str = "",
+    ) -> None:
+        notice = Notice(line, level, step, save_id, place)
+        if notice not in self._notices:
+            self._notices.append(notice)
+
+
+def _does_not_answer(row: Row) -> bool:
+    """Whether a mirror that is configured did not answer."""
+    return not row.answers and row.reach is not Reach.DROPPED
+
+
+def _run_to_continue(evidence: Evidence, wish: Wish) -> str | None:
+    """Return the id of the run; None where nothing names one.
+
+    Raises:
+        ConfigError: This disk and the mirrors name several.
+        RefusedOnlyCopy: Only snapshots in the persistent directory do, and nobody can tell whose they are.
+    """
+    run_id = run_of(evidence)
+    snapshots = [(copy, row) for row in evidence.rows if row.sort == "persistent" for copy in row.copies]
+    if run_id is not None or not snapshots or wish.reference == "scratch":
+        return run_id
+    if not evidence.mirrors() and len({row.run_id for _, row in snapshots}) == 1:
+        return snapshots[0][1].run_id
+    if isinstance(wish.reference, str) and not wish.is_auto:
+        named = [row.run_id for copy, row in snapshots if copy.save.save_id.startswith(wish.reference)]
+        if named:
+            return named[0]
+    copy, row = max(snapshots, key=lambda one: (one[0].save.step, one[0].save.save_id))
+    raise RefusedOnlyCopy(
+        f"{row.place} has an emergency snapshot of step {copy.save.step}, and neither this disk nor a mirror says "
+        "whether it is of this run.",
+        hint=f"To continue from it give policy={copy.save.save_id[:8]!r}. To begin another run give it a "
+        "persistent_dir of its own, or policy='scratch' with force=True.",
+    )
+
+
+def _of_run(evidence: Evidence, run_id: str | None) -> Evidence:
+    """Leave out the snapshots of other runs in the persistent directory; while no run is known, none."""
+    rows = [row for row in evidence.rows if row.sort != "persistent" or run_id is None or row.run_id in (None, run_id)]
+    return replace(evidence, rows=tuple(rows))
+
+
+def _is_of(outcome: Outcome, candidate: _Candidate, row: Row) -> bool:
+    return (outcome.save_id, outcome.kind, outcome.place) == (candidate.save.save_id, candidate.kind, row.place)
+
+
+def _age(attempt: Attempt) -> tuple[int, str]:
+    return attempt.number, attempt.id

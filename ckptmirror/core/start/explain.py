@@ -1,0 +1,181 @@
+"""The sentences of a start: what it refuses and why, what it passes by, and the command that decides.
+
+Rules:
+* A refusal says what, why and what to do next; whoever waits is told for whom.
+* A sentence stands here once; ``decide`` says when it is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptmirror.core.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    LineageError,
+    NotAuthorised,
+    RefusedOnlyCopy,
+    StoreTemporary,
+    Temporary,
+    UsageError,
+)
+from ckptmirror.core.lineage import Lineage
+from ckptmirror.core.model import Attempt
+from ckptmirror.core.start.evidence import Hindrance, Reach, Row
+
+__all__ = [
+    "NOT_CONFIGURED",
+    "Notice",
+    "emergency_needs_ranks",
+    "missing_step",
+    "missing_word",
+    "named",
+    "never_step_0",
+    "not_answering",
+    "not_one_run",
+    "not_readable",
+    "person_in_doubt",
+    "rival_may_have_saved",
+    "unknown_reference",
+]
+
+NOT_CONFIGURED = "is not configured any more"
+_REFUSES = "does not accept these credentials"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that a person should know of a start, whatever it does.
+
+    Attributes:
+        line: What.
+        level: How loud: an ``error`` is about training that may be lost.
+        step: Of the copy that cannot be used, if it is about one; -1 where nothing tells its step.
+        save_id: Of that copy.
+        place: Where that copy is.
+    """
+
+    line: str
+    level: Literal["error", "warning"] = "error"
+    step: int | None = None
+    save_id: str = ""
+    place: str = ""
+
+
+def named(attempt: Attempt) -> str:
+    """Return how a sentence names an attempt."""
+    return f"attempt {attempt.number} ({attempt.id[:8]})"
+
+
+def missing_word(row: Row | None) -> str:
+    """Return why the word of a place is missing; None: nobody configured it."""
+    if row is None or row.reach is Reach.DROPPED:
+        return NOT_CONFIGURED
+    verb = _REFUSES if row.reach is Reach.REFUSED else "does not answer"
+    return f"{verb} ({row.why})" if row.why else verb
+
+
+def not_answering(why: str, silent: Mapping[str, str], *, may_go_back: bool = False) -> StoreTemporary | NotAuthorised:
+    """Return the error of a start that needs the word of places that do not answer.
+
+    Args:
+        why: It is needed.
+        silent: What each of them does: "does not answer (...)".
+        may_go_back: Whether a person may decide without them: they are optional mirrors.
+    """
+    gone = "if it is gone for good, take it out of the run with `ckptmirror forget-mirror URL`"
+    if may_go_back:
+        gone = "go back on purpose with policy=<step>"
+    told = f"{why}{'; '.join(f'{place} {phrase}' for place, phrase in silent.items())}."
+    if all(phrase.startswith(_REFUSES) for phrase in silent.values()):
+        return NotAuthorised(told)
+    verb = "it is configured again" if NOT_CONFIGURED in silent.values() else "it answers"
+    return StoreTemporary(told, hint=f"Start again when {verb}, or {gone}.")
+
+
+def rival_may_have_saved(
+    rival: Attempt, silent: Mapping[str, str], *, may_go_back: bool = False
+) -> StoreTemporary | NotAuthorised:
+    """Return the error of a start while another root's attempt may have saved where nobody answers."""
+    return not_answering(
+        f"The run was started elsewhere ({named(rival)}), and may have saved since where nobody answers now: ",
+        silent,
+        may_go_back=may_go_back,
+    )
+
+
+def person_in_doubt(attempts: Sequence[Attempt], silent: Mapping[str, str]) -> StoreTemporary | NotAuthorised:
+    """Return the error of a start while nobody can tell whether a person's decision stands."""
+    names = ", ".join(map(named, attempts))
+    return not_answering(
+        f"A person decided where the run continues ({names}), if every mirror took that down: ", silent
+    )
+
+
+def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Temporary | NotAuthorised:
+    """Return the error for something that may be whole when it can be read."""
+    kind = NotAuthorised if hindrance == "refused" else Temporary
+    return kind(
+        f"{what} cannot be read now: {why}. It may be whole, and training would be set back from it.",
+        hint="Remove what keeps it from being read, or go back on purpose with policy=<step>.",
+    )
+
+
+def emergency_needs_ranks(step: int, saved_by: int, ranks: int) -> RefusedOnlyCopy:
+    """Return the error of a start whose newest save is a snapshot that only another number of ranks can load."""
+    return RefusedOnlyCopy(
+        f"The newest save is the emergency snapshot of step {step}, which {saved_by} ranks took and only as many can "
+        f"load; this start has {ranks}. Continuing from an older save would leave it behind.",
+        hint=f"Start once with {saved_by} ranks and save, or go back on purpose with policy=<step>.",
+    )
+
+
+def not_one_run(error: LineageError | str, places: Iterable[str]) -> ConfigError:
+    """Return the error of places that tell of several runs, or contradict one another."""
+    return ConfigError(
+        f"{', '.join(places)} do not tell of one run: {error}",
+        hint="Give each run a root, a mirror prefix and a persistent directory of its own.",
+    )
+
+
+def unknown_reference(reference: str) -> UsageError:
+    """Return the error of a policy that is no reference."""
+    return UsageError(
+        f"{reference!r} is neither a step, nor 'latest', nor at least 8 digits of a save id.",
+        hint="List steps and save ids with `ckptmirror ls`.",
+    )
+
+
+def missing_step(step: int, order: Lineage) -> CheckpointNotFound:
+    """Return the error of a step that is not there."""
+    steps = sorted({there for there, _ in order.current})
+    nearest = sorted(sorted(steps, key=lambda there: abs(there - step))[:4])
+    aside = [save for save in (*order.superseded, *order.unknown) if save.step == step]
+    if aside:
+        return CheckpointNotFound(
+            f"Step {step} is off the lineage: training continued from another save.",
+            hint=f"Resume it all the same by its save id: {', '.join(save.save_id[:8] for save in aside)}.",
+        )
+    there_is = f"The nearest are {', '.join(map(str, nearest))}." if nearest else "There is no save at all."
+    return CheckpointNotFound(f"There is no save of step {step}. {there_is}")
+
+
+def never_step_0(what: Sequence[str], *, asked: bool) -> RefusedOnlyCopy:
+    """Return the error of a start at step 0 where something was saved.
+
+    Args:
+        what: That was saved.
+        asked: Whether a person asked for a start over, without force.
+    """
+    listed = "; ".join(what)
+    if asked:
+        return RefusedOnlyCopy(
+            f"Starting at step 0 would leave what is saved behind: {listed}",
+            hint="Add force=True to do it all the same (nothing is deleted), or resume without policy='scratch'.",
+        )
+    return RefusedOnlyCopy(
+        f"There are saves, but none of them can be resumed, and step 0 is never a silent fallback: {listed}",
+        hint="Repair or name one (policy=<save id>), or decide with policy='scratch', force=True.",
+    )

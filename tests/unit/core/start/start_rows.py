@@ -1,0 +1,64 @@
+"""Rows of evidence for a run of two required mirrors, as short as a table of cases needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptmirror.core.lineage import SaveFacts
+from ckptmirror.core.model import Attempt, SaveRef
+from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Reach, Row, Voice
+
+HERE, ELSEWHERE = "this root", "another root"
+BOTH = ("gs://a", "gs://b")
+
+
+def save(name: str, step: int) -> SaveFacts:
+    """``a2`` is the second save of attempt A."""
+    return SaveFacts(name, name[0].upper(), int(name[1:]), step, ("dcp",))
+
+
+def ref(facts: SaveFacts) -> SaveRef:
+    return SaveRef(facts.attempt, facts.number, facts.step, facts.save_id)
+
+
+def place(
+    name: str,
+    listed: Iterable[Attempt] = (),
+    saves: Iterable[SaveFacts] = (),
+    *,
+    uploaded: str = "",
+    completed: str = "",
+) -> Row:
+    """What a place says: this disk, whose saves were made here, or a required mirror that answers.
+
+    Args:
+        uploaded: Of this disk: the attempts (a letter each) of which it committed a save on a mirror.
+        completed: Of this disk: those whose claims every required mirror took down.
+    """
+    saves, saved = tuple(saves), {one.attempt for one in saves}
+    voices = {
+        one: [Voice.CLAIMED]
+        + ([Voice.COUNTS] if one.id in saved else [])
+        + ([Voice.UPLOADED] if one.id in uploaded else [])
+        + ([Voice.COMPLETED] if one.id in completed else [])
+        for one in listed
+    }
+    origin = Origin.SAVED_HERE if name == DISK else Origin.REMOTE
+    return Row(
+        name,
+        "disk" if name == DISK else "mirror",
+        required=name != DISK,
+        listed=ListFound.TOLD if voices else ListFound.NONE,
+        run_id="run" if voices else None,
+        names_required=BOTH if voices else (),
+        heard=tuple(Heard(one, frozenset(said)) for one, said in voices.items()),
+        copies=tuple(Copy(one, origin) for one in saves),
+    )
+
+
+def silent(name: str) -> Row:
+    return Row(name, "mirror", Reach.SILENT, required=True)
+
+
+def evidence(*rows: Row) -> Evidence:
+    return Evidence(rows, HERE)
