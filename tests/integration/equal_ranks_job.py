@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.kit.training import leftovers, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Kind
+from tests.kit.roots import leftovers, whole
 
 WAIT_S = 60.0
 KINDS: dict[str, tuple[Kind, ...]] = {"dcp": ("dcp",), "model": ("model",), "both": ("dcp", "model")}

@@ -29,7 +29,7 @@ from ckptmirror.flow.start.claim import StartOver, check_of_run
 from ckptmirror.local import files
 from ckptmirror.stores.base import ObjectInfo
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
-from tests.kit.claiming import claim_run, down, drained, opened
+from tests.kit.claiming import claim_run, down, drain_confirmation, opened
 from tests.kit.faults import of_a_later_version
 from tests.kit.mirrors import memory_url, object_names
 from tests.kit.saves import FIRST_ATTEMPT, make_attempt, make_save, put_attempts, put_on_mirror
@@ -318,7 +318,7 @@ def test_a_drain_tells_the_mirror_of_the_attempts_and_adds_none(tmp_path: Path) 
     mirror = opened(memory_url())
     attempts, metas = history(tmp_path, opened(memory_url()))
     put_attempts(tmp_path / "past", attempts)
-    confirm = drained(tmp_path / "past", mirror)
+    confirm = drain_confirmation(tmp_path / "past", mirror)
     confirm(mirror, None)
     assert read_mirror_attempts(mirror)[0] is None, "files may be sent before anything is listed"
     confirm(mirror, metas[-1])
@@ -331,7 +331,7 @@ def test_a_drain_of_a_root_that_lost_its_list_tells_what_its_metas_say(tmp_path:
     mirror, root = opened(memory_url()), tmp_path / "root"
     attempt = make_attempt(1, make_save(root, 100, ("model",), FIRST_ATTEMPT, 1))
     last = make_save(root, 110, ("model",), attempt, 1)
-    drained(root, mirror)(mirror, last)
+    drain_confirmation(root, mirror)(mirror, last)
     there, _ = read_mirror_attempts(mirror)
     assert there is not None
     assert known(there) == {FIRST_ATTEMPT.id, attempt.id}
@@ -346,11 +346,11 @@ def test_a_drain_does_not_commit_what_the_run_continued_without(tmp_path: Path) 
     put_on_mirror(mirror.store, tmp_path / "two", make_save(tmp_path / "two", 120, ("model",), other, 1))
     put_attempts(root, [FIRST_ATTEMPT, apart])
     put_attempts(mirror.store, [FIRST_ATTEMPT, other])
-    drained(root, mirror)(mirror, late)  # older by number: it changes nothing
+    drain_confirmation(root, mirror)(mirror, late)  # older by number: it changes nothing
     newest = make_save(root, 130, ("model",), make_attempt(3, late), 1)
     put_attempts(root, [FIRST_ATTEMPT, apart, newest.attempt])
     with pytest.raises(StorePermanent, match="superseded") as refused:
-        drained(root, mirror)(mirror, newest)
+        drain_confirmation(root, mirror)(mirror, newest)
     assert f"rewind --save {newest.save_id[:8]}" in refused.value.hint
 
 

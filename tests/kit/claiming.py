@@ -73,6 +73,6 @@ def start_node(node: Node, *, parent: Meta | None = None) -> RunClaim:
     return claim
 
 
-def drained(root: Path, *mirrors: Mirror) -> DrainConfirmation:
+def drain_confirmation(root: Path, *mirrors: Mirror) -> DrainConfirmation:
     """What a drain of the root asks."""
     return DrainConfirmation(root, table_of(root), mirrors)
