@@ -335,7 +335,7 @@ def test_i8_a_run_does_not_end_well_when_its_mirror_says_at_the_end_that_there_i
     manager.save(1, state).wait("mirrored", timeout_s=30)
     gone.script(StoreFault("list", when="before", times=0, error=lambda: BucketNotFound("The bucket is gone.")))
     with pytest.raises(DeadlinePassed, match="The bucket is gone"):
-        manager.close(timeout_s=5)
+        manager.close(timeout_s=60)
     assert json.loads((tmp_path / names.STATUS_NAME).read_text())["status"] == "incomplete"
 
 
@@ -395,4 +395,4 @@ def test_i8_a_run_whose_second_start_failed_asks_its_mirrors_before_it_ends(tmp_
         if info.name != names.WRITER_NAME:
             store.delete(info.name, generation=info.generation)
     with pytest.raises(DeadlinePassed, match="not verified"):
-        manager.close(timeout_s=5)
+        manager.close(timeout_s=60)
