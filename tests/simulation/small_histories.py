@@ -200,7 +200,8 @@ class Histories:
             return
         disk, claim = self._claimed(sight, actor)
         wrong = self._wrong_claim(state, actor.choice) if any(sight.mirrors) else ""
-        claims = actor._replace(phase="claims", known=claim.known, needs=claim.needs, step=step_of(actor.choice.parent))
+        claims = actor._replace(phase="claims", known=claim.known, needs=claim.needs, withheld=claim.withheld)
+        claims = claims._replace(step=step_of(actor.choice.parent))
         if sight.disk.run is None and actor.run == f"run {actor.attempt}":
             claims = claims._replace(unwritten=disk)
             yield Step(f"{actor.attempt} begins {actor.run}", with_actor(state, claims), wrong)
@@ -244,7 +245,7 @@ class Histories:
             yield Step(f"{actor.attempt} starts over at {URLS[unasked[0]]}", without(state, actor))
         else:
             index = unasked[0]
-            mirror = self._told(disk, actor.attempt, state.mirrors[index])
+            mirror = self._told(disk, actor, state.mirrors[index])
             after = state._replace(mirrors=put_at(state.mirrors, index, mirror))
             wrong = ""
             if actor.choice.by_person:
@@ -253,11 +254,11 @@ class Histories:
                 wrong = self._lost(state, after)
             yield Step(f"{actor.attempt} claims {URLS[index]}", with_actor(after, actor), wrong)
 
-    def _write_mirror_list(self, disk: Disk, attempt: str, mirror: Mirror) -> Mirror:
+    def _write_mirror_list(self, disk: Disk, actor: Actor, mirror: Mirror) -> Mirror:
         assert disk.run is not None
-        entry = next(one for one in disk.listed if one.id == attempt)
+        entry = next(one for one in disk.listed if one.id == actor.attempt)
         root_list = AttemptList(disk.run, tuple(in_order(disk.listed)), disk.required)
-        claim = rules.Claim(entry, root_list, frozenset(), ())
+        claim = rules.Claim(entry, root_list, actor.known, actor.needs, actor.withheld)
         told = rules.mirror_list(claim, list_of(mirror))
         return Mirror(told.run_id, self._one_of_each(told.attempts), told.required, mirror.saves)
 
@@ -271,7 +272,7 @@ class Histories:
                 after = put_disk(state, actor.host, disk._replace(met=disk.met | unknown))
                 yield Step(f"{actor.attempt} fenced at {url}", without(after, actor))
             elif actor.attempt not in ids_of(mirror.listed):
-                told = self._told(disk, actor.attempt, mirror)
+                told = self._told(disk, actor, mirror)
                 after = state._replace(mirrors=put_at(state.mirrors, index, told))
                 yield Step(f"{actor.attempt} claims {url} late", after, self._lost(state, after))
             else:

@@ -221,12 +221,14 @@ class Claim:
         root_list: What the list of this root is to hold.
         known: The ids of all attempts that were heard of: one that is not among them fences.
         needs: The mirrors that have to take the claim, else the start gives up; the others may be told later.
+        withheld: The ids of the persons' attempts that do not count: their own claims alone enter them on a mirror.
     """
 
     attempt: Attempt
     root_list: AttemptList
     known: frozenset[str]
     needs: tuple[str, ...]
+    withheld: frozenset[str] = frozenset()
 
 
 def claim_from(
@@ -263,12 +265,13 @@ def claim_from(
         root_list=merge_attempts(known, AttemptList(run_id, (entry,))),
         known=frozenset({one.id for one in (*heard.attempts, *known.attempts)} | {entry.id}),
         needs=required if needs_all else (),
+        withheld=frozenset(one.id for one in known.attempts if one.by_person and one.id not in counted.counting),
     )
 
 
 def mirror_list(claim: Claim, there: AttemptList | None) -> AttemptList:
-    """Return what a mirror's list is to hold after the claim: all but other persons' decisions, which are theirs."""
-    told = tuple(one for one in claim.root_list.attempts if one.id == claim.attempt.id or not one.by_person)
+    """Return what a mirror's list is to hold after the claim: all that is known and not withheld."""
+    told = tuple(one for one in claim.root_list.attempts if one.id not in claim.withheld)
     ours = AttemptList(claim.root_list.run_id, told, claim.root_list.required)
     return merge_attempts(there, ours) if there is not None else ours
 

@@ -9,7 +9,7 @@ from start_rows import BOTH, ELSEWHERE, HERE, evidence, place, ref, save, silent
 
 from ckptmirror.core.lineage import SaveFacts
 from ckptmirror.core.model import Attempt
-from ckptmirror.core.start.attempts import count, may_commit, may_drain, rival_of
+from ckptmirror.core.start.attempts import claim_from, count, may_commit, may_drain, mirror_list, rival_of
 from ckptmirror.core.start.evidence import DISK, Heard, ListFound, Row, Voice
 
 A1, A2, A3, B1 = save("a1", 100), save("a2", 200), save("a3", 300), save("b1", 200)
@@ -108,6 +108,19 @@ def test_a_list_that_was_lost_does_not_undo_a_persons_attempt() -> None:
         heard=(Heard(A, frozenset({Voice.NAMED, Voice.COUNTS})),),
     )
     assert "C" in count(evidence(place(DISK), place("gs://a", (A, BACK_TO_A1), (A1, A2)), lost)).counting
+
+
+def test_a_claim_tells_every_mirror_of_a_persons_attempt_that_counts() -> None:
+    """So a mirror that is new, or lost its list, does not undo it by a list that lacks it."""
+    seen = evidence(place(DISK), *both((A, BACK_TO_A1), (A1, A2)))
+    claim = claim_from(seen, Attempt("D", 0, ref(A1)), "run", needs_all=True)
+    assert [one.id for one in mirror_list(claim, None).attempts] == ["A", "C", "D"]
+
+
+def test_a_claim_does_not_tell_of_a_persons_attempt_that_is_not_on_every_mirror() -> None:
+    seen = evidence(place(DISK), place("gs://a", (A, BACK_TO_A1), (A1, A2)), place("gs://b", (A,), (A1, A2)))
+    claim = claim_from(seen, Attempt("D", 0, ref(A2)), "run", needs_all=True)
+    assert [one.id for one in mirror_list(claim, None).attempts] == ["A", "D"]
 
 
 # -- the first commit while a mirror is silent ------------------------------------------------------------------
