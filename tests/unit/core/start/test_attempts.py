@@ -2,20 +2,128 @@
 
 from __future__ import annotations
 
-from start_rows import ELSEWHERE, HERE, evidence, place, ref, save, silent
+from dataclasses import dataclass, replace
 
+import pytest
+from start_rows import BOTH, ELSEWHERE, HERE, evidence, place, ref, save, silent
+
+from ckptmirror.core.lineage import SaveFacts
 from ckptmirror.core.model import Attempt
-from ckptmirror.core.start.attempts import may_commit
-from ckptmirror.core.start.evidence import DISK
+from ckptmirror.core.start.attempts import claim_from, count, may_commit, may_drain, mirror_list, rival_of
+from ckptmirror.core.start.evidence import DISK, Heard, ListFound, Row, Voice
 
-A1, A2, A3 = save("a1", 100), save("a2", 200), save("a3", 300)
+A1, A2, A3, B1 = save("a1", 100), save("a2", 200), save("a3", 300), save("b1", 200)
 A = Attempt("A", 0, None, root=ELSEWHERE)
+B = Attempt("B", 1, ref(A1), root=HERE)
+
+
+# -- the case table of the lineage, as far as it depends on which attempts count -------------------------------
+
+B_FROM_A2, B1_AT_300 = Attempt("B", 1, ref(A2), root=HERE), save("b1", 300)
+BACK_TO_A1 = Attempt("C", 2, ref(A1), by_person=True, root=ELSEWHERE, required=BOTH)
+MEANWHILE_BACK_TO_A1 = replace(BACK_TO_A1, number=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: what the places say, and the saves that are current."""
+
+    name: str
+    disk: Row
+    mirrors: tuple[Row, Row]
+    current: str
+
+
+def both(listed: tuple[Attempt, ...], saves: tuple[SaveFacts, ...]) -> tuple[Row, Row]:
+    return place("gs://a", listed, saves), place("gs://b", listed, saves)
+
+
+TABLE = [
+    Case("18: B without a save; a2 drained later", place(DISK), both((A, B), (A1, A2)), "a1 a2"),
+    Case("19: B committed b1 at 200; a2 arrives later", place(DISK), both((A, B), (A1, A2, B1)), "a1 b1"),
+    Case(
+        "20: a person went back to a1, and one of two required mirrors lists it",
+        place(DISK),
+        (place("gs://a", (A, BACK_TO_A1), (A1, A2, A3)), place("gs://b", (A,), (A1, A2, A3))),
+        "a1 a2 a3",
+    ),
+    Case("21: as 20, on both", place(DISK), both((A, BACK_TO_A1), (A1, A2, A3)), "a1"),
+    Case(
+        "22: b1 of B, which left at a1, on this root only; the mirrors have a1 a2",
+        place(DISK, (A, B), (B1,)),
+        both((A,), (A1, A2)),
+        "a1 a2",
+    ),
+    Case(
+        "23: b1 of B, which left at a2, on this root only; the mirrors have a1 a2",
+        place(DISK, (A, B_FROM_A2), (B1_AT_300,)),
+        both((A,), (A1, A2)),
+        "a1 a2 b1",
+    ),
+    Case(
+        "24: as 23, but a person went back to a1 on every mirror",
+        place(DISK, (A, B_FROM_A2), (B1_AT_300,)),
+        both((A, MEANWHILE_BACK_TO_A1), (A1, A2)),
+        "a1",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
+def test_case_table_row(case: Case) -> None:
+    found = count(evidence(case.disk, *case.mirrors))
+    assert " ".join(save.save_id for save in found.order.in_order()) == case.current
+
+
+def test_what_ran_apart_is_named_as_such() -> None:
+    assert count(evidence(place(DISK, (A, B), (B1,)), *both((A,), (A1, A2)))).apart == {"B"}
+
+
+# -- a person's attempt ------------------------------------------------------------------------------------------
+
+
+def test_nobody_can_tell_whether_a_persons_attempt_counts_while_a_mirror_that_had_to_list_it_is_silent() -> None:
+    found = count(evidence(place(DISK), place("gs://a", (A, BACK_TO_A1), (A1, A2)), silent("gs://b")))
+    assert found.doubtful == (BACK_TO_A1,)
+    assert "C" not in found.counting
+
+
+def test_a_persons_attempt_that_this_root_completed_counts_while_a_mirror_is_silent() -> None:
+    here = place(DISK, (A, BACK_TO_A1), completed="C")
+    found = count(evidence(here, place("gs://a", (A, BACK_TO_A1), (A1, A2)), silent("gs://b")))
+    assert found.doubtful == ()
+    assert "C" in found.counting
+
+
+def test_a_mirror_that_became_required_later_does_not_undo_a_persons_attempt() -> None:
+    required_later = place("gs://c", (A,), (A1,))
+    found = count(evidence(place(DISK), *both((A, BACK_TO_A1), (A1, A2)), required_later))
+    assert "C" in found.counting
+
+
+def test_a_list_that_was_lost_does_not_undo_a_persons_attempt() -> None:
+    lost = replace(
+        place("gs://b", (), (A1, A2)),
+        listed=ListFound.LOST,
+        heard=(Heard(A, frozenset({Voice.NAMED, Voice.COUNTS})),),
+    )
+    assert "C" in count(evidence(place(DISK), place("gs://a", (A, BACK_TO_A1), (A1, A2)), lost)).counting
+
+
+def test_a_claim_tells_every_mirror_of_a_persons_attempt_that_counts() -> None:
+    """So a mirror that is new, or lost its list, does not undo it by a list that lacks it."""
+    seen = evidence(place(DISK), *both((A, BACK_TO_A1), (A1, A2)))
+    claim = claim_from(seen, Attempt("D", 0, ref(A1)), "run", needs_all=True)
+    assert [one.id for one in mirror_list(claim, None).attempts] == ["A", "C", "D"]
+
+
+def test_a_claim_does_not_tell_of_a_persons_attempt_that_is_not_on_every_mirror() -> None:
+    seen = evidence(place(DISK), place("gs://a", (A, BACK_TO_A1), (A1, A2)), place("gs://b", (A,), (A1, A2)))
+    claim = claim_from(seen, Attempt("D", 0, ref(A2)), "run", needs_all=True)
+    assert [one.id for one in mirror_list(claim, None).attempts] == ["A", "D"]
 
 
 # -- the first commit while a mirror is silent ------------------------------------------------------------------
-
-B = Attempt("B", 1, ref(A1), root=HERE)
-B1 = save("b1", 200)
 
 
 def test_a_first_commit_waits_for_a_silent_mirror_while_another_root_may_have_saved_there() -> None:
@@ -27,7 +135,27 @@ def test_a_first_commit_waits_for_a_silent_mirror_while_another_root_may_have_sa
 
 
 def test_a_first_commit_does_not_wait_where_this_root_has_committed_since_the_other_one_started() -> None:
-    c1 = save("c1", 300)
     c = Attempt("C", 2, ref(B1), root=HERE)
-    seen = evidence(place(DISK, (A, B, c), (B1, c1), uploaded="B"), silent("gs://a"), place("gs://b", (A, B, c), (A1,)))
-    assert may_commit(seen, "C").may == "commit"
+    here = place(DISK, (A, B, c), (B1, save("c1", 300)), uploaded="B")
+    assert may_commit(evidence(here, silent("gs://a"), place("gs://b", (A, B, c), (A1,))), "C").may == "commit"
+
+
+def test_a_first_commit_that_would_supersede_what_counts_is_fenced() -> None:
+    here = place(DISK, (A, B), (B1,))
+    assert may_commit(evidence(here, *both((A, B), (A1, A2))), "B").may == "fenced"
+    assert may_drain(evidence(here, *both((A, B), (A1, A2))), "gs://a", B1).may == "fenced"
+
+
+def test_an_attempt_that_fenced_one_of_this_root_is_a_rival_though_no_list_in_sight_has_it() -> None:
+    x = Attempt("X", 2, ref(A1), root=ELSEWHERE)
+    here = place(DISK, (A, B), (B1,), uploaded="B")
+    here = replace(here, heard=(*here.heard, Heard(x, frozenset({Voice.FENCED_US}))))
+    seen = evidence(here, silent("gs://a"), place("gs://b", (A, B), (A1, B1)))
+    assert rival_of(seen, count(seen), "B") == x
+
+
+@pytest.mark.parametrize(("saves_here", "rival"), [((A1,), False), ((), True)])
+def test_an_attempt_of_an_older_list_is_own_if_it_saved_here(saves_here: tuple[SaveFacts, ...], rival: bool) -> None:
+    older = Attempt("A", 0, None)
+    seen = evidence(place(DISK, (older,), saves_here), silent("gs://a"), place("gs://b", (older,)))
+    assert (rival_of(seen, count(seen), "A") is not None) is rival
