@@ -75,6 +75,11 @@ class StoreDecorator:
         if isinstance(self._store, StoreDecorator):
             self._store.stop_retrying()
 
+    def ask_patiently(self) -> None:
+        """Let each store behind take its whole time again before it calls the mirror silent: a start asks."""
+        if isinstance(self._store, StoreDecorator):
+            self._store.ask_patiently()
+
     def close(self) -> None:
         """Close the store behind."""
         self._store.close()

@@ -28,6 +28,7 @@ from ckptmirror.flow.places.catalog import Catalog, local_catalog
 from ckptmirror.flow.places.mirrors import (
     Mirror,
     MirrorSpec,
+    ask_patiently,
     close_mirrors,
     counting,
     known_mirrors,
@@ -116,6 +117,7 @@ class Node:
         rotator_ended, _ = self._stop_services(for_good=False)
         if not rotator_ended or self._is_bringing():
             raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
+        ask_patiently(self.mirrors)
         self.persistent = persistent_catalog(self.persistent_dir, self.root) if self.persistent_dir else None
         kept = self.persistent.saves.values() if self.persistent is not None else ()
         self.claim = RunClaim.make(self.root, self.mirrors, tuple(kept))
