@@ -18,6 +18,7 @@ from ckptmirror.local import files
 __all__ = ["STOP_WAIT_S", "run_jobs"]
 
 STOP_WAIT_S = 2.0
+_LOOK_S = 1.0  # a signal that comes just before a wait does not end it
 _Job = TypeVar("_Job")
 
 
@@ -77,7 +78,8 @@ def run_jobs(
     try:
         for number in range(working):
             threading.Thread(target=work, name=f"{name}-{number}", daemon=True).start()
-        over.wait()
+        while not over.wait(_LOOK_S):
+            pass
     except BaseException:  # a person's interrupt
         stop.set()
         over.wait(STOP_WAIT_S)
