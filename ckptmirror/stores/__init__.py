@@ -48,6 +48,10 @@ def open_store(
     """
     module, normalised = _understood(url)
     store: Store = module.open(normalised)
+    if store.local_directory is not None:
+        from ckptmirror.stores.bounded import BoundedStore
+
+        store = BoundedStore(store, store.local_directory)
     if bus is not None:
         from ckptmirror.stores.observed import ObservedStore
 

@@ -37,6 +37,7 @@ from shlex import quote
 
 from ckptmirror.core.errors import BucketNotFound, NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.local import crashpoints
+from ckptmirror.local.hang_guard import beat
 from ckptmirror.stores.file_mounts import FSTAB, unmounted_point
 
 __all__ = ["LOCK_FILE", "Place", "explained", "fsync_found", "fsync_names", "link_new"]
@@ -324,6 +325,7 @@ class Place:
             try:
                 with self.parent(parts) as directory:
                     for entry in os.scandir(directory):
+                        beat()
                         if entry.is_dir(follow_symlinks=False):
                             waiting.append((*parts, entry.name))
                         elif entry.is_file(follow_symlinks=False) and (found := _attributes(directory, entry.name)):

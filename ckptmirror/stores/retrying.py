@@ -3,7 +3,7 @@
 Rules:
 * Only ``StoreTemporary`` is retried, and every method that reads or changes objects may be: each is idempotent or
   guarded by its precondition. After a lost answer the precondition may meet our own object; that is passed on, the
-  caller compares. ``identity`` is not: a file system that is not mounted is not so in a second.
+  caller compares. ``identity`` is retried only where its file system hangs: what is not mounted is not so in a second.
 * Retries are limited by time (I7), not by their number: ``total_s`` after the first failure, the last error is raised.
   ``CKPTMIRROR_RETRY_S`` sets that time; ``stop_retrying`` and ``close`` end it at once.
 * The time counts for the mirror, not for each call. One that answered nothing for all of it is *silent*: from then on
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from ckptmirror.core.errors import CkptMirrorError, ConfigError, StoreTemporary
+from ckptmirror.core.errors import CkptMirrorError, ConfigError, StoreHangs, StoreTemporary
 from ckptmirror.core.retry_delay import retry_delay_s
 from ckptmirror.stores.base import ObjectInfo, Store, Upload
 from ckptmirror.stores.decorator import StoreDecorator
@@ -94,6 +94,10 @@ class RetryingStore(StoreDecorator):
         self._wait = wait if wait is not None else self._is_over.wait
         self._silent_since_s: float | None = None
 
+    def identity(self, expected: str | None = None) -> str | None:
+        """See :meth:`Store.identity`."""
+        return self._call(lambda: self._store.identity(expected), StoreHangs)
+
     def stat(self, name: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""
         return self._call(lambda: self._store.stat(name))
@@ -148,11 +152,11 @@ class RetryingStore(StoreDecorator):
         self._is_over.set()
         super().close()
 
-    def _call(self, operation: Callable[[], _Result]) -> _Result:
+    def _call(self, operation: Callable[[], _Result], retried: type[StoreTemporary] = StoreTemporary) -> _Result:
         try:
             return self._try(operation)
-        except StoreTemporary as error:
-            return self._call_again(operation, error)
+        except retried as error:
+            return self._call_again(operation, error, retried)
 
     def _try(self, operation: Callable[[], _Result]) -> _Result:
         try:
@@ -167,7 +171,9 @@ class RetryingStore(StoreDecorator):
         self._silent_since_s = None
         return result
 
-    def _call_again(self, operation: Callable[[], _Result], first_error: StoreTemporary) -> _Result:
+    def _call_again(
+        self, operation: Callable[[], _Result], first_error: StoreTemporary, retried: type[StoreTemporary]
+    ) -> _Result:
         from tenacity import Retrying, retry_if_exception_type
 
         first_failed_s = self._clock()
@@ -194,7 +200,7 @@ class RetryingStore(StoreDecorator):
             return self._is_over.is_set() or left_s() < _SHORTEST_S or state.upcoming_sleep > left_s() + _SHORTEST_S
 
         retrying = Retrying(
-            retry=retry_if_exception_type(StoreTemporary),
+            retry=retry_if_exception_type(retried),
             stop=is_enough,
             wait=delay_s,
             sleep=self._sleep,

@@ -9,8 +9,8 @@ Rules:
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from ckptmirror.core.resumption import Hindrance, Problem, facts_of
 from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local.inventory import Item, read_inventory
+from ckptmirror.local.pool import run_jobs
 from ckptmirror.stores.base import ObjectInfo, Store
 
 __all__ = [
@@ -233,12 +234,19 @@ def _read_metas(store: Store, wanted: Sequence[str]) -> list[Meta | Tombstone | 
         StoreTemporary: The mirror does not answer.
         NotAuthorised: It refuses every one of them.
     """
-    with ThreadPoolExecutor(max_workers=_READERS) as pool:
-        answers = list(pool.map(lambda name: _meta_or_reason(store, name), wanted))
-    refused = [answer for answer in answers if isinstance(answer, NotAuthorised)]
+    answers: dict[str, Meta | Tombstone | CkptMirrorError] = {}
+    run_jobs(
+        wanted,
+        lambda name, _buffer: answers.__setitem__(name, _meta_or_reason(store, name)),
+        name="ckptmirror-list",
+        workers=_READERS,
+        stop=threading.Event(),
+        at_end=lambda: None,
+    )
+    refused = [answer for answer in answers.values() if isinstance(answer, NotAuthorised)]
     if refused and len(refused) == len(answers):
         raise refused[0]
-    return answers
+    return [answers[name] for name in wanted]
 
 
 def _meta_or_reason(store: Store, name: str) -> Meta | Tombstone | CkptMirrorError:

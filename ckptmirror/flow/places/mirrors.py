@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import BrokenTable, ConfigError, IntegrityError, NameTaken, StoreTemporary
+from ckptmirror.core.errors import BrokenTable, ConfigError, IntegrityError, NameTaken, StoreHangs, StoreTemporary
 from ckptmirror.core.events import EventBus
 from ckptmirror.core.lifecycle import WAITING
 from ckptmirror.core.model import new_id
 from ckptmirror.core.sealed_json import open_sealed, seal
 from ckptmirror.local import files
+from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import normalise_url, open_store
@@ -248,7 +249,7 @@ def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:
         directory = mirror.store.local_directory
         if directory is None:
             continue
-        there = _chain(directory)
+        there = _chain_of_mirror(directory)
         if there[0] == chain[0]:
             raise ConfigError(
                 f"The mirror {mirror.url} is the root {root} itself, so it would hold no second copy.", hint=_ELSEWHERE
@@ -272,12 +273,21 @@ def check_destination(dest: Path, mirror: Mirror) -> None:
         ConfigError: ``dest`` is the mirror's directory, or lies in it.
     """
     directory = mirror.store.local_directory
-    if directory is not None and _chain(directory)[0] in _chain(dest):
+    if directory is not None and _chain_of_mirror(directory)[0] in _chain(dest):
         raise ConfigError(f"{dest} lies in the mirror {mirror.url} itself.", hint="Choose another --dest.")
 
 
 _Where = tuple[int, int, tuple[str, ...]]
 _ELSEWHERE = "Give the mirror a directory of its own, on another disk: an NFS path, for example."
+
+
+def _chain_of_mirror(directory: Path) -> list[_Where]:
+    """The same of a directory whose file system may hang: then it is called by its names, and no other has them."""
+    try:
+        return hang_guard(directory).look(lambda: _chain(directory))
+    except StoreHangs as error:
+        _log.warning("%s", error)
+        return [(0, 0, path.parts) for path in (directory, *directory.parents)]
 
 
 def _chain(path: Path) -> list[_Where]:

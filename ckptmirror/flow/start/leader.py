@@ -51,6 +51,7 @@ from ckptmirror.local.saying import saying
 from ckptmirror.local.status_file import write_status_file
 from ckptmirror.local.table_place import check_place, open_table
 from ckptmirror.local.uploads import LeaseClock, RootIdentity
+from ckptmirror.stores.retrying import total_s_of_environment
 
 __all__ = ["Node", "open_table"]
 
@@ -118,7 +119,7 @@ class Node:
         if not rotator_ended or self._is_bringing():
             raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
         ask_patiently(self.mirrors)
-        self.persistent = persistent_catalog(self.persistent_dir, self.root) if self.persistent_dir else None
+        self.persistent = self._look_at_persistent()
         kept = self.persistent.saves.values() if self.persistent is not None else ()
         self.claim = RunClaim.make(self.root, self.mirrors, tuple(kept))
         self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))
@@ -126,6 +127,11 @@ class Node:
             saying(_log, mirror=url).warning("%s does not answer and is claimed later: %s", url, reason)
             self._bus.emit(events.MirrorUnreachable(mirror=url, reason=reason))
         return self.claim
+
+    def _look_at_persistent(self) -> Catalog | None:
+        if self.persistent_dir is None:
+            return None
+        return persistent_catalog(self.persistent_dir, self.root, patience_s=total_s_of_environment())
 
     def decide(self, parent: SaveRef | None) -> None:
         """Record where the attempt starts from, then let uploads and rotation run."""
