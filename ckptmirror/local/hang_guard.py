@@ -35,6 +35,7 @@ _LOOK_S = 10.0
 _SLOWEST_BYTES_PER_S = 20e6  # a silent pass (fsync) over so many bytes is no hang
 _DOUBLINGS_LIMIT = 8
 _WAIT_S = 1.0  # a signal that comes just before a wait does not end it
+_ENDING_S = 1.0
 _SAY_AFTER_S = 10.0
 _SAY_EVERY_S = 30.0
 _Result = TypeVar("_Result")
@@ -161,7 +162,13 @@ class HangGuard:
         return self.call(run, limit_s=max(_LOOK_S, patience_s), refuses=False)
 
     def call(
-        self, run: Callable[[], _Result], *, limit_s: float | None = None, size_bytes: int = 0, refuses: bool = True
+        self,
+        run: Callable[[], _Result],
+        *,
+        limit_s: float | None = None,
+        size_bytes: int = 0,
+        refuses: bool = True,
+        ending: threading.Event | None = None,
     ) -> _Result:
         """Return what ``run`` returns, or raise what it raises.
 
@@ -170,6 +177,7 @@ class HangGuard:
             limit_s: How long it may say nothing; None: ``HANG_S``.
             size_bytes: How much it may write before it says something.
             refuses: Ask nothing while another call hangs.
+            ending: Once it is set somebody waits for the end, and a call may say nothing for a moment only.
 
         Raises:
             StoreHangs: It said nothing for that long, or another call still hangs.
@@ -183,6 +191,8 @@ class HangGuard:
         say_s = self.clock() + _SAY_AFTER_S
         try:
             while not call.over.wait(min(_WAIT_S, max(0.0, call.heard_s + silence_s - self.clock()))):
+                if ending is not None and ending.is_set():
+                    silence_s = min(silence_s, _ENDING_S)
                 if self.clock() >= call.heard_s + silence_s and self._hangs(call, silence_s):
                     raise self._error(call.heard_s)
                 if self.clock() >= max(say_s, call.heard_s + _SAY_AFTER_S):

@@ -9,6 +9,7 @@ Rules:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,7 @@ class BoundedStore(StoreDecorator):
         super().__init__(store)
         self._guard = hang_guard(directory)
         self._limit_s = limit_s
+        self._ending = threading.Event()
 
     def identity(self, expected: str | None = None) -> str | None:
         """See :meth:`Store.identity`."""
@@ -96,7 +98,17 @@ class BoundedStore(StoreDecorator):
         self._bounded(lambda: self._store.delete(name, generation=generation))
 
     def _bounded(self, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
-        return self._guard.call(run, limit_s=self._limit_s, size_bytes=size_bytes)
+        return self._guard.call(run, limit_s=self._limit_s, size_bytes=size_bytes, ending=self._ending)
+
+    def stop_retrying(self) -> None:
+        """Give up at once what hangs, too."""
+        self._ending.set()
+        super().stop_retrying()
+
+    def ask_patiently(self) -> None:
+        """The opposite."""
+        self._ending.clear()
+        super().ask_patiently()
 
 
 class _Awaited:

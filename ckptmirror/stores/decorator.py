@@ -71,7 +71,7 @@ class StoreDecorator:
         self._behind().delete(name, generation=generation)
 
     def stop_retrying(self) -> None:
-        """From now on what fails is not tried again, by no store behind: somebody waits for the end."""
+        """Until a start asks patiently nothing that fails is tried again, by no store behind: an end is waited for."""
         if isinstance(self._store, StoreDecorator):
             self._store.stop_retrying()
 

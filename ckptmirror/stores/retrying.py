@@ -143,8 +143,9 @@ class RetryingStore(StoreDecorator):
         super().stop_retrying()
 
     def ask_patiently(self) -> None:
-        """Forget that the mirror was silent."""
+        """Forget that the mirror was silent, and retry again what fails."""
         self._silent_since_s = None
+        self._is_over.clear()
         super().ask_patiently()
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ VERBS = {
     ("stage", "--step", "2", "--mirror", "URL", "--dest", "DEST"): 5,
     ("verify", "URL"): 5,
     ("push", "--root", "ROOT", "--mirror", "URL"): 5,
-    ("drain", "--root", "ROOT", "--timeout", "0.5"): 8,
+    ("drain", "--root", "ROOT", "--timeout", "6"): 8,
     ("rotate", "--root", "ROOT", "--keep-last", "1"): 7,
 }
 
