@@ -291,6 +291,8 @@ class CheckpointManager:
     def close(self, timeout_s: float = 600.0, *, stop: StopRequest | None = None) -> None:
         """Finish: wait for the save in flight and for the uploads, up to ``timeout_s`` seconds; free everything.
 
+        The limit holds whatever a mirror does: a thread that one holds up is left behind, after a few seconds more.
+
         Needs no other rank. After a stop request (``stop.requested``) it waits for no upload: what is pending stays in
         the table, and the next start, or ``ckptmirror drain``, finishes it.
 

@@ -21,7 +21,8 @@ settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the seed of the campaigns unless it is given; workers inherit it."""
+    """Choose the seed of the campaigns unless it is given, and no patience for minutes; workers inherit both."""
+    os.environ.setdefault("CKPTMIRROR_RETRY_S", "8")
     os.environ.setdefault("CKPTMIRROR_CAMPAIGN_SEED", str(random.SystemRandom().randrange(1_000_000)))
 
 

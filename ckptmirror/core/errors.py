@@ -45,6 +45,7 @@ __all__ = [
     "RefusedOnlyCopy",
     "RootLocked",
     "StepBehind",
+    "StoreHangs",
     "StorePermanent",
     "StoreTemporary",
     "TableLocked",
@@ -296,6 +297,12 @@ class StoreTemporary(Temporary):
     retry_after_s: float | None = None
 
     hint = "Check the network; uploads continue by themselves when the mirror answers again."
+
+
+class StoreHangs(StoreTemporary):
+    """The file system of a mirror or of the persistent directory hangs."""
+
+    hint = "Look with `mount` and `stat` what it lies on: a server may be down."
 
 
 class StorePermanent(CkptMirrorError):

@@ -6,6 +6,7 @@ Rules:
 * It shares the table with a live trainer by claims; only if no trainer holds the root does it also reconcile. It keeps
   the root's lock no longer than that: a start must not fail for a drain.
 * It waits for a mirror that does not answer, but not for one that refuses the credentials: somebody must mend that.
+* Its time limit holds whatever a mirror does: what may keep it waiting is done in other threads.
 * What it calls verified it has asked for: a mirror that was emptied since, or is gone, is not safe.
 * ``push`` asks a mirror before it enters it in the table: a mistyped URL leaves nothing behind.
 """
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self, TypeVar
 
 from ckptmirror.core import events
 from ckptmirror.core.errors import (
@@ -25,6 +28,7 @@ from ckptmirror.core.errors import (
     ConfigError,
     NotAuthorised,
     RootLocked,
+    StoreTemporary,
     Temporary,
 )
 from ckptmirror.core.lifecycle import RecordState
@@ -51,6 +55,7 @@ from ckptmirror.flow.upload.transfer_progress import Seen, UnderWay, Wait
 from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, free_dead_workers, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
+from ckptmirror.local.pool import begin, is_over
 from ckptmirror.local.table_place import check_place, note_place, open_known_table, table_path
 from ckptmirror.local.uploads import UploadsTable
 
@@ -60,6 +65,7 @@ _STOP_S = 30.0
 _STOP_AT_ONCE_S = 1.0
 _REFUSALS_LIMIT = 2
 _LOOK_EVERY_S = 0.5  # while somebody looks on
+_Result = TypeVar("_Result")
 _PART = "only a part of the save is here, and a mirror gets all of it or nothing"
 _WHOLE_HINT = "Stage every kind of the step with --full first, or push from where it was saved."
 
@@ -132,8 +138,9 @@ def drain(
         NoTable: ckptmirror has not saved here.
         ForeignTable: The table is another root's.
     """
+    ends_s = time.monotonic() + timeout_s
     table = open_known_table(root, state_dir)
-    try:
+    with _Held(table) as held:
         if not table.knows_mirrors():
             raise Temporary(
                 f"The table of {root} was just made and does not know the mirrors yet.",
@@ -155,24 +162,12 @@ def drain(
                 hint="Use `ckptmirror push --mirror URL` to add a mirror.",
             )
         served = [spec for spec in specs if not wanted or spec.url in wanted]
-        looker = _Looker(table, [spec.url for spec in served], on_progress)
-        opened = open_mirrors(specs, root, table, on_wait=looker.waits)
-        mirrors = [mirror for mirror in opened if mirror.url in {spec.url for spec in served}]
-        try:
-            looker.look()
-            bus = bus or events.EventBus()
-            recheck = Recheck(table, mirrors, bus)
-            gone = _reconcile_if_free(root, table, specs, mirrors, recheck)
-            looker.answered(recheck)
-            if retry:
-                table.retry_failed()
-            confirm = DrainConfirmation(root, table, opened)
-            report = _run(root, table, mirrors, confirm, recheck, timeout_s, bus, looker)
-            return replace(report, failed=(*report.failed, *gone))
-        finally:
-            close_mirrors(opened)
-    finally:
-        table.close()
+        work = _Work(root, held, served, specs, bus or events.EventBus(), on_progress)
+        gone = work.look(lambda audit: _reconcile_if_free(root, table, specs, work.served(), audit), ends_s)
+        if retry:
+            table.retry_failed()
+        report = work.run(ends_s)
+        return replace(report, failed=(*report.failed, *(gone or ())))
 
 
 def push(
@@ -217,10 +212,14 @@ def push(
         if on_progress is not None:
             on_progress(Drained(0, 0, 0, 0, Seen(waits=(Wait(url, str(error), delay_s),))))
 
-    _ask(root, spec, table_path(root, state_dir), waits)
+    ends_s = time.monotonic() + timeout_s
+    asking = begin(lambda: _ask(root, spec, table_path(root, state_dir), waits), "ckptmirror-ask")
+    if not is_over(asking, timeout_s):
+        raise StoreTemporary(f"{spec.url} did not answer within {timeout_s:g} s.")
+    asking.result()
     files.make_dirs(table_path(root, state_dir).parent)
     table = UploadsTable.open(table_path(root, state_dir), create=True)
-    try:
+    with _Held(table) as held:
         table.check_root(root)
         note_place(root, table_path(root, state_dir))
         known = [(row.url, row.required) for row in table.mirrors()]
@@ -229,26 +228,13 @@ def push(
             table.set_mirrors([*known, (spec.url, is_only_word and spec.required)])
         add_missing_records(table, [spec], metas)
         table.retry_failed(mirror=spec.url)
-        looker = _Looker(table, [spec.url], on_progress)
         known_specs = [MirrorSpec(row.url, row.required) for row in table.mirrors() if row.url != spec.url]
-        opened = open_mirrors([*known_specs, spec], root, table, on_wait=looker.waits)
-        mirrors = opened[-1:]
-        try:
-            looker.look()
-            bus = bus or events.EventBus()
-            recheck = Recheck(table, mirrors, bus)
-            recheck.ask()
-            looker.answered(recheck)
-            # No reconcile: it would give every other save a record too, and only these were asked for.
-            ids = [meta.save_id for meta in metas]
-            confirm = DrainConfirmation(root, table, opened)
-            report = _run(root, table, mirrors, confirm, recheck, timeout_s, bus, looker, ids)
-            parts = [f"{spec.url}: step {meta.step}: {_PART}" for meta in found if meta not in metas]
-            return replace(report, failed=(*report.failed, *parts))
-        finally:
-            close_mirrors(opened)
-    finally:
-        table.close()
+        work = _Work(root, held, [spec], [*known_specs, spec], bus or events.EventBus(), on_progress)
+        work.look(lambda audit: audit.ask(), ends_s)
+        # No reconcile: it would give every other save a record too, and only these were asked for.
+        report = work.run(ends_s, [meta.save_id for meta in metas])
+        parts = [f"{spec.url}: step {meta.step}: {_PART}" for meta in found if meta not in metas]
+        return replace(report, failed=(*report.failed, *parts))
 
 
 def _ask(root: Path, spec: MirrorSpec, path: Path, on_wait: OnWait) -> None:
@@ -283,52 +269,125 @@ def _reconcile_if_free(
     return [f"step {step} (save {save_id[:8]}): {reason}" for step, save_id, reason in done.gone]
 
 
-def _run(
-    root: Path,
-    table: UploadsTable,
-    mirrors: Sequence[Mirror],
-    confirm: DrainConfirmation,
-    recheck: Recheck,
-    timeout_s: float,
-    bus: events.EventBus,
-    looker: _Looker,
-    save_ids: Collection[str] | None = None,
-) -> DrainReport:
-    free_dead_workers(table)  # what an interrupted verb held, nobody carries on otherwise before its lease ends
-    workers = UploadWorkers(root, table, mirrors, bus, confirm, under_way=looker.under_way)
-    urls = [mirror.url for mirror in mirrors]
-    refusals = _Refusals()
-    bus.subscribe(refusals)
+class _Held:
+    """A table and its mirrors, closed at the end; what a mirror keeps busy keeps them until this process ends."""
 
-    def done() -> bool:
-        looker.look()
-        if still_moving(table, [url for url in urls if url not in refusals.final]):
-            return False
-        recheck.ask_if_due()
-        return not recheck.waits_for(urls)
+    def __init__(self, table: UploadsTable) -> None:
+        self.table = table
+        self.mirrors: list[Mirror] = []
+        self.is_busy = False
 
-    limit_s = _STOP_AT_ONCE_S  # at a person's interrupt: what is on its way is found by the next drain
-    try:
-        workers.start()
-        workers.wait_until_verified(done, timeout_s, look_every_s=looker.every_s)
-        limit_s = _STOP_S
-    finally:
-        stop_retrying(mirrors)
-        workers.stop(limit_s)
-    given_up = [record for record in table.records(state=RecordState.FAILED) if record.mirror in urls]
-    failed = [f"{record.mirror}: {record.path}: {record.last_error}" for record in given_up]
-    here = local_catalog(root)
-    still_open = open_saves(table, here.saves.values(), urls, save_ids)
-    wanted = [record for record in given_up if save_ids is None or record.save_id in save_ids]
-    pending = max(0, open_files(still_open) - len(wanted))
-    refused = {url: reason for url, reason in refusals.final.items() if url in {one.mirror for one in still_open}}
-    unasked = recheck.errors()
-    refused |= {url: str(error) for url, error in unasked.items() if isinstance(error, NotAuthorised)}
-    unasked = {url: error for url, error in unasked.items() if url not in refused}
-    left = left_behind(table, {row.url for row in table.mirrors()})
-    return DrainReport(
-        _settled(table, urls, Seen()), pending, tuple(failed), refused, unasked, left, *_emergency(root, here)
-    )
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.is_busy:
+            close_mirrors(self.mirrors)
+            self.table.close()
+
+
+class _Work:
+    """What a drain and a push do alike: a look at the mirrors, then the uploads, both until the time is over."""
+
+    def __init__(
+        self,
+        root: Path,
+        held: _Held,
+        served: Sequence[MirrorSpec],
+        known: Sequence[MirrorSpec],
+        bus: events.EventBus,
+        on_progress: Callable[[Drained], None] | None,
+    ) -> None:
+        self._root = root
+        self._held = held
+        self._table = held.table
+        self._known = known
+        self._urls = [spec.url for spec in served]
+        self._bus = bus
+        self._looker = _Looker(held.table, self._urls, on_progress)
+        self._audit: Recheck | None = None
+
+    def look(self, ask: Callable[[Recheck], _Result], ends_s: float) -> _Result | None:
+        """Open the mirrors, and ask them in another thread; None if that took too long."""
+
+        def ask_all() -> _Result:
+            self._held.mirrors += open_mirrors(self._known, self._root, self._table, on_wait=self._looker.waits)
+            self._looker.look()
+            self._audit = Recheck(self._table, self.served(), self._bus)
+            answer = ask(self._audit)
+            self._looker.answered(self._audit)
+            return answer
+
+        asking = begin(ask_all, "ckptmirror-ask")
+        try:
+            return asking.result() if is_over(asking, ends_s - time.monotonic()) else None
+        finally:
+            self._held.is_busy = not asking.done()
+
+    def served(self) -> list[Mirror]:
+        """Return the mirrors that get uploads; the others only say what may be committed."""
+        return [mirror for mirror in self._held.mirrors if mirror.url in self._urls]
+
+    def run(self, ends_s: float, save_ids: Collection[str] | None = None) -> DrainReport:
+        """Upload what is pending until then, and say how it ended."""
+        refusals = _Refusals()
+        if self._held.is_busy:
+            stop_retrying(self._held.mirrors)
+        else:
+            self._upload(refusals, ends_s)
+        return self._report(refusals, save_ids)
+
+    def _upload(self, refusals: _Refusals, ends_s: float) -> None:
+        table, audit = self._table, self._audit
+        assert audit is not None
+        free_dead_workers(table)  # what an interrupted verb held, nobody carries on otherwise before its lease ends
+        workers = UploadWorkers(
+            self._root,
+            table,
+            self.served(),
+            self._bus,
+            DrainConfirmation(self._root, table, self._held.mirrors),
+            under_way=self._looker.under_way,
+        )
+        self._bus.subscribe(refusals)
+
+        def done() -> bool:
+            self._looker.look()
+            if still_moving(table, [url for url in self._urls if url not in refusals.final]):
+                return False
+            audit.ask_if_due()
+            return not audit.waits_for(self._urls)
+
+        limit_s = _STOP_AT_ONCE_S  # at a person's interrupt: what is on its way is found by the next drain
+        try:
+            workers.start()
+            workers.wait_until_verified(done, ends_s - time.monotonic(), look_every_s=self._looker.every_s)
+            limit_s = min(_STOP_S, max(_STOP_AT_ONCE_S, ends_s - time.monotonic()))
+        finally:
+            stop_retrying(self._held.mirrors)
+            self._held.is_busy = not workers.stop(limit_s) or audit.is_asking()
+
+    def _report(self, refusals: _Refusals, save_ids: Collection[str] | None) -> DrainReport:
+        table, urls = self._table, self._urls
+        given_up = [record for record in table.records(state=RecordState.FAILED) if record.mirror in urls]
+        failed = [f"{record.mirror}: {record.path}: {record.last_error}" for record in given_up]
+        here = local_catalog(self._root)
+        still_open = open_saves(table, here.saves.values(), urls, save_ids)
+        wanted = [record for record in given_up if save_ids is None or record.save_id in save_ids]
+        pending = max(0, open_files(still_open) - len(wanted))
+        refused = {url: reason for url, reason in refusals.final.items() if url in {one.mirror for one in still_open}}
+        unasked = self._unasked()
+        refused |= {url: str(error) for url, error in unasked.items() if isinstance(error, NotAuthorised)}
+        unasked = {url: error for url, error in unasked.items() if url not in refused}
+        left = left_behind(table, {row.url for row in table.mirrors()})
+        found = _emergency(self._root, here)
+        return DrainReport(_settled(table, urls, Seen()), pending, tuple(failed), refused, unasked, left, *found)
+
+    def _unasked(self) -> dict[str, CkptMirrorError]:
+        if self._audit is not None:
+            return self._audit.unasked(self._urls)
+        known = {record.mirror for record in self._table.records(state=RecordState.VERIFIED)}
+        return {url: StoreTemporary("it did not answer in time") for url in self._urls if url in known}
 
 
 def _emergency(root: Path, here: Catalog) -> tuple[int | None, Path | None]:
@@ -373,7 +432,7 @@ class _Looker:
                 self._on_progress(_settled(self._table, self._urls, seen))
 
     def answered(self, recheck: Recheck) -> None:
-        for url in set(self._urls) - recheck.errors().keys():
+        for url in set(self._urls) - recheck.unasked(self._urls).keys():
             self.under_way.answered(url)
 
     def waits(self, url: str, delay_s: float, error: Exception) -> None:

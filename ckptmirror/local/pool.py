@@ -1,4 +1,4 @@
-"""A pool of threads that take their jobs from one list: how many files or objects are read in parallel.
+"""Threads for work that a mirror may hold up: a pool that takes its jobs from one list, and one for a single call.
 
 Rules:
 * Memory is bounded: a kept buffer a thread, however many jobs there are.
@@ -10,15 +10,41 @@ Rules:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from ckptmirror.local import files
 
-__all__ = ["STOP_WAIT_S", "run_jobs"]
+__all__ = ["STOP_WAIT_S", "begin", "is_over", "run_jobs"]
 
 STOP_WAIT_S = 2.0
+_LOOK_S = 1.0  # a signal that comes just before a wait does not end it
 _Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
+
+
+def begin(run: Callable[[], _Result], name: str) -> Future[_Result]:
+    """Begin ``run`` in a daemon thread; the future has what it returns or raises."""
+    future: Future[_Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(run())
+        except BaseException as error:  # noqa: BLE001 - raised again where somebody asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return future
+
+
+def is_over(future: Future[_Result], timeout_s: float) -> bool:
+    """Wait until a future is done, so many seconds at most; say whether it is."""
+    ends_s = time.monotonic() + timeout_s
+    while not future.done() and time.monotonic() < ends_s:
+        wait([future], min(_LOOK_S, max(0.0, ends_s - time.monotonic())))
+    return future.done()
 
 
 def run_jobs(
@@ -77,7 +103,8 @@ def run_jobs(
     try:
         for number in range(working):
             threading.Thread(target=work, name=f"{name}-{number}", daemon=True).start()
-        over.wait()
+        while not over.wait(_LOOK_S):
+            pass
     except BaseException:  # a person's interrupt
         stop.set()
         over.wait(STOP_WAIT_S)

@@ -36,8 +36,8 @@ def open_store(
     Args:
         url: ``gs://bucket/prefix``, ``file:///directory`` (or the directory's absolute path), ``memory://name``, or a
             URL that fsspec knows (``s3://bucket/prefix``; ``gcsfs+gs://bucket/prefix`` for gcsfs).
-        retry: Repeat what failed temporarily, a stated number of times, or for as long as ``CKPTMIRROR_RETRY_S``
-            says (``RetryingStore``).
+        retry: Retry what failed temporarily, for two minutes, or for as long as ``CKPTMIRROR_RETRY_S`` says
+            (``RetryingStore``).
         bytes_per_s: Limit of uploads and downloads together (``ThrottledStore``).
         requests_per_s: Limit of calls of any kind.
         bus: Told of every call (``ObservedStore``).
@@ -48,6 +48,10 @@ def open_store(
     """
     module, normalised = _understood(url)
     store: Store = module.open(normalised)
+    if store.local_directory is not None:
+        from ckptmirror.stores.bounded import BoundedStore
+
+        store = BoundedStore(store, store.local_directory)
     if bus is not None:
         from ckptmirror.stores.observed import ObservedStore
 
@@ -59,9 +63,7 @@ def open_store(
     if retry:
         from ckptmirror.stores.retrying import RetryingStore, total_s_of_environment
 
-        if (total_s := total_s_of_environment()) is not None:
-            return RetryingStore(store, tries=None, total_s=total_s, on_wait=on_wait)
-        return RetryingStore(store, on_wait=on_wait)
+        return RetryingStore(store, total_s=total_s_of_environment(), on_wait=on_wait)
     return store
 
 

@@ -71,9 +71,14 @@ class StoreDecorator:
         self._behind().delete(name, generation=generation)
 
     def stop_retrying(self) -> None:
-        """From now on what fails is not tried again, by no store behind: somebody waits for the end."""
+        """Until a start asks patiently nothing that fails is tried again, by no store behind: an end is waited for."""
         if isinstance(self._store, StoreDecorator):
             self._store.stop_retrying()
+
+    def ask_patiently(self) -> None:
+        """Let each store behind take its whole time again before it calls the mirror silent: a start asks."""
+        if isinstance(self._store, StoreDecorator):
+            self._store.ask_patiently()
 
     def close(self) -> None:
         """Close the store behind."""

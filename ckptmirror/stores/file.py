@@ -47,6 +47,7 @@ from ckptmirror.local.direct_io import (
     read_full,
     write_full,
 )
+from ckptmirror.local.hang_guard import beat
 from ckptmirror.local.read_ahead import read_ahead
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
 from ckptmirror.stores.file_mounts import FSTAB
@@ -391,5 +392,6 @@ def _verify(name: str, descriptor: int, digest: Digest) -> None:
         while count := read_full(descriptor, buffer, offset):
             found = crc32c(buffer[:count], found)
             offset += count
+            beat()
     if (offset, found) != (digest.size_bytes, digest.crc32c):
         raise IntegrityError(f"What was written of {name} does not read back as it was committed; nothing was stored.")

@@ -33,9 +33,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core.errors import BucketNotFound, NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.local import crashpoints
+from ckptmirror.local.hang_guard import beat
 from ckptmirror.stores.file_mounts import FSTAB, unmounted_point
 
 __all__ = ["LOCK_FILE", "Place", "explained", "fsync_found", "fsync_names", "link_new"]
@@ -137,7 +139,7 @@ class Place:
 
         Raises:
             StoreTemporary: It is not there, or another is.
-            BucketNotFound: It does not exist, and nobody knows that it ever did.
+            BucketNotFound: It does not exist, nor perhaps its parent, and nobody knows that it ever did.
             NotAuthorised: It has no id, and none can be made.
         """
         with explained(f"{self._root}"):
@@ -155,9 +157,9 @@ class Place:
         except FileNotFoundError:
             if self._id is not None:
                 raise self._vanished("it was there before") from None
-            if not self._root.parent.is_dir():
-                raise self._vanished(f"neither is {self._root.parent}") from None
             self._refuse_empty_mount_point()
+            if not self._root.parent.is_dir():
+                raise self._misplaced() from None
             if not make:
                 raise BucketNotFound(f"The mirror directory {self._root} does not exist.", hint=_TYPO_HINT) from None
         with crashpoints.around("mirror.make_root"):
@@ -168,6 +170,13 @@ class Place:
         point = unmounted_point(self._root.resolve(), self._fstab)
         if point is not None:
             raise self._vanished(f"{point} is listed in {self._fstab} and is not mounted")
+
+    def _misplaced(self) -> BucketNotFound:
+        parent = self._root.parent
+        return BucketNotFound(
+            f"The mirror directory {self._root} cannot be made: there is no {parent}.",
+            hint=f"Mount its file system, or correct the mirror's URL, or make it: `mkdir -p {quote(str(parent))}`.",
+        )
 
     def _vanished(self, why: str) -> StoreTemporary:
         if self._id is None:
@@ -316,6 +325,7 @@ class Place:
             try:
                 with self.parent(parts) as directory:
                     for entry in os.scandir(directory):
+                        beat()
                         if entry.is_dir(follow_symlinks=False):
                             waiting.append((*parts, entry.name))
                         elif entry.is_file(follow_symlinks=False) and (found := _attributes(directory, entry.name)):

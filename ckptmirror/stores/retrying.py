@@ -1,12 +1,13 @@
-"""A store that tries again: the decorator that every mirror gets from ``open_store``.
+"""A store that retries: the decorator that every mirror gets from ``open_store``.
 
 Rules:
-* Only ``StoreTemporary`` is tried again, and every method that reads or changes objects may be: each is idempotent or
+* Only ``StoreTemporary`` is retried, and every method that reads or changes objects may be: each is idempotent or
   guarded by its precondition. After a lost answer the precondition may meet our own object; that is passed on, the
-  caller compares. ``identity`` is not: a file system that is not mounted is not so in a second.
-* Delays are drawn between zero and a limit that doubles ("full jitter"), never shorter than the store's Retry-After.
-* It ends with the last error after ``tries`` tries, or when the next would begin later than ``total_s`` after the
-  first; ``stop_retrying`` and ``close`` end it at once. ``CKPTMIRROR_RETRY_S`` is the time, with any number of tries.
+  caller compares. ``identity`` is retried only where its file system hangs: what is not mounted is not so in a second.
+* Retries are limited by time (I7), not by their number: ``total_s`` after the first failure, the last error is raised.
+  ``CKPTMIRROR_RETRY_S`` sets that time; ``stop_retrying`` and ``close`` end it at once.
+* The time counts for the mirror, not for each call. One that answered nothing for all of it is *silent*: from then on
+  each call asks once, until one is answered or a start asks patiently again (``ask_patiently``).
 * An upload is continued with the session that the failed try learned, a listing after the last name that was yielded.
 * The first try costs nothing: the retry library is imported when something has failed.
 """
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from ckptmirror.core.errors import ConfigError, StoreTemporary
+from ckptmirror.core.errors import CkptMirrorError, ConfigError, StoreHangs, StoreTemporary
+from ckptmirror.core.retry_delay import retry_delay_s
 from ckptmirror.stores.base import ObjectInfo, Store, Upload
 from ckptmirror.stores.decorator import StoreDecorator
 
@@ -31,22 +33,22 @@ if TYPE_CHECKING:
 __all__ = ["OnWait", "RetryingStore", "total_s_of_environment"]
 
 _TOTAL_S = 120.0
+_SHORTEST_S = 0.01  # with less than this left it is over
 _VARIABLE = "CKPTMIRROR_RETRY_S"
 
 OnWait: TypeAlias = Callable[[str, float, StoreTemporary], None]
 _Result = TypeVar("_Result")
-_random = random.Random()  # the training's own numbers stay its own
 
 
-def total_s_of_environment() -> float | None:
-    """Return for how many seconds the user wants a mirror to be tried again; None if nothing says so.
+def total_s_of_environment() -> float:
+    """Return for how many seconds a mirror that does not answer is asked again.
 
     Raises:
         ConfigError: That is no number of seconds.
     """
     text = os.environ.get(_VARIABLE)
     if not text:
-        return None
+        return _TOTAL_S
     try:
         total_s = float(text)
     except ValueError:
@@ -59,44 +61,49 @@ def total_s_of_environment() -> float | None:
 
 
 class RetryingStore(StoreDecorator):
-    """``store``, with temporary faults tried again.
+    """``store``, with temporary faults retried.
 
     Args:
         store: The store behind.
-        tries: How often each call is made at most; None: as often as ``total_s`` allows.
-        total_s: No try begins later than this after the first.
+        total_s: No try begins later than this after the first failure.
         first_delay_s: Longest delay after the first try; it doubles with each.
         longest_delay_s: Where the doubling stops.
-        wait: Waits so many seconds, or until nothing is to be tried again; tests pass their own.
-        on_wait: Told before each wait: the mirror's URL, for how many seconds, and what went wrong.
+        clock: Seconds, monotonic; tests pass their own.
+        wait: Waits so many seconds, or until nothing is to be retried; tests pass their own.
+        on_wait: Called before each wait: the mirror's URL, for how many seconds, and what went wrong.
     """
 
     def __init__(
         self,
         store: Store,
         *,
-        tries: int | None = 6,
         total_s: float = _TOTAL_S,
         first_delay_s: float = 0.5,
         longest_delay_s: float = 20.0,
+        clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] | None = None,
         on_wait: OnWait | None = None,
     ) -> None:
         super().__init__(store)
         self._on_wait = on_wait
-        self._tries = tries
         self._total_s = total_s
         self._first_delay_s = first_delay_s
         self._longest_delay_s = longest_delay_s
+        self._clock = clock
         self._is_over = threading.Event()
         self._wait = wait if wait is not None else self._is_over.wait
+        self._silent_since_s: float | None = None
+
+    def identity(self, expected: str | None = None) -> str | None:
+        """See :meth:`Store.identity`."""
+        return self._call(lambda: self._store.identity(expected), StoreHangs)
 
     def stat(self, name: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""
         return self._call(lambda: self._store.stat(name))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :meth:`Store.list`. The tries are counted for the whole listing."""
+        """See :meth:`Store.list`. Each page is retried by itself."""
         listing = _Listing(self._store, prefix)
         while (info := self._call(listing.next)) is not None:
             yield info
@@ -131,45 +138,72 @@ class RetryingStore(StoreDecorator):
         self._call(lambda: self._store.delete(name, generation=generation))
 
     def stop_retrying(self) -> None:
-        """End the waits between tries, and try nothing again."""
+        """End the waits between tries, and retry nothing more."""
         self._is_over.set()
         super().stop_retrying()
+
+    def ask_patiently(self) -> None:
+        """Forget that the mirror was silent, and retry again what fails."""
+        self._silent_since_s = None
+        self._is_over.clear()
+        super().ask_patiently()
 
     def close(self) -> None:
         """The same, and close the store behind."""
         self._is_over.set()
         super().close()
 
-    def _call(self, operation: Callable[[], _Result]) -> _Result:
+    def _call(self, operation: Callable[[], _Result], retried: type[StoreTemporary] = StoreTemporary) -> _Result:
         try:
-            return operation()
-        except StoreTemporary as error:
-            return self._call_again(operation, error)
+            return self._try(operation)
+        except retried as error:
+            return self._call_again(operation, error, retried)
 
-    def _call_again(self, operation: Callable[[], _Result], first_error: StoreTemporary) -> _Result:
-        from tenacity import (
-            Retrying,
-            retry_if_exception_type,
-            stop_after_attempt,
-            stop_any,
-            stop_before_delay,
-            stop_when_event_set,
-        )
+    def _try(self, operation: Callable[[], _Result]) -> _Result:
+        try:
+            result = operation()
+        except StoreTemporary:
+            if self._silent_since_s is None:
+                self._silent_since_s = self._clock()
+            raise
+        except CkptMirrorError:
+            self._silent_since_s = None  # an answer, too
+            raise
+        self._silent_since_s = None
+        return result
 
+    def _call_again(
+        self, operation: Callable[[], _Result], first_error: StoreTemporary, retried: type[StoreTemporary]
+    ) -> _Result:
+        from tenacity import Retrying, retry_if_exception_type
+
+        first_failed_s = self._clock()
         errors = [first_error]
 
         def operation_after_the_first() -> _Result:
             if errors:
                 raise errors.pop()
-            return operation()
+            return self._try(operation)
 
-        enough = [stop_when_event_set(self._is_over), stop_before_delay(self._total_s)]
-        if self._tries is not None:
-            enough.append(stop_after_attempt(self._tries))
+        def left_s() -> float:
+            silent_since_s = self._silent_since_s
+            since_s = first_failed_s if silent_since_s is None else min(first_failed_s, silent_since_s)
+            return since_s + self._total_s - self._clock()
+
+        def delay_s(state: RetryCallState) -> float:
+            error = _error_of(state)
+            drawn_s = retry_delay_s(
+                error, state.attempt_number, first_s=self._first_delay_s, longest_s=self._longest_delay_s
+            )
+            return max(min(drawn_s, left_s()), error.retry_after_s or 0.0)  # the last try is at the end of the time
+
+        def is_enough(state: RetryCallState) -> bool:
+            return self._is_over.is_set() or left_s() < _SHORTEST_S or state.upcoming_sleep > left_s() + _SHORTEST_S
+
         retrying = Retrying(
-            retry=retry_if_exception_type(StoreTemporary),
-            stop=stop_any(*enough),
-            wait=self._delay_s,
+            retry=retry_if_exception_type(retried),
+            stop=is_enough,
+            wait=delay_s,
             sleep=self._sleep,
             before_sleep=self._tell,
             reraise=True,
@@ -180,15 +214,15 @@ class RetryingStore(StoreDecorator):
         self._wait(delay_s)
 
     def _tell(self, state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome is not None else None
-        if self._on_wait is not None and isinstance(error, StoreTemporary):
-            self._on_wait(self.url, state.upcoming_sleep, error)
+        if self._on_wait is not None:
+            self._on_wait(self.url, state.upcoming_sleep, _error_of(state))
 
-    def _delay_s(self, state: RetryCallState) -> float:
-        limit_s = min(self._longest_delay_s, self._first_delay_s * 2.0 ** min(state.attempt_number - 1, 30))
-        error = state.outcome.exception() if state.outcome is not None else None
-        asked_s = error.retry_after_s if isinstance(error, StoreTemporary) else None
-        return max(_random.uniform(0.0, limit_s), asked_s or 0.0)
+
+def _error_of(state: RetryCallState) -> StoreTemporary:
+    """The failure that is about to be retried."""
+    error = state.outcome.exception() if state.outcome is not None else None
+    assert isinstance(error, StoreTemporary)
+    return error
 
 
 class _Listing:

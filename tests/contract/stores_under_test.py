@@ -17,7 +17,18 @@ from pathlib import Path
 import numpy as np
 
 from ckptmirror.core.events import EventBus
-from ckptmirror.stores import faulty, fsspec_any, gs, memory, observed, open_store, remembering, retrying, throttled
+from ckptmirror.stores import (
+    bounded,
+    faulty,
+    fsspec_any,
+    gs,
+    memory,
+    observed,
+    open_store,
+    remembering,
+    retrying,
+    throttled,
+)
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores.base import Store, Upload
 from ckptmirror.stores.gs_http import Endpoint, Limits
@@ -127,6 +138,7 @@ OPENERS: dict[str, Make] = {
             make(directory, server), word, decorator
         )
         for word, decorator in (
+            ("bounded", lambda store: bounded.BoundedStore(store, Path(f"/nowhere-{next(_numbers)}"))),
             ("retrying", retrying.RetryingStore),
             ("faulty", faulty.FaultyStore),
             ("remembering", _remembering),

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptmirror.core import events, names
+from ckptmirror.core import events, names, retry_delay
 from ckptmirror.core.errors import CheckpointNotFound, ConfigError, DeadlinePassed, NoTable, StorePermanent
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
@@ -23,7 +23,7 @@ from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
-from ckptmirror.stores import open_store, retrying
+from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.claiming import start_node
@@ -258,7 +258,10 @@ def test_close_with_deadline_reports_unsent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The mirror answers nothing: the end comes at its deadline, however long the next try is off; a drain finishes."""
-    monkeypatch.setattr(retrying, "_random", SimpleNamespace(uniform=lambda *_: 100.0))
+    monkeypatch.delenv("CKPTMIRROR_RETRY_S")
+    # long is the wait of a request for its second try (its limit is half a second), not that of a record
+    long_first = SimpleNamespace(uniform=lambda _low, high: 100.0 if high < 1.0 else 0.0)
+    monkeypatch.setattr(retry_delay, "_random", long_first)
     trainer = node(f"gs://{BUCKET}/{next(_numbers)}")
     server.faults([Fault(operation="upload.*", status=503, times=0)])
     meta = commit_on(trainer, 100)

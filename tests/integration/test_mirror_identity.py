@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import BrokenTable, ConfigError, NotAuthorised, StoreTemporary
+from ckptmirror.core.errors import BrokenTable, BucketNotFound, ConfigError, NotAuthorised, StoreTemporary
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
@@ -168,6 +168,27 @@ def test_i1_a_start_meets_the_mirror_that_was_used_before_or_none(tmp_path: Path
         (tmp_path / "nfs-unmounted").rename(tmp_path / "nfs")
         claim.confirm(node.mirrors[0])  # mounted again: it goes on
         assert set(mirror_catalog(node.mirrors[0]).saves) == set(local_catalog(root).saves)
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize("is_met", [True, False])
+def test_a_mirror_without_a_parent_directory_is_away_if_it_was_met_before_and_else_a_mistake(
+    tmp_path: Path, is_met: bool
+) -> None:
+    root, url = mirrored_root(tmp_path)
+    if is_met:
+        (tmp_path / "nfs").rename(tmp_path / "nfs-unmounted")
+    else:
+        url = f"file://{tmp_path}/mfs/run"
+    node = node_of(root, url)
+    try:
+        if is_met:
+            assert url in node.start_claim().unclaimed
+        else:
+            with pytest.raises(BucketNotFound, match=f"there is no {tmp_path}/mfs") as raised:
+                node.start_claim()
+            assert f"mkdir -p {tmp_path}/mfs" in raised.value.hint
     finally:
         node.close()
 

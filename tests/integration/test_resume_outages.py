@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ckptmirror import CheckpointManager, stage_checkpoint_step
-from ckptmirror.core import names
+from ckptmirror.core import names, retry_delay
 from ckptmirror.core.errors import ObjectNotFound, StoreTemporary
 from ckptmirror.core.events import Fenced, MirrorCommitted
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
+from ckptmirror.stores import memory
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from tests.kit.faults import faulty, flip_bit
 from tests.kit.training import everything, new_state, running, same, saved_run, train
@@ -60,6 +62,23 @@ def test_a_save_made_elsewhere_is_not_continued_from_while_the_mirror_is_silent_
         start = manager.resume(new_state())
         assert start is not None
         assert start.step == 3
+
+
+def test_i7_a_start_asks_a_mirror_that_is_busy_for_longer_than_a_few_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"memory://busy-{tmp_path.name}/run"
+    busy = FaultyStore(memory.open(url))
+    monkeypatch.setattr(memory, "open", lambda _url: busy)
+    saved_run(tmp_path / "first", (2,), url)
+    monkeypatch.delenv("CKPTMIRROR_RETRY_S")
+    monkeypatch.setattr(retry_delay, "_random", SimpleNamespace(uniform=lambda *_: 0.0))
+    with running(tmp_path / "second", url) as manager:
+        busy.script(StoreFault(when="before", times=40))
+        start = manager.resume(new_state())
+    assert start is not None
+    assert start.step == 2
+    assert f"waiting for {url}" in caplog.text
 
 
 @pytest.mark.parametrize("required", [True, False])

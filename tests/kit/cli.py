@@ -20,7 +20,8 @@ IMPATIENT = {"CKPTMIRROR_RETRY_S": "0.5"}  # for tests of what is said in the en
 def clean_environment(**more: str) -> dict[str, str]:
     """The environment without anything that would point a verb somewhere else."""
     ours = ("CKPTMIRROR_", "STORAGE_", "GOOGLE_", "CLOUDSDK_", "GCE_", "NO_GCE")
-    return {key: value for key, value in os.environ.items() if not key.startswith(ours)} | more
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    return kept | {"CKPTMIRROR_RETRY_S": os.environ.get("CKPTMIRROR_RETRY_S", "8")} | more
 
 
 def run(

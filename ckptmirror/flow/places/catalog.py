@@ -9,8 +9,8 @@ Rules:
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from ckptmirror.core.resumption import Hindrance, Problem, facts_of
 from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local.inventory import Item, read_inventory
+from ckptmirror.local.pool import run_jobs
 from ckptmirror.stores.base import ObjectInfo, Store
 
 __all__ = [
@@ -255,22 +256,27 @@ def _read_metas(
         StoreTemporary: The mirror does not answer.
         NotAuthorised: It refuses every one of them.
     """
+    answers: dict[str, Meta | Tombstone | CkptMirrorError] = {}
 
-    def read(info: ObjectInfo) -> Meta | Tombstone | CkptMirrorError:
+    def read(info: ObjectInfo, _buffer: memoryview) -> None:
         key = (mirror.url, info.name, info.generation)
-        if key not in cache:
-            answer = _meta_or_reason(mirror.store, info.name)
-            if isinstance(answer, CkptMirrorError):
-                return answer
+        answer = cache[key] if key in cache else _meta_or_reason(mirror.store, info.name)
+        answers[info.name] = answer
+        if not isinstance(answer, CkptMirrorError):
             cache[key] = answer
-        return cache[key]
 
-    with ThreadPoolExecutor(max_workers=_READERS) as pool:
-        answers = list(pool.map(read, wanted))
-    refused = [answer for answer in answers if isinstance(answer, NotAuthorised)]
+    run_jobs(
+        wanted,
+        read,
+        name="ckptmirror-list",
+        workers=_READERS,
+        stop=threading.Event(),
+        at_end=lambda: None,
+    )
+    refused = [answer for answer in answers.values() if isinstance(answer, NotAuthorised)]
     if refused and len(refused) == len(answers):
         raise refused[0]
-    return answers
+    return [answers[info.name] for info in wanted]
 
 
 def _meta_or_reason(store: Store, name: str) -> Meta | Tombstone | CkptMirrorError:

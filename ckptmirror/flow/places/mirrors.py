@@ -11,18 +11,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import BrokenTable, ConfigError, IntegrityError, NameTaken, StoreTemporary
+from ckptmirror.core.errors import BrokenTable, ConfigError, IntegrityError, NameTaken, StoreHangs, StoreTemporary
 from ckptmirror.core.events import EventBus
 from ckptmirror.core.lifecycle import WAITING
 from ckptmirror.core.model import new_id
 from ckptmirror.core.sealed_json import open_sealed, seal
 from ckptmirror.local import files
+from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import normalise_url, open_store
@@ -34,6 +37,7 @@ __all__ = [
     "Mirror",
     "MirrorSpec",
     "OnWait",
+    "ask_patiently",
     "check_destination",
     "check_places",
     "close_mirrors",
@@ -48,6 +52,7 @@ __all__ = [
 
 _NOTE_FORMAT = "ckptmirror-mirror"
 _NOTE_LIMIT_BYTES = 64 * 1024
+_SAY_EVERY_S = 30.0
 _log = logging.getLogger("ckptmirror")
 
 OnWait = Callable[[str, float, Exception], None]
@@ -117,12 +122,13 @@ def open_mirrors(
         root: The root that they mirror.
         table: What remembers which place each mirror is; None where the root has no table yet.
         bus: Told of every call to a mirror.
-        on_wait: Told when a mirror did not answer and is asked again later.
+        on_wait: Told when a mirror did not answer and is asked again later; None: the log is.
 
     Raises:
         ConfigError: A required mirror cannot compare and swap, or a mirror lies where it must not (``check_places``).
     """
     mirrors = []
+    on_wait = on_wait if on_wait is not None else _log_waits()
     for spec in specs:
         store = open_store(
             spec.url, bytes_per_s=spec.bytes_per_s, requests_per_s=spec.requests_per_s, bus=bus, on_wait=on_wait
@@ -139,6 +145,19 @@ def open_mirrors(
         mirrors.append(Mirror(spec.url, spec.required, store))
     check_places(root, mirrors)
     return mirrors
+
+
+def _log_waits() -> OnWait:
+    """Return what says in the log, every half minute, that a mirror is waited for."""
+    said_s: dict[str, float] = {}
+
+    def log_wait(url: str, delay_s: float, error: Exception) -> None:
+        now_s = time.monotonic()
+        if now_s - said_s.get(url, -math.inf) >= _SAY_EVERY_S:
+            said_s[url] = now_s
+            saying(_log, mirror=url).warning("waiting for %s (retry in %.0f s): %s", url, math.ceil(delay_s), error)
+
+    return log_wait
 
 
 def known_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> list[MirrorSpec]:
@@ -230,7 +249,7 @@ def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:
         directory = mirror.store.local_directory
         if directory is None:
             continue
-        there = _chain(directory)
+        there = _chain_of_mirror(directory)
         if there[0] == chain[0]:
             raise ConfigError(
                 f"The mirror {mirror.url} is the root {root} itself, so it would hold no second copy.", hint=_ELSEWHERE
@@ -254,12 +273,21 @@ def check_destination(dest: Path, mirror: Mirror) -> None:
         ConfigError: ``dest`` is the mirror's directory, or lies in it.
     """
     directory = mirror.store.local_directory
-    if directory is not None and _chain(directory)[0] in _chain(dest):
+    if directory is not None and _chain_of_mirror(directory)[0] in _chain(dest):
         raise ConfigError(f"{dest} lies in the mirror {mirror.url} itself.", hint="Choose another --dest.")
 
 
 _Where = tuple[int, int, tuple[str, ...]]
 _ELSEWHERE = "Give the mirror a directory of its own, on another disk: an NFS path, for example."
+
+
+def _chain_of_mirror(directory: Path) -> list[_Where]:
+    """The same of a directory whose file system may hang: then it is called by its names, and no other has them."""
+    try:
+        return hang_guard(directory).look(lambda: _chain(directory))
+    except StoreHangs as error:
+        _log.warning("%s", error)
+        return [(0, 0, path.parts) for path in (directory, *directory.parents)]
 
 
 def _chain(path: Path) -> list[_Where]:
@@ -286,6 +314,13 @@ def stop_retrying(mirrors: Sequence[Mirror]) -> None:
     for mirror in mirrors:
         if isinstance(mirror.store, StoreDecorator):
             mirror.store.stop_retrying()
+
+
+def ask_patiently(mirrors: Sequence[Mirror]) -> None:
+    """Have each be asked for the whole time again before it is called silent, also one that was: a start asks."""
+    for mirror in mirrors:
+        if isinstance(mirror.store, StoreDecorator):
+            mirror.store.ask_patiently()
 
 
 def close_mirrors(mirrors: Sequence[Mirror]) -> None:

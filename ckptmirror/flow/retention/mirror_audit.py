@@ -13,9 +13,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, IllegalTransition, NotAuthorised, Temporary
+from ckptmirror.core.errors import (
+    CheckpointNotFound,
+    CkptMirrorError,
+    IllegalTransition,
+    NotAuthorised,
+    StoreTemporary,
+    Temporary,
+)
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local.saying import saying
@@ -24,7 +32,15 @@ from ckptmirror.local.uploads import UploadRecord, UploadsTable
 __all__ = ["ASK_AGAIN_S", "Recheck", "forget_verified"]
 
 ASK_AGAIN_S = 10.0
+_SHORT_S = 0.2
 _log = logging.getLogger("ckptmirror.safety")
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """What a mirror is to be asked, and why it did not answer the last time."""
+
+    error: CkptMirrorError | None = None
 
 
 class Recheck:
@@ -51,16 +67,18 @@ class Recheck:
         self._mirrors = {mirror.url: mirror for mirror in mirrors}
         self._bus = bus or events.EventBus()
         self._clock = clock
+        self._asking = threading.Lock()
         self._lock = threading.Lock()
         known = {record.mirror for record in _verified(table)}
-        self._open: dict[str, CkptMirrorError | None] = {url: None for url in self._mirrors if url in known}
+        self._open = {url: _Question() for url in self._mirrors if url in known}
         self._notes = notes
         self._note()
         self._asked_s = float("-inf")
+        self._thread: threading.Thread | None = None
 
     def ask(self) -> bool:
         """Ask every mirror that has not answered yet; return whether one did just now."""
-        with self._lock:
+        with self._asking:
             answered = [url for url in list(self._open) if self._is_answered(self._mirrors[url])]
             self._asked_s = self._clock()
         if answered:
@@ -68,38 +86,49 @@ class Recheck:
         return bool(answered)
 
     def ask_if_due(self) -> None:
-        """Ask again those that did not answer, if the last time is a while ago."""
-        if self.waits_for(self._mirrors) and self._clock() - self._asked_s >= ASK_AGAIN_S:
-            self.ask()
+        """Ask again those that did not answer, if the last time is a while ago; nobody waits long for it."""
+        if self.is_asking() or (self.waits_for(self._mirrors) and self._clock() - self._asked_s >= ASK_AGAIN_S):
+            self._ask_beside(_SHORT_S)
 
     def ask_once_more(self, urls: Collection[str], timeout_s: float) -> None:
         """Ask these mirrors anew, and wait so long at most: a rotation may hold up the answers."""
         self.begin_anew(urls)
-        asking = threading.Thread(target=self.ask, name="ckptmirror-ask", daemon=True)
-        asking.start()
-        asking.join(max(0.0, timeout_s))
+        self._thread = None
+        self._ask_beside(timeout_s)
+
+    def _ask_beside(self, timeout_s: float) -> None:
+        if not self.is_asking():
+            self._thread = threading.Thread(target=self.ask, name="ckptmirror-ask", daemon=True)
+            self._thread.start()
+        if self._thread is not None:
+            self._thread.join(max(0.0, timeout_s))
+
+    def is_asking(self) -> bool:
+        """Whether a thread of this object asks: it uses the table and the mirrors."""
+        return self._thread is not None and self._thread.is_alive()
 
     def begin_anew(self, urls: Collection[str]) -> None:
         """Let these mirrors be asked once more."""
         with self._lock:
-            self._open = {url: self._open.get(url) for url in self._mirrors if url in urls or url in self._open}
+            earlier = {url: self._open.get(url, _Question()) for url in self._mirrors if url in {*urls, *self._open}}
+            self._open = {url: _Question(one.error) for url, one in earlier.items()}
         self._note()
 
-    def unasked(self, urls: Collection[str]) -> dict[str, str]:
+    def unasked(self, urls: Collection[str]) -> dict[str, CkptMirrorError]:
         """Return those of ``urls`` that did not answer yet, with the reason."""
-        return {url: str(error or "it was not asked yet") for url, error in dict(self._open).items() if url in urls}
-
-    def errors(self) -> dict[str, CkptMirrorError]:
-        """Return what the mirrors said that did not answer."""
-        return {url: error for url, error in dict(self._open).items() if error is not None}
+        return {
+            url: one.error or StoreTemporary("it was not asked yet") for url, one in self._open.items() if url in urls
+        }
 
     def silent(self) -> set[str]:
         """Return those that were asked and may yet answer."""
-        return {url for url, error in self.errors().items() if isinstance(error, Temporary)}
+        return {url for url, one in self._open.items() if isinstance(one.error, Temporary)}
 
     def waits_for(self, urls: Collection[str]) -> bool:
         """Whether one of ``urls`` may still answer: it has not yet, and did not refuse for good."""
-        return any(url in urls and (e is None or isinstance(e, Temporary)) for url, e in dict(self._open).items())
+        return any(
+            url in urls and (one.error is None or isinstance(one.error, Temporary)) for url, one in self._open.items()
+        )
 
     def _note(self) -> None:
         still_open = set(self._open)
@@ -110,15 +139,19 @@ class Recheck:
             _log.error("other ranks do not know which mirrors are yet to answer: %s", error)
 
     def _is_answered(self, mirror: Mirror) -> bool:
+        question = self._open[mirror.url]
+        error: CkptMirrorError | None = None
         try:
             _ask(self._table, mirror)
-        except CkptMirrorError as error:
-            self._open[mirror.url] = error
+        except CkptMirrorError as failure:
+            error = failure
             refused = isinstance(error, NotAuthorised)
             self._bus.emit(events.MirrorUnreachable(mirror=mirror.url, reason=str(error), refused=refused))
-            return False
-        del self._open[mirror.url]
-        return True
+        with self._lock:
+            if self._open.get(mirror.url) is question:  # else it was put again meanwhile
+                left = {url: one for url, one in self._open.items() if one is not question}
+                self._open = left if error is None else {**self._open, mirror.url: _Question(error)}
+        return error is None
 
 
 def _ask(table: UploadsTable, mirror: Mirror) -> None:

@@ -23,13 +23,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_from_bytes
-from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, NoTable, WaitTimeout
+from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, NoTable, StoreHangs, WaitTimeout
 from ckptmirror.core.model import AttemptList, Meta, top_names
 from ckptmirror.core.retention import Retention, RotationPlan, SaveStatus, plan_rotation
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, local_catalog
@@ -42,6 +44,7 @@ from ckptmirror.flow.save.emergency_files import delete_emergency, is_emergency,
 from ckptmirror.flow.save.persistent_dir import snapshots_in
 from ckptmirror.local import files
 from ckptmirror.local.checksums import digest_file
+from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.local.lock import exclusive
 from ckptmirror.local.saying import saying
 from ckptmirror.local.table_place import table_path
@@ -52,6 +55,7 @@ __all__ = ["RotationReport", "finish_interrupted", "gather", "rotate", "rotate_r
 ROTATE_LOCK_NAME = f"{names.CONTROL_DIR}/rotate.lock"
 _LOCK_WAIT_S = 600.0
 _NAMES_WAIT_S = 60.0
+_Result = TypeVar("_Result")
 _log = logging.getLogger("ckptmirror.rotate")
 
 
@@ -145,7 +149,7 @@ def rotate(
             successor = metas.get(plan.successors.get(save_id, save_id))
             assert successor is not None
             homes = _homes(root, persistent_dir, meta, copies)
-            touched = [why for home in homes if (why := why_not_ours(home, meta)) is not None]
+            touched = [why for home in homes if (why := _why_not_ours(root, home, meta)) is not None]
             reason = absent or next(iter(touched), None) or _why_not_elsewhere(table, mirrors, successor)
             if reason is None and successor is not meta:
                 reason = _why_gone(table, mirrors, successor)
@@ -177,6 +181,18 @@ def _homes(root: Path, persistent_dir: Path | None, meta: Meta, copies: Mapping[
     return [*copy, root] if not copy or all((root / path).exists() for path in meta_paths(meta)) else copy
 
 
+def _why_not_ours(root: Path, home: Path, meta: Meta) -> str | None:
+    try:
+        return _at_home(root, home, lambda: why_not_ours(home, meta))
+    except StoreHangs as error:
+        return str(error)
+
+
+def _at_home(root: Path, home: Path, call: Callable[[], _Result]) -> _Result:
+    """Look at a save, or delete it, where it lies: another disk than the root's may hang."""
+    return call() if home == root else hang_guard(home).call(call)
+
+
 def _delete_pointed_at(
     root: Path, table: UploadsTable, meta: Meta, newest: Meta | None, homes: Sequence[Path]
 ) -> str | None:
@@ -186,7 +202,7 @@ def _delete_pointed_at(
             return _delete(root, table, meta, newest)
         pointed = _point_latest_elsewhere(root, meta, newest)
         for home in homes:  # nothing else ever gets its name, which holds the second when it was taken
-            delete_emergency(home, meta)
+            _at_home(root, home, partial(delete_emergency, home, meta))
         if not pointed:
             _point_latest_elsewhere(root, meta, newest)
     except (CkptMirrorError, OSError) as error:

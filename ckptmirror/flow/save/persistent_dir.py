@@ -9,6 +9,7 @@ Rules:
   says of which run and attempts that is, as the root's own metas do. A directory that cannot be read now may hold the
   newest state.
 * Nothing but emergency snapshots is looked at: the rest of the directory is somebody else's.
+* A directory whose file system hangs is one that cannot be read now. It keeps nobody: least of all an emergency.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import contextlib
 import logging
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 from ckptmirror.core import names
@@ -27,6 +29,7 @@ from ckptmirror.core.errors import (
     DestinationOccupied,
     IntegrityError,
     NameTaken,
+    StoreHangs,
     Temporary,
 )
 from ckptmirror.core.model import Artifact, Meta
@@ -37,6 +40,7 @@ from ckptmirror.flow.save.commit import stray_below
 from ckptmirror.flow.save.emergency_files import is_emergency, meta_paths, note_path, read_note, write_note
 from ckptmirror.local import files
 from ckptmirror.local.file_systems import refuse_fuse
+from ckptmirror.local.hang_guard import beat, hang_guard
 from ckptmirror.local.listing import is_not_readable_now
 from ckptmirror.local.pool import run_jobs
 from ckptmirror.local.saying import saying
@@ -44,6 +48,8 @@ from ckptmirror.local.saying import saying
 __all__ = ["bring_snapshot", "copy_of", "keep_copy", "open_persistent", "persistent_catalog", "snapshots_in"]
 
 _WORKERS = 4
+_EMERGENCY_S = 5.0  # the grace period runs
+_EMERGENCY_BYTES_PER_S = 100e6  # what an fsync of the copy may take is no hang
 
 _log = logging.getLogger("ckptmirror.emergency")
 
@@ -57,6 +63,14 @@ def open_persistent(root: Path, directory: Path | None) -> bool:
     """
     if directory is None:
         return False
+    try:
+        return hang_guard(directory).look(lambda: _open(root, directory))
+    except StoreHangs as error:  # what is there is asked for at the start
+        _log.error("%s", error)
+        return False
+
+
+def _open(root: Path, directory: Path) -> bool:
     here, there = root.resolve(), directory.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise ConfigError(
@@ -83,12 +97,15 @@ def keep_copy(root: Path, name: str, meta: Meta, rank: int, directory: Path) -> 
         rank: Whose part it is.
         directory: Where the copy goes.
     """
+    guard = hang_guard(directory)
     try:
-        files.make_dirs(directory / name)
-        with files.kept_buffer() as buffer:
-            for artifact in meta.artifacts:
-                _copy(root / artifact.path, directory / artifact.path, artifact, meta, buffer)
-        files.write_bytes(directory / name / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=meta.save_id)
+        guard.call(lambda: files.make_dirs(directory / name), limit_s=_EMERGENCY_S)
+        for artifact in meta.artifacts:
+            copy = partial(_copy, root / artifact.path, directory / artifact.path, artifact, meta)
+            guard.call(copy, limit_s=_EMERGENCY_S + artifact.digest.size_bytes / _EMERGENCY_BYTES_PER_S)
+        final = directory / name / names.emergency_meta_name(rank)
+        write = partial(files.write_bytes, final, meta_to_bytes(meta), save_id=meta.save_id)
+        guard.call(write, limit_s=_EMERGENCY_S)
     except (CkptMirrorError, OSError) as error:
         saying(_log, meta, rank=rank).error(
             "the emergency snapshot of step %d is on this disk alone; it has no whole copy in %s: %s",
@@ -112,14 +129,19 @@ def copy_of(root: Path, save_id: str) -> Path | None:
     return directory if directory is not None and save_id in snapshots_in(directory) else None
 
 
-def persistent_catalog(directory: Path, root: Path | None = None) -> Catalog:
+def persistent_catalog(directory: Path, root: Path | None = None, *, patience_s: float = 0.0) -> Catalog:
     """List the snapshots in a persistent directory, and nothing else of it.
 
     What cannot be read is among the problems, the directory itself too: it may hold the newest state of the run. So is
     one whose copying was cut short, unless ``root`` has it under that name.
+
+    Args:
+        directory: Which.
+        root: Whose snapshots it has copies of.
+        patience_s: For how long a start waits for a file system that hangs.
     """
     try:
-        found = local_catalog(directory)
+        found = hang_guard(directory).ask_patiently(lambda: local_catalog(directory), patience_s)
     except (CkptMirrorError, OSError) as error:
         problem = Problem(f"it cannot be listed: {error}", kinds=("emergency",), hindrance="unreadable")
         return Catalog(str(directory), None, {}, {str(directory): problem})
@@ -153,17 +175,23 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
         files.move_to_trash(root, temporary)
         empty_trash(root)
     files.make_dirs(temporary)
+    guard = hang_guard(directory)
+
+    def bring(one: Artifact, _buffer: memoryview) -> None:
+        copy = partial(_copy, directory / one.path, temporary / Path(one.path).name, one, meta)
+        guard.call(copy, size_bytes=one.digest.size_bytes)
+
     try:
         run_jobs(
             meta.artifacts,
-            lambda one, buffer: _copy(directory / one.path, temporary / Path(one.path).name, one, meta, buffer),
+            bring,
             name="ckptmirror-bring",
             workers=_WORKERS,
             stop=threading.Event(),
             at_end=lambda: None,
         )
         for path in meta_paths(meta):
-            data = files.read_limited(directory / path, META_LIMIT_BYTES)
+            data = guard.call(partial(files.read_limited, directory / path, META_LIMIT_BYTES))
             files.write_bytes(temporary / Path(path).name, data, save_id=meta.save_id)
     except (IntegrityError, OSError) as error:
         if isinstance(error, OSError) or is_not_readable_now(error.__cause__):
@@ -191,12 +219,18 @@ def _stray(root: Path, name: str, meta: Meta) -> str | None:
     return stray_below(root, [name], {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)})
 
 
-def _copy(source: Path, target: Path, artifact: Artifact, meta: Meta, buffer: memoryview) -> None:
+def _copy(source: Path, target: Path, artifact: Artifact, meta: Meta) -> None:
     """Copy a file; it gets its name only if every byte is as it was saved."""
-    with files.FileSource(source) as read, files.ArtifactWriter(target, meta.save_id) as writer:
+    with (
+        files.kept_buffer() as buffer,
+        files.FileSource(source) as read,
+        files.ArtifactWriter(target, meta.save_id) as writer,
+    ):
         while count := read.read_into(writer.tell(), buffer):
             writer.write(buffer[:count])
+            beat()
         found = writer.seal()
+        beat()
         if (found.size_bytes, found.crc32c) != (artifact.digest.size_bytes, artifact.digest.crc32c):
             raise IntegrityError(
                 f"{source} has crc32c {found.crc32c:08x} over {found.size_bytes} bytes, but "

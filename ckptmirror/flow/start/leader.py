@@ -28,6 +28,7 @@ from ckptmirror.flow.places.catalog import Catalog, local_catalog
 from ckptmirror.flow.places.mirrors import (
     Mirror,
     MirrorSpec,
+    ask_patiently,
     close_mirrors,
     counting,
     known_mirrors,
@@ -50,12 +51,14 @@ from ckptmirror.local.saying import saying
 from ckptmirror.local.status_file import write_status_file
 from ckptmirror.local.table_place import check_place, open_table
 from ckptmirror.local.uploads import LeaseClock, RootIdentity
+from ckptmirror.stores.retrying import total_s_of_environment
 
 __all__ = ["Node", "open_table"]
 
 _log = logging.getLogger("ckptmirror")
 _STOP_WORKERS_S = 10.0
 _STOP_ROTATOR_S = 60.0
+_STOP_LATE_S = 5.0  # where the time is over and a mirror does not answer
 _SHORT_VERBS = ("drain", "stage", "rewind")
 _SHORT_VERB_S = 60.0  # a start waits so long for such a verb to let go of the root
 _STOP_BRINGING_S = 2.0
@@ -117,10 +120,16 @@ class Node:
         Raises:
             Temporary: The root is still being changed.
         """
-        rotator_ended, _ = self._stop_services(for_good=False)
+        rotator_ended, _ = self._stop_services()
         if not rotator_ended or self._is_bringing():
             raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
-        self.persistent = persistent_catalog(self.persistent_dir, self.root) if self.persistent_dir else None
+        ask_patiently(self.mirrors)
+        self.persistent = self._look_at_persistent()
+
+    def _look_at_persistent(self) -> Catalog | None:
+        if self.persistent_dir is None:
+            return None
+        return persistent_catalog(self.persistent_dir, self.root, patience_s=total_s_of_environment())
 
     def start(self, claim: RunClaim) -> None:
         """Let uploads and rotation run for an attempt that has claimed the run."""
@@ -183,7 +192,7 @@ class Node:
         if workers is None:
             return False
         if self.unsafe_saves(save_id):
-            self.mend_records()
+            self.mend_records(min(timeout_s, _MENDING_WAIT_S))
             workers.notify()
 
         def is_over() -> bool:
@@ -203,9 +212,10 @@ class Node:
         return open_saves(self.table, self._whole(), counting, ids)
 
     def _unasked(self) -> dict[str, str]:
-        return self._recheck.unasked(self._counting()) if self._recheck is not None else {}
+        asked = self._recheck.unasked(self._counting()) if self._recheck is not None else {}
+        return {url: str(error) for url, error in asked.items()}
 
-    def mend_records(self) -> None:
+    def mend_records(self, wait_s: float = _MENDING_WAIT_S) -> None:
         """Give the whole saves on this disk that lack sound or released records theirs: without, nothing is sent."""
         self.table.drop_broken_rows()
         urls = [spec.url for spec in self.specs]
@@ -214,12 +224,12 @@ class Node:
             ids = {one.save_id for one in open_saves(self.table, whole, urls)}
             return [meta for meta in whole if meta.save_id in ids]
 
-        self._add_records(unsafe)
+        self._add_records(unsafe, wait_s)
 
-    def _add_records(self, chosen: Callable[[list[Meta]], list[Meta]]) -> None:
+    def _add_records(self, chosen: Callable[[list[Meta]], list[Meta]], wait_s: float = _MENDING_WAIT_S) -> None:
         with contextlib.ExitStack() as held:
             try:  # nobody rotates between the look at the disk and the new records
-                held.enter_context(exclusive(self.root / ROTATE_LOCK_NAME, timeout_s=_MENDING_WAIT_S))
+                held.enter_context(exclusive(self.root / ROTATE_LOCK_NAME, timeout_s=wait_s))
             except CkptMirrorError as error:
                 _log.warning("no record is mended now: %s", error)
                 return
@@ -298,9 +308,11 @@ class Node:
             DeadlinePassed: The run finished (it was not stopped) and something is not verified on a mirror that counts.
         """
         services_ended = None
-        limit_s = _STOPPED_LIMIT_S if stopped else None
+        ends_s = time.monotonic() + timeout_s
+        limit_s = _STOPPED_LIMIT_S if stopped else _STOP_LATE_S
         try:
             unasked = self._see_to_the_rest(timeout_s, stopped)
+            limit_s = limit_s if stopped else max(limit_s, ends_s - time.monotonic())
             services_ended = self._stop_services(limit_s)
             pending = open_files(self.unsafe_saves())  # only now: what was at work may still have missed something
             status = "stopped" if stopped else "incomplete" if pending or unasked else "finished"
@@ -352,8 +364,9 @@ class Node:
         """
         rotator_ended, workers_ended = services_ended or self._stop_services(limit_s)
         saving = saving or self._is_bringing()
+        is_asking = self._recheck is not None and self._recheck.is_asking()
         try:
-            if rotator_ended and workers_ended and not saving:
+            if rotator_ended and workers_ended and not saving and not is_asking:
                 self.table.close()
                 close_mirrors(self.mirrors)
         finally:
@@ -365,15 +378,15 @@ class Node:
             self.bringing.join(_STOP_BRINGING_S)
         return self.bringing is not None and self.bringing.is_alive()
 
-    def _stop_services(self, limit_s: float | None = None, *, for_good: bool = True) -> tuple[bool, bool]:
+    def _stop_services(self, limit_s: float | None = None) -> tuple[bool, bool]:
         """Say whether the rotator and the workers ended."""
-        if for_good:
-            stop_retrying(self.mirrors)
+        stop_retrying(self.mirrors)
+        ends_s = time.monotonic() + (_STOP_ROTATOR_S if limit_s is None else min(limit_s, _STOP_ROTATOR_S))
         rotator, workers, self._rotator, self._workers = self._rotator, self._workers, None, None
         if workers is not None:
             workers.ask_to_stop()
-        rotator_ended = rotator is None or rotator.stop(_STOP_ROTATOR_S if limit_s is None else limit_s)
-        workers_ended = workers is None or workers.stop(_STOP_WORKERS_S if limit_s is None else limit_s)
+        rotator_ended = rotator is None or rotator.stop(ends_s - time.monotonic())
+        workers_ended = workers is None or workers.stop(min(_STOP_WORKERS_S, max(1.0, ends_s - time.monotonic())))
         if not (rotator_ended and workers_ended):
             _log.warning("a mirror keeps %s busy until this process ends", "uploads" if rotator_ended else "rotation")
         return rotator_ended, workers_ended

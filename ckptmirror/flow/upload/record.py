@@ -9,10 +9,9 @@ Rules:
 
 from __future__ import annotations
 
-import random
-
 from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ClaimLost, NotAuthorised
+from ckptmirror.core.retry_delay import retry_delay_s
 from ckptmirror.flow.upload.artifact import ArtifactUpload
 from ckptmirror.flow.upload.meta import MetaUpload
 from ckptmirror.flow.upload.sending import UploadContext
@@ -21,8 +20,7 @@ from ckptmirror.local.uploads import Claim
 __all__ = ["TRIES_LIMIT", "upload_claimed"]
 
 TRIES_LIMIT = 10_000  # about a week at the longest delay
-_random = random.Random()  # the training's own numbers stay its own
-_FIRST_DELAY_S = 1.0
+_FIRST_DELAY_S = 2.0
 _LONGEST_DELAY_S = 60.0
 
 
@@ -61,10 +59,9 @@ def _put_back(context: UploadContext, claim: Claim, error: Exception) -> None:
     if tries >= TRIES_LIMIT:
         _fail(context, claim, f"gave up after {tries} tries: {error}")
         return
-    longest = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(tries, 10))
-    delay_s = max(getattr(error, "retry_after_s", None) or 0.0, _random.uniform(0.0, longest))  # full jitter
+    delay_s = retry_delay_s(error, tries, first_s=_FIRST_DELAY_S, longest_s=_LONGEST_DELAY_S)
     if isinstance(error, NotAuthorised):
-        delay_s = max(delay_s, min(longest, 5.0))
+        delay_s = max(delay_s, min(2.0 * tries, 5.0))
     reason = f"{type(error).__name__}: {error}"
     try:
         context.table.put_back(claim, reason, not_before_s=delay_s)

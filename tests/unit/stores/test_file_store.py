@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core.errors import (
+    BucketNotFound,
     ConfigError,
     IntegrityError,
     NotAuthorised,
@@ -108,12 +109,24 @@ def test_a_pipe_in_the_mirror_blocks_nobody(store: FileStore, root: Path) -> Non
 def test_the_directory_is_made_only_below_an_existing_parent(tmp_path: Path) -> None:
     store = file_store.open(f"file://{tmp_path}/mount/run")
     for ask in (lambda: store.stat("x"), store.identity, lambda: store.write("x", b"1", if_generation=0)):
-        with pytest.raises(StoreTemporary, match="is not there"):
+        with pytest.raises(BucketNotFound, match=f"there is no {tmp_path}/mount") as raised:  # no wait mends that
             ask()
+        assert f"mkdir -p {tmp_path}/mount" in raised.value.hint
     assert not (tmp_path / "mount").exists()
     (tmp_path / "mount").mkdir()
     store.write("x", b"1", if_generation=0)
     assert _files(tmp_path / "mount") == ["run/.ckptmirror.lock", "run/x"]
+
+
+def test_a_mirror_that_was_met_before_is_waited_for_though_its_parent_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "mount").mkdir()
+    identity = file_store.open(f"file://{tmp_path}/mount/run").identity()
+    shutil.rmtree(tmp_path / "mount")
+    store = file_store.open(f"file://{tmp_path}/mount/run")
+    with pytest.raises(StoreTemporary, match="is it mounted"):
+        store.identity(identity)
+    with pytest.raises(StoreTemporary, match="is it mounted"):
+        store.write("x", b"1", if_generation=0)
 
 
 @pytest.mark.parametrize("stands_there", ["nothing", "empty", "other"])

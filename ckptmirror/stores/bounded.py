@@ -1,0 +1,128 @@
+"""A store whose calls end: the decorator of every store that lies in a directory, whose file system may hang.
+
+Rules:
+* Each call is made by the directory's guard (``local/hang_guard``), and given up when nothing is heard of it.
+* A call that was given up may still take effect, as a request may whose answer was lost: each carries a precondition.
+  What it may no longer touch is the caller's: a download is handed over piece by piece, as long as somebody waits.
+* It sits next to the store itself: what it gives up, the retrying store asks again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from ckptmirror.local.direct_io import kept_buffer
+from ckptmirror.local.hang_guard import GuardedCall, guarded_call, hang_guard
+from ckptmirror.stores.base import ObjectInfo, Source, Store, Upload
+from ckptmirror.stores.decorator import StoreDecorator
+
+__all__ = ["BoundedStore"]
+
+_Result = TypeVar("_Result")
+
+
+class BoundedStore(StoreDecorator):
+    """``store``, as long as its directory answers.
+
+    Args:
+        store: The store behind.
+        directory: Where its objects lie.
+        limit_s: How long a call may say nothing; None: the guard's own limit.
+    """
+
+    def __init__(self, store: Store, directory: Path, limit_s: float | None = None) -> None:
+        super().__init__(store)
+        self._guard = hang_guard(directory)
+        self._limit_s = limit_s
+        self._ending = threading.Event()
+
+    def identity(self, expected: str | None = None) -> str | None:
+        """See :meth:`Store.identity`."""
+        return self._bounded(lambda: self._store.identity(expected))
+
+    def stat(self, name: str) -> ObjectInfo | None:
+        """See :meth:`Store.stat`."""
+        return self._bounded(lambda: self._store.stat(name))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See :meth:`Store.list`. All of it is listed at once."""
+        return iter(self._bounded(lambda: [*self._store.list(prefix)]))
+
+    def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
+        """See :meth:`Store.read`."""
+        return self._bounded(lambda: self._store.read(name, generation=generation, limit_bytes=limit_bytes))
+
+    def write(
+        self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
+    ) -> ObjectInfo:
+        """See :meth:`Store.write`."""
+        return self._bounded(lambda: self._store.write(name, data, if_generation=if_generation, metadata=metadata))
+
+    def upload(self, upload: Upload) -> ObjectInfo:
+        """See :meth:`Store.upload`."""
+
+        def run() -> ObjectInfo:
+            call = guarded_call()
+            assert call is not None
+
+            def progress(size_bytes: int) -> None:
+                call.beat()
+                upload.on_progress(size_bytes)
+
+            return self._store.upload(replace(upload, source=_Awaited(upload.source, call), on_progress=progress))
+
+        return self._bounded(run, upload.digest.size_bytes)
+
+    def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
+        """See :meth:`Store.download`."""
+
+        def run() -> None:
+            call = guarded_call()
+            assert call is not None
+            with kept_buffer() as own:
+                for start in range(0, len(buffer) or 1, len(own)):
+                    piece = own[: len(buffer) - start]
+                    self._store.download(name, generation=generation, offset=offset + start, buffer=piece)
+                    place = buffer[start : start + len(piece)]
+                    call.deliver(partial(place.__setitem__, slice(None), piece))
+
+        self._bounded(run)
+
+    def delete(self, name: str, *, generation: int) -> None:
+        """See :meth:`Store.delete`."""
+        self._bounded(lambda: self._store.delete(name, generation=generation))
+
+    def _bounded(self, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
+        return self._guard.call(run, limit_s=self._limit_s, size_bytes=size_bytes, ending=self._ending)
+
+    def stop_retrying(self) -> None:
+        """Give up at once what hangs, too."""
+        self._ending.set()
+        super().stop_retrying()
+
+    def ask_patiently(self) -> None:
+        """The opposite."""
+        self._ending.clear()
+        super().ask_patiently()
+
+
+class _Awaited:
+    """A source that may take its time: a slow disk of ours, or a limit of bytes, is no mirror that hangs."""
+
+    def __init__(self, source: Source, call: GuardedCall) -> None:
+        self._source = source
+        self._call = call
+
+    @property
+    def size_bytes(self) -> int:
+        return self._source.size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        self._call.beat()  # given up, it may be closed
+        with self._call.waits_elsewhere():
+            return self._source.read_into(offset, buffer)
