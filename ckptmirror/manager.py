@@ -33,6 +33,7 @@ from ckptmirror.flow.start.policy import Policy
 from ckptmirror.flow.start.resume import resume_run
 from ckptmirror.flow.status import Status, is_mirrored, read_status
 from ckptmirror.formats.train_state import checked_parts
+from ckptmirror.local.files import absolute_dir
 from ckptmirror.local.lock import RankLock
 from ckptmirror.local.saying import saying
 from ckptmirror.observe.journal import Journal
@@ -85,7 +86,7 @@ class CheckpointManager:
         workers_per_mirror: int = 2,
         timeout_s: float = 600.0,
     ) -> None:
-        self.root = Path(root).absolute()
+        self.root = absolute_dir(root, "root")
         self.kinds = checked_kinds(kinds)
         if mode not in ("async", "blocking"):
             raise ConfigError(f"mode is {mode!r}; it is 'async' or 'blocking'.")
@@ -94,8 +95,8 @@ class CheckpointManager:
         self.events.subscribe(LogListener(self.root))
         self.events.subscribe(Journal(self.root, "trainer"))
         self._specs = mirror_specs(mirrors)
-        self._state_dir = Path(state_dir) if state_dir is not None else None
-        self._persistent_dir = Path(persistent_dir).absolute() if persistent_dir is not None else None
+        self._state_dir = absolute_dir(state_dir, "state_dir") if state_dir is not None else None
+        self._persistent_dir = absolute_dir(persistent_dir, "persistent_dir") if persistent_dir is not None else None
         self._node: Node | None = None
         self._rank_lock: RankLock | None = None
         self._saver: Saver | None = None
