@@ -32,7 +32,7 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.policy import Policy
 from ckptmirror.flow.start.resume import resume_run
 from ckptmirror.flow.status import Status, is_mirrored, read_status
-from ckptmirror.formats.train_state import checked_parts
+from ckptmirror.formats.train_state import check_state, checked_parts
 from ckptmirror.local.files import absolute_dir
 from ckptmirror.local.lock import RankLock
 from ckptmirror.local.saying import saying
@@ -160,6 +160,7 @@ class CheckpointManager:
         """
         self._check_open()
         leave = checked_parts(exclude)
+        check_state(state)
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
             self._saver = None  # its attempt is over, also if this resume fails
@@ -209,6 +210,7 @@ class CheckpointManager:
             IntegrityError: A file is not what was saved.
         """
         self._check_open()
+        check_state(state)
         return load_state(self.root, self.ranks, state, reference, checked_parts(exclude))
 
     # -- save -----------------------------------------------------------------------------------------------
