@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -101,6 +102,7 @@ class CheckpointManager:
         self._rank_lock: RankLock | None = None
         self._saver: Saver | None = None
         self._last_before: SaveHandle | None = None  # the last save of the attempt before this process's latest
+        self._pid = os.getpid()
         self._closed = False
         self._freed = False
         own_key, failure = node_key(self.root)
@@ -300,7 +302,7 @@ class CheckpointManager:
             BackgroundSaveFailed: The last save failed.
             DeadlinePassed: The run finished with something not verified on a required mirror (exit code 8).
         """
-        if self._freed:
+        if self._freed or self._is_inherited:
             return
         self._closed = True
         stopped = stop is not None and stop.requested
@@ -340,7 +342,7 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None or self._is_inherited:
             self.close()
             return
         try:
@@ -357,6 +359,8 @@ class CheckpointManager:
 
     def _warn_that_it_was_not_closed(self) -> None:
         """At the end of a process that never called ``close``: what is not safe does not go unseen (I8)."""
+        if self._is_inherited:
+            return
         if self._saver is not None:
             with suppress(CkptMirrorError):  # a thread that still tells other ranks would abort the process at its end
                 self._saver.wait_over(_LEAVING_TELL_S)
@@ -392,6 +396,16 @@ class CheckpointManager:
             raise UsageError("resume() was not called.", hint="Call manager.resume(state) once, before the first save.")
         return self._saver
 
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this is a forked child: it has none of the threads, and what they do is not its to wait for."""
+        return os.getpid() != self._pid
+
     def _check_open(self) -> None:
+        if self._is_inherited:
+            raise UsageError(
+                f"This manager belongs to process {self._pid}; this one was forked from it.",
+                hint="Save and resume in the process that made the manager.",
+            )
         if self._closed:
             raise UsageError("This manager is closed.")
