@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptmirror.arguments import checked_kinds, checked_step, node_key, told_of
 from ckptmirror.core import events
-from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError, WaitTimeout
+from ckptmirror.core.errors import CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
@@ -96,6 +96,7 @@ class CheckpointManager:
         self.events.subscribe(LogListener(self.root))
         self.events.subscribe(Journal(self.root, "trainer"))
         self._specs = mirror_specs(mirrors)
+        self._urls = [spec.url for spec in self._specs]
         self._state_dir = absolute_dir(state_dir, "state_dir") if state_dir is not None else None
         self._persistent_dir = absolute_dir(persistent_dir, "persistent_dir") if persistent_dir is not None else None
         self._node: Node | None = None
@@ -105,6 +106,7 @@ class CheckpointManager:
         self._pid = os.getpid()
         self._closed = False
         self._freed = False
+        self._left_pending: DeadlinePassed | None = None  # what close() raised, for whoever calls it again
         own_key, failure = node_key(self.root)
         self.ranks: Ranks = open_ranks(process_group, node_key=own_key, timeout_s=timeout_s)
         self._save_ranks = self.ranks.channel("save")
@@ -300,9 +302,14 @@ class CheckpointManager:
 
         Raises:
             BackgroundSaveFailed: The last save failed.
-            DeadlinePassed: The run finished with something not verified on a required mirror (exit code 8).
+            DeadlinePassed: The run finished with something not verified on a required mirror (exit code 8). Raised
+                by every call until it is, which ``ckptmirror drain`` sees to.
         """
-        if self._freed or self._is_inherited:
+        if self._is_inherited:
+            return
+        if self._freed:
+            if self._left_pending is not None and not is_mirrored(self.root, None, self._state_dir, self._urls):
+                raise self._left_pending
             return
         self._closed = True
         stopped = stop is not None and stop.requested
@@ -324,6 +331,9 @@ class CheckpointManager:
             try:
                 if self._node is not None:
                     self._node.finish(max(0.0, deadline - time.monotonic()), stopped=stopped, saving=saving)
+            except DeadlinePassed as error:
+                self._left_pending = error
+                raise
             finally:
                 if not saving:
                     self._free()
@@ -384,7 +394,7 @@ class CheckpointManager:
         if self._node is not None:
             return self._node.wait_mirrored(save_id, timeout_s)
         deadline = time.monotonic() + timeout_s
-        while not is_mirrored(self.root, save_id, self._state_dir, [spec.url for spec in self._specs]):
+        while not is_mirrored(self.root, save_id, self._state_dir, self._urls):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)
