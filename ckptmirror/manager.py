@@ -379,16 +379,18 @@ class CheckpointManager:
         try:
             pending = open_files(self._node.unsafe_saves())
         except CkptMirrorError as error:
-            _log.error("close() was not called, and what is not safe yet is unknown: %s", error)
+            _log.error("%s: close() was not called, and what is not safe yet is unknown: %s", self.root, error)
             return
-        _log.log(
-            logging.ERROR if pending else logging.WARNING,
-            "close() was not called: %d files of %s are not verified on their mirrors. `ckptmirror drain --root %s`, "
-            "or the next start, finishes them.",
-            pending,
-            self.root,
-            quote(str(self.root)),
-        )
+        if pending:
+            _log.error(
+                "%s: close() was not called, and %d files are not verified on their mirrors. `ckptmirror drain --root "
+                "%s`, or the next start, finishes them.",
+                self.root,
+                pending,
+                quote(str(self.root)),
+            )
+        elif self._urls:
+            _log.warning("%s: close() was not called; every save is verified on its mirrors.", self.root)
 
     def _wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
         if self._node is not None:
