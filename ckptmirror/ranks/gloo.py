@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -183,12 +184,14 @@ class GlooRanks:
     def _collect(self, own: Report, deadline: float) -> Answer:
         """Take every rank's report, decide, and tell all ranks that can be told."""
         frames = {peer: bytearray(_FRAME_BYTES) for peer in range(1, self._size)}
-        try:
-            works = {peer: self._group.recv([_over(frame)], peer, _TAG) for peer, frame in frames.items()}
-        except RuntimeError as error:
-            return self._late(own, f"the connections are closed ({error})")
+        works: dict[int, Any] = {}
         messages: list[bytearray] = []
         missing: dict[int, str] = {}
+        for peer, frame in frames.items():
+            try:
+                works[peer] = self._group.recv([_over(frame)], peer, _TAG)
+            except RuntimeError as error:  # it was gone before this began
+                missing[peer] = self._why_gone(peer, error)
         for peer, work in works.items():
             try:
                 _wait(work, deadline)
@@ -196,7 +199,7 @@ class GlooRanks:
             except RuntimeError as error:
                 if time.monotonic() >= deadline:
                     return self._late(own, f"rank {peer} did not take part within {self._timeout_s:g} s")
-                missing[peer] = self._reason_of(peer) or f"it died, or closed its channel ({error})"
+                missing[peer] = self._why_gone(peer, error)
         if missing:
             peers = "; ".join(f"rank {peer} is gone: {why}" for peer, why in sorted(missing.items()))
             answer = Answer("missing", reason=peers)
@@ -242,7 +245,7 @@ class GlooRanks:
                 return Answer("late", reason=reason)
             if reason := self._reason_of(0):
                 return Answer("late", reason=reason)
-            return Answer("missing", reason=f"rank 0 is gone: it died, or closed its channel ({error})")
+            return Answer("missing", reason=f"rank 0 is gone: {_words(error)}")
         return cast(Answer, pickle.loads(message))  # noqa: S301  sent by the same job's ranks
 
     # -- both -----------------------------------------------------------------------------------------------------
@@ -256,6 +259,9 @@ class GlooRanks:
             _wait(self._group.recv([_over(rest)], peer, _TAG), deadline)
             data += rest
         return data
+
+    def _why_gone(self, peer: int, error: RuntimeError) -> str:
+        return self._reason_of(peer) or _words(error)
 
     def _leave_reason(self, reason: str) -> None:
         """Say why this rank gave up, where ranks whose connection it closed can read it."""
@@ -276,6 +282,12 @@ class GlooRanks:
                 self._store = None
             time.sleep(_REASON_POLL_S)
         return ""
+
+
+def _words(error: RuntimeError) -> str:
+    """Say what gloo's error means, with its first sentence and without the line of its source."""
+    said = re.sub(r"^\[\S*\] ", "", str(error)).partition(". ")[0].splitlines()
+    return f"it died, or closed its channel ({said[0] if said else type(error).__name__})"
 
 
 def _wait(work: Any, deadline: float) -> None:

@@ -150,6 +150,20 @@ def test_a_killed_rank_frees_the_others_promptly(who: int) -> None:
         assert second[3] < 2
 
 
+def _one_is_dead_before(rank: int) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=40)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):  # this rank knows of it before the exchange begins
+        ranks.torch_group.recv([torch.zeros(1)], 2, 0).wait()
+    return outcome(lambda: ranks.exchange(rank, what="vote"))
+
+
+def test_a_rank_that_died_before_the_exchange_is_named_to_all_others() -> None:
+    for result in run_ranks(4, _one_is_dead_before, dead=(2,), store_in_rank_0=True):
+        assert result is None or (result[0] == "RankFailed" and "rank 2 is gone" in result[1]), result
+
+
 def _one_is_late(rank: int, who: int) -> Any:
     ranks = open_ranks(node_key="a", timeout_s=2)
     waited = ("", "", 0, 0.0)
