@@ -45,7 +45,7 @@ def _path(given: Any) -> Path:
     if not isinstance(given, str | Path) or not str(given) or "\0" in str(given):
         raise checks.wrong_value(given, "a path")
     try:
-        return Path(given).expanduser()
+        return Path(checks.directory_path(str(given))).expanduser()
     except RuntimeError as error:
         raise checks.wrong_value(given, "a path; nobody of that name has a home directory") from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptmirror.arguments import checked_kinds, checked_step, node_key, told_of
 from ckptmirror.core import events
-from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError, WaitTimeout
+from ckptmirror.core.errors import CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
@@ -32,7 +33,8 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.policy import Policy
 from ckptmirror.flow.start.resume import resume_run
 from ckptmirror.flow.status import Status, is_mirrored, read_status
-from ckptmirror.formats.train_state import checked_parts
+from ckptmirror.formats.train_state import check_state, checked_parts
+from ckptmirror.local.files import absolute_dir
 from ckptmirror.local.lock import RankLock
 from ckptmirror.local.saying import saying
 from ckptmirror.observe.journal import Journal
@@ -85,7 +87,7 @@ class CheckpointManager:
         workers_per_mirror: int = 2,
         timeout_s: float = 600.0,
     ) -> None:
-        self.root = Path(root).absolute()
+        self.root = absolute_dir(root, "root")
         self.kinds = checked_kinds(kinds)
         if mode not in ("async", "blocking"):
             raise ConfigError(f"mode is {mode!r}; it is 'async' or 'blocking'.")
@@ -94,14 +96,17 @@ class CheckpointManager:
         self.events.subscribe(LogListener(self.root))
         self.events.subscribe(Journal(self.root, "trainer"))
         self._specs = mirror_specs(mirrors)
-        self._state_dir = Path(state_dir) if state_dir is not None else None
-        self._persistent_dir = Path(persistent_dir).absolute() if persistent_dir is not None else None
+        self._urls = [spec.url for spec in self._specs]
+        self._state_dir = absolute_dir(state_dir, "state_dir") if state_dir is not None else None
+        self._persistent_dir = absolute_dir(persistent_dir, "persistent_dir") if persistent_dir is not None else None
         self._node: Node | None = None
         self._rank_lock: RankLock | None = None
         self._saver: Saver | None = None
         self._last_before: SaveHandle | None = None  # the last save of the attempt before this process's latest
+        self._pid = os.getpid()
         self._closed = False
         self._freed = False
+        self._left_pending: DeadlinePassed | None = None  # what close() raised, for whoever calls it again
         own_key, failure = node_key(self.root)
         self.ranks: Ranks = open_ranks(process_group, node_key=own_key, timeout_s=timeout_s)
         self._save_ranks = self.ranks.channel("save")
@@ -159,6 +164,7 @@ class CheckpointManager:
         """
         self._check_open()
         leave = checked_parts(exclude)
+        check_state(state)
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
             self._saver = None  # its attempt is over, also if this resume fails
@@ -208,6 +214,7 @@ class CheckpointManager:
             IntegrityError: A file is not what was saved.
         """
         self._check_open()
+        check_state(state)
         return load_state(self.root, self.ranks, state, reference, checked_parts(exclude))
 
     # -- save -----------------------------------------------------------------------------------------------
@@ -298,9 +305,14 @@ class CheckpointManager:
 
         Raises:
             BackgroundSaveFailed: The last save failed.
-            DeadlinePassed: The run finished with something not verified on a required mirror (exit code 8).
+            DeadlinePassed: The run finished with something not verified on a required mirror (exit code 8). Raised
+                by every call until it is, which ``ckptmirror drain`` sees to.
         """
+        if self._is_inherited:
+            return
         if self._freed:
+            if self._left_pending is not None and not is_mirrored(self.root, None, self._state_dir, self._urls):
+                raise self._left_pending
             return
         self._closed = True
         stopped = stop is not None and stop.requested
@@ -322,6 +334,9 @@ class CheckpointManager:
             try:
                 if self._node is not None:
                     self._node.finish(max(0.0, deadline - time.monotonic()), stopped=stopped, saving=saving)
+            except DeadlinePassed as error:
+                self._left_pending = error
+                raise
             finally:
                 if not saving:
                     self._free()
@@ -340,7 +355,7 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None or self._is_inherited:
             self.close()
             return
         try:
@@ -357,6 +372,8 @@ class CheckpointManager:
 
     def _warn_that_it_was_not_closed(self) -> None:
         """At the end of a process that never called ``close``: what is not safe does not go unseen (I8)."""
+        if self._is_inherited:
+            return
         if self._saver is not None:
             with suppress(CkptMirrorError):  # a thread that still tells other ranks would abort the process at its end
                 self._saver.wait_over(_LEAVING_TELL_S)
@@ -365,22 +382,24 @@ class CheckpointManager:
         try:
             pending = open_files(self._node.unsafe_saves())
         except CkptMirrorError as error:
-            _log.error("close() was not called, and what is not safe yet is unknown: %s", error)
+            _log.error("%s: close() was not called, and what is not safe yet is unknown: %s", self.root, error)
             return
-        _log.log(
-            logging.ERROR if pending else logging.WARNING,
-            "close() was not called: %d files of %s are not verified on their mirrors. `ckptmirror drain --root %s`, "
-            "or the next start, finishes them.",
-            pending,
-            self.root,
-            quote(str(self.root)),
-        )
+        if pending:
+            _log.error(
+                "%s: close() was not called, and %d files are not verified on their mirrors. `ckptmirror drain --root "
+                "%s`, or the next start, finishes them.",
+                self.root,
+                pending,
+                quote(str(self.root)),
+            )
+        elif self._urls:
+            _log.warning("%s: close() was not called; every save is verified on its mirrors.", self.root)
 
     def _wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
         if self._node is not None:
             return self._node.wait_mirrored(save_id, timeout_s)
         deadline = time.monotonic() + timeout_s
-        while not is_mirrored(self.root, save_id, self._state_dir, [spec.url for spec in self._specs]):
+        while not is_mirrored(self.root, save_id, self._state_dir, self._urls):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)
@@ -392,6 +411,16 @@ class CheckpointManager:
             raise UsageError("resume() was not called.", hint="Call manager.resume(state) once, before the first save.")
         return self._saver
 
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this is a forked child: it has none of the threads, and what they do is not its to wait for."""
+        return os.getpid() != self._pid
+
     def _check_open(self) -> None:
+        if self._is_inherited:
+            raise UsageError(
+                f"This manager belongs to process {self._pid}; this one was forked from it.",
+                hint="Save and resume in the process that made the manager.",
+            )
         if self._closed:
             raise UsageError("This manager is closed.")

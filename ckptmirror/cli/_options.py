@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,12 +19,14 @@ import click
 
 from ckptmirror.core.errors import ConfigError, UsageError
 from ckptmirror.core.names import parse_step
+from ckptmirror.core.setting_checks import WrongValue, directory_path
 
 if TYPE_CHECKING:
     from ckptmirror.config import Settings
     from ckptmirror.flow.places.mirrors import MirrorSpec
 
 __all__ = [
+    "DIRECTORY",
     "json_option",
     "mirror_option",
     "need_mirror",
@@ -40,6 +43,19 @@ __all__ = [
 
 _SETTINGS = "ckptmirror.settings"
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any] | click.Command)
+
+
+class _Directory(click.Path):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse a URL, which would be taken for a directory named after its scheme."""
+        try:
+            directory_path(os.fspath(value))
+        except WrongValue as wrong:
+            self.fail(f"it {wrong.why}. {wrong.hint}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+DIRECTORY = _Directory(path_type=Path, file_okay=False)
 
 
 def step_option(what: str, *, latest: bool = False, required: bool = False) -> Callable[[_Decorated], _Decorated]:
@@ -76,7 +92,7 @@ def root_option(function: _Decorated) -> _Decorated:
 
     return click.option(
         "--root",
-        type=click.Path(path_type=Path, file_okay=False),
+        type=DIRECTORY,
         callback=resolve,
         help="The directory that the trainer saves to.  [default: the setting root, else here]",
     )(function)

@@ -7,7 +7,15 @@ from pathlib import Path
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._options import json_option, mirror_option, need_mirror, root_option, seconds_option, step_option
+from ckptmirror.cli._options import (
+    DIRECTORY,
+    json_option,
+    mirror_option,
+    need_mirror,
+    root_option,
+    seconds_option,
+    step_option,
+)
 from ckptmirror.cli._progress import progress
 from ckptmirror.cli._uploading import print_report, showing, telling_bus
 
@@ -19,7 +27,7 @@ from ckptmirror.cli._uploading import print_report, showing, telling_bus
 @step_option("Only the saves of this step.  [default: all]")
 @click.option(
     "--state-dir",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=DIRECTORY,
     help="Where the pending-uploads table is to lie: a directory on this node's own disk, for a root on a network file "
     "system. Later verbs follow the root's note of it.  [default: in the root]",
 )

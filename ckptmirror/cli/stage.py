@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._options import json_option, mirror_option, need_mirror, print_json, seconds_option, step_option
+from ckptmirror.cli._options import (
+    DIRECTORY,
+    json_option,
+    mirror_option,
+    need_mirror,
+    print_json,
+    seconds_option,
+    step_option,
+)
 from ckptmirror.cli._progress import progress
 
 if TYPE_CHECKING:
@@ -25,9 +33,7 @@ if TYPE_CHECKING:
     help="Which kind; never replaced by another.  [default: dcp, then model]",
 )
 @mirror_option
-@click.option(
-    "--dest", type=click.Path(path_type=Path, file_okay=False), default=Path(), help="Where to.  [default: here]"
-)
+@click.option("--dest", type=DIRECTORY, default=Path(), help="Where to.  [default: here]")
 @click.option("--full", is_flag=True, help="Also optimizer, extra and tensors files.")
 @click.option("--refresh", is_flag=True, help="Verify what is staged, and replace stale copies of this step.")
 @click.option("--superseded", is_flag=True, help="Allow a save that is off the lineage.")

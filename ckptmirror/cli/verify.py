@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._options import json_option, print_json, size, step_option
+from ckptmirror.cli._options import DIRECTORY, json_option, print_json, size, step_option
 from ckptmirror.cli._progress import progress
 from ckptmirror.core.errors import IntegrityError, NotAuthorised, Temporary, UsageError
 
@@ -30,7 +30,7 @@ _HINTS = {
 @click.argument("reference", required=False, metavar="[REFERENCE]")
 @click.option(
     "--root",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=DIRECTORY,
     help="A directory of saves, such as a trainer's root.  [default: REFERENCE]",
 )
 @click.option(

@@ -6,10 +6,24 @@ Rules:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["WrongValue", "above_0", "kinds", "nearest", "one_of", "text", "whole", "wrong_value", "yes_or_no"]
+__all__ = [
+    "WrongValue",
+    "above_0",
+    "directory_path",
+    "kinds",
+    "nearest",
+    "one_of",
+    "text",
+    "whole",
+    "wrong_value",
+    "yes_or_no",
+]
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")  # one slash where a Path was made of it
 
 
 class WrongValue(ValueError):
@@ -33,6 +47,17 @@ def text(given: Any) -> str:
     if not isinstance(given, str) or not given:
         raise wrong_value(given, "text")
     return given
+
+
+def directory_path(given: str) -> str:
+    """Check the path of a directory. A URL would be taken for a directory that is named after its scheme."""
+    url = _URL.match(given)
+    if url is None:
+        return given
+    hint = "Give a directory on this machine's disk, and the URL as a mirror: mirrors=[...], or --mirror."
+    if url[1].lower() == "file":
+        hint = f"Write the path alone: /{given[url.end() :]}"
+    raise WrongValue(f"is a {url[1]}:// URL; it must be the path of a directory", hint=hint)  # it may hold a password
 
 
 def whole(least: int, *, none: bool = False) -> Callable[[Any], int | None]:

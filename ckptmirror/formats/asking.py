@@ -24,20 +24,12 @@ __all__ = ["state_of"]
 Found = list[list[Any]]
 
 
-def state_of(
-    part: Any,
-    where: str,
-    *,
-    objects_only: bool = False,
-    versions: Found | None = None,
-    path: tuple[Hashable, ...] = (),
-) -> Any:
+def state_of(part: Any, where: str, *, versions: Found | None = None, path: tuple[Hashable, ...] = ()) -> Any:
     """Return what to save of a part: an object's state, that of each one in a container, a value itself.
 
     Args:
         part: A value, an object with ``state_dict`` and ``load_state_dict``, or containers of them.
         where: Its place in the state, for messages.
-        objects_only: Whether a plain value is a mistake: a load could not give it back.
         versions: Gets the path of each module and the text of its versions.
         path: The place of ``part``: keys and positions from the top.
 
@@ -46,7 +38,7 @@ def state_of(
     """
 
     def deeper(value: Any, key: Any, place: str) -> Any:
-        return state_of(value, place, objects_only=objects_only, versions=versions, path=(*path, key))
+        return state_of(value, place, versions=versions, path=(*path, key))
 
     if isinstance(part, torch.nn.Module):
         values = live_values(part)
@@ -67,6 +59,4 @@ def state_of(
         return rebuilt(part, {key: deeper(value, key, f"{where}.{key}") for key, value in part.items()})
     if is_sequence(part):
         return rebuilt(part, [deeper(value, i, f"{where}[{i}]") for i, value in enumerate(part)])
-    if objects_only:
-        raise UsageError(f"{where} is a {type(part).__qualname__}, without state_dict() and load_state_dict().")
     return part

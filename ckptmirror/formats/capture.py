@@ -34,7 +34,7 @@ from ckptmirror.formats.positions import knows_its_position, position_of, warn_l
 from ckptmirror.formats.rng import capture_rng
 from ckptmirror.formats.shards import has_shards, piece_of, region_of
 from ckptmirror.formats.tensor_bytes import digest32, is_wrapper
-from ckptmirror.formats.train_state import PARTS, TrainState
+from ckptmirror.formats.train_state import PARTS, TrainState, check_state
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
 
 __all__ = [
@@ -134,8 +134,7 @@ def capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
 
 
 def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
-    if not isinstance(state.model, torch.nn.Module):
-        raise UsageError(f"TrainState.model is a {type(state.model).__qualname__}, not a torch.nn.Module.")
+    check_state(state)
     others = [n for n, v in vars(state).items() if n not in (*PARTS, "training_config") and v is not None]
     if unknown := [name for name in others if not name.startswith("_")]:
         raise UsageError(
@@ -283,13 +282,13 @@ def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: Mappi
     for name in ("scheduler", "scaler"):
         part = getattr(state, name)
         if part is not None:
-            extra[name] = encode(state_of(part, name, objects_only=True, versions=versions, path=(name,)), name)
+            extra[name] = encode(state_of(part, name, versions=versions, path=(name,)), name)
     warn_left_alone(state.dataloader)
     if knows_its_position(state.dataloader):
         extra["dataloader"] = encode(position_of(state.dataloader, "dataloader"), "dataloader")
     ema = None
     if state.ema is not None:
-        ema = encode(state_of(state.ema, "ema", objects_only=True, versions=versions, path=("ema",)), "ema")
+        ema = encode(state_of(state.ema, "ema", versions=versions, path=("ema",)), "ema")
         if with_ema or has_shards(ema):  # beside a model that is whole on each rank it may be sharded all the same
             extra["ema"] = ema
     if state.extra is not None:

@@ -1,19 +1,20 @@
 """What a training loop hands over to be saved, and gets filled again by a load.
 
 Rules:
-* Nothing here imports torch: ``import ckptmirror`` stays light.
+* Nothing here imports torch before a state is made: ``import ckptmirror`` stays light.
+* A part that could not be saved is refused where it is passed: the first save may be hours away.
 * Objects are held, never copied. Every one of them is optional, except the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckptmirror.core.errors import UsageError
 
-__all__ = ["PARTS", "TrainState", "checked_parts", "left_out"]
+__all__ = ["PARTS", "TrainState", "check_state", "checked_parts", "left_out"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "ema", "dataloader", "extra", "rng")
 
@@ -33,6 +34,9 @@ class TrainState:
             ``load_state_dict``, and lists and dicts of these. A load writes back into this dict: tensors, arrays, sets
             and byte arrays in place, but for those that share memory with something that was saved with other values.
         training_config: Plain values that describe the run; they go into the meta.
+
+    Raises:
+        UsageError: A part is not of these kinds, such as the model's ``state_dict()`` in place of the model.
     """
 
     model: Any
@@ -43,6 +47,58 @@ class TrainState:
     dataloader: Any = None
     extra: dict[str, Any] | None = None
     training_config: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_state(self)
+
+
+def check_state(state: TrainState) -> None:
+    """See that every part of ``state`` is of its kind. Its attributes may have been set after it was made.
+
+    Raises:
+        UsageError: One is not; names it, and what to pass.
+    """
+    from torch.nn import Module
+
+    from ckptmirror.formats.inside import has
+
+    if not isinstance(state.model, Module):
+        hint = "Pass the module itself, TrainState(model=model): each save asks it for its state_dict()."
+        if isinstance(state.model, list | tuple):
+            hint = "Pass one module that holds them all: TrainState(model=torch.nn.ModuleList([...]))."
+        raise UsageError(f"TrainState.model is {_kind(state.model)}, not a torch.nn.Module.", hint=hint)
+    for part in ("optimizer", "scheduler", "scaler", "ema"):
+        needed = ("state_dict", "load_state_dict", *(["param_groups"] if part == "optimizer" else []))
+        if getattr(state, part) is None:
+            continue
+        for where, value in _objects_in(getattr(state, part), f"TrainState.{part}"):
+            if lacking := [name for name in needed if not has(value, name)]:
+                raise UsageError(
+                    f"{where} is {_kind(value)}, which has no {lacking[0]}.",
+                    hint=f"Pass the {part} itself, or a list of several: each save asks for its state_dict().",
+                )
+    for part in ("extra", "training_config"):
+        value = getattr(state, part)
+        if not isinstance(value, Mapping | None):
+            raise UsageError(f"TrainState.{part} is {_kind(value)}, not a dict.", hint=f'Pass {part}={{"name": ...}}.')
+
+
+def _objects_in(part: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a save asks for its state, each with its place: a part, or what is in the containers of it."""
+    from ckptmirror.formats.rank_files import is_mapping, is_sequence
+
+    if is_mapping(part):
+        for key, value in part.items():
+            yield from _objects_in(value, f"{where}.{key}")
+    elif is_sequence(part):
+        for index, value in enumerate(part):
+            yield from _objects_in(value, f"{where}[{index}]")
+    else:
+        yield where, part
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__qualname__}" if isinstance(value, type) else f"of type {type(value).__qualname__}"
 
 
 def checked_parts(exclude: Collection[str]) -> frozenset[str]:

@@ -17,18 +17,40 @@ import os
 import stat
 from pathlib import Path
 
-from ckptmirror.core.errors import LocalStorageUnwritable, NameTaken, UsageError
+from ckptmirror.core.errors import ConfigError, LocalStorageUnwritable, NameTaken, UsageError
 from ckptmirror.core.model import new_id
 from ckptmirror.core.names import tmp_name
+from ckptmirror.core.setting_checks import WrongValue, directory_path
 from ckptmirror.local import crashpoints
 from ckptmirror.local.storage_errors import disk_error, explained
 
-__all__ = ["fsync_dir", "fsync_file", "fsync_tree", "make_dirs", "publish_dir", "rename_noreplace", "replace_link"]
+__all__ = [
+    "absolute_dir",
+    "fsync_dir",
+    "fsync_file",
+    "fsync_tree",
+    "make_dirs",
+    "publish_dir",
+    "rename_noreplace",
+    "replace_link",
+]
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def absolute_dir(given: str | os.PathLike[str], name: str) -> Path:
+    """Return the directory that a caller gave as ``name``, which need not exist.
+
+    Raises:
+        ConfigError: It is a URL.
+    """
+    try:
+        return Path(directory_path(os.fspath(given))).absolute()
+    except WrongValue as wrong:
+        raise ConfigError(f"{name} {wrong.why}.", hint=wrong.hint) from None
 
 
 def fsync_dir(path: Path) -> None:

@@ -22,6 +22,7 @@ from ckptmirror.local import crashpoints, direct_io
 from ckptmirror.local.artifact_writer import ArtifactWriter, create_temporary
 from ckptmirror.local.direct_io import aligned_buffer, kept_buffer
 from ckptmirror.local.directories import (
+    absolute_dir,
     fsync_dir,
     fsync_file,
     fsync_tree,
@@ -38,6 +39,7 @@ __all__ = [
     "ArtifactWriter",
     "FileSource",
     "RangeFile",
+    "absolute_dir",
     "aligned_buffer",
     "empty_trash",
     "fsync_dir",

@@ -10,12 +10,14 @@ Rules:
 * Every wait ends at the channel's limit. A wait that ran out closes the gloo connections, so the channel is then
   broken, and the reason is left in the group's store, where the ranks that were cut off find it.
 * A broken channel says so again at every later exchange, at once.
+* Only what gloo raises means that a rank is gone; an error while a message is read is this rank's own, and is raised.
 * ``close`` talks to nobody.
 """
 
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -181,26 +183,28 @@ class GlooRanks:
 
     def _collect(self, own: Report, deadline: float) -> Answer:
         """Take every rank's report, decide, and tell all ranks that can be told."""
-        frames = {peer: _new_frame() for peer in range(1, self._size)}
-        try:
-            works = {peer: self._group.recv([frame], peer, _TAG) for peer, frame in frames.items()}
-        except RuntimeError as error:
-            return self._late(own, f"the connections are closed ({error})")
-        reports = [own]
+        frames = {peer: bytearray(_FRAME_BYTES) for peer in range(1, self._size)}
+        works: dict[int, Any] = {}
+        messages: list[bytearray] = []
         missing: dict[int, str] = {}
+        for peer, frame in frames.items():
+            try:
+                works[peer] = self._group.recv([_over(frame)], peer, _TAG)
+            except RuntimeError as error:  # it was gone before this began
+                missing[peer] = self._why_gone(peer, error)
         for peer, work in works.items():
             try:
                 _wait(work, deadline)
-                reports.append(cast(Report, self._read(frames[peer], peer, deadline)))
-            except RuntimeError:
+                messages.append(self._whole(frames[peer], peer, deadline))
+            except RuntimeError as error:
                 if time.monotonic() >= deadline:
                     return self._late(own, f"rank {peer} did not take part within {self._timeout_s:g} s")
-                missing[peer] = self._reason_of(peer) or "it died, or closed its channel"
+                missing[peer] = self._why_gone(peer, error)
         if missing:
             peers = "; ".join(f"rank {peer} is gone: {why}" for peer, why in sorted(missing.items()))
             answer = Answer("missing", reason=peers)
         else:
-            answer = decide(reports)
+            answer = decide([own, *map(_report, messages)])
         self._tell(answer, [peer for peer in works if peer not in missing], deadline)
         return answer
 
@@ -231,29 +235,33 @@ class GlooRanks:
         try:
             for work in [self._group.send([p], 0, _TAG) for p in _frames(pickle.dumps(report))]:
                 _wait(work, answer_deadline)
-            frame = _new_frame()
-            _wait(self._group.recv([frame], 0, _TAG), answer_deadline)
-            return cast(Answer, self._read(frame, 0, answer_deadline))
-        except RuntimeError:
+            frame = bytearray(_FRAME_BYTES)
+            _wait(self._group.recv([_over(frame)], 0, _TAG), answer_deadline)
+            message = self._whole(frame, 0, answer_deadline)
+        except RuntimeError as error:
             if time.monotonic() >= answer_deadline:
                 reason = f"rank 0 did not answer within {self._timeout_s:g} s"
                 self._leave_reason(f"{reason} (in {report.what!r})")
                 return Answer("late", reason=reason)
-        reason = self._reason_of(0)
-        if reason:
-            return Answer("late", reason=reason)
-        return Answer("missing", reason="rank 0 is gone: it died, or closed its channel")
+            if reason := self._reason_of(0):
+                return Answer("late", reason=reason)
+            return Answer("missing", reason=f"rank 0 is gone: {_words(error)}")
+        return cast(Answer, pickle.loads(message))  # noqa: S301  sent by the same job's ranks
 
     # -- both -----------------------------------------------------------------------------------------------------
 
-    def _read(self, frame: torch.Tensor, peer: int, deadline: float) -> object:
-        size = int.from_bytes(frame[:_SIZE_BYTES].numpy().tobytes(), "little")
-        data = frame[_SIZE_BYTES : _SIZE_BYTES + size].numpy().tobytes()
+    def _whole(self, frame: bytearray, peer: int, deadline: float) -> bytearray:
+        """Return the message that begins in ``frame``, once its rest has come."""
+        size = int.from_bytes(frame[:_SIZE_BYTES], "little")
+        data = frame[_SIZE_BYTES : _SIZE_BYTES + size]
         if size > len(data):
-            rest = torch.empty(size - len(data), dtype=torch.uint8, device="cpu")
-            _wait(self._group.recv([rest], peer, _TAG), deadline)
-            data += rest.numpy().tobytes()
-        return pickle.loads(data)  # noqa: S301  sent by the same job's ranks
+            rest = bytearray(size - len(data))
+            _wait(self._group.recv([_over(rest)], peer, _TAG), deadline)
+            data += rest
+        return data
+
+    def _why_gone(self, peer: int, error: RuntimeError) -> str:
+        return self._reason_of(peer) or _words(error)
 
     def _leave_reason(self, reason: str) -> None:
         """Say why this rank gave up, where ranks whose connection it closed can read it."""
@@ -276,13 +284,24 @@ class GlooRanks:
         return ""
 
 
+def _words(error: RuntimeError) -> str:
+    """Say what gloo's error means, with its first sentence and without the line of its source."""
+    said = re.sub(r"^\[\S*\] ", "", str(error)).partition(". ")[0].splitlines()
+    return f"it died, or closed its channel ({said[0] if said else type(error).__name__})"
+
+
 def _wait(work: Any, deadline: float) -> None:
     # A limit of 0 would mean the group's own.
     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
 
-def _new_frame() -> torch.Tensor:
-    return torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
+def _over(memory: bytearray) -> torch.Tensor:
+    """Return a tensor over ``memory``, which gloo sends or fills. Bytes pass without NumPy, which torch may lack."""
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _report(message: bytearray) -> Report:
+    return cast(Report, pickle.loads(message))  # noqa: S301  sent by the same job's ranks
 
 
 def _frames(data: bytes) -> list[torch.Tensor]:
@@ -292,9 +311,9 @@ def _frames(data: bytes) -> list[torch.Tensor]:
     room = _FRAME_BYTES - _SIZE_BYTES
     head = data[:room]
     first[_SIZE_BYTES : _SIZE_BYTES + len(head)] = head
-    pieces = [torch.frombuffer(first, dtype=torch.uint8)]
+    pieces = [_over(first)]
     if len(data) > room:
-        pieces.append(torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8))
+        pieces.append(_over(bytearray(data[room:])))
     return pieces
 
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager, errors
+from ckptmirror import (
+    CheckpointManager,
+    errors,
+    find_local_checkpoint_steps,
+    load_settings,
+    resolve_resume_path,
+    stage_checkpoint_step,
+)
 from tests.kit.cli import assert_explains, assert_tells, run
 from tests.kit.roots import content, make_mirrored
 
@@ -27,6 +35,51 @@ def test_a_root_that_does_not_exist_is_named_and_not_made(verb: str, tmp_path: P
     assert ended.returncode in (2, 3, 10), ended.stderr
     assert_tells(ended, ended.returncode, "nowhere")
     assert not root.exists()
+
+
+URLS = ["gs://bucket/run", "s3://me:hush@bucket/run", "memory://run", "file:///nfs/run", "gs:/bucket/run"]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_url_for_a_directory_is_refused_and_nothing_is_made(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    right = "/nfs/run" if url.startswith("file:") else "mirror"
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("root", lambda: CheckpointManager(url)),
+        ("root", lambda: CheckpointManager(Path(url))),
+        ("state_dir", lambda: CheckpointManager("run", state_dir=url)),
+        ("persistent_dir", lambda: CheckpointManager("run", persistent_dir=url)),
+        ("dest", lambda: stage_checkpoint_step("memory://m", step=200, dest=url)),
+        ("root", lambda: find_local_checkpoint_steps(url)),
+        ("root", lambda: resolve_resume_path(url)),
+        ("CKPTMIRROR_ROOT: root", lambda: load_settings(environ={"CKPTMIRROR_ROOT": url})),
+    ]
+    for name, call in calls:
+        with pytest.raises(errors.ConfigError) as caught:
+            call()
+        assert_explains(caught.value, 10, f"{name} is a {url.partition(':')[0]}:// URL")
+        assert right in caught.value.hint
+        assert "hush" not in f"{caught.value} {caught.value.hint}"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status", "--root"],
+        ["push", "--mirror", "memory://m", "--root"],
+        ["push", "--mirror", "memory://m", "--state-dir"],
+        ["verify", "--root"],
+        ["stage", "--step", "1", "--mirror", "memory://m", "--dest"],
+    ],
+    ids=" ".join,
+)
+def test_a_url_for_an_option_that_takes_a_directory_is_a_usage_error(command: list[str], tmp_path: Path) -> None:
+    ended = run(*command, "gs://bucket/run", cwd=tmp_path)
+    assert_tells(ended, 2, command[-1], "it is a gs:// URL", "as a mirror")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_root_without_permission_is_told_with_the_user_who_lacks_it(tmp_path: Path) -> None:

@@ -35,7 +35,62 @@ def test_i8_a_run_that_never_closes_its_manager_says_at_its_end_what_is_not_safe
     assert ended.returncode == 0, ended.stderr
     said = next(line for line in ended.stderr.splitlines() if "close() was not called" in line)
     assert said.startswith(level)
-    assert ("0 files" in said) == (not fault)
+    assert ("every save is verified on its mirrors" in said) == (not fault)
+    assert ("files are not verified" in said) == ("ckptmirror drain" in said) == bool(fault)
+
+
+FORKED = """
+import os, sys, threading
+from ckptmirror import CheckpointManager, errors
+from ckptmirror.local import crashpoints
+from tests.kit.training import new_state
+root, mirror, how = sys.argv[1:]
+is_written, may_go_on = threading.Event(), threading.Event()
+
+def hold():
+    is_written.set()
+    may_go_on.wait()
+
+state = new_state()
+manager = CheckpointManager(root, mirrors=["file://" + mirror], kinds=("model",))
+manager.resume(state)
+crashpoints.arm("file.write:before", die=hold)
+saving = manager.save(1, state)
+is_written.wait()  # a child that waits for this save waits for ever: the thread that writes it is not there
+child = os.fork()
+if child == 0:
+    try:
+        manager.save(2, state)
+    except errors.UsageError as error:
+        print("refused:", error, file=sys.stderr)
+    if how == "close":
+        manager.close()
+    if how == "with":
+        with manager:
+            sys.exit(0)
+    sys.exit(0)
+_, status = os.waitpid(child, 0)
+may_go_on.set()
+saving.wait("mirrored")
+manager.close()
+print(status)
+"""
+
+
+@pytest.mark.parametrize("how", ["sys.exit", "close", "with"])
+def test_a_forked_child_ends_without_a_word_and_without_waiting_for_what_its_parent_does(
+    how: str, tmp_path: Path
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tmp_path / "root"), str(tmp_path / "mirror"), how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
+    assert "close() was not called" not in ended.stderr
+    assert "refused: This manager belongs to process" in ended.stderr
 
 
 TWO_RANKS = """

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ckptmirror.core.errors import LocalStorageFull, RankFailed, UsageError
-from ckptmirror.ranks import StopRequest, open_ranks
+from ckptmirror.ranks import StopRequest, gloo, open_ranks
 from tests.kit.processes import outcome, run_ranks
 
 pytestmark = pytest.mark.long
@@ -85,6 +90,47 @@ def test_a_value_that_cannot_be_sent_is_that_ranks_error() -> None:
     assert "rank 1 failed: a lock cannot be sent" in third[1]
 
 
+def _cannot_read(rank: int) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=20)
+    if rank == 1:
+        with suppress(RankFailed):  # rank 0 is about to end
+            ranks.exchange(rank, what="report artifacts of step 200")
+        return None
+
+    def loads(_: bytes) -> Any:
+        raise RuntimeError("Numpy is not available")
+
+    gloo.pickle = SimpleNamespace(loads=loads, dumps=pickle.dumps, HIGHEST_PROTOCOL=pickle.HIGHEST_PROTOCOL)  # type: ignore[assignment]  # breaks reading
+    try:
+        ranks.exchange(rank, what="report artifacts of step 200")
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        ranks.close()
+
+
+def test_an_error_of_this_rank_is_not_told_as_the_death_of_another() -> None:
+    assert run_ranks(2, _cannot_read)[0] == "Numpy is not available"
+
+
+def test_ranks_need_no_numpy(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('this environment has no NumPy')")
+    code = """if True:
+        import torch.distributed as dist
+        from ckptmirror.ranks import open_ranks
+
+        dist.init_process_group("gloo")
+        ranks = open_ranks(node_key="a", timeout_s=60)
+        assert [len(x) for x in ranks.exchange(bytes(100_000), what="more than fits in a frame")] == [100_000] * 2
+        ranks.close()
+        dist.destroy_process_group()
+    """
+    (tmp_path / "job.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "job.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def _one_dies(rank: int, who: int) -> Any:
     ranks = open_ranks(node_key="a", timeout_s=60)
     if rank == who:
@@ -101,6 +147,20 @@ def test_a_killed_rank_frees_the_others_promptly(who: int) -> None:
         first, second = result
         assert first[0] == second[0] == "RankFailed"
         assert f"rank {who} is gone" in first[1]
+
+
+def _one_is_dead_before(rank: int) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=40)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):  # this rank knows of it before the exchange begins
+        ranks.torch_group.recv([torch.zeros(1)], 2, 0).wait()
+    return outcome(lambda: ranks.exchange(rank, what="vote"))
+
+
+def test_a_rank_that_died_before_the_exchange_is_named_to_all_others() -> None:
+    for result in run_ranks(4, _one_is_dead_before, dead=(2,), store_in_rank_0=True):
+        assert result is None or (result[0] == "RankFailed" and "rank 2 is gone" in result[1]), result
 
 
 def _one_is_late(rank: int, who: int) -> Any:

@@ -25,6 +25,7 @@ from ckptmirror.core.errors import (
     UsageError,
     WaitTimeout,
 )
+from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.save import commit, save
 from ckptmirror.local.uploads import UploadsTable
@@ -160,6 +161,18 @@ def test_close_with_deadline_reports_unsent(tmp_path: Path) -> None:
     with pytest.raises(DeadlinePassed, match="not verified on their mirrors"):
         manager.close(timeout_s=1.0)  # the mirror never answers
     assert sorted(whole(tmp_path / "root")) == [1]
+
+
+def test_closing_again_raises_again_until_everything_is_verified(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/mirror"
+    manager = CheckpointManager(tmp_path / "root", [url], workers_per_mirror=0)
+    manager.resume(new_state())
+    manager.save(1, new_state()).wait()
+    for _ in range(2):
+        with pytest.raises(DeadlinePassed, match="not verified on their mirrors"):
+            manager.close(timeout_s=0.0)
+    assert drain(tmp_path / "root", timeout_s=30.0).is_verified
+    manager.close()
 
 
 def test_next_process_continues_the_queue(tmp_path: Path) -> None:

@@ -92,10 +92,10 @@ def stage_checkpoint_step(
         LocalStorageFull: The directory has no room for it.
         DestinationOccupied: Other files are in the way.
         RefusedOnlyCopy: ``refresh`` meets a save that this mirror does not hold.
-        ConfigError: ``dest`` lies in the mirror itself, or a trainer saves another run there.
+        ConfigError: ``dest`` is a URL, lies in the mirror itself, or a trainer saves another run there.
     """
+    root = files.absolute_dir(dest, "dest")
     opened = mirror if isinstance(mirror, Mirror) else _open(mirror, on_wait)
-    root = Path(dest).absolute()
     try:
         check_destination(root, opened)
         meta, kind = _find(opened, step, require_kind, superseded, wait_s)

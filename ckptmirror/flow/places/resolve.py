@@ -255,7 +255,7 @@ def resolve_resume_path(root: Path | str) -> Path | None:
 
     What an older writer left is on no lineage: it is told of, and not returned.
     """
-    root = Path(root).absolute()
+    root = files.absolute_dir(root, "root")
     if not root.is_dir():
         return None
     catalog = local_catalog(root)
@@ -284,7 +284,7 @@ def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> l
     """
     from ckptmirror.flow.places.older import older_steps
 
-    root = Path(root).absolute()
+    root = files.absolute_dir(root, "root")
     if not root.is_dir():
         return []
     kinds = (kind,) if kind is not None else READ_ORDER

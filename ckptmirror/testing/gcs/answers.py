@@ -1,4 +1,4 @@
-"""What the server says: error bodies, partial responses, times.
+"""What the server says: error bodies, times.
 
 Rules:
 * A request for JSON gets a JSON error; a request for an object's bytes gets the message as plain text.
@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-__all__ = ["ApiError", "bad_request", "json_answer", "not_found", "not_served", "rfc3339", "select"]
+__all__ = ["ApiError", "bad_request", "json_answer", "not_found", "not_served", "rfc3339"]
 
 _REASONS = {
     304: "notModified",
@@ -90,53 +90,3 @@ def json_answer(body: Any, *, status: int = 200, headers: dict[str, str] | None 
 def rfc3339(time_us: int) -> str:
     """Microseconds since 1970 as the service writes a time, in milliseconds."""
     return datetime.fromtimestamp(time_us / 1e6, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def select(resource: Any, fields: str | None) -> Any:
-    """Leave of a resource what the ``fields`` parameter names (``a,b/c,d(e,f)``); all of it without one.
-
-    Raises:
-        ApiError: 400 for a selection that cannot be read.
-    """
-    if fields is None or fields == "":
-        return resource
-    tree, rest = _parse_fields(fields)
-    if rest:
-        raise bad_request(f"Invalid field selection {fields}", reason="invalidParameter")
-    return _prune(resource, tree)
-
-
-def _parse_fields(text: str) -> tuple[dict[str, Any], str]:
-    tree: dict[str, Any] = {}
-    while True:
-        length = next((i for i, letter in enumerate(text) if letter in ",()/"), len(text))
-        name, text = text[:length].strip(), text[length:]
-        if not name:
-            raise bad_request("Invalid field selection", reason="invalidParameter")
-        branch: dict[str, Any] = {}
-        if text.startswith("/"):
-            length = next((i for i, letter in enumerate(text) if letter in ",)"), len(text))
-            paren = text.find("(")
-            if 0 <= paren < length:
-                length = text.index(")", paren) + 1 if ")" in text[paren:] else len(text)
-            branch, rest = _parse_fields(text[1:length])
-            text = rest + text[length:]
-        elif text.startswith("("):
-            branch, text = _parse_fields(text[1:])
-            if not text.startswith(")"):
-                raise bad_request("Invalid field selection", reason="invalidParameter")
-            text = text[1:]
-        tree.setdefault(name, {}).update(branch)
-        if not text.startswith(","):
-            return tree, text
-        text = text[1:]
-
-
-def _prune(value: Any, tree: dict[str, Any]) -> Any:
-    if not tree or "*" in tree:
-        return value
-    if isinstance(value, list):
-        return [_prune(item, tree) for item in value]
-    if isinstance(value, dict):
-        return {key: _prune(item, tree[key]) for key, item in value.items() if key in tree}
-    return value

@@ -21,9 +21,10 @@ from urllib.parse import parse_qsl
 from aiohttp import web
 
 from ckptmirror.testing.gcs.access import PERMISSIONS
-from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer, not_served, select
+from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer, not_served
 from ckptmirror.testing.gcs.checks import Preconditions, check_bucket_name, integer
 from ckptmirror.testing.gcs.exchange import Exchange
+from ckptmirror.testing.gcs.fields import select
 from ckptmirror.testing.gcs.lifecycle import read_lifecycle
 from ckptmirror.testing.gcs.params import check_predefined_acl
 from ckptmirror.testing.gcs.records import Bucket

@@ -156,11 +156,14 @@ def check_object_name(name: str, *, hierarchical: bool = False) -> str:
 
 
 def check_bucket_name(name: str) -> str:
-    """The naming rules of buckets (https://cloud.google.com/storage/docs/buckets)."""
+    """The naming rules of buckets (https://cloud.google.com/storage/docs/buckets).
+
+    Of the "close misspellings" of google that they forbid, these are the ones with digits that look like its letters.
+    """
     legal = re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", name) is not None
-    parts = name.split(".")
-    legal = legal and all(1 <= len(part) <= 63 for part in parts) and not re.fullmatch(r"[0-9.]+", name)
-    if not legal or name.startswith("goog") or "google" in name:
+    legal = legal and all(1 <= len(part) <= 63 for part in name.split("."))
+    is_address = re.fullmatch(r"[0-9]+(\.[0-9]+){3}", name) is not None
+    if not legal or is_address or name.startswith("goog") or re.search("g[o0]{2}g[l1][e3]", name):
         raise bad_request(f"Invalid bucket name: '{name}'")
     return name
 

@@ -17,9 +17,10 @@ from typing import Any
 
 from aiohttp import web
 
-from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer, not_found, select
+from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer, not_found
 from ckptmirror.testing.gcs.checks import Preconditions, check_object_name, flag, integer
 from ckptmirror.testing.gcs.exchange import Exchange
+from ckptmirror.testing.gcs.fields import select
 from ckptmirror.testing.gcs.listing import page_token, read_page_token
 from ckptmirror.testing.gcs.records import Bucket, Folder
 from ckptmirror.testing.gcs.resources import folder_resource

@@ -20,9 +20,10 @@ from typing import Any
 
 from aiohttp import web
 
-from ckptmirror.testing.gcs.answers import bad_request, json_answer, select
+from ckptmirror.testing.gcs.answers import bad_request, json_answer
 from ckptmirror.testing.gcs.checks import flag, integer
 from ckptmirror.testing.gcs.exchange import Exchange
+from ckptmirror.testing.gcs.fields import select
 from ckptmirror.testing.gcs.records import Folder, StoredObject
 from ckptmirror.testing.gcs.resources import object_resource
 from ckptmirror.testing.gcs.state import State

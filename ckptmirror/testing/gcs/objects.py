@@ -14,13 +14,14 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer, not_served, select
+from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer, not_served
 from ckptmirror.testing.gcs.checks import Preconditions, flag, integer
 from ckptmirror.testing.gcs.download import send_media
 from ckptmirror.testing.gcs.exchange import Exchange
+from ckptmirror.testing.gcs.fields import select
 from ckptmirror.testing.gcs.params import check_predefined_acl
 from ckptmirror.testing.gcs.records import StoredObject
-from ckptmirror.testing.gcs.resources import etag, object_resource, settable
+from ckptmirror.testing.gcs.resources import check_custom_time, etag, object_resource, settable
 from ckptmirror.testing.gcs.state import State
 
 __all__ = ["answer_object", "delete_object", "get_object", "patch_object", "restore_object"]
@@ -95,7 +96,9 @@ async def patch_object(exchange: Exchange, state: State, bucket: str, name: str)
         raise bad_request("The storage class of an object is changed by rewriting it.")
     fixed = {key: value for key, value in item.metadata.items() if key == "storageClass"}
     earlier = item.metadata if exchange.request.method == "PATCH" else fixed
-    return answer_object(exchange, state.objects.change_metadata(item, settable(change, earlier)))
+    metadata = settable(change, earlier)
+    check_custom_time(item.metadata.get("customTime"), metadata.get("customTime"))
+    return answer_object(exchange, state.objects.change_metadata(item, metadata))
 
 
 async def restore_object(exchange: Exchange, state: State, bucket: str, name: str) -> web.StreamResponse:

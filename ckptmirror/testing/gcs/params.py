@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptmirror.testing.gcs.answers import bad_request, not_served
+from ckptmirror.testing.gcs.fields import check_fields
 from ckptmirror.testing.gcs.records import Bucket
 
 __all__ = ["check_parameters", "check_predefined_acl"]
@@ -98,6 +99,7 @@ def check_parameters(operation: str, query: Mapping[str, str]) -> None:
     Raises:
         ApiError: 400 or 501.
     """
+    check_fields(operation, query.get("fields"))
     taken = _TAKEN[operation]
     for name, value in query.items():
         if name in _STANDARD or (name in taken and name not in _TAKEN_IF_TRIVIAL):

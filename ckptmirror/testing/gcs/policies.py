@@ -24,8 +24,9 @@ from typing import Any
 from aiohttp import web
 
 from ckptmirror.testing.gcs.access import ROLES
-from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer, not_served, select
+from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer, not_served
 from ckptmirror.testing.gcs.exchange import Exchange
+from ckptmirror.testing.gcs.fields import select
 from ckptmirror.testing.gcs.records import Policy
 from ckptmirror.testing.gcs.state import State
 

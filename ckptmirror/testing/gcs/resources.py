@@ -7,13 +7,22 @@ https://cloud.google.com/storage/docs/json_api/v1/buckets#resource
 from __future__ import annotations
 
 import base64
+from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
 from ckptmirror.testing.gcs.answers import bad_request, not_served, rfc3339
 from ckptmirror.testing.gcs.records import Bucket, Folder, StoredObject
 
-__all__ = ["bucket_resource", "etag", "folder_resource", "object_headers", "object_resource", "settable"]
+__all__ = [
+    "bucket_resource",
+    "check_custom_time",
+    "etag",
+    "folder_resource",
+    "object_headers",
+    "object_resource",
+    "settable",
+]
 
 _SETTABLE_TEXT = (
     "cacheControl",
@@ -67,11 +76,35 @@ def settable(resource: dict[str, Any], earlier: dict[str, Any] | None = None) ->
             kept[name] = value
         else:
             raise bad_request(f"Invalid value for {name}: {value}")
+    if isinstance(resource.get("customTime"), str):
+        _time(resource["customTime"])
     if "metadata" in resource:
         kept["metadata"] = _custom(resource["metadata"], kept.get("metadata", {}))
         if not kept["metadata"]:
             del kept["metadata"]
     return kept
+
+
+def check_custom_time(before: str | None, after: str | None) -> None:
+    """Of one version of an object the custom time is never removed, and only moves later.
+
+    Source: https://cloud.google.com/storage/docs/metadata#custom-time
+
+    Raises:
+        ApiError: 400.
+    """
+    if before is not None and (after is None or _time(after) < _time(before)):
+        raise bad_request(f"The custom time of the object is {before}: it can only be set to a later time.")
+
+
+def _time(text: str) -> datetime:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        found = datetime.min
+    if found.tzinfo is None:
+        raise bad_request(f"Invalid value for customTime: {text}")
+    return found
 
 
 def _custom(patch: Any, earlier: dict[str, str]) -> dict[str, str]:

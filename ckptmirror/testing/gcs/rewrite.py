@@ -25,9 +25,10 @@ from typing import Any
 
 from aiohttp import web
 
-from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer, select
+from ckptmirror.testing.gcs.answers import ApiError, bad_request, json_answer
 from ckptmirror.testing.gcs.checks import Preconditions, check_object_name, integer
 from ckptmirror.testing.gcs.exchange import Exchange
+from ckptmirror.testing.gcs.fields import select
 from ckptmirror.testing.gcs.objects import answer_object
 from ckptmirror.testing.gcs.params import check_predefined_acl
 from ckptmirror.testing.gcs.records import Rewrite, StoredObject

@@ -130,12 +130,23 @@ def test_buckets_are_created_found_listed_and_deleted_when_empty(bucket):
     assert client.lookup_bucket(name) is None
 
 
-@pytest.mark.parametrize("name", ["ab", "Upper", "-a-", "goog-x", "1.2.3.4", "a" * 64, "sp ace"])
+@pytest.mark.parametrize(
+    "name",
+    ["ab", "Upper", "-a-", "goog-x", "1.2.3.4", "a" * 64, "sp ace", "my-google-runs", "g00gle-runs", "runs-go0g1e"],
+)
 def test_an_illegal_bucket_name_is_refused(raw, name):
     """Documented at https://cloud.google.com/storage/docs/buckets."""
     import json
 
     assert raw("POST", "/storage/v1/b?project=p", json.dumps({"name": name})).status == 400
+
+
+@pytest.mark.parametrize("name", ["12345", "2026.05.01", "1.2.3.4.5", "my-goog", "goggles", "a.b_c-d"])
+def test_a_legal_bucket_name_is_taken(raw, name):
+    """Documented at https://cloud.google.com/storage/docs/buckets."""
+    import json
+
+    assert raw("POST", "/storage/v1/b?project=p", json.dumps({"name": name})).status == 200
 
 
 @pytest.mark.parametrize(("value", "status"), [("projectPrivate", 200), ("publicReadWrite", 501), ("nonsense", 400)])

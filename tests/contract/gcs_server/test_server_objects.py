@@ -277,6 +277,30 @@ def test_an_update_replaces_custom_metadata(bucket):
     assert bucket.get_blob("x").metadata == {"b": "2"}
 
 
+def test_the_custom_time_only_moves_later(raw):
+    """Documented at https://cloud.google.com/storage/docs/metadata#custom-time."""
+
+    def change(method, **fields):
+        return raw(method, raw.object_path("x"), json.dumps(fields), {"Content-Type": "application/json"}).status
+
+    assert _multipart(raw, {"name": "x", "customTime": "2026-05-01T00:00:00Z"}, b"", CRLF).status == 200
+    assert change("PATCH", customTime="2026-05-01T01:59:59+02:00") == 400
+    assert change("PATCH", customTime=None) == 400
+    assert change("PUT", metadata={"k": "v"}) == 400
+    assert change("PATCH", metadata={"k": "v"}) == 200
+    assert change("PATCH", customTime="2026-05-01T02:00:00+02:00") == 200
+    assert change("PUT", customTime="2026-05-01T00:00:00.5Z") == 200
+    assert raw("GET", raw.object_path("x")).json()["customTime"] == "2026-05-01T00:00:00.5Z"
+    assert _multipart(raw, {"name": "x"}, b"", CRLF).status == 200, "another upload is another object"
+    assert change("PATCH", customTime="2020-01-01T00:00:00Z") == 200
+
+
+@pytest.mark.parametrize("text", ["yesterday", "2026-05-01", "2026-05-01T00:00:00", "2026-13-01T00:00:00Z"])
+def test_a_custom_time_is_a_time_with_its_zone(raw, text):
+    """Documented at https://cloud.google.com/storage/docs/metadata#custom-time."""
+    assert _multipart(raw, {"name": "x", "customTime": text}, b"", CRLF).status == 400
+
+
 def test_custom_metadata_is_text_of_at_most_8_kib(raw):
     """Documented at https://cloud.google.com/storage/docs/metadata."""
     assert _multipart(raw, {"name": "x", "metadata": {"k": "v" * 9000}}, b"", CRLF).status == 400
@@ -346,6 +370,42 @@ def test_a_partial_response_has_only_the_fields_asked_for(raw):
     assert set(listing) == {"items"}
     assert raw("GET", f"/storage/v1/b/{raw.bucket}/o?fields=items/name").json() == {"items": [{"name": "x"}]}
     assert raw("GET", raw.object_path("x") + "?fields=name(").status == 400
+
+
+@pytest.mark.parametrize("fields", ["nmae", "name,sise", "items", "name/x", "owner/name", "owner(entity,x)", "size(*)"])
+def test_a_field_that_an_object_has_not_is_refused(raw, fields):
+    """Documented at https://cloud.google.com/storage/docs/json_api."""
+    raw.put("x", b"data")
+    answer = raw("GET", raw.object_path("x") + f"?fields={fields}")
+    assert answer.status == 400, answer.body
+    assert answer.json()["error"]["errors"][0]["reason"] == "invalidParameter"
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "right"),
+    [
+        ("/o", "items(nmae)", "items(name,metadata/any),prefixes,nextPageToken,kind"),
+        ("", "bucket", "name,labels/any,iamConfiguration/uniformBucketLevelAccess(enabled,lockedTime),lifecycle"),
+        ("?project=p", "items/nmae", "items(name,location),nextPageToken"),
+        ("/storageLayout", "name", "location,hierarchicalNamespace/enabled"),
+        ("/iam", "roles", "bindings(role,members),etag"),
+        ("/iam/testPermissions?permissions=storage.objects.get", "permission", "permissions"),
+    ],
+)
+def test_each_answer_has_fields_of_its_own(raw, path, wrong, right):
+    """Documented at https://cloud.google.com/storage/docs/json_api."""
+    place = "/storage/v1/b" + path if path.startswith("?") else f"/storage/v1/b/{raw.bucket}{path}"
+    for fields, status in ((wrong, 400), (right, 200), ("*", 200)):
+        answer = raw("GET", f"{place}{'&' if '?' in place else '?'}fields={fields}")
+        assert answer.status == status, (fields, answer.body)
+
+
+def test_a_wrong_selection_is_refused_before_anything_is_done(raw):
+    """Documented at https://cloud.google.com/storage/docs/json_api."""
+    upload = f"/upload/storage/v1/b/{raw.bucket}/o?name=x&fields=nmae&uploadType="
+    assert raw("POST", upload + "media", b"data").status == 400
+    assert raw("POST", upload + "resumable", b"{}").status == 400
+    assert raw("GET", raw.object_path("x")).status == 404
 
 
 def test_a_reader_gets_all_of_the_object_it_began_to_read(raw):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptmirror.ranks.gloo import _new_frame
+from ckptmirror.ranks.gloo import _frames
 from ckptmirror.ranks.host_copy import HostCopier
 
 
@@ -49,7 +49,7 @@ def test_the_default_device_of_the_training_is_not_that_of_host_memory() -> None
     copier, source = HostCopier(), tree(3.0)
     with torch.device("meta"):
         lease = copier.copy(source)
-        frame = _new_frame()
+        (frame,) = _frames(b"a report")
     assert frame.device.type == "cpu"
     for tensor in (lease.tree["alone"], *lease.tree["views"], lease.tree["column"], lease.tree["empty"]):
         assert tensor.device.type == "cpu"
