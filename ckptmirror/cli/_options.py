@@ -27,13 +27,11 @@ __all__ = [
     "json_option",
     "mirror_option",
     "need_mirror",
-    "on_no_mirror",
     "print_json",
     "root_option",
     "seconds_option",
     "settings",
     "show_verbose",
-    "size",
     "step_option",
     "verbose_option",
 ]
@@ -148,19 +146,3 @@ def need_mirror(url: str | None, *, to_read: bool) -> MirrorSpec:
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object to stdout."""
     print(json.dumps(value, indent=2, sort_keys=True, allow_nan=False))
-
-
-def size(size_bytes: int) -> str:
-    """Return a size for people: ``1.4 GiB``."""
-    value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def on_no_mirror(step: int, copy: Path | None) -> str:
-    """Say what an emergency snapshot that is newer than all else means for who gives this machine back."""
-    where = "on this disk alone" if copy is None else f"on this disk and in {copy}"
-    return f"the newest state, step {step}, is an emergency snapshot {where}; the next start goes on from it"

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.cli._next_command import with_places
-from ckptmirror.cli._options import on_no_mirror, print_json, size
+from ckptmirror.cli._options import print_json
 from ckptmirror.cli._progress import shows_bar
+from ckptmirror.cli._words import on_no_mirror, size
 from ckptmirror.core import events
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._options import json_option, print_json, settings, size
+from ckptmirror.cli._options import json_option, print_json, settings
+from ckptmirror.cli._words import size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.places.resolve import ListedCheckpoint

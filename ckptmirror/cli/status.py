@@ -9,7 +9,8 @@ import click
 
 from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._next_command import with_places
-from ckptmirror.cli._options import json_option, on_no_mirror, print_json, root_option, size
+from ckptmirror.cli._options import json_option, print_json, root_option
+from ckptmirror.cli._words import on_no_mirror, size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.status import SaveLine, Status

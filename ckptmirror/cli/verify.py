@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._options import json_option, print_json, size, step_option
+from ckptmirror.cli._options import json_option, print_json, step_option
 from ckptmirror.cli._progress import progress
+from ckptmirror.cli._words import size
 from ckptmirror.core.errors import IntegrityError, NotAuthorised, Temporary, UsageError
 
 if TYPE_CHECKING:
