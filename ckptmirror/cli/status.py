@@ -41,8 +41,8 @@ def command(root: Path, as_json: bool) -> int:
         print(f"  {line.step:>9}  {kinds:<10} {size(line.size_bytes):>10}  {line.standing:<10} {_safety(line)}")
     for name, why in status.problems.items():
         print(f"  problem: {name}: {why}")
-    if trainer := status.trainer:
-        print(f"trainer: {trainer.get('status')} (pid {trainer.get('pid')}, {trainer.get('at_utc')})")
+    if status.trainer:
+        print(_trainer(status))
     return 0
 
 
@@ -82,6 +82,15 @@ def _safety(line: SaveLine) -> str:
     return "; ".join(f"{url}: {why}" for url, why in line.waiting.items()) or "local only"
 
 
+def _trainer(status: Status) -> str:
+    facts = status.trainer
+    what, host = facts.get("status"), facts.get("host")
+    if what == "running" and status.trainer_alive is False:
+        what = "died while running"
+    where = f" on {host}" if host is not None and status.trainer_alive is None else ""
+    return f"trainer: {what} (pid {facts.get('pid')}{where}, {facts.get('at_utc')})"
+
+
 def _or_none(step: int | None) -> str:
     return "none" if step is None else str(step)
 
@@ -111,5 +120,6 @@ def _facts(status: Status) -> dict[str, Any]:
             for line in status.saves
         ],
         "trainer": dict(status.trainer),
+        "trainer_alive": status.trainer_alive,
         "problems": dict(status.problems),
     }

@@ -47,8 +47,8 @@ from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, r
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of
 from ckptmirror.flow.start.claim import publish_attempts
-from ckptmirror.flow.upload.transfer_progress import Seen, UnderWay, Wait
-from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, free_dead_workers, still_moving
+from ckptmirror.flow.upload.transfer_progress import Held, Seen, UnderWay, Wait
+from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, held_elsewhere, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.table_place import check_place, note_place, open_known_table, table_path
@@ -70,6 +70,7 @@ class Drained:
 
     Attributes:
         seen: What is on its way beyond that, and which mirrors are waited for.
+        held: What other processes are sending to these mirrors.
     """
 
     files_done: int
@@ -77,6 +78,7 @@ class Drained:
     bytes_done: int
     bytes_total: int
     seen: Seen = field(default_factory=Seen)
+    held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,6 @@ def _run(
     looker: _Looker,
     save_ids: Collection[str] | None = None,
 ) -> DrainReport:
-    free_dead_workers(table)  # what an interrupted verb held, nobody carries on otherwise before its lease ends
     workers = UploadWorkers(
         root, table, mirrors, bus, lambda mirror: publish_attempts(root, mirror), under_way=looker.under_way
     )
@@ -386,4 +387,5 @@ def _settled(table: UploadsTable, urls: Sequence[str], seen: Seen) -> Drained:
         bytes_done=sum(row.size_bytes for row in settled),
         bytes_total=sum(row.size_bytes for row in rows),
         seen=seen,
+        held=held_elsewhere(table, urls),
     )
