@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import print_json
-from ckptmirror.cli._progress import shows_bar
+from ckptmirror.cli._terminal import moves_cursor
 from ckptmirror.cli._words import duration_text, on_no_mirror, size
 from ckptmirror.core import events
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
@@ -64,7 +64,7 @@ def telling_bus(root: Path, verb: str) -> events.EventBus:
     def tell(event: events.Event) -> None:
         if isinstance(event, events.MirrorUnreachable) and not event.refused:
             sort = event.reason.partition(":")[0]
-            if (event.mirror, sort) not in told and not shows_bar():  # a bar says it itself
+            if (event.mirror, sort) not in told and not moves_cursor():  # a bar says it itself
                 told.add((event.mirror, sort))
                 print(f"waiting for {event.mirror}: {event.reason}", file=sys.stderr, flush=True)
 
