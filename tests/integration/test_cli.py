@@ -274,6 +274,27 @@ def test_a_usage_error_names_the_option_and_exits_with_2(arguments: str, words: 
     assert_tells(run(*arguments.split(), cwd=tmp_path), 2, words)
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("stgae", "Did you mean `ckptmirror stage`?"),
+        ("statsu", "Did you mean `ckptmirror status`?"),
+        ("re", "Did you mean `ckptmirror retry` or `ckptmirror rewind`?"),
+        ("list", "Did you mean `ckptmirror ls`?"),
+        ("download", "Did you mean `ckptmirror stage`?"),
+        ("upload", "Did you mean `ckptmirror push`?"),
+        ("xyzzy", "The commands are config, demo, drain, "),
+    ],
+)
+def test_a_mistyped_verb_gets_a_suggestion(typed: str, meant: str):
+    assert_tells(run(typed), 2, f"No such command '{typed}'. {meant}")
+
+
+@pytest.mark.parametrize(("verb", "typed", "meant"), [("status", "--rot", "--root"), ("stage", "--mirorr", "--mirror")])
+def test_a_mistyped_option_gets_a_suggestion(verb: str, typed: str, meant: str):
+    assert_tells(run(verb, typed, "x"), 2, f"Did you mean '{meant}'?")
+
+
 def test_a_mirror_must_be_given(tmp_path: Path):
     assert_tells(run("stage", "--step", "1", cwd=tmp_path), 10, "No mirror is given", "CKPTMIRROR_MIRROR")
 
