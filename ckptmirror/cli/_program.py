@@ -83,8 +83,8 @@ def program() -> None:
 
     \b
     Examples:
-      ckptmirror status --root /local-ssd/run-17
-      ckptmirror stage --step latest --mirror gs://bucket/run-17 --dest /scratch/eval
+      ckptmirror status /local-ssd/run-17
+      ckptmirror stage gs://bucket/run-17 --step latest --dest /scratch/eval
     """
 
 

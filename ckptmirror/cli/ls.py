@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._options import json_option, print_json, settings
+from ckptmirror.cli._options import Directory, json_option, print_json, settings
 from ckptmirror.cli._words import size
 
 if TYPE_CHECKING:
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
 @exit_codes(3, 5, 6, 10, 12)
 @click.command(short_help="List the saves of a directory or a mirror.")
 @click.argument("place", required=False, metavar="[DIR|URL]")
+@click.option("--root", type=Directory(), help="A directory, as DIR.  [default: see above]")
+@click.option("--mirror", metavar="URL", help="A mirror, as URL.  [default: see above]")
 @json_option
-def command(place: str | None, as_json: bool) -> int:
+def command(place: str | None, root: Path | None, mirror: str | None, as_json: bool) -> int:
     """List the saves of a directory or a mirror: current, replaced, superseded, and what is incomplete, with why.
 
     Without DIR or URL: the first mirror that is set, else the root that is set, else this directory.
@@ -31,7 +34,10 @@ def command(place: str | None, as_json: bool) -> int:
     """
     from ckptmirror.flow.places.resolve import list_checkpoints
 
-    place = place if place is not None else _place()
+    given = [str(one) for one in (place, root, mirror) if one is not None]
+    if len(given) > 1:
+        raise click.UsageError("Give one of DIR|URL, --root and --mirror.", click.get_current_context())
+    place = given[0] if given else _place()
     listed = list_checkpoints(place)
     if as_json:
         print_json({"place": place, "saves": [_facts(line) for line in listed]})

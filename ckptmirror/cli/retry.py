@@ -32,8 +32,8 @@ def command(root: Path, mirrors: tuple[str, ...], step: int | None, as_json: boo
 
     \b
     Examples:
-      ckptmirror retry --root /local-ssd/run-17
-      ckptmirror retry --root /local-ssd/run-17 --step 5000
+      ckptmirror retry /local-ssd/run-17
+      ckptmirror retry /local-ssd/run-17 --step 5000
     """
     from ckptmirror.flow.upload.retry import retry
 

@@ -25,8 +25,8 @@ def command(root: Path, as_json: bool) -> int:
 
     \b
     Examples:
-      ckptmirror status --root /local-ssd/run-17
-      ckptmirror status --root /local-ssd/run-17 --json | jq .unsafe_bytes
+      ckptmirror status /local-ssd/run-17
+      ckptmirror status /local-ssd/run-17 --json | jq .unsafe_bytes
     """
     from ckptmirror.flow.status import read_status
 
