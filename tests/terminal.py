@@ -1,4 +1,4 @@
-"""Runs a verb of the real command line with its stderr on a terminal of its own, and reads what that shows."""
+"""Runs a verb of the real command line on a terminal of its own, and reads what that shows."""
 
 from __future__ import annotations
 
@@ -53,10 +53,18 @@ def _lead_a_session() -> None:
 
 
 class OnTerminal:
-    """A verb on a terminal of its own: what is typed there reaches it, and a typed Ctrl-C is shown as ``^C``."""
+    """A verb with its stderr on a terminal of its own, and its stdout if wanted.
+
+    What is typed there reaches it, and a typed Ctrl-C is shown as ``^C``.
+    """
 
     def __init__(
-        self, *arguments: str | Path, columns: int = 100, env: dict[str, str] | None = None, **more: Any
+        self,
+        *arguments: str | Path,
+        columns: int = 100,
+        env: dict[str, str] | None = None,
+        stdout_too: bool = False,
+        **more: Any,
     ) -> None:
         self._here, there = pty.openpty()
         self.resize(columns)
@@ -65,7 +73,7 @@ class OnTerminal:
         environment.pop("COLUMNS", None)
         self.process: subprocess.Popen[str] = subprocess.Popen(
             [*AS_MODULE, *map(str, arguments)],
-            stdout=subprocess.PIPE,
+            stdout=there if stdout_too else subprocess.PIPE,
             stderr=there,
             text=True,
             env=environment,
@@ -95,7 +103,7 @@ class OnTerminal:
         while self._read():
             continue
         stdout, _ = self.process.communicate(timeout=LIMIT_S)
-        return self.process.returncode, stdout, self.shown
+        return self.process.returncode, stdout or "", self.shown
 
     def _read(self) -> bool:
         ready, _, _ = select.select([self._here], [], [], LIMIT_S)

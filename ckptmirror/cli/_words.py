@@ -1,10 +1,13 @@
-"""Sizes, durations and standing sentences, in words for people."""
+"""Sizes, durations, ages and standing sentences, in words for people."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
-__all__ = ["duration_text", "on_no_mirror", "size"]
+__all__ = ["age_text", "duration_text", "on_no_mirror", "size"]
+
+_CLOCKS_DIFFER_S = 60
 
 
 def size(size_bytes: int) -> str:
@@ -29,6 +32,22 @@ def duration_text(duration_s: float) -> str:
             rest = seconds % size // smaller_size
             return f"{seconds // size} {unit} {rest} {smaller}" if rest else f"{seconds // size} {unit}"
     return f"{seconds} s"
+
+
+def age_text(at_utc: str, now_s: float | None = None) -> str:
+    """Return how long ago a moment was: ``3 min ago``; of one that is still to come, by this clock, the moment."""
+    from ckptmirror.core.journal import utc_seconds  # with all events: `--help` needs none
+
+    at_s = utc_seconds(at_utc)
+    if at_s is None:
+        return ""
+    age_s = round((time.time() if now_s is None else now_s) - at_s)
+    if age_s <= 0:
+        return at_utc if age_s < -_CLOCKS_DIFFER_S else "just now"
+    for size_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if age_s >= size_s:
+            return f"{age_s // size_s} {unit} ago"
+    return f"{age_s} s ago"
 
 
 def on_no_mirror(step: int, copy: Path | None) -> str:

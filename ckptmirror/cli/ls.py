@@ -10,10 +10,14 @@ import click
 
 from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import Directory, json_option, print_json, settings
-from ckptmirror.cli._words import size
+from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, print_table, standing_style
+from ckptmirror.cli._words import age_text, size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.places.resolve import ListedCheckpoint
+
+
+_COLUMNS = (*SAVE_COLUMNS, Column("AGE", only_for_people=True), Column("WHY"))
 
 
 @exit_codes(3, 5, 6, 10, 12)
@@ -42,14 +46,22 @@ def command(place: str | None, root: Path | None, mirror: str | None, as_json: b
     if as_json:
         print_json({"place": place, "saves": [_facts(line) for line in listed]})
         return 0
-    for line in listed:
-        step = "?" if line.step < 0 else str(line.step)
-        kinds = "+".join(line.kinds) or "-"
-        columns = f"{step:>9}  {kinds:<10} {size(line.size_bytes):>10}  {line.standing:<11} {line.save_id[:8]:<8}"
-        print(f"{columns}  {line.why}".rstrip())
+    print_table(_COLUMNS, [_cells(line) for line in listed])
     if not listed:
         print(f"{place} holds no saves", file=sys.stderr)
     return 0
+
+
+def _cells(line: ListedCheckpoint) -> list[Cell]:
+    return [
+        "?" if line.step < 0 else str(line.step),
+        "+".join(line.kinds) or "-",
+        size(line.size_bytes),
+        (line.standing, standing_style(line.standing)),
+        line.save_id[:8],
+        age_text(line.created_at_utc),
+        line.why,
+    ]
 
 
 def _place() -> str:

@@ -34,6 +34,7 @@ class SaveLine:
         standing: ``current``, ``replaced``, ``superseded`` or ``unknown``.
         safe: Whether it is verified and committed on every required mirror (False where there is none).
         waiting: ``mirror: why`` for each required mirror that does not have it yet.
+        created_at_utc: When it was committed here, for people.
     """
 
     step: int
@@ -43,6 +44,7 @@ class SaveLine:
     standing: str
     safe: bool
     waiting: Mapping[str, str]
+    created_at_utc: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
                 standing=standing[meta.save_id],
                 safe=bool(required) and not waiting,
                 waiting=waiting,
+                created_at_utc=meta.created_at_utc,
             )
         )
     unsafe = [record for record in records if record.mirror in required and record.state in WAITING]
