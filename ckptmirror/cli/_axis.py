@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ckptmirror.core.journal import utc_moment
 
-__all__ = ["Axis", "Cut", "Tick", "duration_text"]
+__all__ = ["Axis", "Cut", "Tick"]
 
 CUT_SHARE = 0.15
 _CUT_TIMES_MEDIAN = 10.0
@@ -139,17 +139,3 @@ def _shortened(begin: float, end: float, margin_s: float) -> tuple[float, float]
     """Leave a little of a pause on both sides, so that what ends there does not touch the gap."""
     margin_s = min(margin_s, 0.02 * (end - begin))
     return begin + margin_s, end - margin_s
-
-
-def duration_text(duration_s: float) -> str:
-    """Return a duration for people: ``340 ms``, ``4.2 s``, ``3 min 20 s``, ``6 h 12 min``, ``2 d 3 h``."""
-    if duration_s < 1:
-        return f"{duration_s * 1000:.0f} ms"
-    if duration_s < 60:
-        return f"{duration_s:.1f} s"
-    seconds = round(duration_s)
-    for size, unit, smaller_size, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if seconds >= size:
-            rest = seconds % size // smaller_size
-            return f"{seconds // size} {unit} {rest} {smaller}" if rest else f"{seconds // size} {unit}"
-    return f"{seconds} s"

@@ -14,8 +14,9 @@ import re
 from collections import Counter
 from xml.sax.saxutils import escape, quoteattr
 
-from ckptmirror.cli._axis import Axis, duration_text
+from ckptmirror.cli._axis import Axis
 from ckptmirror.cli._lanes import Lane, Placed, lanes_of
+from ckptmirror.cli._words import duration_text
 from ckptmirror.core.journal import utc_text
 from ckptmirror.observe.bars import Bar
 from ckptmirror.observe.timeline import Timeline

@@ -4,6 +4,7 @@ Rules:
 * Whatever a verb does may stop at any instant (the same command continues), so leaving never waits for long: after
   ``GRACE_S``, or at a second signal, the process is gone.
 * The limit is kept by SIGALRM, not by a thread: a signal may arrive while the lock that starts threads is held.
+* The sentence has a line of its own: on a terminal it takes the place of a bar, and of the ``^C`` that was typed.
 * The sentence says what the same command would do; a verb for which that is not to continue says so beforehand.
 * Only the light parts of the standard library are imported here.
 """
@@ -18,11 +19,13 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
+from ckptmirror.cli._terminal import is_terminal, moves_cursor
+
 __all__ = ["GRACE_S", "Interrupted", "Interrupts", "told_when_interrupted"]
 
 GRACE_S = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_SHOW_CURSOR = b"\x1b[?25h"
+_ERASE_LINE = "\r\x1b[2K\x1b[?25h"
 _told = ["the same command continues where it stopped"]
 
 
@@ -47,9 +50,9 @@ class Interrupted(BaseException):
     def tell(self) -> None:
         """Say what happened, in one sentence; nobody may be listening any more."""
         what = "interrupted" if self.signum == signal.SIGINT else "terminated"
-        text = f"ckptmirror: {what}; {self._next}.\n".encode()
+        shown = _ERASE_LINE if moves_cursor() else "\n" if is_terminal() else ""
         try:
-            os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + text)
+            os.write(2, f"{shown}ckptmirror: {what}; {self._next}.\n".encode())
         except OSError:
             return
 

@@ -63,7 +63,7 @@ def _completed(command: str, given: Mapping[str, Any]) -> str:
     if "--help" in words or "--verbose" in words:
         return command
     places = {"root": given.get("root"), "mirror": _mirror(given), "dest": given.get("dest")}
-    for name in _places_of(verb):
+    for name in _places_of(verb) if verb != "ls" else ():
         if places[name] is not None and f"--{name}" not in words:
             words += [f"--{name}", str(places[name])]
     if verb == "ls" and len(words) == 2:

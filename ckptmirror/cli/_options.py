@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DIRECTORY",
+    "Directory",
     "json_option",
     "mirror_option",
     "need_mirror",
-    "on_no_mirror",
     "print_json",
     "root_option",
     "seconds_option",
     "settings",
     "show_verbose",
-    "size",
     "step_option",
     "verbose_option",
 ]
 
 _SETTINGS = "ckptmirror.settings"
+_PLACED = "ckptmirror.placed."
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any] | click.Command)
 
 
@@ -83,25 +83,81 @@ def settings() -> Settings:
     return found
 
 
+class Directory(click.Path):
+    """A directory on this disk. A mirror's URL is refused: it would be taken for the name of a directory."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, file_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        if "://" in str(value):
+            verb = ctx.info_name if ctx is not None else "the verb"
+            self.fail(
+                f"{value} is a mirror, and {verb} reads a directory on this disk. "
+                f"`ckptmirror ls {value}` lists what the mirror has.",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
 def root_option(function: _Decorated) -> _Decorated:
-    """Add ``--root``, as an absolute path."""
+    """Add ``--root``, and DIR in its place, as an absolute path."""
 
-    def resolve(context: click.Context, _parameter: click.Parameter, root: Path | None) -> Path:
+    def resolve(context: click.Context, parameter: click.Parameter, root: Path | None) -> Path:
+        root = _one_of(context, "DIR", "--root", root)
         configured = None if context.resilient_parsing else settings()["root"]
-        return (root or configured or Path()).absolute()
+        return Path(parameter.type.convert(root or configured or Path(), parameter, context)).absolute()
 
-    return click.option(
+    option = click.option(
         "--root",
-        type=DIRECTORY,
+        type=Directory(),
         callback=resolve,
-        help="The directory that the trainer saves to.  [default: the setting root, else here]",
-    )(function)
+        help="The directory that the trainer saves to; DIR says the same.  [default: the setting root, else here]",
+    )
+    return _placed("DIR", click.Path(file_okay=False))(option(function))
 
 
 def mirror_option(function: _Decorated) -> _Decorated:
-    """Add ``--mirror``; what it stands for without a value is said by :func:`need_mirror`."""
-    what = "The mirror, such as gs://bucket/run-17.  [default: from the setting mirrors]"
-    return click.option("--mirror", metavar="URL", help=what)(function)
+    """Add ``--mirror``, and URL in its place; what holds without either is said by :func:`need_mirror`."""
+
+    def resolve(context: click.Context, _parameter: click.Parameter, mirror: str | None) -> str | None:
+        found: str | None = _one_of(context, "URL", "--mirror", mirror)
+        return found
+
+    what = "The mirror, such as gs://bucket/run-17; URL says the same.  [default: from the setting mirrors]"
+    option = click.option("--mirror", metavar="URL", callback=resolve, help=what)
+    return _placed("URL", click.STRING)(option(function))
+
+
+def _placed(place: str, kind: Any) -> Callable[[_Decorated], _Decorated]:
+    """Add an argument that stands for an option. A URL alone is one, also where DIR would come before it."""
+
+    def keep(context: click.Context, _parameter: click.Parameter, value: str | None) -> None:
+        takes_url = any(one.name == "url" for one in context.command.params)
+        if value is not None:
+            key = _PLACED + ("URL" if takes_url and "://" in value else place)
+            if key in context.meta:
+                raise click.UsageError("DIR comes before URL.", context)
+            context.meta[key] = value
+
+    return click.argument(
+        place.lower(),
+        type=kind,
+        required=False,
+        metavar=f"[{place}]",
+        is_eager=True,
+        expose_value=False,
+        callback=keep,
+    )
+
+
+def _one_of(context: click.Context, place: str, option: str, named: Any) -> Any:
+    placed = context.meta.get(_PLACED + place)
+    if placed is not None and named is not None:
+        raise click.UsageError(f"Give {place} or {option}, not both.", context)
+    return named if placed is None else placed
 
 
 def seconds_option(name: str, target: str, what: str, *, default: float) -> Callable[[_Decorated], _Decorated]:
@@ -164,19 +220,3 @@ def need_mirror(url: str | None, *, to_read: bool) -> MirrorSpec:
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object to stdout."""
     print(json.dumps(value, indent=2, sort_keys=True, allow_nan=False))
-
-
-def size(size_bytes: int) -> str:
-    """Return a size for people: ``1.4 GiB``."""
-    value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def on_no_mirror(step: int, copy: Path | None) -> str:
-    """Say what an emergency snapshot that is newer than all else means for who gives this machine back."""
-    where = "on this disk alone" if copy is None else f"on this disk and in {copy}"
-    return f"the newest state, step {step}, is an emergency snapshot {where}; the next start goes on from it"

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ckptmirror.cli._options import size
+from ckptmirror.cli._words import duration_text, size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.upload.transfer_progress import Wait
@@ -120,7 +120,7 @@ class Pace:
         if not speed or total is None or self.done_bytes >= total:
             return ""
         left_s = math.ceil((total - self.done_bytes) / speed)
-        return f"{left_s} s left" if left_s < 60 else f"{_duration_text(left_s)} left"
+        return f"{left_s} s left" if left_s < 60 else f"{duration_text(left_s)} left"
 
     def besides_text(self) -> str:
         """Return what goes on besides, with the mirrors that are waited for first."""
@@ -138,13 +138,7 @@ class Pace:
         """Return how it went, as one line."""
         took_s = max(self._clock() - self._began_s, _SHORTEST_S)
         speed = size(round(self._moved_bytes / took_s))
-        return f"{self.title}: {size(self._moved_bytes)} moved in {_duration_text(took_s)}, {speed}/s"
-
-
-def _duration_text(duration_s: float) -> str:
-    from ckptmirror.cli._axis import duration_text  # with what only a long transfer, or a drawing, needs
-
-    return duration_text(duration_s)
+        return f"{self.title}: {size(self._moved_bytes)} moved in {duration_text(took_s)}, {speed}/s"
 
 
 def _wait_text(url: str, reason: str, left_s: float) -> str:

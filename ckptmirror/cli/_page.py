@@ -6,8 +6,8 @@ Rules:
 
 from __future__ import annotations
 
-from ckptmirror.cli._axis import duration_text
 from ckptmirror.cli._drawing import KIND_NAMES, plain, summary
+from ckptmirror.cli._words import duration_text
 from ckptmirror.core.journal import utc_text
 from ckptmirror.observe.bars import Bar
 from ckptmirror.observe.timeline import Timeline

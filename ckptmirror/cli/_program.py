@@ -20,12 +20,44 @@ from ckptmirror.core.errors import CkptMirrorError
 __all__ = ["program", "run"]
 
 
+_SAME_ELSEWHERE = {
+    **dict.fromkeys(("list", "dir"), "ls"),
+    **dict.fromkeys(("download", "fetch", "get", "pull", "restore"), "stage"),
+    **dict.fromkeys(("upload", "put", "copy", "cp", "sync", "mirror"), "push"),
+    **dict.fromkeys(("check", "fsck", "scrub"), "verify"),
+    **dict.fromkeys(("prune", "delete", "rm", "clean", "gc"), "rotate"),
+    **dict.fromkeys(("rollback", "revert", "reset"), "rewind"),
+    **dict.fromkeys(("finish", "flush", "wait"), "drain"),
+    **dict.fromkeys(("info", "show"), "status"),
+}
+"""What the verbs are called in other tools."""
+
+
 class Verbs(click.Group):
     """Finds the verbs by listing this folder."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the interface is click's
         """Return the names of all verbs."""
         return sorted(module.name for module in iter_modules(cli.__path__) if not module.name.startswith("_"))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the verb of a command line.
+
+        Raises:
+            UsageError: There is none of that name; says which was probably meant.
+        """
+        known, name = self.list_commands(ctx), args[0]
+        if name in known or name.startswith("-") or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        from difflib import get_close_matches
+
+        near = [_SAME_ELSEWHERE[name]] if name in _SAME_ELSEWHERE else []
+        near = near or [verb for verb in known if verb.startswith(name)] or get_close_matches(name, known)
+        meant = " or ".join(f"`ckptmirror {verb}`" for verb in near)
+        what = f"Did you mean {meant}?" if near else f"The commands are {', '.join(known)}."
+        raise click.UsageError(f"No such command {name!r}. {what}", ctx)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return one verb; None if there is none of that name."""
@@ -51,8 +83,8 @@ def program() -> None:
 
     \b
     Examples:
-      ckptmirror status --root /local-ssd/run-17
-      ckptmirror stage --step latest --mirror gs://bucket/run-17 --dest /scratch/eval
+      ckptmirror status /local-ssd/run-17
+      ckptmirror stage gs://bucket/run-17 --step latest --dest /scratch/eval
     """
 
 

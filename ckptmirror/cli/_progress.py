@@ -10,7 +10,6 @@ Rules:
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,24 +17,20 @@ from contextlib import contextmanager
 
 from ckptmirror.cli._pace import Pace
 from ckptmirror.cli._streams import raw_stderr
+from ckptmirror.cli._terminal import moves_cursor
 
-__all__ = ["LINE_EVERY_S", "Lines", "progress", "shows_bar"]
+__all__ = ["LINE_EVERY_S", "Lines", "progress"]
 
 LINE_EVERY_S = 30.0
 _LOOKS_PER_S = 4
 _STOP_WAIT_S = 1.0
 
 
-def shows_bar() -> bool:
-    """Whether stderr is a terminal that can show a bar."""
-    return sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-
-
 @contextmanager
 def progress(title: str) -> Iterator[Pace]:
     """Show a transfer, as far as what this yields is told."""
     pace = Pace(title)
-    if shows_bar():
+    if moves_cursor():
         with _bar(pace):
             yield pace
     else:

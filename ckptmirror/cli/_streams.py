@@ -9,7 +9,7 @@ from typing import Any, TextIO, cast
 
 from ckptmirror.core.printable import printable_text
 
-__all__ = ["printable_streams", "raw_stderr"]
+__all__ = ["printable_streams", "raw_stderr", "raw_stdout"]
 
 
 class _Printable:
@@ -46,3 +46,8 @@ def printable_streams() -> Iterator[None]:
 def raw_stderr() -> TextIO:
     """Return standard error itself: for a bar that moves the cursor on purpose."""
     return cast(TextIO, getattr(sys.stderr, "raw", sys.stderr))
+
+
+def raw_stdout() -> TextIO:
+    """Return standard output itself: for a table whose texts are made printable one by one, and then coloured."""
+    return cast(TextIO, getattr(sys.stdout, "raw", sys.stdout))

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.cli._next_command import with_places
-from ckptmirror.cli._options import on_no_mirror, print_json, size
-from ckptmirror.cli._progress import shows_bar
+from ckptmirror.cli._options import print_json
+from ckptmirror.cli._terminal import moves_cursor
+from ckptmirror.cli._words import duration_text, on_no_mirror, size
 from ckptmirror.core import events
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ckptmirror.cli._pace import Pace
     from ckptmirror.flow.drain import Drained, DrainReport
+    from ckptmirror.flow.upload.transfer_progress import Held
 
 __all__ = ["print_report", "showing", "telling_bus"]
 
@@ -30,11 +32,21 @@ def showing(pace: Pace) -> Callable[[Drained], None]:
             doing.append(f"sending {_files(at.seen.sending)}")
         if at.seen.verifying:
             doing.append(f"verifying {_files(at.seen.verifying)} on the mirror")
+        if at.held and not doing:
+            doing.append(_held_text(at.held))
         done = min(at.bytes_done + at.seen.there_bytes, at.bytes_total)
         pace(done, at.bytes_total, at.seen.moved_bytes, ", ".join(doing))
         pace.waits(at.seen.waits)
 
     return show
+
+
+def _held_text(held: Sequence[Held]) -> str:
+    """Say which file is waited for longest."""
+    last = max(held, key=lambda one: one.left_s)
+    more = f" and {_files(len(held) - 1)} more" if len(held) > 1 else ""
+    until = f"taken over in {duration_text(last.left_s)} unless it goes on"
+    return f"waiting for {last.holder}, which is sending {last.path}{more}; {until}"
 
 
 def _files(count: int) -> str:
@@ -52,7 +64,7 @@ def telling_bus(root: Path, verb: str) -> events.EventBus:
     def tell(event: events.Event) -> None:
         if isinstance(event, events.MirrorUnreachable) and not event.refused:
             sort = event.reason.partition(":")[0]
-            if (event.mirror, sort) not in told and not shows_bar():  # a bar says it itself
+            if (event.mirror, sort) not in told and not moves_cursor():  # a bar says it itself
                 told.add((event.mirror, sort))
                 print(f"waiting for {event.mirror}: {event.reason}", file=sys.stderr, flush=True)
 

@@ -24,7 +24,7 @@ import click
 from ckptmirror.cli._demo_place import DemoPlace, make_place
 from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._interrupts import told_when_interrupted
-from ckptmirror.cli._options import size
+from ckptmirror.cli._words import size
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.flow.places.resolve import find_local_checkpoint_steps, list_checkpoints
 from ckptmirror.flow.status import read_status

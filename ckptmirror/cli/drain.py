@@ -29,8 +29,8 @@ def command(root: Path, mirrors: tuple[str, ...], timeout_s: float, as_json: boo
 
     \b
     Examples:
-      ckptmirror drain --root /local-ssd/run-17
-      ckptmirror drain --root /local-ssd/run-17 --timeout 600
+      ckptmirror drain /local-ssd/run-17
+      ckptmirror drain /local-ssd/run-17 --timeout 600
     """
     from ckptmirror.flow.drain import drain
 

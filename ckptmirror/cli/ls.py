@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._options import json_option, print_json, settings, size
+from ckptmirror.cli._options import Directory, json_option, print_json, settings
+from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, print_table, standing_style
+from ckptmirror.cli._words import age_text, size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.places.resolve import ListedCheckpoint
 
 
+_COLUMNS = (*SAVE_COLUMNS, Column("AGE", only_for_people=True), Column("WHY"))
+
+
 @exit_codes(3, 5, 6, 10, 12)
 @click.command(short_help="List the saves of a directory or a mirror.")
 @click.argument("place", required=False, metavar="[DIR|URL]")
+@click.option("--root", type=Directory(), help="A directory, as DIR.  [default: see above]")
+@click.option("--mirror", metavar="URL", help="A mirror, as URL.  [default: see above]")
 @json_option
-def command(place: str | None, as_json: bool) -> int:
+def command(place: str | None, root: Path | None, mirror: str | None, as_json: bool) -> int:
     """List the saves of a directory or a mirror: current, replaced, superseded, and what is incomplete, with why.
 
     Without DIR or URL: the first mirror that is set, else the root that is set, else this directory.
@@ -30,19 +38,30 @@ def command(place: str | None, as_json: bool) -> int:
     """
     from ckptmirror.flow.places.resolve import list_checkpoints
 
-    place = place if place is not None else _place()
+    given = [str(one) for one in (place, root, mirror) if one is not None]
+    if len(given) > 1:
+        raise click.UsageError("Give one of DIR|URL, --root and --mirror.", click.get_current_context())
+    place = given[0] if given else _place()
     listed = list_checkpoints(place)
     if as_json:
         print_json({"place": place, "saves": [_facts(line) for line in listed]})
         return 0
-    for line in listed:
-        step = "?" if line.step < 0 else str(line.step)
-        kinds = "+".join(line.kinds) or "-"
-        columns = f"{step:>9}  {kinds:<10} {size(line.size_bytes):>10}  {line.standing:<11} {line.save_id[:8]:<8}"
-        print(f"{columns}  {line.why}".rstrip())
+    print_table(_COLUMNS, [_cells(line) for line in listed])
     if not listed:
         print(f"{place} holds no saves", file=sys.stderr)
     return 0
+
+
+def _cells(line: ListedCheckpoint) -> list[Cell]:
+    return [
+        "?" if line.step < 0 else str(line.step),
+        "+".join(line.kinds) or "-",
+        size(line.size_bytes),
+        (line.standing, standing_style(line.standing)),
+        line.save_id[:8],
+        age_text(line.created_at_utc),
+        line.why,
+    ]
 
 
 def _place() -> str:

@@ -40,7 +40,7 @@ def command(
 
     \b
     Examples:
-      ckptmirror push --root /local-ssd/run-17 --mirror gs://bucket/run-17
+      ckptmirror push /local-ssd/run-17 gs://bucket/run-17
       ckptmirror push --root /local-ssd/run-17 --mirror /nfs/run-17 --step 5000
     """
     from ckptmirror.flow.drain import push

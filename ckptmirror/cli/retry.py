@@ -10,7 +10,8 @@ import click
 
 from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._next_command import with_places
-from ckptmirror.cli._options import json_option, print_json, root_option, size, step_option
+from ckptmirror.cli._options import json_option, print_json, root_option, step_option
+from ckptmirror.cli._words import size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.upload.retry import Retried, RetriedFile
@@ -31,8 +32,8 @@ def command(root: Path, mirrors: tuple[str, ...], step: int | None, as_json: boo
 
     \b
     Examples:
-      ckptmirror retry --root /local-ssd/run-17
-      ckptmirror retry --root /local-ssd/run-17 --step 5000
+      ckptmirror retry /local-ssd/run-17
+      ckptmirror retry /local-ssd/run-17 --step 5000
     """
     from ckptmirror.flow.upload.retry import retry
 

@@ -52,9 +52,9 @@ def command(
 
     \b
     Examples:
-      ckptmirror rewind --root /local-ssd/run-17 --step 5000 --dry-run
-      ckptmirror rewind --root /local-ssd/run-17 --step 5000
-      ckptmirror rewind --root /new-disk --step 5000 --mirror gs://bucket/run-17
+      ckptmirror rewind /local-ssd/run-17 --step 5000 --dry-run
+      ckptmirror rewind /local-ssd/run-17 --step 5000
+      ckptmirror rewind /new-disk --step 5000 --mirror gs://bucket/run-17
     """
     if (step is None) == (save is None):
         raise UsageError(

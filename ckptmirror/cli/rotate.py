@@ -62,7 +62,7 @@ def command(
 
     \b
     Examples:
-      ckptmirror rotate --root /local-ssd/run-17 --keep-last 2 --dry-run
+      ckptmirror rotate /local-ssd/run-17 --keep-last 2 --dry-run
       ckptmirror rotate --keep-last 2 --keep-best 1 --metric val_loss
     """
     from ckptmirror.config import load_settings

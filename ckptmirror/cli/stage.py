@@ -54,7 +54,7 @@ def command(
 
     \b
     Examples:
-      ckptmirror stage --step 200 --mirror gs://bucket/run-17 --dest /scratch/eval
+      ckptmirror stage gs://bucket/run-17 --step 200 --dest /scratch/eval
       ckptmirror stage --step latest --kind dcp --wait 600 --json
     """
     from ckptmirror.flow.fetch.stage import stage_checkpoint_step

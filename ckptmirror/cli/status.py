@@ -9,10 +9,28 @@ import click
 
 from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._next_command import with_places
-from ckptmirror.cli._options import json_option, on_no_mirror, print_json, root_option, size
+from ckptmirror.cli._options import json_option, print_json, root_option
+from ckptmirror.cli._tables import (
+    SAVE_COLUMNS,
+    Cell,
+    Column,
+    is_for_people,
+    print_line,
+    print_table,
+    standing_style,
+)
+from ckptmirror.cli._words import age_text, on_no_mirror, size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.status import SaveLine, Status
+
+
+_COLUMNS = (
+    *SAVE_COLUMNS[:-1],
+    Column("SAVE", 8, only_for_people=True),
+    Column("AGE", only_for_people=True),
+    Column("ON THE MIRRORS"),
+)
 
 
 @exit_codes(6, 10, 11)
@@ -24,8 +42,8 @@ def command(root: Path, as_json: bool) -> int:
 
     \b
     Examples:
-      ckptmirror status --root /local-ssd/run-17
-      ckptmirror status --root /local-ssd/run-17 --json | jq .unsafe_bytes
+      ckptmirror status /local-ssd/run-17
+      ckptmirror status /local-ssd/run-17 --json | jq .unsafe_bytes
     """
     from ckptmirror.flow.status import read_status
 
@@ -33,15 +51,14 @@ def command(root: Path, as_json: bool) -> int:
     if as_json:
         print_json(_facts(status))
         return 0
-    print(with_places(_verdict(status), {"root": root}))
+    verdict = with_places(_verdict(status), {"root": root})
+    print_line(verdict, "bold green" if verdict.startswith("safe") else "bold red")
     print(f"newest step {_or_none(status.newest_step)}, newest safe step {_or_none(status.newest_safe_step)}")
-    for line in status.saves:
-        kinds = "+".join(line.kinds)
-        print(f"  {line.step:>9}  {kinds:<10} {size(line.size_bytes):>10}  {line.standing:<10} {_safety(line)}")
+    print_table(_COLUMNS, [_cells(line) for line in status.saves])
     for name, why in status.problems.items():
         print(f"  problem: {name}: {why}")
-    if trainer := status.trainer:
-        print(f"trainer: {trainer.get('status')} (pid {trainer.get('pid')}, {trainer.get('at_utc')})")
+    if status.trainer:
+        print(_trainer(status))
     return 0
 
 
@@ -75,10 +92,28 @@ def _is_apart(one: Path, other: Path) -> bool:
         return False
 
 
-def _safety(line: SaveLine) -> str:
-    if line.safe:
-        return "safe"
-    return "; ".join(f"{url}: {why}" for url, why in line.waiting.items()) or "local only"
+def _cells(line: SaveLine) -> list[Cell]:
+    open_on = "; ".join(f"{url}: {why}" for url, why in line.waiting.items())
+    return [
+        str(line.step),
+        "+".join(line.kinds),
+        size(line.size_bytes),
+        (line.standing, standing_style(line.standing)),
+        line.save_id[:8],
+        age_text(line.created_at_utc),
+        ("safe", "green") if line.safe else (open_on or "local only", "red"),
+    ]
+
+
+def _trainer(status: Status) -> str:
+    facts = status.trainer
+    what, host = facts.get("status"), facts.get("host")
+    if what == "running" and status.trainer_alive is False:
+        what = "died while running"
+    where = f" on {host}" if host is not None and status.trainer_alive is None else ""
+    at_utc = str(facts.get("at_utc"))
+    when = age_text(at_utc) if is_for_people() else at_utc
+    return f"trainer: {what} (pid {facts.get('pid')}{where}, {when})"
 
 
 def _or_none(step: int | None) -> str:
@@ -110,5 +145,6 @@ def _facts(status: Status) -> dict[str, Any]:
             for line in status.saves
         ],
         "trainer": dict(status.trainer),
+        "trainer_alive": status.trainer_alive,
         "problems": dict(status.problems),
     }

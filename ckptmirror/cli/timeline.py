@@ -44,8 +44,8 @@ def command(root: Path, out: Path | None, as_json: bool) -> int:
 
     \b
     Examples:
-      ckptmirror timeline --root /local-ssd/run-17
-      ckptmirror timeline --root /local-ssd/run-17 --out run-17.svg
+      ckptmirror timeline /local-ssd/run-17
+      ckptmirror timeline /local-ssd/run-17 --out run-17.svg
       ckptmirror timeline --json | jq '.bars[] | select(.outcome == "failed")'
     """
     from ckptmirror.observe.history import read_history

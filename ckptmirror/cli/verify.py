@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._options import DIRECTORY, json_option, print_json, size, step_option
+from ckptmirror.cli._options import DIRECTORY, json_option, print_json, step_option
 from ckptmirror.cli._progress import progress
+from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, print_table, standing_style
+from ckptmirror.cli._words import size
 from ckptmirror.core.errors import IntegrityError, NotAuthorised, Temporary, UsageError
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ _HINTS = {
     "unreadable": "Try the same command again; `ckptmirror verify --verbose` logs what happens.",
     "refused": NotAuthorised.hint,
 }
+
+
+_COLUMNS = (*SAVE_COLUMNS, Column("STATE"))
 
 
 @exit_codes(3, 5, 6, 10, 12)
@@ -90,25 +95,35 @@ def _print(found: Verification) -> None:
     for place in places:
         if len(places) > 1:
             print(f"{place}:")
+        lines = []
         for save in found.saves:
             if save.place == place:
-                print(_line(save, found.deep))
+                lines.append(_cells(save, found.deep))
+        print_table(_COLUMNS, lines)
     sys.stdout.flush()
 
 
-def _line(save: VerifiedSave, deep: bool) -> str:
+def _cells(save: VerifiedSave, deep: bool) -> list[Cell]:
     verdict = save.verdict
-    step = "?" if verdict.step is None else str(verdict.step)
-    kinds = "+".join(verdict.kinds) or "-"
-    facts = f"{step:>9}  {kinds:<10} {size(save.size_bytes):>10}  {verdict.standing:<11} {save.save_id[:8]:<8}"
-    if verdict.state == "whole":
-        return f"{facts}  whole" + (", every byte" if deep else "")
+    return [
+        "?" if verdict.step is None else str(verdict.step),
+        "+".join(verdict.kinds) or "-",
+        size(save.size_bytes),
+        (verdict.standing, standing_style(verdict.standing)),
+        save.save_id[:8],
+        _state(save, deep),
+    ]
+
+
+def _state(save: VerifiedSave, deep: bool) -> Cell:
+    state = save.verdict.state
+    if state == "whole":
+        return "whole" + (", every byte" if deep else ""), "green"
     more = f" (and {len(save.faults) - 1} more)" if len(save.faults) > 1 else ""
-    said = "DAMAGED" if verdict.state == "damaged" else "not read"
-    wrong = f"{facts}  {said}: {save.faults[0] if save.faults else save.meta}{more}"
-    if verdict.state != "damaged":
-        return wrong
-    return f"{wrong} -> {save.mend or 'nothing known here mends it'}"
+    wrong = f"{save.faults[0] if save.faults else save.meta}{more}"
+    if state != "damaged":
+        return f"not read: {wrong}", "yellow"
+    return f"DAMAGED: {wrong} -> {save.mend or 'nothing known here mends it'}", "red"
 
 
 def _tell(found: Verification) -> int:

@@ -51,8 +51,8 @@ from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, r
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of
 from ckptmirror.flow.start.claim import DrainConfirmation, check_of_run
-from ckptmirror.flow.upload.transfer_progress import Seen, UnderWay, Wait
-from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, free_dead_workers, still_moving
+from ckptmirror.flow.upload.transfer_progress import Held, Seen, UnderWay, Wait
+from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, held_elsewhere, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.pool import begin, is_over
@@ -76,6 +76,7 @@ class Drained:
 
     Attributes:
         seen: What is on its way beyond that, and which mirrors are waited for.
+        held: What other processes are sending to these mirrors.
     """
 
     files_done: int
@@ -83,6 +84,7 @@ class Drained:
     bytes_done: int
     bytes_total: int
     seen: Seen = field(default_factory=Seen)
+    held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def drain(
     """
     ends_s = time.monotonic() + timeout_s
     table = open_known_table(root, state_dir)
-    with _Held(table) as held:
+    with _Opened(table) as held:
         if not table.knows_mirrors():
             raise Temporary(
                 f"The table of {root} was just made and does not know the mirrors yet.",
@@ -219,7 +221,7 @@ def push(
     asking.result()
     files.make_dirs(table_path(root, state_dir).parent)
     table = UploadsTable.open(table_path(root, state_dir), create=True)
-    with _Held(table) as held:
+    with _Opened(table) as held:
         table.check_root(root)
         note_place(root, table_path(root, state_dir))
         known = [(row.url, row.required) for row in table.mirrors()]
@@ -269,7 +271,7 @@ def _reconcile_if_free(
     return [f"step {step} (save {save_id[:8]}): {reason}" for step, save_id, reason in done.gone]
 
 
-class _Held:
+class _Opened:
     """A table and its mirrors, closed at the end; what a mirror keeps busy keeps them until this process ends."""
 
     def __init__(self, table: UploadsTable) -> None:
@@ -292,7 +294,7 @@ class _Work:
     def __init__(
         self,
         root: Path,
-        held: _Held,
+        held: _Opened,
         served: Sequence[MirrorSpec],
         known: Sequence[MirrorSpec],
         bus: events.EventBus,
@@ -340,7 +342,6 @@ class _Work:
     def _upload(self, refusals: _Refusals, ends_s: float) -> None:
         table, audit = self._table, self._audit
         assert audit is not None
-        free_dead_workers(table)  # what an interrupted verb held, nobody carries on otherwise before its lease ends
         workers = UploadWorkers(
             self._root,
             table,
@@ -449,4 +450,5 @@ def _settled(table: UploadsTable, urls: Sequence[str], seen: Seen) -> Drained:
         bytes_done=sum(row.size_bytes for row in settled),
         bytes_total=sum(row.size_bytes for row in rows),
         seen=seen,
+        held=held_elsewhere(table, urls),
     )

@@ -19,7 +19,7 @@ from ckptmirror.flow.places.mirrors import counting
 from ckptmirror.flow.places.select import lineage_of
 from ckptmirror.flow.retention.durability import open_saves
 from ckptmirror.flow.save.persistent_dir import copy_of
-from ckptmirror.local.status_file import read_status_file
+from ckptmirror.local.status_file import is_writer_alive, read_status_file
 from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import UploadRecord
 
@@ -34,6 +34,7 @@ class SaveLine:
         standing: ``current``, ``replaced``, ``superseded`` or ``unknown``.
         safe: Whether it is verified and committed on every required mirror (False where there is none).
         waiting: ``mirror: why`` for each required mirror that does not have it yet.
+        created_at_utc: When it was committed here, for people.
     """
 
     step: int
@@ -43,6 +44,7 @@ class SaveLine:
     standing: str
     safe: bool
     waiting: Mapping[str, str]
+    created_at_utc: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Status:
         newest_step: The newest committed step of the lineage; None if there is none.
         newest_safe_step: The newest that is safe; None if there is none.
         trainer: What the trainer last wrote to ``status.json``.
+        trainer_alive: Whether the process that wrote it lives; None where there is none, or it is another machine's.
         problems: Things under the root that look like saves and are not whole.
         unsettled: Save id -> why it is not on every required mirror: of whole saves, and of all that the table knows.
         emergency_step: The step of an emergency snapshot that is newer than all that is safe: no mirror gets it.
@@ -72,6 +75,7 @@ class Status:
     problems: Mapping[str, str]
     unsettled: Mapping[str, str]
     unasked: tuple[str, ...] = ()
+    trainer_alive: bool | None = None
     emergency_step: int | None = None
     emergency_copy: Path | None = None
 
@@ -139,12 +143,14 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
                 standing=standing[meta.save_id],
                 safe=bool(required) and not waiting,
                 waiting=waiting,
+                created_at_utc=meta.created_at_utc,
             )
         )
     unsafe = [record for record in records if record.mirror in required and record.state in WAITING]
     current = [line for line in saves if line.standing == "current"]
     safe = max((line.step for line in current if line.safe), default=None)
     snapshots = [line for line in current if line.kinds == ("emergency",) and (safe is None or line.step > safe)]
+    trainer = read_status_file(root)
     snapshot = max(snapshots, key=lambda line: line.step, default=None)
     return Status(
         root=root,
@@ -155,7 +161,8 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         unsafe_bytes=sum(record.size_bytes or 0 for record in unsafe),
         failed_files=sum(record.state is RecordState.FAILED for record in unsafe),
         saves=tuple(saves),
-        trainer=read_status_file(root),
+        trainer=trainer,
+        trainer_alive=is_writer_alive(trainer),
         problems={name: str(why) for name, why in catalog.problems.items()},
         unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in missing},
         unasked=tuple(url for url, _ in mirrors if url in unasked),

@@ -1,9 +1,15 @@
-"""The file in which a trainer says how it stands, for people and monitors. No decision rests on it."""
+"""The file in which a trainer says how it stands, for people and monitors. No decision rests on it.
+
+Rules:
+* It names the process that wrote it, so that one that was killed does not go on "running" (:func:`is_writer_alive`).
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +18,9 @@ from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import new_id
 from ckptmirror.local import files
+from ckptmirror.local.processes import is_alive, started
 
-__all__ = ["read_status_file", "write_status_file"]
+__all__ = ["is_writer_alive", "read_status_file", "write_status_file"]
 
 _log = logging.getLogger("ckptmirror")
 _STATUS_LIMIT_BYTES = 1024 * 1024
@@ -21,8 +28,9 @@ _STATUS_LIMIT_BYTES = 1024 * 1024
 
 def write_status_file(root: Path, facts: Mapping[str, Any]) -> None:
     """Leave ``.ckptmirror/status.json`` for people and monitors. A failure to do so is only logged."""
+    writer = {"pid": os.getpid(), "host": socket.gethostname(), "started": started(os.getpid())}
     try:
-        data = json.dumps(facts, indent=1, sort_keys=True).encode() + b"\n"
+        data = json.dumps(writer | dict(facts), indent=1, sort_keys=True).encode() + b"\n"
         files.write_bytes(root / names.STATUS_NAME, data, save_id=new_id(), replace=True)
     except CkptMirrorError as error:
         _log.warning("status.json was not written: %s", error)
@@ -35,3 +43,11 @@ def read_status_file(root: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError, RecursionError, IntegrityError):
         return {}  # what anybody could have written there does not keep the rest from being told
     return facts if isinstance(facts, dict) else {}
+
+
+def is_writer_alive(facts: Mapping[str, Any]) -> bool | None:
+    """Whether the process that wrote ``status.json`` lives; None where this machine cannot tell."""
+    pid, began = facts.get("pid"), facts.get("started", "")
+    if facts.get("host") != socket.gethostname() or not isinstance(pid, int) or not 0 < pid < 2**31:
+        return None
+    return is_alive(pid, began if isinstance(began, str) else "")

@@ -264,6 +264,27 @@ def test_a_usage_error_names_the_option_and_exits_with_2(arguments: str, words: 
     assert_tells(run(*arguments.split(), cwd=tmp_path), 2, words)
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("stgae", "Did you mean `ckptmirror stage`?"),
+        ("statsu", "Did you mean `ckptmirror status`?"),
+        ("re", "Did you mean `ckptmirror retry` or `ckptmirror rewind`?"),
+        ("list", "Did you mean `ckptmirror ls`?"),
+        ("download", "Did you mean `ckptmirror stage`?"),
+        ("upload", "Did you mean `ckptmirror push`?"),
+        ("xyzzy", "The commands are config, demo, drain, "),
+    ],
+)
+def test_a_mistyped_verb_gets_a_suggestion(typed: str, meant: str):
+    assert_tells(run(typed), 2, f"No such command '{typed}'. {meant}")
+
+
+@pytest.mark.parametrize(("verb", "typed", "meant"), [("status", "--rot", "--root"), ("stage", "--mirorr", "--mirror")])
+def test_a_mistyped_option_gets_a_suggestion(verb: str, typed: str, meant: str):
+    assert_tells(run(verb, typed, "x"), 2, f"Did you mean '{meant}'?")
+
+
 def test_a_mirror_must_be_given(tmp_path: Path):
     assert_tells(run("stage", "--step", "1", cwd=tmp_path), 10, "No mirror is given", "CKPTMIRROR_MIRROR")
 
@@ -329,6 +350,58 @@ def test_verbose_is_taken_after_the_verb_and_shows_the_traceback_of_an_error(tmp
         ended = run(*arguments)
         assert ended.returncode == 10
         assert "Traceback" in ended.stderr
+
+
+# -- DIR and URL in place of options ------------------------------------------------------------------------
+
+
+def test_a_directory_or_a_url_may_stand_where_an_option_would(tmp_path: Path):
+    root, url, _ = make_mirrored(tmp_path, 100, 200, kinds=("model",))
+    env = {"CKPTMIRROR_ROOT": "/nowhere", "CKPTMIRROR_MIRROR": "file:///nowhere"}
+    staged = run("stage", url, "--step", "200", "--dest", tmp_path / "e", env=env)
+    assert (staged.returncode, staged.stdout) == (0, f"{tmp_path}/e/model_000200.pt\n"), staged.stderr
+    pushed = run("push", root, url, env=env)
+    assert pushed.returncode == 0, pushed.stderr
+    require(root, url)
+    for verb, *more in (
+        ("status",),
+        ("drain",),
+        ("retry",),
+        ("timeline",),
+        ("rotate", "--keep-last", "1", "--dry-run"),
+        ("rewind", "--step", "100", "--dry-run"),
+    ):
+        placed, named = run(verb, root, *more, env=env), run(verb, "--root", root, *more, env=env)
+        assert placed.returncode == 0, placed.stderr
+        assert (placed.stdout, placed.stderr) == (named.stdout, named.stderr)
+    for option, place in (("--root", str(root)), ("--mirror", url)):
+        assert run("ls", option, place, env=env).stdout == run("ls", place, env=env).stdout
+
+
+def test_the_url_alone_may_follow_push_where_the_root_is_known(tmp_path: Path):
+    root, url, _ = make_mirrored(tmp_path, 100, kinds=("model",))
+    pushed = run("push", url, env={"CKPTMIRROR_ROOT": str(root)})
+    assert (pushed.returncode, pushed.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("status", "/a", "--root", "/a"), "Give DIR or --root, not both."),
+        (("drain", "--root", "/a", "/b"), "Give DIR or --root, not both."),
+        (("stage", "gs://b/r", "--mirror", "gs://b/r", "--step", "1"), "Give URL or --mirror, not both."),
+        (("push", "/a", "gs://b/r", "--root", "/a"), "Give DIR or --root, not both."),
+        (("push", "gs://b/r", "/a"), "DIR comes before URL"),
+        (("push", "gs://b/r", "--mirror", "gs://b/r"), "Give URL or --mirror, not both."),
+        (("ls", "/a", "--root", "/a"), "Give one of DIR|URL, --root and --mirror."),
+        (("ls", "--mirror", "gs://b/r", "--root", "/a"), "Give one of DIR|URL, --root and --mirror."),
+        (("status", "gs://b/r"), "gs://b/r is a mirror, and status reads a directory on this disk"),
+        (("drain", "--root", "gs://b/r"), "gs://b/r is a mirror, and drain reads a directory on this disk"),
+        (("status", __file__), "is a file"),
+    ],
+)
+def test_a_place_that_is_given_twice_or_is_of_the_wrong_sort_is_a_usage_error(arguments: tuple[str, ...], words: str):
+    assert_tells(run(*arguments), 2, words)
 
 
 # -- streams ------------------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ def rows(text: str) -> list[list[str]]:
     for number, line in enumerate(lines):
         is_head = number + 1 < len(lines) and lines[number + 1].startswith("|---")
         if line.startswith("|") and not line.startswith("|---") and not is_head:
-            found.append([cell.strip() for cell in line.strip().strip("|").split("|")])
+            cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
+            found.append([cell.strip().replace(r"\|", "|") for cell in cells])
     return found
 
 
@@ -57,6 +58,8 @@ def verbs() -> list[str]:
 def test_the_page_of_the_command_line_has_every_verb_and_every_option():
     pages = sections("cli.md")
     assert pages.pop("Progress")
+    assert pages.pop("DIR and URL")
+    assert pages.pop("Tables")
     assert sorted(pages) == verbs()
     for verb, text in pages.items():
         command = program.get_command(click.Context(program), verb)
@@ -67,6 +70,23 @@ def test_the_page_of_the_command_line_has_every_verb_and_every_option():
         for option in options:
             is_said = "required" in said[option.opts[-1]][1]
             assert option.required == is_said, f"{verb} {option.opts[-1]}"
+
+
+def test_the_table_of_places_is_that_of_the_verbs():
+    said = {}
+    for listed, usage, options, _ in rows(sections("cli.md")["DIR and URL"]):
+        for verb in re.findall(r"`(\w+)`", listed):
+            said[verb] = usage.replace("VERB", verb).strip("`"), set(re.findall(r"`(--\w+)`", options))
+    found = {}
+    for verb in verbs():
+        command = program.get_command(click.Context(program), verb)
+        assert command is not None
+        places = [p.metavar for p in command.params if isinstance(p, click.Argument)]
+        if places:
+            both = {"--root", "--mirror"} & {name for p in command.params for name in p.opts if not p.multiple}
+            both |= {"--mirror"} if verb == "verify" else set()
+            found[verb] = " ".join([verb, *map(str, places)]), both
+    assert said == found
 
 
 def fields(verb: str) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 
 from ckptmirror.cli._progress import LINE_EVERY_S
 from ckptmirror.testing import Fault, GcsServerProcess
+from ckptmirror.testing.fixtures import gcs_server  # noqa: F401 - a fixture
 from tests.kit.cli import LIMIT_S, clean_environment, run
 from tests.kit.roots import make_pending
-from tests.kit.terminal import HIDE_CURSOR, SHOW_CURSOR, OnTerminal, bare
+from tests.kit.terminal import HIDE_CURSOR, SHOW_CURSOR, OnTerminal, bare, screen
 
 pytestmark = pytest.mark.long
 
@@ -160,6 +162,34 @@ def test_ctrl_c_leaves_the_cursor_visible_and_no_bar(gcs_server: GcsServerProces
     assert (exit_code, stdout) == (130, "")
     assert shown.rindex(SHOW_CURSOR) > shown.rindex(HIDE_CURSOR)
     assert shown.splitlines()[-1].endswith("ckptmirror: interrupted; the same command continues where it stopped.")
+
+
+def test_what_is_said_at_a_typed_ctrl_c_has_a_line_of_its_own(gcs_server: GcsServerProcess, tmp_path: Path):  # noqa: F811
+    on_mirror(tmp_path, gcs_server)
+    gcs_server.faults([slow("object.media", 20_000)])  # the download outlasts the two seconds that a verb has to leave
+    with OnTerminal(*stage(tmp_path / "e"), env=gcs_server.environment) as terminal:
+        terminal.until(rf"0 B of {ALL}")
+        terminal.type("\x03")
+        terminal.until(r"\^C")
+        exit_code, _, shown = terminal.end()
+    assert exit_code == 130
+    assert screen(shown)[-2:] == ["ckptmirror: interrupted; the same command continues where it stopped.", ""], shown
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_typed_ctrl_c_without_a_bar_leaves_the_sentence_on_a_line_of_its_own(term: str, tmp_path: Path):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        OnTerminal(
+            *("ls", URL), env={"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{silent.getsockname()[1]}", "TERM": term}
+        ) as terminal,
+    ):
+        silent.accept()[0].close()
+        terminal.type("\x03")
+        exit_code, _, shown = terminal.end()
+    assert exit_code == 130
+    assert "^C" in shown
+    assert screen(shown)[-2:] == ["ckptmirror: interrupted; the same command continues where it stopped.", ""], shown
 
 
 def test_a_bar_fits_the_terminal_also_when_that_becomes_narrow(

@@ -1,4 +1,4 @@
-"""Runs a verb of the real command line with its stderr on a terminal of its own, and reads what that shows."""
+"""Runs a verb of the real command line on a terminal of its own, and reads what that shows."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any, Self
 from tests.kit.cli import AS_MODULE, LIMIT_S, clean_environment
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+_PIECE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])|(.|\n)", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -26,11 +27,44 @@ def bare(text: str) -> str:
     return _ESCAPE.sub("", text)
 
 
+def screen(text: str) -> list[str]:
+    """The lines that a terminal shows in the end: what was written over or erased is gone. No line is wrapped."""
+    lines, row, column = [""], 0, 0
+    for escape, letter in _PIECE.findall(text):
+        if letter == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif letter == "\r":
+            column = 0
+        elif escape.endswith("A"):
+            row = max(0, row - int(escape[2:-1] or 1))
+        elif escape.endswith("K"):
+            lines[row] = "" if escape == "\x1b[2K" else lines[row][:column]
+        elif letter:
+            lines[row] = lines[row][:column].ljust(column) + letter + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+def _lead_a_session() -> None:
+    """In the child: make the terminal on stderr the one that signals it."""
+    os.setsid()
+    fcntl.ioctl(2, termios.TIOCSCTTY, 0)
+
+
 class OnTerminal:
-    """A verb on a terminal."""
+    """A verb with its stderr on a terminal of its own, and its stdout if wanted.
+
+    What is typed there reaches it, and a typed Ctrl-C is shown as ``^C``.
+    """
 
     def __init__(
-        self, *arguments: str | Path, columns: int = 100, env: dict[str, str] | None = None, **more: Any
+        self,
+        *arguments: str | Path,
+        columns: int = 100,
+        env: dict[str, str] | None = None,
+        stdout_too: bool = False,
+        **more: Any,
     ) -> None:
         self._here, there = pty.openpty()
         self.resize(columns)
@@ -39,13 +73,18 @@ class OnTerminal:
         environment.pop("COLUMNS", None)
         self.process: subprocess.Popen[str] = subprocess.Popen(
             [*AS_MODULE, *map(str, arguments)],
-            stdout=subprocess.PIPE,
+            stdout=there if stdout_too else subprocess.PIPE,
             stderr=there,
             text=True,
             env=environment,
+            preexec_fn=_lead_a_session,
             **more,
         )
         os.close(there)
+
+    def type(self, keys: str) -> None:
+        """Type something."""
+        os.write(self._here, keys.encode())
 
     def resize(self, columns: int) -> None:
         """Make the terminal as wide as this."""
@@ -64,7 +103,7 @@ class OnTerminal:
         while self._read():
             continue
         stdout, _ = self.process.communicate(timeout=LIMIT_S)
-        return self.process.returncode, stdout, self.shown
+        return self.process.returncode, stdout or "", self.shown
 
     def _read(self) -> bool:
         ready, _, _ = select.select([self._here], [], [], LIMIT_S)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ckptmirror.stores.base import Source
 
-__all__ = ["Seen", "UnderWay", "Wait", "WatchedUpload"]
+__all__ = ["Held", "Seen", "UnderWay", "Wait", "WatchedUpload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,21 @@ class Wait:
     mirror: str
     reason: str
     retry_in_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A file that another process is sending.
+
+    Attributes:
+        path: In the root.
+        holder: ``process 1234``, with its host where that is another.
+        left_s: When others may send it, unless that process goes on meanwhile.
+    """
+
+    path: str
+    holder: str
+    left_s: float
 
 
 @dataclass(frozen=True, slots=True)

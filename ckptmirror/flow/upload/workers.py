@@ -3,7 +3,8 @@
 Rules:
 * Threads are daemons: the table is durable, so a process may end at any moment. ``stop`` is the sound end.
 * A worker that meets a newer attempt ends all workers of this process. Nothing else ends a worker.
-* A worker's name says host and process, so that what a dead one held is free again at the next start.
+* A worker's name says host and process. What a dead one held is free again as soon as another has nothing else to do:
+  a lease is waited for only where nobody can say whether its process lives.
 * Waits are bounded: a worker looks at the table at least every ``IDLE_S`` seconds, since other processes write to it
   too.
 """
@@ -25,11 +26,12 @@ from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload.record import upload_claimed
 from ckptmirror.flow.upload.sending import LEASE_S, UploadContext
-from ckptmirror.flow.upload.transfer_progress import UnderWay
+from ckptmirror.flow.upload.transfer_progress import Held, UnderWay
+from ckptmirror.local.processes import is_alive, started
 from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import UploadsTable
 
-__all__ = ["IDLE_S", "UploadWorkers", "free_dead_workers", "still_moving"]
+__all__ = ["IDLE_S", "UploadWorkers", "free_dead_workers", "held_elsewhere", "still_moving"]
 
 IDLE_S = 2.0
 _MOVING = (RecordState.PENDING, RecordState.UPLOADING)
@@ -53,35 +55,34 @@ def still_moving(table: UploadsTable, mirrors: Collection[str], save_id: str | N
     )
 
 
-def free_dead_workers(table: UploadsTable) -> int:
-    """Put back at once what workers of this machine held whose process is gone. Returns how many records."""
-    workers = {record.claimed_by for record in table.records(state=RecordState.UPLOADING) if record.claimed_by}
-    return sum(table.put_back_all(worker, "its worker's process is gone") for worker in workers if _is_dead(worker))
+def free_dead_workers(table: UploadsTable, mirror: str | None = None) -> int:
+    """Put back at once what workers of this machine held whose process is dead. Returns how many records."""
+    held = table.records(mirror=mirror, state=RecordState.UPLOADING)
+    workers = {record.claimed_by for record in held if record.claimed_by}
+    return sum(table.put_back_all(worker, "its worker's process is dead") for worker in workers if _is_dead(worker))
+
+
+def held_elsewhere(table: UploadsTable, mirrors: Collection[str]) -> tuple[Held, ...]:
+    """Say which files other processes are sending to these mirrors, and for how long each is left to it."""
+    own = socket.gethostname(), str(os.getpid())
+    held = [record for mirror in mirrors for record in table.records(mirror=mirror, state=RecordState.UPLOADING)]
+    return tuple(
+        Held(record.path, _holder(record.claimed_by), table.lease_left_s(record))
+        for record in held
+        if record.claimed_by and tuple(record.claimed_by.split(":")[:2]) != own
+    )
+
+
+def _holder(worker: str) -> str:
+    """Say to a person whose worker it is."""
+    host, pid, *_ = [*worker.split(":"), "?"]
+    return f"process {pid}" + (f" on {host}" if host != socket.gethostname() else "")
 
 
 def _is_dead(worker: str) -> bool:
-    """Whether the process is surely gone; a wrong answer costs nothing, since a lost claim's token is refused."""
-    host, pid, _, started = [*worker.split(":"), "", "", ""][:4]
-    if host != socket.gethostname() or not pid.isdigit():
-        return False
-    if started and started != _started(int(pid)):
-        return True  # gone, or another process has its number by now
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _started(pid: int) -> str:
-    """When a process started, in clock ticks since boot (proc(5), stat, field 22); "" if that cannot be read."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[19]
+    """Whether the process is surely dead; a wrong answer costs nothing, since a lost claim's token is refused."""
+    host, pid, _, began = [*worker.split(":"), "", "", ""][:4]
+    return host == socket.gethostname() and pid.isdigit() and not is_alive(int(pid), began)
 
 
 class UploadWorkers:
@@ -116,7 +117,7 @@ class UploadWorkers:
         """Start the threads."""
         for context in self._contexts:
             for number in range(self._workers_per_mirror):
-                name = f"{socket.gethostname()}:{os.getpid()}:{number}:{_started(os.getpid())}"
+                name = f"{socket.gethostname()}:{os.getpid()}:{number}:{started(os.getpid())}"
                 thread = threading.Thread(
                     target=self._work, args=(context, name), name=f"ckptmirror-upload-{number}", daemon=True
                 )
@@ -164,6 +165,8 @@ class UploadWorkers:
                 if claim is not None:
                     upload_claimed(context, claim)
                     self.notify()
+                    continue
+                if free_dead_workers(self._table, context.mirror.url):
                     continue
             except AttemptFenced as fenced:
                 saying(_log, event="Fenced", mirror=context.mirror.url).error("uploads stop: %s", fenced)

@@ -215,6 +215,12 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
         with self._database.reading() as connection:
             return reports.records(connection, save_id, mirror, state)
 
+    def lease_left_s(self, record: UploadRecord) -> float:
+        """Return for how many seconds a record is left to its worker; 0 where its lease ran out."""
+        if record.lease_until_ms is None or record.lease_boot != self._clock.boot_id:
+            return 0.0
+        return max(0.0, (record.lease_until_ms - self._clock.now_ms()) / 1000)
+
     def saves(self) -> list[SaveRow]:
         """Return the sound saves, oldest first, released or not."""
         with self._database.reading() as connection:

@@ -1,0 +1,56 @@
+"""Sizes, durations, ages and standing sentences, in words for people."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+__all__ = ["age_text", "duration_text", "on_no_mirror", "size"]
+
+_CLOCKS_DIFFER_S = 60
+
+
+def size(size_bytes: int) -> str:
+    """Return a size for people: ``1.4 GiB``."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def duration_text(duration_s: float) -> str:
+    """Return a duration for people: ``340 ms``, ``4.2 s``, ``3 min 20 s``, ``6 h 12 min``, ``2 d 3 h``."""
+    if duration_s < 1:
+        return f"{duration_s * 1000:.0f} ms"
+    if duration_s < 60:
+        return f"{duration_s:.1f} s"
+    seconds = round(duration_s)
+    for size, unit, smaller_size, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= size:
+            rest = seconds % size // smaller_size
+            return f"{seconds // size} {unit} {rest} {smaller}" if rest else f"{seconds // size} {unit}"
+    return f"{seconds} s"
+
+
+def age_text(at_utc: str, now_s: float | None = None) -> str:
+    """Return how long ago a moment was: ``3 min ago``; of one that is still to come, by this clock, the moment."""
+    from ckptmirror.core.journal import utc_seconds  # with all events: `--help` needs none
+
+    at_s = utc_seconds(at_utc)
+    if at_s is None:
+        return ""
+    age_s = round((time.time() if now_s is None else now_s) - at_s)
+    if age_s <= 0:
+        return at_utc if age_s < -_CLOCKS_DIFFER_S else "just now"
+    for size_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if age_s >= size_s:
+            return f"{age_s // size_s} {unit} ago"
+    return f"{age_s} s ago"
+
+
+def on_no_mirror(step: int, copy: Path | None) -> str:
+    """Say what an emergency snapshot that is newer than all else means for who gives this machine back."""
+    where = "on this disk alone" if copy is None else f"on this disk and in {copy}"
+    return f"the newest state, step {step}, is an emergency snapshot {where}; the next start goes on from it"
