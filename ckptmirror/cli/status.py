@@ -10,6 +10,7 @@ import click
 from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import json_option, on_no_mirror, print_json, root_option, size
+from ckptmirror.core.printable import printable_text
 
 if TYPE_CHECKING:
     from ckptmirror.flow.status import SaveLine, Status
@@ -34,6 +35,10 @@ def command(root: Path, as_json: bool) -> int:
         print_json(_facts(status))
         return 0
     print(with_places(_verdict(status), {"root": root}))
+    if status.skipped:
+        steps = f"step{'s' * (len(status.skipped) > 1)} {', '.join(map(str, status.skipped))}"
+        were = "were" if len(status.skipped) > 1 else "was"
+        print(f"NOT SAVED: {steps} {were} skipped, the disk had no room: {printable_text(status.skipped_why)}")
     print(f"newest step {_or_none(status.newest_step)}, newest safe step {_or_none(status.newest_safe_step)}")
     for line in status.saves:
         kinds = "+".join(line.kinds)
@@ -95,6 +100,7 @@ def _facts(status: Status) -> dict[str, Any]:
         "unsafe_bytes": status.unsafe_bytes,
         "failed_files": status.failed_files,
         "unasked": list(status.unasked),
+        "skipped": list(status.skipped),
         "emergency_step": status.emergency_step,
         "emergency_copy": str(status.emergency_copy) if status.emergency_copy is not None else None,
         "saves": [

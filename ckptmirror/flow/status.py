@@ -58,6 +58,8 @@ class Status:
         emergency_step: The step of an emergency snapshot that is newer than all that is safe: no mirror gets it.
         emergency_copy: The persistent directory that has a whole copy of it.
         unasked: Mirrors that count and have yet to say that they still have what was verified there.
+        skipped: Steps that the trainer did not save for lack of room, oldest first; the last ones.
+        skipped_why: Why the last of them was.
     """
 
     root: Path
@@ -74,6 +76,8 @@ class Status:
     unasked: tuple[str, ...] = ()
     emergency_step: int | None = None
     emergency_copy: Path | None = None
+    skipped: tuple[int, ...] = ()
+    skipped_why: str = ""
 
     def is_mirrored(self, save_id: str | None) -> bool:
         """Whether a save (all of them, if None) waits for no mirror that counts (so always where none is configured).
@@ -146,6 +150,8 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     safe = max((line.step for line in current if line.safe), default=None)
     snapshots = [line for line in current if line.kinds == ("emergency",) and (safe is None or line.step > safe)]
     snapshot = max(snapshots, key=lambda line: line.step, default=None)
+    trainer = read_status_file(root)
+    skipped = _skipped(trainer)
     return Status(
         root=root,
         mirrors=tuple(mirrors),
@@ -155,13 +161,22 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         unsafe_bytes=sum(record.size_bytes or 0 for record in unsafe),
         failed_files=sum(record.state is RecordState.FAILED for record in unsafe),
         saves=tuple(saves),
-        trainer=read_status_file(root),
+        trainer=trainer,
         problems={name: str(why) for name, why in catalog.problems.items()},
         unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in missing},
         unasked=tuple(url for url, _ in mirrors if url in unasked),
         emergency_step=snapshot.step if snapshot is not None else None,
         emergency_copy=copy_of(root, snapshot.save_id) if snapshot is not None else None,
+        skipped=tuple(step for step, _ in skipped),
+        skipped_why=skipped[-1][1] if skipped else "",
     )
+
+
+def _skipped(trainer: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """Step and reason of each save that the trainer says it skipped; anybody could have written there."""
+    found = trainer.get("skipped")
+    entries = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return [(one["step"], str(one.get("reason"))) for one in entries if type(one.get("step")) is int]
 
 
 def _waiting(

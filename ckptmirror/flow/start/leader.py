@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,6 +62,7 @@ _SHORT_VERB_S = 60.0  # a start waits so long for such a verb to let go of the r
 _STOP_BRINGING_S = 2.0
 _MENDING_WAIT_S = 5.0
 _STOPPED_LIMIT_S = 2.0  # after a stop request the grace period runs
+_SKIPPED_LISTED = 20
 
 
 class Node:
@@ -90,6 +92,8 @@ class Node:
         self._workers: UploadWorkers | None = None
         self._rotator: Rotator | None = None
         self._recheck: Recheck | None = None
+        self._last_step: int | None = None
+        self._skipped: deque[dict[str, object]] = deque(maxlen=_SKIPPED_LISTED)
         check_place(root, state_dir)
         self.persistent_is_new = open_persistent(root, persistent_dir)
         self.persistent: Catalog | None = None  # as the last start saw it
@@ -174,7 +178,15 @@ class Node:
             self._workers.notify()
         if self._rotator is not None:
             self._rotator.wake()
-        self.write_status("running", last_step=meta.step)
+        self._last_step = meta.step
+        self.write_status("running")
+
+    def on_skipped(self, step: int, reason: str) -> None:
+        """The disk had no room for a save: say so in the status, and see what may be rotated by now."""
+        self._skipped.append({"step": step, "reason": reason})
+        self.write_status("running")
+        if self._rotator is not None:
+            self._rotator.wake()
 
     def wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
         """Wait until a save is verified on every mirror that counts, or everything (None), earlier saves included.
@@ -292,6 +304,8 @@ class Node:
             "host": socket.gethostname(),
             "attempt": self.claim.attempt.number if self.claim is not None else None,
             "fenced": self.fenced(),
+            "last_step": self._last_step,
+            "skipped": list(self._skipped),
             "at_utc": datetime.now(UTC).isoformat(timespec="seconds"),
             **more,
         }
