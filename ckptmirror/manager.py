@@ -238,6 +238,8 @@ class CheckpointManager:
             AttemptFenced: A newer attempt of this run has started elsewhere.
         """
         saver = self._started()
+        if self._rank_lock is not None:
+            self._rank_lock.retake()
         chosen = self.kinds if kinds is None else checked_kinds(kinds)
         handle = saver.save(SaveRequest(checked_step(step), chosen, dict(metrics or {}), dict(fields or {})), state)
         handle.on_mirrored(self._wait_mirrored)
