@@ -26,7 +26,7 @@ from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
 from ckptmirror.flow.places.mirrors import MirrorSpec, mirror_specs
 from ckptmirror.flow.retention.durability import open_files
 from ckptmirror.flow.save.emergency import save_emergency
-from ckptmirror.flow.save.handle import DEFAULT_WAIT_S, SaveHandle
+from ckptmirror.flow.save.handle import DEFAULT_WAIT_S, SaveHandle, raise_skipped
 from ckptmirror.flow.save.save import LeaderSide, Saver, SaveRequest
 from ckptmirror.flow.save.save_parts import import_formats
 from ckptmirror.flow.start.leader import Node
@@ -104,6 +104,8 @@ class CheckpointManager:
         self._saver: Saver | None = None
         self._last_before: SaveHandle | None = None  # the last save of the attempt before this process's latest
         self._pid = os.getpid()
+        self._skipped: list[SaveHandle] = []  # for lack of room
+        self._snapshot_step = -1
         self._closed = False
         self._freed = False
         self._left_pending: DeadlinePassed | None = None  # what close() raised, for whoever calls it again
@@ -168,11 +170,9 @@ class CheckpointManager:
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
             self._saver = None  # its attempt is over, also if this resume fails
-            if self._last_before is not None and (failure := self._last_before.unobserved) is not None:
-                saying(_log, self._last_before).error(
-                    "step %d was not saved, which the next save, or close(), will raise: %s",
-                    self._last_before.step,
-                    failure,
+            if (last := self._last_before) and not last.skipped and (failure := last.unobserved) is not None:
+                saying(_log, last).error(
+                    "step %d was not saved, which the next save, or close(), will raise: %s", last.step, failure
                 )
         info, run_id, attempt = resume_run(
             self.root, self.ranks, self._node, state, policy=policy, force=force, exclude=leave, bus=self.events
@@ -180,10 +180,15 @@ class CheckpointManager:
         leader: LeaderSide | None = None
         if self._node is not None:
             leader = LeaderSide(
-                self._node.table, self._specs, self._node.fenced, self._node.on_commit, self._node.renew_table
+                self._node.table,
+                self._specs,
+                self._node.fenced,
+                self._node.on_commit,
+                self._node.renew_table,
+                self._node.on_skipped,
             )
         import_formats(self.kinds)
-        self._saver = Saver(self.root, run_id, attempt, self._save_ranks, self.events, leader)
+        self._saver = Saver(self.root, run_id, attempt, self._save_ranks, self.events, leader, self._skipped)
         self._saver.follow(self._last_before)
         if info is None:
             _log.info("run %s attempt %d starts at step 0", run_id[:8], attempt.number)
@@ -231,7 +236,8 @@ class CheckpointManager:
         """Save ``state`` as ``step``. Every rank calls this.
 
         Blocks for the host copy alone (and for the commit of an earlier save still in flight). Everything else happens
-        in the background; a failure there is raised by ``SaveHandle.wait`` and by the next ``save``.
+        in the background; a failure there is raised by ``SaveHandle.wait`` and by the next ``save``. A save for which
+        the disk has no room is skipped instead: training goes on, and its handle and :meth:`close` raise.
 
         Raises:
             StepBehind: ``step`` is lower than the last one saved.
@@ -239,23 +245,27 @@ class CheckpointManager:
             AttemptFenced: A newer attempt of this run has started elsewhere.
         """
         saver = self._started()
+        if self._rank_lock is not None:
+            self._rank_lock.retake()
         chosen = self.kinds if kinds is None else checked_kinds(kinds)
         handle = saver.save(SaveRequest(checked_step(step), chosen, dict(metrics or {}), dict(fields or {})), state)
         handle.on_mirrored(self._wait_mirrored)
         if self.mode == "blocking":
-            handle.wait("committed")
+            handle.wait_over()
+            handle.raise_unobserved()
         return handle
 
     def save_emergency_checkpoint(self, step: int, state: TrainState) -> Path:
         """Write this rank's part of an emergency snapshot to local disk, durable on return, without any collective.
 
-        Every rank calls it at the same step, after :meth:`StopRequest.check` told all of them to stop.
+        Every rank calls it at the same step, after :meth:`StopRequest.check` told all of them to stop. Where the disk
+        has no room for it, ``persistent_dir`` gets it alone.
 
         Raises:
             LocalStorageFull: There is no room; earlier saves are untouched.
         """
         saver = self._started()
-        return save_emergency(
+        path = save_emergency(
             self.root,
             state,
             run_id=saver.run_id,
@@ -267,7 +277,10 @@ class CheckpointManager:
             bus=self.events,
             persistent_dir=self._persistent_dir,
             apart=saver.replicas.differ,
+            in_flight=saver.in_flight,
         )
+        self._snapshot_step = step
+        return path
 
     # -- look -----------------------------------------------------------------------------------------------
 
@@ -280,10 +293,11 @@ class CheckpointManager:
 
         Raises:
             WaitTimeout: ``timeout_s`` seconds passed.
-            BackgroundSaveFailed: A save failed.
+            BackgroundSaveFailed: A save failed or was skipped, which nobody has been told.
         """
         deadline = time.monotonic() + timeout_s
         self._started().wait_over(timeout_s)
+        raise_skipped(self._skipped)
         if until == "mirrored" and not self._wait_mirrored(None, max(0.0, deadline - time.monotonic())):
             why = f"Not everything is mirrored after {timeout_s:g} s."
             raise WaitTimeout(why, hint=f"See `ckptmirror status --root {quote(str(self.root))}`.")
@@ -304,7 +318,8 @@ class CheckpointManager:
         the table, and the next start, or ``ckptmirror drain``, finishes it.
 
         Raises:
-            BackgroundSaveFailed: The last save failed.
+            BackgroundSaveFailed: The last save failed, or the disk had no room for some. After a stop request those do
+                not count that a newer save, or an emergency snapshot, follows.
             DeadlinePassed: The run finished with something not verified on a required mirror (exit code 8). Raised
                 by every call until it is, which ``ckptmirror drain`` sees to.
         """
@@ -325,12 +340,14 @@ class CheckpointManager:
                 self._saver.release()
             elif self._last_before is not None:
                 self._last_before.raise_unobserved()
+            if not stopped or self._skipped_newest():
+                raise_skipped(self._skipped)
         except (KeyboardInterrupt, SystemExit):
             stopped = True  # nobody waits for uploads any more, and this is not to be hidden by what is pending
             raise
         finally:
             # Whatever ended the wait, an interrupt too: a save in flight needs all this until the process ends.
-            saving = self._saver is not None and self._saver.is_saving
+            saving = self._saver is not None and self._saver.in_flight is not None
             try:
                 if self._node is not None:
                     self._node.finish(max(0.0, deadline - time.monotonic()), stopped=stopped, saving=saving)
@@ -340,6 +357,11 @@ class CheckpointManager:
             finally:
                 if not saving:
                     self._free()
+
+    def _skipped_newest(self) -> bool:
+        """Whether a save was skipped that no save and no emergency snapshot follows."""
+        saved = max(self._saver.last_step if self._saver is not None else -1, self._snapshot_step)
+        return any(handle.step > saved for handle in self._skipped)
 
     def _free(self) -> None:
         self._freed = True

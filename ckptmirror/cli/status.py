@@ -20,6 +20,7 @@ from ckptmirror.cli._tables import (
     standing_style,
 )
 from ckptmirror.cli._words import age_text, on_no_mirror, size
+from ckptmirror.core.printable import printable_text
 
 if TYPE_CHECKING:
     from ckptmirror.flow.status import SaveLine, Status
@@ -53,6 +54,10 @@ def command(root: Path, as_json: bool) -> int:
         return 0
     verdict = with_places(_verdict(status), {"root": root})
     print_line(verdict, "bold green" if verdict.startswith("safe") else "bold red")
+    if status.skipped:
+        steps = f"step{'s' * (len(status.skipped) > 1)} {', '.join(map(str, status.skipped))}"
+        were = "were" if len(status.skipped) > 1 else "was"
+        print(f"NOT SAVED: {steps} {were} skipped, the disk had no room: {printable_text(status.skipped_why)}")
     print(f"newest step {_or_none(status.newest_step)}, newest safe step {_or_none(status.newest_safe_step)}")
     print_table(_COLUMNS, [_cells(line) for line in status.saves])
     for name, why in status.problems.items():
@@ -130,6 +135,7 @@ def _facts(status: Status) -> dict[str, Any]:
         "unsafe_bytes": status.unsafe_bytes,
         "failed_files": status.failed_files,
         "unasked": list(status.unasked),
+        "skipped": list(status.skipped),
         "emergency_step": status.emergency_step,
         "emergency_copy": str(status.emergency_copy) if status.emergency_copy is not None else None,
         "saves": [

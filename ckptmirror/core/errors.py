@@ -5,7 +5,8 @@ Rules:
 * ``exit_code`` is what the CLI exits with (the table in docs/reference/exit-codes.md is checked against it).
 * ``hint`` names the next command or action; an instance may replace it.
 * A message holds nothing that a terminal would obey: names and answers from elsewhere stand in it.
-* Whether an operation may be tried again is a property of the class (``temporary``), never guessed from a message.
+* Whether an operation may be tried again is a property of the class (``temporary``), never guessed from a message. So
+  is whether the local disk had no room for it (``lacks_room``); of another rank's error both are known too.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class CkptMirrorError(Exception):
 
     exit_code: ClassVar[int] = 1
     temporary: ClassVar[bool] = False
+    lacks_room: ClassVar[bool] = False
     hint: str = "Run the same command again with --verbose and report what it prints."
 
     def __init__(self, message: str | None = None, *, hint: str | None = None) -> None:
@@ -279,6 +281,7 @@ class BackgroundSaveFailed(CkptMirrorError):
 class LocalStorageFull(Temporary):
     """The local disk is full (no space or no inodes)."""
 
+    lacks_room = True
     hint = "Free space: see `ckptmirror status` and `ckptmirror rotate --dry-run`."
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "SaveFailed",
     "SaveGone",
     "SaveRotated",
+    "SaveSkipped",
     "SaveStarted",
     "StageFailed",
     "StageFinished",
@@ -86,6 +87,16 @@ class SaveCommitted(Event):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveFailed(Event):
     """A save failed and left nothing behind."""
+
+    step: int
+    kinds: tuple[Kind, ...]
+    rank: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveSkipped(Event):
+    """The disk has no room for a save: it left nothing behind, and training goes on without it."""
 
     step: int
     kinds: tuple[Kind, ...]

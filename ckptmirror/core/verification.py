@@ -23,6 +23,7 @@ __all__ = [
     "State",
     "Verdict",
     "counting",
+    "delete_command",
     "kinds_to_stage",
     "mend_command",
     "outcome",
@@ -99,6 +100,13 @@ def kinds_to_stage(kinds: Sequence[Kind], damaged: Iterable[Sequence[Kind]]) -> 
         if wanted and not set(chosen) & set(wanted):
             chosen.append(wanted[0])
     return tuple(kind for kind in possible if kind in chosen)
+
+
+def delete_command(address: str) -> str:
+    """Return the command that deletes a file, or an object of a bucket; "" where none is known."""
+    if address.startswith("gs://"):
+        return f"gcloud storage rm {quote(address)}"
+    return "" if "://" in address else f"rm {quote(address)}"
 
 
 def mend_command(

@@ -61,6 +61,8 @@ class Status:
         emergency_step: The step of an emergency snapshot that is newer than all that is safe: no mirror gets it.
         emergency_copy: The persistent directory that has a whole copy of it.
         unasked: Mirrors that count and have yet to say that they still have what was verified there.
+        skipped: Steps that the trainer did not save for lack of room, oldest first; the last ones.
+        skipped_why: Why the last of them was.
     """
 
     root: Path
@@ -78,6 +80,8 @@ class Status:
     trainer_alive: bool | None = None
     emergency_step: int | None = None
     emergency_copy: Path | None = None
+    skipped: tuple[int, ...] = ()
+    skipped_why: str = ""
 
     def is_mirrored(self, save_id: str | None) -> bool:
         """Whether a save (all of them, if None) waits for no mirror that counts (so always where none is configured).
@@ -152,6 +156,8 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     snapshots = [line for line in current if line.kinds == ("emergency",) and (safe is None or line.step > safe)]
     trainer = read_status_file(root)
     snapshot = max(snapshots, key=lambda line: line.step, default=None)
+    trainer = read_status_file(root)
+    skipped = _skipped(trainer)
     return Status(
         root=root,
         mirrors=tuple(mirrors),
@@ -168,7 +174,16 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         unasked=tuple(url for url, _ in mirrors if url in unasked),
         emergency_step=snapshot.step if snapshot is not None else None,
         emergency_copy=copy_of(root, snapshot.save_id) if snapshot is not None else None,
+        skipped=tuple(step for step, _ in skipped),
+        skipped_why=skipped[-1][1] if skipped else "",
     )
+
+
+def _skipped(trainer: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """Step and reason of each save that the trainer says it skipped; anybody could have written there."""
+    found = trainer.get("skipped")
+    entries = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return [(one["step"], str(one.get("reason"))) for one in entries if type(one.get("step")) is int]
 
 
 def _waiting(

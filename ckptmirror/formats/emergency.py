@@ -34,7 +34,7 @@ from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.versions import versions_in
 from ckptmirror.local.files import make_dirs
 
-__all__ = ["FORMAT", "EmergencyFormat", "load_emergency", "write_emergency"]
+__all__ = ["FORMAT", "EmergencyFormat", "load_emergency", "names_of_rank", "write_emergency"]
 
 _RANK_FILE = re.compile(r"(?:.*/)?rank(\d+)\.pt")
 
@@ -72,17 +72,21 @@ def write_emergency(
         "optimizer": cut(snapshot.optimizer),
         "extra": cut(snapshot.extra),
     }
-    digest = write_pt(content, directory / f"rank{rank}.pt", save_id=save_id, publish=True)
-    listed = write_json(
-        tensor_list(snapshot, rank=rank, world_size=world_size, sums=False),
-        directory / f"tensors_rank{rank}.json",
-        save_id=save_id,
-        publish=True,
-    )
+    pieces, listed = names_of_rank(rank)
+    tensors = tensor_list(snapshot, rank=rank, world_size=world_size, sums=False)
+    digests = {
+        pieces: write_pt(content, directory / pieces, save_id=save_id, publish=True),
+        listed: write_json(tensors, directory / listed, save_id=save_id, publish=True),
+    }
     return [
-        Artifact(path=f"{directory.name}/rank{rank}.pt", kinds=("emergency",), rank=rank, digest=digest),
-        Artifact(path=f"{directory.name}/tensors_rank{rank}.json", kinds=("emergency",), rank=rank, digest=listed),
+        Artifact(path=f"{directory.name}/{name}", kinds=("emergency",), rank=rank, digest=digest)
+        for name, digest in digests.items()
     ]
+
+
+def names_of_rank(rank: int) -> tuple[str, str]:
+    """Return the names of a rank's files in the snapshot's directory."""
+    return f"rank{rank}.pt", f"tensors_rank{rank}.json"
 
 
 def load_emergency(

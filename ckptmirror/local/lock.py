@@ -5,7 +5,8 @@ Rules:
   nothing here ever breaks it. What the file says is for people; who holds the lock is decided by the kernel alone.
 * Every rank that does not lead holds ``ranks.lock`` shared. A new leader obtains it exclusively for a moment before it
   goes on, so that no rank of an earlier attempt still writes. Ranks take theirs only after their leader has its own.
-* A lock file that somebody deletes keeps nobody out any more; its holder can see that (``RootLock.lost``).
+* A lock file that somebody deletes keeps nobody out any more; its holder can see that (``lost``), and may take the lock
+  again (``retake``) where it knows that nobody else held it meanwhile.
 * A forked child closes every lock that it inherited: a DataLoader worker that outlives its trainer holds nothing.
 * Every wait has a limit.
 """
@@ -20,7 +21,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,8 @@ class RootLock:
         self._ranks_wait_s = ranks_wait_s
         self._lock: _LockFile | None = None
         self._lost = False
+        self._owner: Mapping[str, object] = {}
+        self._directory: os.stat_result | None = None
 
     @property
     def held(self) -> bool:
@@ -150,7 +153,7 @@ class RootLock:
 
     @property
     def lost(self) -> bool:
-        """Whether somebody took away the lock file that is held: another may write here by now. True stays true."""
+        """Whether somebody took away the lock file that is held: another may write here by now. It stays so."""
         if self._lock is not None and self.held and not self._lost:
             with contextlib.suppress(OSError):  # a disk that does not answer says nothing about the lock
                 self._lost = not self._lock.is_at_path()
@@ -186,6 +189,42 @@ class RootLock:
             lock.close()
             raise
         self._lock, self._lost = lock, False
+        self._owner, self._directory = owner, self.root.stat()
+
+    def retake(self, may_keep: Callable[[], bool], *, wait_s: float, wait_for_verbs: Collection[str]) -> bool:
+        """Take the lock again after it was lost, unless another process holds it or the root is another directory.
+
+        Args:
+            may_keep: Asked once the new file is locked: whether nobody else wrote to the root meanwhile.
+            wait_s: As for :meth:`acquire`.
+            wait_for_verbs: As for :meth:`acquire`.
+
+        Raises:
+            LocalStorageUnwritable: The lock file cannot be written.
+        """
+        try:
+            is_the_root = self._directory is not None and os.path.samestat(self._directory, self.root.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            is_the_root = False
+        if not self.held or not is_the_root:
+            return False
+        make_dirs(self.root / names.CONTROL_DIR)
+        lock = self._lock_or_wait(self.root / names.LOCK_NAME, wait_s, wait_for_verbs)
+        if lock is None:
+            return False
+        is_kept = False
+        try:
+            is_kept = may_keep()
+        finally:
+            if not is_kept:
+                lock.close()
+        if not is_kept:
+            return False
+        with contextlib.suppress(LocalStorageFull):
+            lock.write(_with_defaults(self._owner))
+        self.release()
+        self._lock, self._lost = lock, False
+        return True
 
     def release(self) -> None:
         """Let go. May be called again, and without having acquired."""
@@ -247,6 +286,15 @@ class RankLock:
         self._lock = _locked(self.root / RANKS_LOCK_NAME, fcntl.LOCK_SH, self._wait_s)
         if self._lock is None:
             raise RootLocked(f"Another leader of {self.root} kept its ranks out for {self._wait_s:g} s.")
+
+    def retake(self) -> None:
+        """Take the lock again where its file was deleted, if nobody keeps it exclusively now."""
+        if self._lock is not None and self.held and not self._lock.is_at_path():
+            make_dirs(self.root / names.CONTROL_DIR)
+            lock = _locked(self.root / RANKS_LOCK_NAME, fcntl.LOCK_SH, 0.0)
+            if lock is not None:
+                self.release()
+                self._lock = lock
 
     def release(self) -> None:
         """Let go. May be called again, and without having acquired."""

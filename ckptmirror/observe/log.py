@@ -31,9 +31,14 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
         "step %(step)d: committed, %(size_bytes)d bytes, %(duration_s).2f s (rank %(rank)d)",
     ),
     events.SaveFailed: (logging.ERROR, "step %(step)d: the save failed and left nothing behind: %(reason)s"),
+    events.SaveSkipped: (
+        logging.ERROR,
+        "step %(step)d: SKIPPED, the disk has no room for it, and training goes on: %(reason)s; see "
+        "`ckptmirror status%(at_root)s`",
+    ),
     events.EmergencySaved: (
         logging.WARNING,
-        "step %(step)d: emergency snapshot of rank %(rank)d is on local disk, and on no mirror",
+        "step %(step)d: emergency snapshot of rank %(rank)d is on disk, and on no mirror",
     ),
     events.RecordVerified: (logging.DEBUG, "step %(step)d: %(path)s verified on %(mirror)s"),
     events.RecordFailed: (

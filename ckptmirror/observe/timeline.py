@@ -177,7 +177,7 @@ class _Building:
     def _see(self, at_s: float, one: JournalEntry) -> None:
         event = one.event
         match event:
-            case events.HostCopied() | events.SaveCommitted() | events.SaveFailed():
+            case events.HostCopied() | events.SaveCommitted() | events.SaveFailed() | events.SaveSkipped():
                 self._see_save(at_s, one)
             case events.AttemptDecided() | events.AttemptEnded():
                 self._see_attempt(at_s, one)
@@ -226,7 +226,7 @@ class _Building:
     def _see_save(self, at_s: float, one: JournalEntry) -> None:
         """Pair each end with its host copy: the next save may be copied before the end of the last one is told."""
         event = one.event
-        assert isinstance(event, events.HostCopied | events.SaveCommitted | events.SaveFailed)
+        assert isinstance(event, events.HostCopied | events.SaveCommitted | events.SaveFailed | events.SaveSkipped)
         facts = {"step": event.step, "rank": event.rank}
         waiting = self._copied.setdefault((one.writer, event.rank, event.step), deque())
         if isinstance(event, events.HostCopied):
@@ -234,7 +234,7 @@ class _Building:
             waiting.append(_open_bar("commit", at_s, one, **facts))
             return
         begun = waiting.popleft() if waiting else None
-        if isinstance(event, events.SaveFailed):
+        if isinstance(event, events.SaveFailed | events.SaveSkipped):
             took_s = at_s - begun.begin_s if begun is not None else 0.0
             self._add("commit", at_s, one, took_s, outcome="failed", **facts, reason=event.reason)
             return

@@ -102,7 +102,7 @@ def decide(reports: Sequence[Report]) -> Answer:
 def refusal(answer: Answer, what: str) -> CkptMirrorError:
     """Return the error that a rank without an error of its own raises on ``answer``.
 
-    Where all errors are of one of our kinds, its exit code, hint and temporariness are kept.
+    Where all errors are of one of our kinds, its exit code and hint are kept, and what the kind says of itself.
     """
     if answer.outcome == "late":
         return WaitTimeout(f"{what}: {answer.reason}")
@@ -116,6 +116,6 @@ def refusal(answer: Answer, what: str) -> CkptMirrorError:
     kinds = {failure.kind for failure in failures.values()}
     kind = getattr(errors, kinds.pop(), None) if len(kinds) == 1 else None
     if isinstance(kind, type) and issubclass(kind, CkptMirrorError):
-        vars(error).update(exit_code=kind.exit_code, temporary=kind.temporary)
+        vars(error).update(exit_code=kind.exit_code, temporary=kind.temporary, lacks_room=kind.lacks_room)
         error.hint = next(iter(failures.values())).hint or kind.hint
     return error

@@ -111,7 +111,7 @@ def test_i11_save_raises_once_the_attempt_is_fenced(start: Callable[..., Node]) 
     claim = old.claim
     assert claim is not None
     leader = LeaderSide(old.table, old.specs, old.fenced, old.on_commit)
-    saver = Saver(old.root, claim.run_id, claim.attempt, SingleRank(), events.EventBus(), leader)
+    saver = Saver(old.root, claim.run_id, claim.attempt, SingleRank(), events.EventBus(), leader, [])
     with pytest.raises(AttemptFenced, match="has started"):
         saver.save(SaveRequest(200, ("model",)), None)  # type: ignore[arg-type]
 

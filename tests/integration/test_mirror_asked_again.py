@@ -17,6 +17,7 @@ from ckptmirror.core.errors import (
     ConfigError,
     DeadlinePassed,
     IntegrityError,
+    KindMismatch,
     RefusedOnlyCopy,
     StoreTemporary,
     WaitTimeout,
@@ -106,12 +107,35 @@ def test_i1_refresh_keeps_a_copy_whose_save_is_broken_on_the_mirror(tmp_path: Pa
 def test_i4_an_older_save_of_a_step_is_not_staged_for_the_one_that_stands_and_is_broken(tmp_path: Path) -> None:
     place = Place(tmp_path)
     old, new = place.save(200, ("model",), 1), place.save(200, ("model",), 2)
-    damaged(place.mirror.store, f"meta_000200-{new.save_id[:8]}.json")
+    lost = place.on_mirror(new).artifacts[0].object_name
+    place.mirror.store.delete(lost, generation=place.mirror.store.stat(lost).generation)  # type: ignore[union-attr]
     with pytest.raises(IntegrityError, match="stands in") as refused:
         stage_checkpoint_step(place.mirror, step=200, dest=place.dest)
     assert "--superseded" in refused.value.hint
     stage_checkpoint_step(place.mirror, step=200, dest=place.dest, superseded=True)
     assert set(whole_saves(place.dest)) == {old.save_id}
+
+
+@pytest.mark.parametrize("is_twin", [True, False])
+def test_a_broken_meta_beside_a_whole_save_of_its_step_is_named_and_keeps_nobody_from_that(
+    tmp_path: Path, is_twin: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mended mirror has it for ever: a damaged object keeps its name, and the meta comes anew under the other one."""
+    place = Place(tmp_path)
+    meta = place.save(200, ("model",), 1)
+    if is_twin:
+        data, _ = place.mirror.store.read("meta_000200.json", limit_bytes=1_000_000)
+        place.mirror.store.write(f"meta_000200-{meta.save_id[:8]}.json", data, if_generation=0)
+    else:
+        meta = place.save(200, ("model",), 2)
+    damaged(place.mirror.store, "meta_000200.json")
+    assert stage_checkpoint_step(place.mirror, step=200, dest=place.dest).step == 200
+    assert set(whole_saves(place.dest)) == {meta.save_id}
+    (line,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "meta_000200.json" in line
+    assert "ckptmirror verify" in line
+    with pytest.raises(KindMismatch):
+        stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp")
 
 
 def test_latest_says_what_it_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

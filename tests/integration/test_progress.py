@@ -14,7 +14,6 @@ import pytest
 
 from ckptmirror.cli._progress import LINE_EVERY_S
 from ckptmirror.testing import Fault, GcsServerProcess
-from ckptmirror.testing.fixtures import gcs_server  # noqa: F401 - a fixture
 from tests.kit.cli import LIMIT_S, clean_environment, run
 from tests.kit.roots import make_pending
 from tests.kit.terminal import HIDE_CURSOR, SHOW_CURSOR, OnTerminal, bare, screen
@@ -164,7 +163,7 @@ def test_ctrl_c_leaves_the_cursor_visible_and_no_bar(gcs_server: GcsServerProces
     assert shown.splitlines()[-1].endswith("ckptmirror: interrupted; the same command continues where it stopped.")
 
 
-def test_what_is_said_at_a_typed_ctrl_c_has_a_line_of_its_own(gcs_server: GcsServerProcess, tmp_path: Path):  # noqa: F811
+def test_what_is_said_at_a_typed_ctrl_c_has_a_line_of_its_own(gcs_server: GcsServerProcess, tmp_path: Path):
     on_mirror(tmp_path, gcs_server)
     gcs_server.faults([slow("object.media", 20_000)])  # the download outlasts the two seconds that a verb has to leave
     with OnTerminal(*stage(tmp_path / "e"), env=gcs_server.environment) as terminal:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptmirror import CheckpointManager, StopRequest
+from ckptmirror import CheckpointManager, StopRequest, TrainState
 from ckptmirror.core import events
 from ckptmirror.core.errors import (
     AttemptFenced,
@@ -103,16 +103,20 @@ def test_a_full_disk_fails_the_save_and_leaves_nothing_and_the_next_save_works(t
     assert sorted(whole(root)) == [1, 3]
 
 
-def test_a_failed_save_that_nobody_waited_for_is_raised_by_the_next_save_once(tiny_disk: Path) -> None:
-    root = tiny_disk / "root"
+def fail_unseen(manager: CheckpointManager, step: int, state: TrainState) -> None:
+    """A save that fails, not for lack of room, and that nobody waits for."""
+    with no_large_files(600):
+        manager.save(step, state).wait_over()
+
+
+def test_a_failed_save_that_nobody_waited_for_is_raised_by_the_next_save_once(tmp_path: Path) -> None:
+    root = tmp_path / "root"
     with running(root, kinds=("model",)) as manager:
         state = new_state()
         manager.resume(state)
-        state.extra["large"] = torch.zeros(MIB)
-        manager.save(1, state)
+        fail_unseen(manager, 1, state)
         with pytest.raises(BackgroundSaveFailed, match="step 1"):
             manager.save(2, state)
-        del state.extra["large"]
         manager.save(2, state).wait()
     assert sorted(whole(root)) == [2]
 
@@ -297,13 +301,12 @@ def test_a_close_that_runs_out_while_a_save_is_in_flight_keeps_the_lock(tmp_path
     assert sorted(whole(tmp_path)) == [1]
 
 
-def test_a_resume_after_a_failed_save_goes_back_and_one_that_fails_ends_the_attempt(tiny_disk: Path) -> None:
-    with running(tiny_disk / "root", kinds=("model",)) as manager:
+def test_a_resume_after_a_failed_save_goes_back_and_one_that_fails_ends_the_attempt(tmp_path: Path) -> None:
+    with running(tmp_path / "root", kinds=("model",)) as manager:
         state = new_state()
         manager.resume(state)
         manager.save(1, state).wait()
-        state.extra["large"] = torch.zeros(MIB)
-        manager.save(2, state)  # fails, and nobody waits for it
+        fail_unseen(manager, 2, state)
         start = manager.resume(new_state())
         assert start is not None
         assert start.step == 1
@@ -315,19 +318,18 @@ def test_a_resume_after_a_failed_save_goes_back_and_one_that_fails_ends_the_atte
         with pytest.raises(BackgroundSaveFailed, match="step 2"):  # heard of after all, once
             manager.save(3, new_state())
         manager.save(3, new_state()).wait()
-    assert sorted(whole(tiny_disk / "root")) == [1, 3]
+    assert sorted(whole(tmp_path / "root")) == [1, 3]
 
 
 @pytest.mark.parametrize("resumed", [True, False])
 def test_a_failed_save_that_nobody_saw_outlives_a_resume_and_is_raised_by_close(
-    tiny_disk: Path, caplog: pytest.LogCaptureFixture, resumed: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, resumed: bool
 ) -> None:
-    manager = CheckpointManager(tiny_disk / "root", kinds=("model",))
+    manager = CheckpointManager(tmp_path / "root", kinds=("model",))
     state = new_state()
     manager.resume(state)
     manager.save(1, state).wait()
-    state.extra["large"] = torch.zeros(MIB)
-    manager.save(2, state)
+    fail_unseen(manager, 2, state)
     manager.resume(new_state())
     assert "step 2 was not saved" in caplog.text
     if not resumed:

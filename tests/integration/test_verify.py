@@ -173,6 +173,13 @@ def test_broken_metas_are_mended_here_and_there(tmp_path: Path) -> None:
     assert [(one.verdict.step, one.verdict.standing) for one in after.saves if one.verdict.state == "damaged"] == [
         (200, "replaced")
     ]
+    alone = run("verify", url)  # without the table nobody knows whose it was
+    assert_tells(alone, 6, "1 damaged", stdout=None)
+    assert f"a whole save of step 200 is beside it -> rm {tmp_path}/mirror/meta_000200.json" in alone.stdout
+    mend(after)
+    assert verify(Target(mirrors=(url,)), deep=True).outcome == "whole"
+    assert run("verify", url).returncode == 0
+    assert_tells(run("stage", "--step", "200", "--mirror", url, "--dest", tmp_path / "eval"), 0, stdout=None)
 
 
 def test_a_staged_copy_is_mended_from_where_it_came(tmp_path: Path) -> None:

@@ -121,3 +121,16 @@ def test_a_bucket_that_computes_checksums_is_compared_without_reading_it(
     assert verify(Target(root, (url,)), deep=True).pending_again == 1
     assert drain(root, timeout_s=60.0).is_verified  # under another name: nothing is ever overwritten
     assert verify(Target(root, (url,)), deep=True).outcome == "whole"
+
+
+def test_a_broken_meta_in_a_bucket_beside_a_whole_save_is_named_with_the_command_that_deletes_it(
+    server: GcsServerProcess, tmp_path: Path
+) -> None:
+    url = f"gs://{BUCKET}/spare"
+    _, _, (meta,) = drained(tmp_path, 100, url=url)
+    store = open_store(url)
+    data, info = store.read("meta_000100.json", limit_bytes=1_000_000)
+    store.write(f"meta_000100-{meta.save_id[:8]}.json", data, if_generation=0)
+    store.write("meta_000100.json", data[:99], if_generation=info.generation)
+    (bad,) = [one for one in verify(Target(mirrors=(url,))).saves if one.verdict.state == "damaged"]
+    assert bad.mend == f"gcloud storage rm {url}/meta_000100.json"

@@ -191,19 +191,24 @@ def left_behind(table: UploadsTable, mirrors: Collection[str]) -> dict[str, int]
 class _Memory:
     """Remembers which place a mirror is, in the table and in a note beside it: a table may be made anew.
 
-    The note stands where the two differ. A broken one is written anew from the table; if that knows nothing either,
-    the place is unknown, which is not the same as never met.
+    The note stands where the two differ. A broken one is written anew from the table; if that knows nothing either, the
+    place is unknown, which is not the same as never met. Where both were deleted, what this process knew is written.
     """
 
     def __init__(self, root: Path, table: UploadsTable, url: str) -> None:
         self._table = table
         self._url = url
+        self._known: str | None = None
         self._note = root / names.CONTROL_DIR / f"mirror-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
 
     def recall(self) -> str | None:
         """Return the identity that is remembered; None if none is."""
         try:
-            return self._noted() or self._table.mirror_identity(self._url)
+            found = self._noted() or self._table.mirror_identity(self._url)
+            if found is None and self._known is not None:
+                return self.remember(self._known)
+            self._known = found
+            return found
         except IntegrityError as error:
             kept = self._table.mirror_identity(self._url)
             if kept is None:
@@ -220,7 +225,8 @@ class _Memory:
         kept = self._table.remember_mirror_identity(self._url, identity)
         with contextlib.suppress(NameTaken):  # what was noted first stands
             files.write_bytes(self._note, self._sealed(kept), save_id=new_id())
-        return self._noted() or kept
+        self._known = self._noted() or kept
+        return self._known
 
     def _sealed(self, identity: str) -> bytes:
         return seal(_NOTE_FORMAT, {"url": self._url, "identity": identity})

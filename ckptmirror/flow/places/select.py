@@ -4,7 +4,8 @@ Rules:
 * Only what the lineage calls current is chosen; a superseded save, or one it cannot place, only if asked for.
 * Without a kind: the newest step, then dcp, then model, and a later save of the step in another kind is told of. An
   explicit kind is never replaced by another (I4).
-* What is broken is not passed by in silence: a newer one is logged, and the one that was asked for is an error.
+* What is broken is not passed by in silence: a newer one is logged, and the one that was asked for is an error. Of a
+  meta that is broken nobody can tell whose it was: beside a whole save of its step it is logged, and blocks nothing.
 * A place without a list of attempts rebuilds one from its metas. A directory that was filled by ``stage`` has none, and
   everything in it was asked for by someone: there, what the rebuilt order cannot place is chosen too, after the rest.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from shlex import quote
 from typing import Literal
 
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch, UsageError
@@ -181,6 +183,16 @@ def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_f
         where = name if name.startswith(catalog.place) else f"{catalog.place}/{name}"
         if not is_asked_for:  # one broken meta keeps nobody from the other steps
             _log.warning("passed over %s: %s", where, problem.why)
+        elif problem.step == meta.step and problem.meta is None and not problem.hindrance:
+            saying(_log, meta).warning(
+                "step %d is taken from the whole save %s; beside it %s is broken (%s): `ckptmirror verify %s` names "
+                "what to delete",
+                meta.step,
+                meta.save_id[:8],
+                where,
+                problem.why,
+                quote(catalog.place),
+            )
         elif problem.step == meta.step and problem.hindrance:
             raise not_readable(where, problem.why, problem.hindrance)
         elif problem.step == meta.step:

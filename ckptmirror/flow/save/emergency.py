@@ -5,23 +5,28 @@ Rules:
   digest of attempt, number and step) or is settled by the file system (the first rank's directory name wins).
 * A rank's files are written first, its meta last; the snapshot is whole when the metas of all ranks are there.
 * It goes to local disk first, and no mirror gets it; with ``persistent_dir`` each rank then copies its part there.
+* Where the disk has no room, what this rank wrote of it goes again. It is tried once more when a save in flight is
+  over, which may have given back its room; then ``persistent_dir`` gets it alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_to_bytes, plain_values
-from ckptmirror.core.errors import CkptMirrorError, NameTaken
+from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, NameTaken, WaitTimeout
 from ckptmirror.core.model import Attempt, Meta
 from ckptmirror.flow.save.emergency_files import note_path, read_note, write_note
+from ckptmirror.flow.save.handle import SaveHandle
 from ckptmirror.flow.save.persistent_dir import keep_copy
 from ckptmirror.local import files
 from ckptmirror.local.saying import saying
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["emergency_save_id", "save_emergency"]
 
+_IN_FLIGHT_WAIT_S = 15.0  # the grace period runs
 _log = logging.getLogger("ckptmirror.emergency")
 
 
@@ -53,29 +59,21 @@ def save_emergency(
     bus: events.EventBus,
     persistent_dir: Path | None = None,
     apart: bool = False,
+    in_flight: SaveHandle | None = None,
 ) -> Path:
     """Write this rank's part of the emergency snapshot, durable on return; give its directory.
 
     Args:
         persistent_dir: Where a copy goes, if anywhere; that it cannot go there is only logged.
         apart: Whether ranks hold different values under one name, so that each writes its own.
+        in_flight: A save that is being written while the snapshot is taken.
 
     Raises:
         LocalStorageFull: There is no room; earlier saves are untouched.
     """
-    from ckptmirror.formats.emergency import write_emergency
-
     started = time.monotonic()
     save_id = emergency_save_id(attempt, number, step)
-    name = _agreed_name(root, save_id, step, persistent_dir)
-    parsed = names.parse_name(name)
-    assert parsed is not None
-    directory = root / name
-    files.make_dirs(directory)
-    artifacts = tuple(
-        write_emergency(state, directory, save_id=save_id, rank=rank, world_size=world_size, step=step, apart=apart)
-    )
-    meta = Meta(
+    plan = Meta(
         run_id=run_id,
         attempt=attempt,
         step=step,
@@ -85,15 +83,32 @@ def save_emergency(
         world_size=world_size,
         nodes=1,
         node=0,
-        artifacts=artifacts,
-        tag=parsed.tag,
+        artifacts=(),
         training_config=plain_values(state.training_config or {}),
         created_at_utc=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    files.write_bytes(directory / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=save_id)
-    if all((directory / names.emergency_meta_name(other)).exists() for other in range(world_size)):
+    home = root
+    try:
         try:
-            files.replace_link(root / names.LATEST_NAME, directory.name)
+            name, meta = _write(root, home, state, plan, rank, persistent_dir, apart=apart)
+        except LocalStorageFull:
+            if in_flight is None:
+                raise
+            with contextlib.suppress(WaitTimeout):
+                in_flight.wait_over(_IN_FLIGHT_WAIT_S)
+            name, meta = _write(root, home, state, plan, rank, persistent_dir, apart=apart)
+    except LocalStorageFull as error:
+        if persistent_dir is None:
+            raise
+        saying(_log, plan, rank=rank).error(
+            "the emergency snapshot of step %d goes to %s alone: %s", step, persistent_dir, error
+        )
+        home = persistent_dir
+        name, meta = _write(root, home, state, plan, rank, persistent_dir, apart=apart)
+    directory = home / name
+    if home == root and all((directory / names.emergency_meta_name(other)).exists() for other in range(world_size)):
+        try:
+            files.replace_link(root / names.LATEST_NAME, name)
         except CkptMirrorError as error:  # a hint for people: the snapshot is durable, whatever stands in the way
             saying(_log, meta, rank=rank).warning(
                 "the emergency snapshot of step %d is durable, but latest does not name it: %s", step, error
@@ -103,28 +118,72 @@ def save_emergency(
             step=step,
             rank=rank,
             save_id=save_id,
-            size_bytes=sum(a.digest.size_bytes for a in artifacts),
+            size_bytes=meta.size_bytes,
             duration_s=time.monotonic() - started,
         )
     )
-    if persistent_dir is not None:
+    if persistent_dir is not None and home == root:
         keep_copy(root, name, meta, rank, persistent_dir)
     return directory
 
 
-def _agreed_name(root: Path, save_id: str, step: int, persistent_dir: Path | None) -> str:
-    """Let the first rank of the node name the directory; the others read the name."""
-    second = _utc_second()
-    name = names.emergency_dir_name(step, second)
-    if os.path.lexists(root / name):  # of another snapshot in the same second
-        name = names.emergency_dir_name(step, second, save_id[:8])
-    try:
-        write_note(root, save_id, name, persistent_dir)
-    except NameTaken:
-        name = read_note(note_path(root, save_id)).directory
+def _write(
+    root: Path,
+    home: Path,
+    state: TrainState,
+    plan: Meta,
+    rank: int,
+    persistent_dir: Path | None,
+    *,
+    apart: bool,
+) -> tuple[str, Meta]:
+    """Write this rank's files below ``home`` and, last, its meta. Where there is no room for all, none of it stays."""
+    from ckptmirror.formats.emergency import names_of_rank, write_emergency
+
+    name = _agreed_name(root, plan, persistent_dir)
     parsed = names.parse_name(name)
-    if parsed is None or parsed.role != "emergency" or parsed.step != step:
-        raise NameTaken(f"{note_path(root, save_id)} does not name an emergency directory of step {step}.")
+    assert parsed is not None
+    directory = home / name
+    files.make_dirs(directory)
+    try:
+        artifacts = write_emergency(
+            state,
+            directory,
+            save_id=plan.save_id,
+            rank=rank,
+            world_size=plan.world_size,
+            step=plan.step,
+            apart=apart,
+        )
+        meta = replace(plan, artifacts=tuple(artifacts), tag=parsed.tag)
+        files.write_bytes(directory / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=plan.save_id)
+    except LocalStorageFull:
+        for mine in names_of_rank(rank):
+            with contextlib.suppress(FileNotFoundError):
+                files.move_to_trash(home, directory / mine)
+        files.empty_trash(home)
+        if plan.world_size == 1:  # else another rank may be about to write there
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
+    return name, meta
+
+
+def _agreed_name(root: Path, plan: Meta, persistent_dir: Path | None) -> str:
+    """Let the first rank of the node name the directory; the others read the name."""
+    name = names.emergency_dir_name(plan.step, _utc_second())
+    if os.path.lexists(root / name):  # of another snapshot in the same second
+        name = names.emergency_dir_name(plan.step, _utc_second(), plan.save_id[:8])
+    try:
+        write_note(root, plan.save_id, name, persistent_dir)
+    except LocalStorageFull:
+        if plan.world_size > 1:
+            raise
+    except NameTaken:
+        name = read_note(note_path(root, plan.save_id)).directory
+    parsed = names.parse_name(name)
+    if parsed is None or parsed.role != "emergency" or parsed.step != plan.step:
+        raise NameTaken(f"{note_path(root, plan.save_id)} does not name an emergency directory of step {plan.step}.")
     return name
 
 

@@ -81,6 +81,7 @@ def write_note(root: Path, save_id: str, directory: str, persistent_dir: Path | 
         NameTaken: There is one.
     """
     facts = {"directory": directory} | ({"persistent_dir": str(persistent_dir)} if persistent_dir is not None else {})
+    files.make_dirs(root / names.CONTROL_DIR)  # somebody may have deleted it
     # A temporary of its own: the final name decides who is first.
     files.write_bytes(note_path(root, save_id), json.dumps(facts).encode(), save_id=new_id())
 

@@ -4,7 +4,8 @@ Rules:
 * A save passes ``copied``, ``committed``, ``mirrored`` in that order, or fails; a handle belongs to one save id for
   ever.
 * Every wait has a limit.
-* A failure that nobody waited for is raised by the next ``save``.
+* A failure that nobody waited for is raised by the next ``save``. Only a save for which the disk has no room does not
+  stop the training: it is skipped, and raised at the end (:func:`raise_skipped`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from ckptmirror.core.errors import BackgroundSaveFailed, CkptMirrorError, UsageError, WaitTimeout
+from ckptmirror.core.errors import BackgroundSaveFailed, CkptMirrorError, LocalStorageFull, UsageError, WaitTimeout
 from ckptmirror.core.model import Kind
 
-__all__ = ["DEFAULT_WAIT_S", "Phase", "SaveHandle", "TurnLock"]
+__all__ = ["DEFAULT_WAIT_S", "Phase", "SaveHandle", "TurnLock", "raise_skipped"]
 
 Phase = Literal["copied", "committed", "mirrored"]
 _PHASES: tuple[Phase, ...] = ("copied", "committed", "mirrored")
 DEFAULT_WAIT_S = 1800.0
+_STEPS_LISTED = 10
 _Result = TypeVar("_Result")
 
 
@@ -134,7 +136,8 @@ class SaveHandle:
 
     def _failure(self) -> BackgroundSaveFailed:
         hint = self._error.hint if isinstance(self._error, CkptMirrorError) else None
-        return BackgroundSaveFailed(f"The save of step {self.step} failed: {self._error}", hint=hint)
+        what = "was skipped" if self.skipped else "failed"
+        return BackgroundSaveFailed(f"The save of step {self.step} {what}: {self._error}", hint=hint)
 
     # -- called by the save in the background ---------------------------------------------------------------
 
@@ -167,6 +170,11 @@ class SaveHandle:
         self._observed = True
 
     @property
+    def skipped(self) -> bool:
+        """Whether the disk had no room for the save."""
+        return isinstance(self._error, LocalStorageFull)
+
+    @property
     def is_over(self) -> bool:
         """Whether the save is committed or failed."""
         return self._error is not None or self._reached >= _PHASES.index("committed")
@@ -188,11 +196,30 @@ class SaveHandle:
         return None if self._observed else self._error
 
     def raise_unobserved(self) -> None:
-        """Raise the failure once, if nobody has seen it.
+        """Raise the failure once, if nobody has seen it and the save was not skipped.
 
         Raises:
             BackgroundSaveFailed: The save failed.
         """
-        if self._error is not None and not self._observed:
+        if self._error is not None and not self._observed and not self.skipped:
             self._observed = True
             raise self._failure() from self._error
+
+
+def raise_skipped(skipped: list[SaveHandle]) -> None:
+    """Raise, once, that saves were skipped and nobody has seen it.
+
+    Raises:
+        BackgroundSaveFailed: Names their steps; the last one's cause is attached.
+    """
+    unseen = [handle for handle in skipped if handle.unobserved is not None]
+    skipped.clear()
+    for handle in unseen:
+        handle.observed()
+    if unseen:
+        steps = ", ".join(str(handle.step) for handle in unseen[-_STEPS_LISTED:])
+        more = f", and {len(unseen) - _STEPS_LISTED} before them," if len(unseen) > _STEPS_LISTED else ""
+        what = f"The saves of steps {steps}{more} were" if len(unseen) > 1 else f"The save of step {steps} was"
+        error = unseen[-1]._error
+        assert isinstance(error, LocalStorageFull)
+        raise BackgroundSaveFailed(f"{what} skipped: {error}", hint=error.hint) from error

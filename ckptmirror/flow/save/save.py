@@ -7,7 +7,8 @@ Rules:
   that failed takes part with its error, so all ranks fail together.
 * That holds for a rank on which ``save`` itself raises too: every call takes a number and an exchange, so the next save
   works. Where the capture has collectives (the whole model of a sharded one), all ranks agree before those as well.
-* A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones.
+* A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones. One for
+  which the disk has no room does not stop the training: it is skipped, which event, log and status say at once.
 * A save in flight is finished whatever becomes of the training thread: its thread keeps the process alive, and nothing
   on its way needs a new thread or a new import.
 * An interrupt anywhere in ``save`` leaves the save to the background, or ended: never in between.
@@ -26,7 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageUnwritable, StepBehind
+from ckptmirror.core.errors import (
+    AttemptFenced,
+    CkptMirrorError,
+    LocalStorageFull,
+    LocalStorageUnwritable,
+    StepBehind,
+)
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.core.replicas import Held, digests_of
 from ckptmirror.flow.save.commit import commit_save, free_tag, may_be_meta_of
@@ -68,13 +75,21 @@ class Saver:
         attempt: This attempt, decided.
         ranks: A channel that only this saver's background thread uses.
         leader: Set on the node's leader.
+        skipped: Where saves are added for which the disk has no room.
 
     Attributes:
         last_step: The newest committed step, the one resumed from included; -1 at a start from scratch.
     """
 
     def __init__(
-        self, root: Path, run_id: str, attempt: Attempt, ranks: Ranks, bus: events.EventBus, leader: LeaderSide | None
+        self,
+        root: Path,
+        run_id: str,
+        attempt: Attempt,
+        ranks: Ranks,
+        bus: events.EventBus,
+        leader: LeaderSide | None,
+        skipped: list[SaveHandle],
     ) -> None:
         self.root = root
         self.run_id = run_id
@@ -84,6 +99,7 @@ class Saver:
         self._ranks = ranks
         self._bus = bus
         self._leader = leader
+        self._skipped = skipped
         self._copier: HostCopier | None = None
         self._in_flight: SaveHandle | None = None
         self._turn_lock = TurnLock()
@@ -97,7 +113,7 @@ class Saver:
 
         Raises:
             StepBehind: The step is lower than this attempt's last.
-            BackgroundSaveFailed: An earlier save failed and nobody has been told.
+            BackgroundSaveFailed: An earlier save failed, not for lack of room, and nobody has been told.
             AttemptFenced: A newer attempt of this run has started.
         """
         return self._turn_lock.run(f"save() of step {request.step}", functools.partial(self._save, request, state))
@@ -212,9 +228,9 @@ class Saver:
             last.raise_unobserved()
 
     @property
-    def is_saving(self) -> bool:
-        """Whether a save is in flight."""
-        return self._in_flight is not None and not self._in_flight.is_over
+    def in_flight(self) -> SaveHandle | None:
+        """The save in flight, if there is one."""
+        return self._in_flight if self._in_flight is not None and not self._in_flight.is_over else None
 
     def end(self, timeout_s: float) -> None:
         """Take no more saves, and wait for the last one; see :meth:`wait_over`."""
@@ -277,10 +293,7 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - every failure, of any kind, must reach the caller of save()
             if context is not None:
                 self._remove_own_temporaries(context)
-            self._bus.emit(
-                events.SaveFailed(step=request.step, kinds=request.kinds, rank=self._ranks.rank, reason=str(error))
-            )
-            handle.fail(error)
+            self._fail(handle, request, error)
             return
         try:
             self.last_step = request.step
@@ -298,6 +311,19 @@ class Saver:
                 duration_s=time.perf_counter() - started,
             )
         )
+
+    def _fail(self, handle: SaveHandle, request: SaveRequest, error: BaseException) -> None:
+        is_skipped = isinstance(error, CkptMirrorError) and error.lacks_room
+        event = events.SaveSkipped if is_skipped else events.SaveFailed
+        self._bus.emit(event(step=request.step, kinds=request.kinds, rank=self._ranks.rank, reason=str(error)))
+        try:
+            if is_skipped and self._leader is not None:
+                self._leader.on_skipped(request.step, str(error))
+        finally:
+            if is_skipped:  # a new error: the frames of this one hold the host copy, and skipped saves are kept
+                error = LocalStorageFull(str(error), hint=getattr(error, "hint", None))
+                self._skipped.append(handle)
+            handle.fail(error)
 
     def _agree(self, request: SaveRequest, copied: Copied | BaseException) -> tuple[WriteContext, Copied]:
         """First exchange: every rank has its copy, the same request on each, the save id of rank 0, the node's tag."""

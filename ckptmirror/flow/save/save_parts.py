@@ -67,15 +67,20 @@ def _give_up(error: CkptMirrorError) -> None:
     raise error
 
 
+def _ignore(_step: int, _reason: str) -> None:
+    pass
+
+
 @dataclass
 class LeaderSide:
-    """What only the node's leader has: the table, who must hear of a commit, and who makes a broken table anew."""
+    """What only the node's leader has: the table, who must hear of its saves, and who makes a broken table anew."""
 
     table: UploadsTable
     mirrors: Sequence[MirrorSpec]
     fenced: Callable[[], str | None]
     on_commit: Callable[[Meta], None]
     renew_table: Callable[[CkptMirrorError], None] = _give_up
+    on_skipped: Callable[[int, str], None] = _ignore
 
 
 @dataclass(frozen=True)

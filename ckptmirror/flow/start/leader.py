@@ -2,7 +2,8 @@
 
 Rules:
 * Opened in an order in which a failure leaves nothing held: lock, table, reconcile, mirrors, claim.
-* A node whose lock file somebody took away commits nothing more: another may lead this root by now.
+* A node whose lock file somebody took away commits nothing more: another may lead this root by now. Where the whole
+  control directory was deleted and nobody else came, it is taken again (``control_directory``).
 * Whether something is safe is answered by ``retention.durability``, never by a count of what is pending.
 * Closing needs no other rank and no mirror. What is not uploaded stays in the table, and the next start carries on.
 """
@@ -15,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,12 +46,13 @@ from ckptmirror.flow.retention.rotation import ROTATE_LOCK_NAME, RotationReport,
 from ckptmirror.flow.retention.rotator import Rotator
 from ckptmirror.flow.save.persistent_dir import open_persistent, persistent_catalog
 from ckptmirror.flow.start.claim import RunClaim
+from ckptmirror.flow.start.control_directory import take_root_again
 from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock, exclusive
 from ckptmirror.local.saying import saying
 from ckptmirror.local.status_file import write_status_file
-from ckptmirror.local.table_place import check_place, open_table
+from ckptmirror.local.table_place import check_place, note_place, open_table
 from ckptmirror.local.uploads import LeaseClock, RootIdentity
 from ckptmirror.stores.retrying import total_s_of_environment
 
@@ -64,6 +67,7 @@ _SHORT_VERB_S = 60.0  # a start waits so long for such a verb to let go of the r
 _STOP_BRINGING_S = 2.0
 _MENDING_WAIT_S = 5.0
 _STOPPED_LIMIT_S = 2.0  # after a stop request the grace period runs
+_SKIPPED_LISTED = 20
 
 
 class Node:
@@ -93,6 +97,10 @@ class Node:
         self._workers: UploadWorkers | None = None
         self._rotator: Rotator | None = None
         self._recheck: Recheck | None = None
+        self._last_step: int | None = None
+        self._retaking = threading.Lock()
+        self._meet_again = False
+        self._skipped: deque[dict[str, object]] = deque(maxlen=_SKIPPED_LISTED)
         check_place(root, state_dir)
         self.persistent_is_new = open_persistent(root, persistent_dir)
         self.persistent: Catalog | None = None  # as the last start saw it
@@ -160,6 +168,11 @@ class Node:
         self._workers.start()
 
     def _ask_mirrors(self, recheck: Recheck) -> bool:
+        if self._meet_again:
+            self._meet_again = False
+            for mirror in self.mirrors:
+                with contextlib.suppress(CkptMirrorError):  # it is met again at the next start
+                    mirror.store.identity()
         has_answered = carry_on(self.root, self.table, self.mirrors, recheck)
         if has_answered and self._workers is not None:
             self._workers.notify()
@@ -167,12 +180,36 @@ class Node:
 
     def fenced(self) -> str | None:
         """The reason why this attempt may commit nothing more, if there is one. Asked before each commit."""
-        if self.lock.lost:
+        if self.lock.lost and not self._take_root_again():
             return (
                 f"{self.root / names.LOCK_NAME} was deleted or replaced while this process held it, so another process "
                 "may write to this root by now: this one commits nothing more."
             )
         return self.claim.fenced if self.claim is not None else None
+
+    def _take_root_again(self) -> bool:
+        """After the control directory was deleted: make anew what lay there, if nobody else took the root meanwhile."""
+        with self._retaking:
+            if not self.lock.lost:
+                return True
+            control = self.root / names.CONTROL_DIR
+            try:
+                claim = self.claim
+                if claim is None or not take_root_again(self.root, self.lock, claim.attempts, _SHORT_VERBS):
+                    return False
+                note_place(self.root, self.table.path)
+                if not self.table.path.exists():
+                    self._new_table()
+            except CkptMirrorError as error:
+                _log.error("%s was deleted, and cannot be recreated: %s", control, error)
+                return not self.lock.lost
+            self._meet_again = True
+        _log.error(
+            "%s was deleted while this process led the root. Its lock, list of attempts and pending-uploads table are "
+            "recreated, and the mirrors are asked for every save that is here. The history of events is lost.",
+            control,
+        )
+        return True
 
     def on_commit(self, meta: Meta) -> None:
         """A save is committed: upload it, see what may be rotated."""
@@ -180,7 +217,15 @@ class Node:
             self._workers.notify()
         if self._rotator is not None:
             self._rotator.wake()
-        self.write_status("running", last_step=meta.step)
+        self._last_step = meta.step
+        self.write_status("running")
+
+    def on_skipped(self, step: int, reason: str) -> None:
+        """The disk had no room for a save: say so in the status, and see what may be rotated by now."""
+        self._skipped.append({"step": step, "reason": reason})
+        self.write_status("running")
+        if self._rotator is not None:
+            self._rotator.wake()
 
     def wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
         """Wait until a save is verified on every mirror that counts, or everything (None), earlier saves included.
@@ -244,15 +289,21 @@ class Node:
         Raises:
             NoTable: This node was closed.
         """
-        aside = self.table.start_anew()
+        if self.lock.lost and self._take_root_again():
+            return
+        aside = self._new_table()
         where = f"It lies now at {aside}" if aside is not None else "Its file is gone"
         _log.error("%s %s; its facts are gathered anew from disk and mirrors.", error, where)
+
+    def _new_table(self) -> Path | None:
+        aside = self.table.start_anew()
         self.table.set_mirrors([(spec.url, spec.required) for spec in self.specs])
         if self.claim is not None:
             self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))
         add_missing_records(self.table, self.specs, self._whole())
         if self._workers is not None:
             self._workers.notify()
+        return aside
 
     def _counting(self) -> set[str]:
         """The mirrors that a save must be on to be safe: the required ones; all, where none is.
@@ -296,6 +347,8 @@ class Node:
             "host": socket.gethostname(),
             "attempt": self.claim.attempt.number if self.claim is not None else None,
             "fenced": self.fenced(),
+            "last_step": self._last_step,
+            "skipped": list(self._skipped),
             "at_utc": datetime.now(UTC).isoformat(timespec="seconds"),
             **more,
         }
@@ -311,6 +364,7 @@ class Node:
         ends_s = time.monotonic() + timeout_s
         limit_s = _STOPPED_LIMIT_S if stopped else _STOP_LATE_S
         try:
+            self.fenced()  # a control directory that was deleted is recreated while mirrors can still be asked
             unasked = self._see_to_the_rest(timeout_s, stopped)
             limit_s = limit_s if stopped else max(limit_s, ends_s - time.monotonic())
             services_ended = self._stop_services(limit_s)

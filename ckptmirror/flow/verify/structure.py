@@ -38,6 +38,7 @@ class Subject:
 
     Attributes:
         name: The meta's path, or its name on the mirror.
+        address: Where the meta is found by other tools: its path or URL.
         meta: None if it cannot be read.
         why: What is wrong with the save as a whole; "" if nothing is.
         hindrance: Of that: whether it only cannot be read now.
@@ -53,6 +54,7 @@ class Subject:
     standing: Standing
     still_there: Callable[[], bool]
     meta: Meta | None = None
+    address: str = ""
     save_id: str = ""
     why: str = ""
     hindrance: Hindrance = ""
@@ -85,6 +87,13 @@ class Subject:
         if self.meta is None or (self.why and not self.faults):
             return []
         return [artifact for artifact in self.meta.artifacts if artifact.path not in self.faults]
+
+    def is_meta_beside(self, other: Subject) -> bool:
+        """Whether it is a mere broken meta, and ``other`` a whole save of its step in the same place."""
+        parsed = names.parse_name(Path(self.name).name)
+        is_meta = self.meta is None and not self.is_missed and parsed is not None and parsed.role == "meta"
+        is_beside = other.meta is not None and (other.place, other.step) == (self.place, self.step)
+        return is_meta and is_beside and other.kinds != ("emergency",) and other.state() == "whole"
 
     def is_gone(self) -> bool:
         """Whether the save was deleted, as a whole and meta first, since it was looked at."""
@@ -121,6 +130,7 @@ def look_at_root(root: Path, step: int | None, notes: MutableSequence[str]) -> l
     subjects = []
     for subject in _subjects(catalog, step):
         path = Path(subject.name) if Path(subject.name).is_absolute() else root / subject.name
+        subject.address = str(path)
         subject.still_there = lambda path=path: os.path.lexists(path)  # type: ignore[misc]
         for artifact in subject.meta.artifacts if subject.meta is not None else ():
             fault = listing.fault_of(artifact.path, artifact.digest.size_bytes)
@@ -148,7 +158,8 @@ def look_at_mirror(mirror: Mirror, step: int | None, notes: MutableSequence[str]
     listed = {info.name: info for info in mirror.store.list()} if step is None and subjects else {}
     found = []
     for subject in subjects:
-        name = subject.name
+        name, directory = subject.name, mirror.store.local_directory
+        subject.address = f"{mirror.url}/{name}" if directory is None else str(directory / name)
         subject.still_there = lambda name=name: mirror.store.stat(name) is not None  # type: ignore[misc]
         if subject.meta is None and not subject.still_there():
             continue

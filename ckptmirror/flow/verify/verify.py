@@ -10,6 +10,7 @@ Rules:
   rotation keeps the local copy and the uploader sends it once more. Nothing else is ever told to the table.
 * Beside the root its table is asked too: a save that it calls committed on a mirror, and that is not there, is damage.
 * A place without any save is not whole: somebody mistyped it, or lost it.
+* A broken meta beside a whole save of its step stands for nothing that is missing: it may be deleted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from shlex import quote
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound
 from ckptmirror.core.model import Artifact, Digest, Kind
-from ckptmirror.core.verification import State, Verdict, kinds_to_stage, mend_command, outcome, worst
+from ckptmirror.core.verification import (
+    State,
+    Verdict,
+    delete_command,
+    kinds_to_stage,
+    mend_command,
+    outcome,
+    worst,
+)
 from ckptmirror.flow.fetch.deep_read import FileToRead, ObjectToRead, ToRead, read_all
 from ckptmirror.flow.fetch.destination import is_training_root
 from ckptmirror.flow.places.mirrors import Mirror, OnWait
@@ -252,6 +261,12 @@ def _verified(subject: Subject, everything: Sequence[Subject], table: Table) -> 
     state = subject.state()
     verdict = Verdict(subject.step, subject.kinds, subject.standing, state)
     lines = [f"{path}: {fault.why}" for path, fault in subject.faults.items()] or [subject.why] * bool(subject.why)
+    mend = ""
+    if state == "damaged" and _is_spare(subject, everything, table):
+        mend = delete_command(subject.address)
+        lines = [f"{line.rstrip('.')}; a whole save of step {subject.step} is beside it" for line in lines]
+    elif state == "damaged":
+        mend = _mend(subject, everything, table)
     return VerifiedSave(
         place=subject.place,
         meta=subject.name,
@@ -261,8 +276,15 @@ def _verified(subject: Subject, everything: Sequence[Subject], table: Table) -> 
         files=len(subject.meta.artifacts) if subject.meta is not None else 0,
         size_bytes=subject.meta.size_bytes if subject.meta is not None else 0,
         read_bytes=subject.read_bytes,
-        mend=_mend(subject, everything, table) if state == "damaged" else "",
+        mend=mend,
     )
+
+
+def _is_spare(subject: Subject, everything: Sequence[Subject], table: Table) -> bool:
+    """Whether a broken meta can be deleted: a whole save of its step is there, of the same id where that is known."""
+    beside = [other for other in everything if subject.is_meta_beside(other)]
+    row = table.save_of(subject) if beside else None
+    return any(row is None or other.save_id == row.save_id for other in beside)
 
 
 def _mend(subject: Subject, everything: Sequence[Subject], table: Table) -> str:

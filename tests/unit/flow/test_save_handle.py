@@ -6,8 +6,14 @@ import threading
 
 import pytest
 
-from ckptmirror.core.errors import BackgroundSaveFailed, LocalStorageFull, UsageError, WaitTimeout
-from ckptmirror.flow.save.handle import SaveHandle
+from ckptmirror.core.errors import (
+    BackgroundSaveFailed,
+    LocalStorageFull,
+    LocalStorageUnwritable,
+    UsageError,
+    WaitTimeout,
+)
+from ckptmirror.flow.save.handle import SaveHandle, raise_skipped
 
 
 def test_phases_come_in_order_and_a_later_one_includes_the_earlier() -> None:
@@ -38,13 +44,26 @@ def test_an_unknown_phase_is_a_usage_error() -> None:
 
 def test_a_failure_keeps_its_cause_and_hint_and_frees_every_wait() -> None:
     handle = SaveHandle(7, ("dcp",))
-    handle.fail(LocalStorageFull("no room"))
+    handle.fail(LocalStorageUnwritable("no permission"))
     for phase in ("copied", "committed", "mirrored"):
-        with pytest.raises(BackgroundSaveFailed, match="step 7 failed: no room") as failed:
+        with pytest.raises(BackgroundSaveFailed, match="step 7 failed: no permission") as failed:
             handle.wait(phase, timeout_s=0)  # type: ignore[arg-type]
-        assert isinstance(failed.value.__cause__, LocalStorageFull)
-        assert failed.value.hint == LocalStorageFull.hint
+        assert isinstance(failed.value.__cause__, LocalStorageUnwritable)
+        assert failed.value.hint == LocalStorageUnwritable.hint
     handle.wait_over(timeout_s=0)
+
+
+def test_skipped_saves_are_raised_together_and_once_and_only_those_that_nobody_saw() -> None:
+    skipped = [SaveHandle(step, ("dcp",)) for step in range(15)]
+    for handle in skipped:
+        handle.fail(LocalStorageFull("no room"))
+        handle.raise_unobserved()
+    with pytest.raises(BackgroundSaveFailed, match="step 14 was skipped: no room"):
+        skipped[14].wait()
+    with pytest.raises(BackgroundSaveFailed, match=r"steps 4, 5, .*13, and 4 before them, were skipped") as all_of:
+        raise_skipped(skipped)
+    assert isinstance(all_of.value.__cause__, LocalStorageFull)
+    raise_skipped(skipped)
 
 
 def test_a_failure_that_nobody_saw_is_raised_once() -> None:
