@@ -63,8 +63,8 @@ picture: $(DOCS)  ## Draw docs/timeline.png, the picture of the README, from a r
 bench: setup  ## Measure against what you would use instead, as ratios, beside the physical limit
 	$(BIN)/python -m tests.bench
 
-campaign: setup  ## Kill at every crash point, not only at the slice that `make test` takes
-	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash tests/simulation --timeout=3600
+campaign: setup  ## Kill at every crash point, play long histories: not only the slice that `make test` takes
+	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash tests/simulation tests/unit/core/start --timeout=3600
 
 build: setup  ## Build the wheel and the source archive
 	$(BIN)/pip install --quiet build
