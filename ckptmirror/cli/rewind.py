@@ -61,6 +61,7 @@ def command(
             "Give --step N or --save ID" + (", not both." if step is not None else "."),
             hint="`ckptmirror ls` lists steps and save ids.",
         )
+    from ckptmirror.flow.drain import confirm
     from ckptmirror.flow.start.rewind import plan_rewind, rewind
 
     reference = step if step is not None else str(save)
@@ -73,6 +74,7 @@ def command(
         return 0
     with progress("rewind") as pace:
         rewound = rewind(root, reference, mirrors=mirrors, bus=_journal(root), on_progress=pace)
+        confirm(root, rewound.save_id, plan.places)
     if as_json:
         print_json(_facts(root, plan, rewound, rewound.told, rewound.untold))
     _tell(root, rewound)

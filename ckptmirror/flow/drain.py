@@ -14,11 +14,13 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import Self, TypeVar
 
 from ckptmirror.core import events
@@ -32,8 +34,9 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.model import Meta
 from ckptmirror.flow.fetch.destination import is_training_root
-from ckptmirror.flow.places.catalog import Catalog, local_catalog
+from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import (
     Mirror,
     MirrorSpec,
@@ -51,15 +54,16 @@ from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, r
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of
 from ckptmirror.flow.start.claim import DrainConfirmation, check_of_run
+from ckptmirror.flow.upload.sending import UploadContext
 from ckptmirror.flow.upload.transfer_progress import Held, Seen, UnderWay, Wait
-from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, held_elsewhere, still_moving
+from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, held_elsewhere, still_moving, upload_save
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.pool import begin, is_over
 from ckptmirror.local.table_place import check_place, note_place, open_known_table, table_path
 from ckptmirror.local.uploads import UploadsTable
 
-__all__ = ["DrainReport", "Drained", "drain", "push"]
+__all__ = ["DrainReport", "Drained", "confirm", "drain", "push"]
 
 _STOP_S = 30.0
 _STOP_AT_ONCE_S = 1.0
@@ -67,7 +71,7 @@ _REFUSALS_LIMIT = 2
 _LOOK_EVERY_S = 0.5  # while somebody looks on
 _Result = TypeVar("_Result")
 _PART = "only a part of the save is here, and a mirror gets all of it or nothing"
-_WHOLE_HINT = "Stage every kind of the step with --full first, or push from where it was saved."
+_log = logging.getLogger("ckptmirror.drain")
 
 
 @dataclass(frozen=True)
@@ -195,19 +199,21 @@ def push(
         ConfigError: It holds another run.
     """
     (spec,) = mirror_specs([mirror])
-    mirrored = [meta for meta in local_catalog(root).saves.values() if not is_emergency(meta)]
+    here = local_catalog(root)
+    mirrored = [meta for meta in here.saves.values() if not is_emergency(meta)]
     found = [meta for meta in mirrored if step is None or meta.step == step]
     metas = [meta for meta in found if not meta.partial or meta.staged_from == spec.url]
-    if not metas:
+    standing = lineage_of(here).standing_by_save()
+    parts = [m for m in found if m not in metas and (step is not None or standing[m.save_id] == "current")]
+    if not found:
         of_step = f" of step {step}" if step is not None else ""
-        some = "only a part of a save" if found else "no whole save"
         from ckptmirror.flow.places.older import ADOPT_HINT, find_older
 
-        older = [one for one in find_older(root) if not found and step in (None, one.step)]
+        older = [one for one in find_older(root) if step in (None, one.step)]
         if older:
             what = f"{older[-1].path} is of an older writer and has no checksums: no mirror is given it as it is."
-            raise CheckpointNotFound(f"{root} holds {some}{of_step}. {what}", hint=ADOPT_HINT)
-        raise CheckpointNotFound(f"{root} holds {some}{of_step}.", hint=_WHOLE_HINT)
+            raise CheckpointNotFound(f"{root} holds no whole save{of_step}. {what}", hint=ADOPT_HINT)
+        raise CheckpointNotFound(f"{root} holds no whole save{of_step}.")
     check_place(root, state_dir)
 
     def waits(url: str, delay_s: float, error: Exception) -> None:
@@ -215,10 +221,16 @@ def push(
             on_progress(Drained(0, 0, 0, 0, Seen(waits=(Wait(url, str(error), delay_s),))))
 
     ends_s = time.monotonic() + timeout_s
-    asking = begin(lambda: _ask(root, spec, table_path(root, state_dir), waits), "ckptmirror-ask")
+    steps = {meta.step for meta in parts}
+    asking = begin(lambda: _ask(root, spec, table_path(root, state_dir), waits, steps), "ckptmirror-ask")
     if not is_over(asking, timeout_s):
         raise StoreTemporary(f"{spec.url} did not answer within {timeout_s:g} s.")
-    asking.result()
+    there = asking.result()
+    parts = [meta for meta in parts if meta.save_id not in there]
+    if parts and not metas:
+        raise CheckpointNotFound(
+            f"{root} holds only a part of a save of step {parts[0].step}.", hint=_bring_the_rest(root, parts[0])
+        )
     files.make_dirs(table_path(root, state_dir).parent)
     table = UploadsTable.open(table_path(root, state_dir), create=True)
     with _Opened(table) as held:
@@ -235,18 +247,48 @@ def push(
         work.look(lambda audit: audit.ask(), ends_s)
         # No reconcile: it would give every other save a record too, and only these were asked for.
         report = work.run(ends_s, [meta.save_id for meta in metas])
-        parts = [f"{spec.url}: step {meta.step}: {_PART}" for meta in found if meta not in metas]
-        return replace(report, failed=(*report.failed, *parts))
+        refused = [f"{spec.url}: step {m.step}: {_PART}. {_bring_the_rest(root, m)}" for m in parts]
+        return replace(report, failed=(*report.failed, *refused))
 
 
-def _ask(root: Path, spec: MirrorSpec, path: Path, on_wait: OnWait) -> None:
-    """See whether the mirror answers and may hold this run."""
+def _bring_the_rest(root: Path, meta: Meta) -> str:
+    """Say how the rest of a staged save comes here."""
+    command = f"ckptmirror stage --step {meta.step} --full --mirror {quote(str(meta.staged_from))}"
+    return (
+        f"Bring the rest of it here, with `{command} --dest {quote(str(root))}` for each of its kinds (--kind dcp, "
+        "--kind model), or push from where it was saved."
+    )
+
+
+def confirm(root: Path, save_id: str, urls: Collection[str]) -> None:
+    """Ask mirrors that were seen to have a save for its files, so that the table knows it too.
+
+    Nothing else is sent, and a mirror that does not answer now is asked by the next start or drain.
+    """
+    with open_known_table(root) as table:
+        specs = [MirrorSpec(row.url, row.required) for row in table.mirrors()]
+        mirrors = open_mirrors(specs, root, table)
+        may_commit = DrainConfirmation(root, table, mirrors)
+        try:
+            for mirror in (mirror for mirror in mirrors if mirror.url in urls):
+                context = UploadContext(root, table, mirror, events.EventBus(), may_commit)
+                try:
+                    upload_save(context, save_id)
+                except CkptMirrorError as error:
+                    _log.warning("%s: save %.8s is not confirmed there yet: %s", mirror.url, save_id, error)
+        finally:
+            close_mirrors(mirrors)
+
+
+def _ask(root: Path, spec: MirrorSpec, path: Path, on_wait: OnWait, steps: Collection[int]) -> set[str]:
+    """See whether the mirror answers and may hold this run; return the ids of its whole saves of these steps."""
     with contextlib.ExitStack() as opened:
         table = opened.enter_context(UploadsTable.open(path)) if path.exists() else None
         mirrors = open_mirrors([spec], root, table, on_wait=on_wait)
         opened.callback(close_mirrors, mirrors)
         mirrors[0].store.identity()  # the first contact, at which a directory is made
         check_of_run(root, mirrors[0])
+        return {save_id for step in steps for save_id in mirror_catalog(mirrors[0], step=step).saves}
 
 
 def _reconcile_if_free(

@@ -18,6 +18,7 @@ from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.mirrors import counting
 from ckptmirror.flow.places.select import lineage_of
 from ckptmirror.flow.retention.durability import open_saves
+from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of
 from ckptmirror.local.status_file import is_writer_alive, read_status_file
 from ckptmirror.local.table_place import open_known_table
@@ -138,6 +139,8 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     saves = []
     for meta in sorted(catalog.saves.values(), key=lambda meta: (meta.step, meta.attempt.number, meta.save_number)):
         waiting = _waiting(by_save.get(meta.save_id, []), required, gaps.get(meta.save_id, {}), unasked)
+        if is_emergency(meta):
+            waiting = dict.fromkeys(required, "no mirror gets an emergency snapshot")
         saves.append(
             SaveLine(
                 step=meta.step,
@@ -189,20 +192,19 @@ def _skipped(trainer: Mapping[str, Any]) -> list[tuple[int, str]]:
 def _waiting(
     records: list[UploadRecord], required: list[str], gaps: Mapping[str, str], unasked: Collection[str]
 ) -> dict[str, str]:
+    """Say for each required mirror that lacks a save, by ``gaps``, what of it waits, and why."""
     waiting = {}
     for url in required:
         mine = [record for record in records if record.mirror == url]
         open_ones = [record for record in mine if record.state in WAITING]
-        if not mine:
-            waiting[url] = "no upload record"
-        elif open_ones:
+        if url in gaps and open_ones:
             worst = max(open_ones, key=lambda record: WAITING.index(record.state))
             error = f": {worst.last_error}" if worst.last_error else ""
             waiting[url] = (
                 f"{len(open_ones)} of {len(mine)} files not verified ({worst.path} {worst.state.value}{error})"
             )
         elif url in gaps:
-            waiting[url] = gaps[url]
+            waiting[url] = gaps[url] if mine else "no upload record"
         elif url in unasked:
             waiting[url] = "it has yet to say that it still has what was verified there"
     return waiting

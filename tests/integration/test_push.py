@@ -62,6 +62,14 @@ def test_a_part_of_a_save_is_not_pushed_and_that_is_said(tmp_path: Path) -> None
     assert push(tmp_path / "eval", mirror.url, step=200, timeout_s=LIMIT_S).failed == ()  # where it came from, it is
 
 
+def test_a_part_of_a_save_that_the_mirror_has_whole_is_no_failure(tmp_path: Path) -> None:
+    mirror, _ = mirrored(tmp_path / "trained")
+    other = memory_url()
+    assert push(tmp_path / "trained", other, timeout_s=LIMIT_S).is_verified
+    stage_checkpoint_step(mirror, step=200, dest=tmp_path / "eval", require_kind="model", full=True)
+    assert push(tmp_path / "eval", other, timeout_s=LIMIT_S).is_verified
+
+
 def test_i1_what_was_pushed_somewhere_is_no_reason_to_delete_it(tmp_path: Path) -> None:
     """A root whose trainer keeps its table elsewhere, or lost it: push must not decide what is required."""
     root = tmp_path / "root"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -323,3 +325,55 @@ def test_a_start_says_that_latest_was_re_pointed_and_names_the_verb(
         assert start is not None
         assert start.step == 3
     assert "is not followed" not in caplog.text
+
+
+# -- what is said after it ---------------------------------------------------------------------------------------
+
+
+def test_status_calls_a_save_safe_that_a_rewind_brought_from_the_mirror(tmp_path: Path) -> None:
+    root, url, _ = drained(tmp_path, 100, 200, kinds=("dcp", "model"))
+    assert run("rotate", root, "--keep-last", "1").returncode == 0
+    ended = run("rewind", root, "--step", "100")
+    assert ended.returncode == 0, ended.stderr
+    said = run("status", root).stdout.splitlines()
+    assert said[0] == "safe: every save is verified on every required mirror"
+    assert said[1] == "newest step 100, newest safe step 100"
+    new = tmp_path / "new-disk"
+    assert run("rewind", new, "--step", "100", "--mirror", url).returncode == 0
+    assert run("status", new).stdout.startswith("safe: ")
+
+
+def test_a_save_that_was_brought_from_one_mirror_is_not_called_unsafe_for_the_other(tmp_path: Path) -> None:
+    urls = [f"file://{tmp_path}/{name}" for name in ("one", "two")]
+    saved_run(tmp_path / "root", (1, 2), *urls)
+    assert run("rotate", tmp_path / "root", "--keep-last", "1").returncode == 0
+    ended = run("rewind", tmp_path / "root", "--step", "1")
+    assert ended.returncode == 0, ended.stderr
+    assert run("status", tmp_path / "root").stdout.startswith("safe: "), run("status", tmp_path / "root").stdout
+
+
+def test_push_counts_no_part_of_a_superseded_save_as_failed(tmp_path: Path) -> None:
+    root, _, _ = drained(tmp_path, 100, 150, 200, kinds=("dcp", "model"))
+    second = f"file://{tmp_path}/second"
+    assert run("rotate", root, "--keep-last", "1", "--keep-every", "100").returncode == 0
+    assert run("rewind", root, "--step", "150").returncode == 0  # now a part of it is here ...
+    assert run("rewind", root, "--step", "100").returncode == 0  # ... and it is superseded
+    ended = run("push", root, second)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    named = run("push", root, second, "--step", "150")
+    assert_tells(named, 3, "only a part of a save of step 150", "ckptmirror stage --step 150")
+
+
+def test_push_says_how_to_bring_the_rest_of_a_save(tmp_path: Path) -> None:
+    root, url, _ = drained(tmp_path, 100, 200, kinds=("dcp", "model"))
+    second = f"file://{tmp_path}/second"
+    assert run("rotate", root, "--keep-last", "1").returncode == 0
+    assert run("rewind", root, "--step", "100").returncode == 0
+    ended = run("push", root, second)
+    assert ended.returncode == 8
+    (command,) = set(re.findall("`(ckptmirror stage [^`]*)`", ended.stderr))
+    words = shlex.split(command)
+    assert words[words.index("--mirror") + 1] == url
+    for kind in ("dcp", "model"):
+        assert run(*words[1:], "--kind", kind).returncode == 0
+    assert run("push", root, second).returncode == 0

@@ -31,7 +31,7 @@ from ckptmirror.local.processes import is_alive, started
 from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import UploadsTable
 
-__all__ = ["IDLE_S", "UploadWorkers", "free_dead_workers", "held_elsewhere", "still_moving"]
+__all__ = ["IDLE_S", "UploadWorkers", "free_dead_workers", "held_elsewhere", "still_moving", "upload_save"]
 
 IDLE_S = 2.0
 _MOVING = (RecordState.PENDING, RecordState.UPLOADING)
@@ -62,6 +62,19 @@ def free_dead_workers(table: UploadsTable, mirror: str | None = None) -> int:
     return sum(table.put_back_all(worker, "its worker's process is dead") for worker in workers if _is_dead(worker))
 
 
+def upload_save(context: UploadContext, save_id: str) -> None:
+    """Carry the records of one save as far as they go now, without threads: what the mirror has is found there.
+
+    Raises:
+        AttemptFenced: A newer attempt was met.
+    """
+    others = [save.save_id for save in context.table.saves() if save.save_id != save_id]
+    while (
+        claim := context.table.claim(_worker_name(0), context.mirror.url, lease_s=LEASE_S, exclude=others)
+    ) is not None:
+        upload_claimed(context, claim)
+
+
 def held_elsewhere(table: UploadsTable, mirrors: Collection[str]) -> tuple[Held, ...]:
     """Say which files other processes are sending to these mirrors, and for how long each is left to it."""
     own = socket.gethostname(), str(os.getpid())
@@ -71,6 +84,10 @@ def held_elsewhere(table: UploadsTable, mirrors: Collection[str]) -> tuple[Held,
         for record in held
         if record.claimed_by and tuple(record.claimed_by.split(":")[:2]) != own
     )
+
+
+def _worker_name(number: int) -> str:
+    return f"{socket.gethostname()}:{os.getpid()}:{number}:{started(os.getpid())}"
 
 
 def _holder(worker: str) -> str:
@@ -117,9 +134,11 @@ class UploadWorkers:
         """Start the threads."""
         for context in self._contexts:
             for number in range(self._workers_per_mirror):
-                name = f"{socket.gethostname()}:{os.getpid()}:{number}:{started(os.getpid())}"
                 thread = threading.Thread(
-                    target=self._work, args=(context, name), name=f"ckptmirror-upload-{number}", daemon=True
+                    target=self._work,
+                    args=(context, _worker_name(number)),
+                    name=f"ckptmirror-upload-{number}",
+                    daemon=True,
                 )
                 thread.start()
                 self._threads.append(thread)
