@@ -33,7 +33,13 @@ from ckptmirror.local.directories import make_dirs
 from ckptmirror.local.files import read_limited
 from ckptmirror.local.storage_errors import explained
 
-__all__ = ["RANKS_LOCK_NAME", "RankLock", "RootLock", "exclusive", "is_held", "read_owner"]
+__all__ = ["RANKS_LOCK_NAME", "SHORT_VERBS", "OnHeld", "RankLock", "RootLock", "exclusive", "is_held", "read_owner"]
+
+SHORT_VERBS = ("drain", "stage", "rewind")
+"""Verbs that hold the root's lock for a while only, so that waiting for them makes sense."""
+
+OnHeld = Callable[[str], object]
+"""Called once, when somebody else has held the lock for a moment: who that is, in words."""
 
 RANKS_LOCK_NAME = f"{names.CONTROL_DIR}/ranks.lock"
 
@@ -104,9 +110,10 @@ os.register_at_fork(
 )
 
 
-def _locked(path: Path, operation: int, timeout_s: float) -> _LockFile | None:
+def _locked(path: Path, operation: int, timeout_s: float, on_held: OnHeld | None = None) -> _LockFile | None:
     """Open and lock ``path``, trying for ``timeout_s`` seconds; None if another holds it all that time."""
     deadline = time.monotonic() + timeout_s
+    tell_s = time.monotonic() + _NAMING_S
     reopened = 0
     lock = _LockFile(path)
     try:
@@ -124,6 +131,9 @@ def _locked(path: Path, operation: int, timeout_s: float) -> _LockFile | None:
             if remaining_s <= 0:
                 lock.close()
                 return None
+            if on_held is not None and time.monotonic() >= tell_s:
+                on_held(_named(_holders(path)))
+                on_held = None
             time.sleep(min(_POLL_S, remaining_s))
     except BaseException:
         lock.close()
@@ -160,7 +170,12 @@ class RootLock:
         return self._lost
 
     def acquire(
-        self, owner: Mapping[str, object], *, wait_s: float = 0.0, wait_for_verbs: Collection[str] = ()
+        self,
+        owner: Mapping[str, object],
+        *,
+        wait_s: float = 0.0,
+        wait_for_verbs: Collection[str] = (),
+        on_held: OnHeld | None = None,
     ) -> None:
         """Take the lock, or say who has it.
 
@@ -169,6 +184,7 @@ class RootLock:
                 for one short verb names it as ``verb``.
             wait_s: How many seconds to wait for a holder that is at one of ``wait_for_verbs``.
             wait_for_verbs: Verbs that are waited for.
+            on_held: Told for whom it waits.
 
         Raises:
             RootLocked: Another live process holds it, or ranks of an earlier attempt are alive after the wait.
@@ -178,7 +194,7 @@ class RootLock:
             raise RootLocked(f"This process holds {self.root} already.")
         make_dirs(self.root / names.CONTROL_DIR)
         path = self.root / names.LOCK_NAME
-        lock = self._lock_or_wait(path, wait_s, wait_for_verbs)
+        lock = self._lock_or_wait(path, wait_s, wait_for_verbs, on_held)
         if lock is None:
             raise RootLocked(f"{self.root} is being written by another process: {_description(path)}.")
         try:
@@ -232,7 +248,9 @@ class RootLock:
             self._lock.close()
             self._lock = None
 
-    def _lock_or_wait(self, path: Path, wait_s: float, verbs: Collection[str]) -> _LockFile | None:
+    def _lock_or_wait(
+        self, path: Path, wait_s: float, verbs: Collection[str], on_held: OnHeld | None = None
+    ) -> _LockFile | None:
         deadline = time.monotonic() + wait_s
         unnamed = time.monotonic() + min(wait_s, _NAMING_S)  # who has just taken the lock may not have said so yet
         while True:
@@ -240,16 +258,20 @@ class RootLock:
             now = time.monotonic()
             if lock is not None or now >= deadline:
                 return lock
-            if now >= unnamed and read_owner(self.root).get("verb") not in verbs:
+            if now < unnamed:
+                continue
+            if read_owner(self.root).get("verb") not in verbs:
                 return None
+            if on_held is not None:
+                on_held(_description(path))
+                on_held = None
 
     def _await_ranks(self) -> None:
         path = self.root / RANKS_LOCK_NAME
         ranks = _locked(path, fcntl.LOCK_EX, self._ranks_wait_s)
         if ranks is None:
-            pids = ", ".join(str(pid) for pid in _holders(path)) or "unknown"
             raise RootLocked(
-                f"Ranks of an earlier attempt still write to {self.root} (process ids: {pids}); "
+                f"Ranks of an earlier attempt still write to {self.root} ({_named(_holders(path))}); "
                 f"waited {self._ranks_wait_s:g} s.",
                 hint="Stop those processes; their leader is gone.",
             )
@@ -304,16 +326,20 @@ class RankLock:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, *, timeout_s: float) -> Iterator[None]:
+def exclusive(path: Path, *, timeout_s: float, on_held: OnHeld | None = None) -> Iterator[None]:
     """Run the body while no other process or thread is in a body of the same lock file.
+
+    Args:
+        path: The lock file.
+        timeout_s: How many seconds to wait for others.
+        on_held: Told for whom it waits.
 
     Raises:
         WaitTimeout: Another did not leave its body within ``timeout_s`` seconds.
     """
-    lock = _locked(path, fcntl.LOCK_EX, timeout_s)
+    lock = _locked(path, fcntl.LOCK_EX, timeout_s, on_held)
     if lock is None:
-        pids = ", ".join(str(pid) for pid in _holders(path)) or "unknown"
-        raise WaitTimeout(f"{path} is held by another process (process ids: {pids}); waited {timeout_s:g} s.")
+        raise WaitTimeout(f"{path} is held by another process ({_named(_holders(path))}); waited {timeout_s:g} s.")
     try:
         yield
     finally:
@@ -344,6 +370,10 @@ def _description(path: Path) -> str:
     known = [f"{key} {facts[key]}" for key in ("pid", "host", "since") if key in facts]
     others = [f"{key} {value}" for key, value in facts.items() if key not in ("pid", "host", "since")]
     return ", ".join(known + others) or "it has not said who it is yet"
+
+
+def _named(pids: Collection[int]) -> str:
+    return f"process ids: {', '.join(map(str, pids)) or 'unknown'}"
 
 
 def _holders(path: Path) -> list[int]:

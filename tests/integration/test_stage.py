@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.merging import merge_parts
-from ckptmirror.flow.fetch import receive
+from ckptmirror.flow.fetch import receive, stage
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.fetch.stage_progress import StageProgress
 from ckptmirror.flow.places.mirrors import Mirror
@@ -290,6 +291,25 @@ def test_a_training_root_whose_trainer_lives_is_not_staged_into(place: Place) ->
     finally:
         lock.release()
     stage_checkpoint_step(place.mirror, step=200, dest=place.dest)
+
+
+def test_another_stage_in_a_training_root_is_waited_for_within_a_limit(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.save()
+    put_attempts(place.dest, [FIRST_ATTEMPT])
+    lock = RootLock(place.dest)
+    lock.acquire({"verb": "stage"})
+    monkeypatch.setattr(stage, "_OTHER_STAGE_WAIT_S", 0.2)
+    with pytest.raises(RootLocked, match="verb stage"):
+        stage_checkpoint_step(place.mirror, step=200, dest=place.dest)
+    monkeypatch.undo()
+    told, release = logging.getLogger("ckptmirror.stage"), lambda _: lock.release() is None
+    told.addFilter(release)  # at the line that says for whom it waits
+    try:
+        stage_checkpoint_step(place.mirror, step=200, dest=place.dest)
+    finally:
+        told.removeFilter(release)
 
 
 def test_a_strangers_file_inside_a_staged_directory_survives_every_refresh(place: Place) -> None:

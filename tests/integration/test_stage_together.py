@@ -70,6 +70,37 @@ def test_two_processes_that_stage_one_step_into_one_place_download_it_once(
     assert_staged(tmp_path / "e", tmp_path / "root", "dcp_")
 
 
+def seen(server: GcsServerProcess, *children: subprocess.Popen[str]) -> None:
+    """Wait until a request has met the fault."""
+    while not any(fault["seen"] for fault in server.faults_seen()):
+        assert all(child.poll() is None for child in children)
+
+
+@pytest.mark.parametrize("is_training_root", [True, False])
+def test_a_second_stage_waits_for_the_first_says_for_whom_and_takes_what_it_brought(
+    server: GcsServerProcess, meta: Meta, tmp_path: Path, is_training_root: bool
+) -> None:
+    """In a training root too, whose one lock a stage holds."""
+    dest = tmp_path / "other"
+    if is_training_root:
+        put_attempts(dest, [FIRST_ATTEMPT])
+    server.faults([Fault(operation="object.media", object="__1_0.distcp", stall_s=5.0)])
+    first = stage(server, dest)
+    seen(server, first)
+    first.send_signal(signal.SIGSTOP)
+    second = stage(server, dest)
+    said = second.stderr
+    assert said is not None
+    line = next(line for line in said if "waits" in line)
+    assert str(first.pid) in line
+    first.send_signal(signal.SIGCONT)
+    ended = [child.communicate(timeout=90) for child in (first, second)]
+    assert [out for out, _ in ended] == [f"{dest}/dcp_000200\n"] * 2, ended
+    assert set(downloads(server).values()) == {1}
+    assert len(read_inventory(dest).saves) == 1
+    assert_staged(dest, tmp_path / "root", "dcp_")
+
+
 def test_two_processes_that_stage_a_kind_each_into_one_place_both_get_theirs(
     server: GcsServerProcess, meta: Meta, tmp_path: Path
 ) -> None:
@@ -86,8 +117,7 @@ def test_a_process_that_is_killed_in_mid_download_hands_over_to_the_one_that_wai
 ) -> None:
     server.faults([Fault(operation="object.media", object="__1_0.distcp", stall_s=60.0, after_bytes=1_000_000)])
     first = stage(server, tmp_path / "e")
-    while not any(fault["seen"] for fault in server.faults_seen()):
-        assert first.poll() is None
+    seen(server, first)
     second = stage(server, tmp_path / "e")
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=30)

@@ -2,7 +2,8 @@
 
 Rules:
 * What is staged is chosen by ``select``, from the mirror's own lineage; an explicit kind is never replaced by another.
-* One process at a time brings a step into a directory; others wait, and find it done.
+* One process at a time brings a step into a directory; others wait, say for whom, and find it done. A training root has
+  one lock, which a stage holds too: it waits for other verbs, and not for a trainer.
 * A directory that a trainer saves to takes saves of its own run only, and no save of it is ever deleted for another:
   that is rotation's, which asks every required mirror. Elsewhere ``refresh`` replaces what this mirror holds whole, or
   what was staged.
@@ -11,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -30,7 +32,8 @@ from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, OnWait, check_des
 from ckptmirror.flow.places.resolve import main_path
 from ckptmirror.flow.places.select import choose
 from ckptmirror.local import files
-from ckptmirror.local.lock import RootLock, exclusive
+from ckptmirror.local.lock import SHORT_VERBS, OnHeld, RootLock, exclusive
+from ckptmirror.local.saying import saying
 from ckptmirror.stores import open_store
 
 __all__ = ["StageProgress", "StagedCheckpoint", "stage_checkpoint_step", "stage_save"]
@@ -38,6 +41,7 @@ __all__ = ["StageProgress", "StagedCheckpoint", "stage_checkpoint_step", "stage_
 _OTHER_STAGE_WAIT_S = 6 * 3600.0
 _POLL_FIRST_S = 0.5
 _POLL_LONGEST_S = 10.0
+_log = logging.getLogger("ckptmirror.stage")
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ def stage_checkpoint_step(
         DestinationOccupied: Other files are in the way.
         RefusedOnlyCopy: ``refresh`` meets a save that this mirror does not hold.
         ConfigError: ``dest`` is a URL, lies in the mirror itself, or a trainer saves another run there.
+        RootLocked: A trainer saves there now.
     """
     root = files.absolute_dir(dest, "dest")
     opened = mirror if isinstance(mirror, Mirror) else _open(mirror, on_wait)
@@ -102,7 +107,12 @@ def stage_checkpoint_step(
         files.make_dirs(root)
         lock = RootLock(root) if is_training_root(root) else None
         if lock is not None:
-            lock.acquire({"verb": "stage", "step": meta.step})
+            lock.acquire(
+                {"verb": "stage", "step": meta.step},
+                wait_s=_OTHER_STAGE_WAIT_S,
+                wait_for_verbs=SHORT_VERBS,
+                on_held=_waiting(meta, root),
+            )
         try:
             staged = stage_save(
                 opened, meta, root, kinds=(kind,), full=full, refresh=refresh, on_progress=on_progress, bus=bus
@@ -168,7 +178,7 @@ def stage_save(
     wanted = wanted_artifacts(meta, kinds, full)
     make_control_dir(dest)
     lock_path = dest / names.CONTROL_DIR / f"stage_{names.SaveName(meta.step).stem}.lock"
-    with exclusive(lock_path, timeout_s=_OTHER_STAGE_WAIT_S):
+    with exclusive(lock_path, timeout_s=_OTHER_STAGE_WAIT_S, on_held=_waiting(meta, dest)):
         bus = bus or events.EventBus()
         staging = Staging(mirror, dest, refresh or repair, on_progress, bus)
         try:
@@ -177,6 +187,11 @@ def stage_save(
             reason = f"{type(error).__name__}: {error}"
             bus.emit(events.StageFailed(mirror=mirror.url, step=meta.step, kinds=tuple(kinds), reason=reason))
             raise
+
+
+def _waiting(meta: Meta, root: Path) -> OnHeld:
+    """Return what says that this stage waits for another process."""
+    return lambda who: saying(_log, meta).warning("step %d waits for another process in %s: %s", meta.step, root, who)
 
 
 def _bring(staging: Staging, meta: Meta, wanted: Sequence[Artifact], kinds: Sequence[Kind], refresh: bool) -> Meta:

@@ -17,21 +17,20 @@ from ckptmirror.core.errors import NameTaken
 from ckptmirror.core.model import AttemptList, new_id
 from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
-from ckptmirror.local.lock import RootLock
+from ckptmirror.local.lock import SHORT_VERBS, RootLock
 
 __all__ = ["take_root_again"]
 
 _WAIT_S = 10.0  # for a short verb, while the training thread may wait
 
 
-def take_root_again(root: Path, lock: RootLock, known: AttemptList, short_verbs: tuple[str, ...]) -> bool:
+def take_root_again(root: Path, lock: RootLock, known: AttemptList) -> bool:
     """Take the lost lock again and recreate directory and list; False where another may lead the root by now.
 
     Args:
         root: The local root.
         lock: Its lock, lost.
         known: Every attempt that this process knows, its own included.
-        short_verbs: Verbs that are waited for if they hold the new lock.
 
     Raises:
         LocalStorageUnwritable: The directory cannot be made.
@@ -49,7 +48,7 @@ def take_root_again(root: Path, lock: RootLock, known: AttemptList, short_verbs:
             return False
         return True
 
-    if not lock.retake(nobody_came, wait_s=_WAIT_S, wait_for_verbs=short_verbs):
+    if not lock.retake(nobody_came, wait_s=_WAIT_S, wait_for_verbs=SHORT_VERBS):
         return False
     files.make_dirs(root / names.TRASH_DIR)
     return True

@@ -49,7 +49,7 @@ from ckptmirror.flow.start.claim import RunClaim
 from ckptmirror.flow.start.control_directory import take_root_again
 from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
 from ckptmirror.local import files
-from ckptmirror.local.lock import RootLock, exclusive
+from ckptmirror.local.lock import SHORT_VERBS, RootLock, exclusive
 from ckptmirror.local.saying import saying
 from ckptmirror.local.status_file import write_status_file
 from ckptmirror.local.table_place import check_place, note_place, open_table
@@ -62,7 +62,6 @@ _log = logging.getLogger("ckptmirror")
 _STOP_WORKERS_S = 10.0
 _STOP_ROTATOR_S = 60.0
 _STOP_LATE_S = 5.0  # where the time is over and a mirror does not answer
-_SHORT_VERBS = ("drain", "stage", "rewind")
 _SHORT_VERB_S = 60.0  # a start waits so long for such a verb to let go of the root
 _STOP_BRINGING_S = 2.0
 _MENDING_WAIT_S = 5.0
@@ -107,7 +106,7 @@ class Node:
         files.make_dirs(root / names.TRASH_DIR)  # now: on a full disk a failed save goes there
         self.lock = RootLock(root)
         owner = {"verb": verb} if verb is not None else {}
-        self.lock.acquire(owner, wait_s=_SHORT_VERB_S, wait_for_verbs=_SHORT_VERBS)
+        self.lock.acquire(owner, wait_s=_SHORT_VERB_S, wait_for_verbs=SHORT_VERBS)
         with contextlib.ExitStack() as undo:
             undo.callback(self.lock.release)
             try:
@@ -195,7 +194,7 @@ class Node:
             control = self.root / names.CONTROL_DIR
             try:
                 claim = self.claim
-                if claim is None or not take_root_again(self.root, self.lock, claim.attempts, _SHORT_VERBS):
+                if claim is None or not take_root_again(self.root, self.lock, claim.attempts):
                     return False
                 note_place(self.root, self.table.path)
                 if not self.table.path.exists():
