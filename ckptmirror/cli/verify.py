@@ -106,6 +106,8 @@ def _line(save: VerifiedSave, deep: bool) -> str:
     more = f" (and {len(save.faults) - 1} more)" if len(save.faults) > 1 else ""
     said = "DAMAGED" if verdict.state == "damaged" else "not read"
     wrong = f"{facts}  {said}: {save.faults[0] if save.faults else save.meta}{more}"
+    if save.whole_kinds:
+        wrong += f"; in kind {'+'.join(save.whole_kinds)} it is whole"
     if verdict.state != "damaged":
         return wrong
     return f"{wrong} -> {save.mend or 'nothing known here mends it'}"
@@ -150,6 +152,7 @@ def _facts(found: Verification) -> dict[str, Any]:
                 "size_bytes": save.size_bytes,
                 "read_bytes": save.read_bytes,
                 "mend": save.mend,
+                "whole_kinds": list(save.whole_kinds),
             }
             for save in found.saves
         ],

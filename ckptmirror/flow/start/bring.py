@@ -234,6 +234,9 @@ class Proposer:
         if save.save_id in self._need_every_mirror:
             what = "may have come from elsewhere" if DISK in candidate.places else "is not on this disk"
             raise self._not_answering(f"Step {save.step}, the newest that can be seen, {what}. ")
+        for name, problem in self._places.disk.problems.items():
+            if problem.save_id == save.save_id and candidate.kind not in problem.kinds:
+                self._say(f"kind {'+'.join(problem.kinds)} of step {save.step} ({name}): {problem.why}")
         if candidate.replaced_by:
             self._say(
                 f"step {save.step} (save {candidate.replaced_by[:8]}): no copy in kind {candidate.kind} can be used; "
@@ -378,4 +381,4 @@ class Proposer:
     def _is_on_all_mirrors(self, meta: Meta) -> bool:
         """Whether no mirror lacks the save; one that does is given it from the local copy, which must be all of it."""
         catalogs = self._places.mirrors
-        return all(m.url in catalogs and meta.save_id in catalogs[m.url].saves for m in self._node.mirrors)
+        return all(m.url in catalogs and meta.save_id in catalogs[m.url].whole for m in self._node.mirrors)

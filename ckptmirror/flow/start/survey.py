@@ -90,11 +90,11 @@ class Places:
 
     def _holds_all(self, meta: Meta, kind: Kind) -> bool:
         """Whether a local copy has every file that a resume from this kind needs."""
-        if not meta.partial:
+        if not meta.partial or meta.staged_from is None:
             return True
         mine = {names.untagged(artifact.path) for artifact in meta.artifacts_of(kind)}
-        elsewhere = [there.saves[meta.save_id] for there in self.mirrors.values() if meta.save_id in there.saves]
-        if elsewhere:
+        copies = [there.saves[meta.save_id] for there in self.mirrors.values() if meta.save_id in there.saves]
+        if elsewhere := [copy for copy in copies if kind in copy.kinds]:
             return all({names.untagged(a.path) for a in other.artifacts_of(kind)} <= mine for other in elsewhere)
         name = names.SaveName(meta.step)
         needed = {name.extra(rank) for rank in range(meta.world_size)}
