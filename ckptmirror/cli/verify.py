@@ -121,6 +121,8 @@ def _state(save: VerifiedSave, deep: bool) -> Cell:
         return "whole" + (", every byte" if deep else ""), "green"
     more = f" (and {len(save.faults) - 1} more)" if len(save.faults) > 1 else ""
     wrong = f"{save.faults[0] if save.faults else save.meta}{more}"
+    if save.whole_kinds:
+        wrong += f"; in kind {'+'.join(save.whole_kinds)} it is whole"
     if state != "damaged":
         return f"not read: {wrong}", "yellow"
     return f"DAMAGED: {wrong} -> {save.mend or 'nothing known here mends it'}", "red"
@@ -165,6 +167,7 @@ def _facts(found: Verification) -> dict[str, Any]:
                 "size_bytes": save.size_bytes,
                 "read_bytes": save.read_bytes,
                 "mend": save.mend,
+                "whole_kinds": list(save.whole_kinds),
             }
             for save in found.saves
         ],

@@ -8,8 +8,8 @@ Rules:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 __all__ = [
@@ -152,7 +152,8 @@ class Meta:
         fields: User fields, plain JSON (a tracker's run id, ...).
         created_at_utc: ISO 8601 text, for people only; nothing is ordered by it.
         staged_from: The mirror URL, if this meta was written by ``stage``.
-        partial: Whether files of the save are missing here. Only a staged copy lacks some.
+        partial: Whether files of the save are missing here. Only a staged copy lacks some, and a save that is listed
+            in the kinds that are whole while another is not (:meth:`narrowed`).
     """
 
     run_id: str
@@ -192,6 +193,18 @@ class Meta:
     def artifacts_of(self, *kinds: Kind) -> tuple[Artifact, ...]:
         """Return the artifacts that any of ``kinds`` needs, in the meta's order."""
         return tuple(a for a in self.artifacts if set(a.kinds) & set(kinds))
+
+    def kinds_without(self, artifacts: Iterable[Artifact]) -> tuple[Kind, ...]:
+        """Return the kinds that need none of ``artifacts``, in the meta's order."""
+        needed = {kind for artifact in artifacts for kind in artifact.kinds}
+        return tuple(kind for kind in self.kinds if kind not in needed)
+
+    def narrowed(self, kinds: Collection[Kind]) -> Meta:
+        """Return what the save is in ``kinds`` alone, which is a part of it; itself if these are all that it has."""
+        if set(self.kinds) <= set(kinds):
+            return self
+        named = tuple(replace(a, kinds=tuple(k for k in a.kinds if k in kinds)) for a in self.artifacts_of(*kinds))
+        return replace(self, kinds=tuple(k for k in self.kinds if k in kinds), artifacts=named, partial=True)
 
 
 @dataclass(frozen=True, slots=True)

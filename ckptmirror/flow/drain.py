@@ -200,7 +200,7 @@ def push(
     """
     (spec,) = mirror_specs([mirror])
     here = local_catalog(root)
-    mirrored = [meta for meta in here.saves.values() if not is_emergency(meta)]
+    mirrored = [meta for meta in here.whole.values() if not is_emergency(meta)]
     found = [meta for meta in mirrored if step is None or meta.step == step]
     metas = [meta for meta in found if not meta.partial or meta.staged_from == spec.url]
     standing = lineage_of(here).standing_by_save()
@@ -415,7 +415,7 @@ class _Work:
         given_up = [record for record in table.records(state=RecordState.FAILED) if record.mirror in urls]
         failed = [f"{record.mirror}: {record.path}: {record.last_error}" for record in given_up]
         here = local_catalog(self._root)
-        still_open = open_saves(table, here.saves.values(), urls, save_ids)
+        still_open = open_saves(table, here.whole.values(), urls, save_ids)
         wanted = [record for record in given_up if save_ids is None or record.save_id in save_ids]
         pending = max(0, open_files(still_open) - len(wanted))
         refused = {url: reason for url, reason in refusals.final.items() if url in {one.mirror for one in still_open}}

@@ -108,7 +108,7 @@ def is_mirrored(
     with open_known_table(root, state_dir, read_only=True) as table:
         if not table.knows_mirrors():
             return False  # it is being made anew just now
-        metas = local_catalog(root).saves.values()
+        metas = local_catalog(root).whole.values()
         rows = [row for row in table.mirrors() if configured is None or row.url in configured]
         asked = counting((row.url, row.required) for row in rows)
         if save_id is None and table.unasked().intersection(asked):
@@ -127,7 +127,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         required = [url for url, is_required in mirrors if is_required]
         records = table.records()
         catalog = local_catalog(root)
-        missing = open_saves(table, catalog.saves.values(), counting(mirrors))
+        missing = open_saves(table, catalog.whole.values(), counting(mirrors))
         unasked = table.unasked().intersection(counting(mirrors))
     gaps: dict[str, dict[str, str]] = {}
     for one in missing:

@@ -7,6 +7,7 @@ Rules:
 * A link or a directory that stands in for an artifact makes the save incomplete; in place of a meta it is broken.
 * Two metas of one save, and two saves that claim one path with different bytes, cannot both be right: none is whole.
 * An emergency save has one meta per rank; it is whole when those of all ranks are there.
+* A kind of an incomplete save is whole if all files that it needs are. Where the meta itself is disputed, none is.
 * What a meta does not name is not part of the save: extra files in its directory are foreign and do no harm.
 * What cannot be read at the moment, or by this version, is marked so: nobody knows whether it is whole.
 * What vanishes while it is listed (a rotation at work) was never there.
@@ -21,7 +22,7 @@ from pathlib import Path
 from ckptmirror.core import merging, names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat
-from ckptmirror.core.model import Digest, Meta
+from ckptmirror.core.model import Digest, Kind, Meta
 from ckptmirror.local.files import read_limited
 from ckptmirror.local.listing import Listing, is_not_readable_now
 
@@ -40,6 +41,7 @@ class LocalSave:
         meta_path: Of an emergency save: the lowest rank's.
         why: Why it is not whole; "" if it is.
         unreadable: Whether an I/O error or a permission is all that speaks against it.
+        kinds: Those that are whole: they need none of the files that speak against it.
     """
 
     root: Path
@@ -47,6 +49,7 @@ class LocalSave:
     meta_path: Path
     why: str = ""
     unreadable: bool = False
+    kinds: tuple[Kind, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Inventory:
 
     Attributes:
         saves: Whole.
-        incomplete: The meta is valid, an artifact is not there as it says.
+        incomplete: The meta is valid, an artifact is not there as it says; some kinds may be whole all the same.
         broken: Metas that are not valid.
         foreign: What ckptmirror did not write, or no meta names.
         temporaries: Unfinished files and directories of ours.
@@ -111,7 +114,11 @@ def read_inventory(root: Path) -> Inventory:
         _sort_in(reading, name)
     _read_control_dir(reading)
     saves = [_judged(reading, save) for save in reading.found]
-    saves = [replace(save, why=save.why or why) for save, why in zip(saves, _contradictions(saves), strict=True)]
+    disputes = _contradictions(saves)
+    saves = [
+        replace(save, why=save.why or why, kinds=() if why else save.kinds)
+        for save, why in zip(saves, disputes, strict=True)
+    ]
     saves = [save for save in saves if not save.why or os.path.lexists(save.meta_path)]
     saves.sort(key=lambda save: (save.meta.step, str(save.meta_path)))
     _find_unclaimed(reading, saves)
@@ -222,19 +229,22 @@ def _emergency_rank(name: str) -> int | None:
 
 def _judged(reading: _Reading, save: LocalSave) -> LocalSave:
     """Compare a save's artifacts with what lies there."""
-    faults = [
-        fault
+    found = {
+        artifact: fault
         for artifact in save.meta.artifacts
         if (fault := reading.listing.fault_of(artifact.path, artifact.digest.size_bytes))
-    ]
+    }
+    kinds = () if save.why else save.meta.kinds_without(found)
+    faults = list(found.values())
     if not faults:
-        return save
+        return replace(save, kinds=kinds)
     faults.sort(key=lambda fault: fault.unreadable)  # what is known first
     more = f" (and {len(faults) - 1} more of its files)" if len(faults) > 1 else ""
     return replace(
         save,
         why=save.why or faults[0].why + more,
         unreadable=not save.why and all(fault.unreadable for fault in faults),
+        kinds=kinds,
     )
 
 

@@ -96,7 +96,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
             "foreign": f"{folder}/notes.txt",
             "a part": f"{root}/optim_000001_rank0.pt",
             "broken meta": f"{folder}/broken/dcp_000003",
-            "not whole": f"{folder}/short/dcp_000004",
+            "not whole": f"{folder}/short/model_000004.pt",
         },
     )
 

@@ -69,7 +69,7 @@ def gone(root: Path, step: int) -> None:
 def test_an_io_error_while_the_newest_save_is_listed_is_an_error_that_may_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved_run(tmp_path, (1, 2))
+    saved_run(tmp_path, (1, 2), kinds=("dcp",))
     with monkeypatch.context() as broken:
         unlistable(broken, "dcp_000002")
         with running(tmp_path) as manager:

@@ -279,7 +279,7 @@ def rotate(world: World, watch: Watch, draw: random.Random) -> None:
             host.trainer = None
         else:
             host.drainer = None
-    gone = keep - look_at_disk(world, host.root).metas.keys()
+    gone = keep - look_at_disk(world, host.root).readable.keys()
     if gone:
         raise Broken(f"a: rotation deleted the newest of the lineage on host {host.number}, step {newest}")
 
@@ -346,6 +346,10 @@ def stage(world: World, watch: Watch, draw: random.Random) -> None:
             return
         except BrokenMeta:
             if not look_at_disk(world, dest).list_is_broken:
+                raise
+            return
+        except IntegrityError:
+            if not seen.partial or (undisturbed and expected is not None):
                 raise
             return
         if undisturbed and not superseded and (staged.step, staged.kind) != expected:

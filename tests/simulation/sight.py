@@ -25,6 +25,7 @@ class Seen:
         right: ``(save id, untagged path)`` of every file that a valid meta names and whose bytes are right.
         wrong: Of every file that a valid meta names and whose bytes are wrong or gone.
         partial: Valid metas of which something is missing or has another size.
+        torn: Of those the saves of which a kind is whole, in that kind alone, by save id.
         odd: Names that look like a meta and cannot be read.
     """
 
@@ -32,9 +33,15 @@ class Seen:
     right: set[tuple[str, str]] = field(default_factory=set)
     wrong: dict[tuple[str, str], str] = field(default_factory=dict)
     partial: list[Meta] = field(default_factory=list)
+    torn: dict[str, Meta] = field(default_factory=dict)
     odd: list[str] = field(default_factory=list)
     attempts: AttemptList | None = None
     list_is_broken: bool = False
+
+    @property
+    def readable(self) -> dict[str, Meta]:
+        """Every save that is whole in a kind, in the kinds that are."""
+        return self.torn | self.metas
 
 
 def is_meta(name: str) -> bool:
@@ -98,17 +105,20 @@ def _read_list(seen: Seen, data: bytes | None) -> None:
 
 def _weigh(world: World, seen: Seen, meta: Meta, found: dict[str, bytes | None]) -> None:
     truth = world.truth[meta.save_id]
-    whole = True
+    lacking: set[Kind] = set()
     for artifact in meta.artifacts:
         data = found[artifact.path]
-        whole = whole and data is not None and len(data) == artifact.digest.size_bytes
+        if data is None or len(data) != artifact.digest.size_bytes:
+            lacking.update(artifact.kinds)
         key = (meta.save_id, names.untagged(artifact.path))
         if data is not None and data == truth.bytes_of(artifact.path):
             seen.right.add(key)
         else:
             seen.wrong[key] = artifact.path
-    if not whole:
+    if lacking:
         seen.partial.append(meta)
+        if kinds := [kind for kind in meta.kinds if kind not in lacking]:
+            seen.torn[meta.save_id] = meta.narrowed(kinds)
     elif meta.save_id in seen.metas:
         seen.odd.append(f"two metas of save {meta.save_id[:8]}")
         seen.partial.append(seen.metas.pop(meta.save_id))
@@ -131,7 +141,7 @@ def seen_saves(*places: Seen) -> list[SeenSave]:
     kinds: dict[str, set[str]] = {}
     metas: dict[str, Meta] = {}
     for place in places:
-        for save_id, meta in place.metas.items():
+        for save_id, meta in place.readable.items():
             metas[save_id] = meta
             kinds.setdefault(save_id, set()).update(meta.kinds)
     return [SeenSave(i, meta.attempt.id, meta.save_number, meta.step, frozenset(kinds[i])) for i, meta in metas.items()]
@@ -154,7 +164,7 @@ def view_from(world: World, host: Host) -> View:
     places = {"disk": disk, **answering}
     copies: dict[tuple[str, str], list[tuple[str, bool]]] = {}
     for place, seen in places.items():
-        for save_id, meta in seen.metas.items():
+        for save_id, meta in seen.readable.items():
             for kind in meta.kinds:
                 paths = _paths(meta, kind)
                 if place == "disk" and not _needed(world, answering, meta, kind) <= paths:
@@ -167,7 +177,7 @@ def view_from(world: World, host: Host) -> View:
         for s in seen_saves(*places.values())
     }
     whole = {save.save_id for save in usable if save.kinds}
-    damaged = {m.save_id: m for seen in places.values() for m in (*seen.partial, *seen.metas.values())}
+    damaged = {m.save_id: m for seen in places.values() for m in (*seen.metas.values(), *seen.partial)}
     damaged = {save_id: meta for save_id, meta in damaged.items() if save_id not in whole}
     lists = any(seen.attempts is not None for seen in places.values()) or bool(attempts)
     steps = [parsed.step for seen in places.values() for name in seen.odd if (parsed := names.parse_name(name))]
@@ -252,5 +262,6 @@ def _needed(world: World, mirrors: dict[str, Seen], meta: Meta, kind: Kind) -> s
     """The files that a resume from this kind reads."""
     if meta.staged_from is None:
         return set()
-    metas = [seen.metas[meta.save_id] for seen in mirrors.values() if meta.save_id in seen.metas]
+    copies = [seen.readable[meta.save_id] for seen in mirrors.values() if meta.save_id in seen.readable]
+    metas = [copy for copy in copies if kind in copy.kinds]
     return set().union(*(_paths(other, kind) for other in metas or [world.truth[meta.save_id].meta]))

@@ -19,7 +19,7 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.model import Meta
-from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
+from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
 from tests.simulation.sight import Object, Seen, look_at_disk, look_at_mirror, objects_of
 from tests.simulation.world import Broken, Host, World
@@ -80,9 +80,7 @@ class Watch:
             if attempt not in listed or (was_decided and not listed[attempt]):
                 raise Broken(f"b: the list of {url} forgot attempt {attempt[:8]}")
         self._lists[url] = listed
-        advertised = mirror_catalog(Mirror(url, True, place.behind)).saves
-        if advertised.keys() != seen.metas.keys():
-            raise Broken(f"c: {url} advertises {_short(advertised)}, and holds {_short(seen.metas)}")
+        _check_advertised(url, mirror_catalog(Mirror(url, True, place.behind)), seen)
         for (there, name), data in world.foreign_objects.items():
             if there == url and objects[name][0] != data:
                 raise Broken(f"g: {name} on {url} was not ours")
@@ -106,9 +104,7 @@ class Watch:
                 world.partly_staged.add(meta.save_id)
         if not root.exists() or seen.list_is_broken:
             return seen
-        advertised = local_catalog(root).saves
-        if advertised.keys() != seen.metas.keys():
-            raise Broken(f"c: {root.name} advertises {_short(advertised)}, and holds {_short(seen.metas)}")
+        _check_advertised(root.name, local_catalog(root), seen)
         latest = root / names.LATEST_NAME
         tops = {a.path.partition("/")[0] for meta in (*seen.metas.values(), *seen.partial) for a in meta.artifacts}
         if latest.is_symlink() and latest.exists() and str(latest.readlink()) not in tops and not seen.odd:
@@ -148,6 +144,14 @@ class Watch:
             for copy in self._copies
             if (copy[0], copy[2]) != (host.number, save_id) or (path is not None and copy[3] != path)
         }
+
+
+def _check_advertised(place: str, catalog: Catalog, seen: Seen) -> None:
+    if catalog.whole.keys() != seen.metas.keys():
+        raise Broken(f"c: {place} advertises {_short(catalog.whole)}, and holds {_short(seen.metas)}")
+    advertised = {save_id: set(meta.kinds) for save_id, meta in catalog.saves.items()}
+    if advertised != {save_id: set(meta.kinds) for save_id, meta in seen.readable.items()}:
+        raise Broken(f"c: {place} advertises the kinds {advertised}, and holds {seen.torn}")
 
 
 def _without_objects(meta: Meta) -> Meta:

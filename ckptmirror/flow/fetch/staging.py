@@ -157,6 +157,8 @@ class Staging:
     ) -> Meta:
         """Have ``wanted``, and whatever the directory holds of this save already, whole, under one meta."""
         same = place.find(meta.save_id)
+        if meta.partial and same is not None and not self._refresh and self._has(place, same.meta, wanted):
+            return same.meta  # it may name kinds that the mirror has lost since
         twins = [save for save in place.saves if save.meta.save_id == meta.save_id and save is not same]
         if self._refresh or not self._in_training:  # on refresh the one that stays is verified
             stale = [*stale, *twins]  # of two metas of one save, one goes
@@ -193,6 +195,13 @@ class Staging:
             )
         )
         return new
+
+    def _has(self, place: Destination, held: Meta, wanted: Sequence[Artifact]) -> bool:
+        """Whether the directory's own meta names all that is wanted, and it lies there."""
+        named = {names.untagged(artifact.path): artifact.digest for artifact in held.artifacts}
+        tops = {with_tag(top, held.save_id, held.tag): artifacts for top, artifacts in by_top(wanted).items()}
+        is_named = all(named.get(artifact.path) == artifact.digest for artifact in wanted)
+        return is_named and all(place.has_sizes(top, artifacts) for top, artifacts in tops.items())
 
     def _with_held(self, meta: Meta, wanted: Sequence[Artifact], held: Meta | None) -> list[Artifact]:
         """``wanted``, and what the directory's own meta of this save names."""
@@ -261,7 +270,7 @@ class Staging:
             artifacts=tuple(sorted(named, key=lambda artifact: artifact.path)),
             tag=tag,
             staged_from=self._mirror.url,
-            partial=len(named) < len(meta.artifacts),
+            partial=meta.partial or len(named) < len(meta.artifacts),
         )
 
     # -- the bytes ------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """What saves there are: whole saves of a root or a mirror, put in order by the lineage.
 
 Rules:
-* A save is listed if and only if one valid meta exists and, in that one place, every artifact it names exists with
-  exactly that size (I2). Everything else is reported with the reason, and never chosen.
+* A kind of a save is listed if and only if one valid meta exists and, in that one place, every artifact that the kind
+  needs exists with exactly that size (I2). Everything else is reported with the reason, and never chosen.
+* A save counts as a copy (to keep, to send, to delete another for) only if all of its kinds are listed: ``whole``.
 * Nothing is ordered by time. A place that does not answer raises; it is not empty.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptmirror.core import names
@@ -26,7 +27,7 @@ from ckptmirror.core.errors import (
     StoreTemporary,
 )
 from ckptmirror.core.lineage import Lineage, attempts_of_metas, lineage
-from ckptmirror.core.model import AttemptList, Kind, Meta, Tombstone
+from ckptmirror.core.model import Artifact, AttemptList, Kind, Meta, Tombstone
 from ckptmirror.core.resumption import Hindrance, Problem, facts_of
 from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror
@@ -66,10 +67,11 @@ class Catalog:
     Attributes:
         place: A root's path or a mirror's URL, for messages.
         attempts: The place's own list; empty if it has none.
-        saves: Whole saves by save id.
-        problems: Metas that are broken and saves that are incomplete, by name (on a disk: by path).
+        saves: By save id, in the kinds that are whole (of a whole save: all).
+        problems: Metas that are broken, and saves in the kinds that are not whole, by name (on a disk: by path).
         tombstones: Saves that retention removed, by save id.
-        meta_names: Of a mirror: under which name each whole save's meta lies, by save id.
+        meta_names: Of a mirror: under which name each listed save's meta lies, by save id.
+        torn: The ids of the saves of which another kind is not whole.
         others: Names that no meta of the place explains; of a disk those that look like a save's, of a mirror all.
     """
 
@@ -80,6 +82,12 @@ class Catalog:
     tombstones: Mapping[str, Tombstone] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     meta_names: Mapping[str, str] = field(default_factory=dict)
+    torn: frozenset[str] = frozenset()
+
+    @property
+    def whole(self) -> dict[str, Meta]:
+        """The saves that are whole in all of their kinds, by save id."""
+        return {save_id: meta for save_id, meta in self.saves.items() if save_id not in self.torn}
 
     def metas(self) -> list[Meta]:
         """Return every meta that could be read, also those of saves that are not whole."""
@@ -104,13 +112,22 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
     inventory = read_inventory(root)
     problems = {str(item.path): _problem_of_item(root, item) for item in inventory.broken}
     problems |= {
-        str(save.meta_path): Problem.of(save.meta, save.why, "unreadable" if save.unreadable else "")
+        str(save.meta_path): _problem_in(save.meta, save.kinds, save.why, "unreadable" if save.unreadable else "")
         for save in inventory.incomplete
     }
-    saves = {save.meta.save_id: save.meta for save in inventory.saves}
+    torn = {save.meta.save_id: save.meta.narrowed(save.kinds) for save in inventory.incomplete if save.kinds}
+    saves = {save.meta.save_id: save.meta for save in inventory.saves} | torn
     others = [item.path.name for item in inventory.foreign if item.loose] + [path.name for path in inventory.legacy]
     attempts = read_local_attempts(root) if with_attempts else None
-    return Catalog(str(root), attempts, saves, problems, others=tuple(others))
+    return Catalog(str(root), attempts, saves, problems, others=tuple(others), torn=frozenset(torn))
+
+
+def _problem_in(meta: Meta, whole: Sequence[Kind], why: str, hindrance: Hindrance = "") -> Problem:
+    """The problem of a save in the kinds that are not whole."""
+    if not whole:
+        return Problem.of(meta, why, hindrance)
+    kinds = tuple(kind for kind in meta.kinds if kind not in whole)
+    return replace(Problem.of(meta, f"{why}; in kind {'+'.join(whole)} it is whole", hindrance), kinds=kinds)
 
 
 def _problem_of_item(root: Path, item: Item) -> Problem:
@@ -161,16 +178,26 @@ def mirror_catalog(
     others = tuple(listed)
     if step is not None:
         listed = _objects_of(mirror.store, [meta for _, meta in found])
+    torn: list[tuple[str, Meta]] = []
     for name, meta in found:
-        missing = first_missing(meta, listed) if meta.is_whole else "it names one node's part of the save only"
-        if missing is not None:
-            problems[name] = Problem.of(meta, missing)
+        missing = _missing(meta, listed)
+        if not meta.is_whole:
+            problems[name] = Problem.of(meta, "it names one node's part of the save only")
+        elif missing:
+            kinds = meta.kinds_without(missing)
+            problems[name] = _problem_in(meta, kinds, next(iter(missing.values())))
+            if kinds:
+                torn.append((name, meta.narrowed(kinds)))
         elif meta.save_id in saves:
             problems[name] = Problem.of(meta, f"a second meta of save {meta.save_id[:8]}")
         else:
             saves[meta.save_id] = meta
             meta_names[meta.save_id] = name
-    return Catalog(mirror.url, attempts, saves, problems, tombstones, others, meta_names)
+    torn = [(name, meta) for name, meta in torn if meta.save_id not in saves]
+    saves |= {meta.save_id: meta for _, meta in torn}
+    meta_names |= {meta.save_id: name for name, meta in torn}
+    ids = frozenset(meta.save_id for _, meta in torn)
+    return Catalog(mirror.url, attempts, saves, problems, tombstones, others, meta_names, ids)
 
 
 def _hindrance(error: CkptMirrorError) -> Hindrance:
@@ -194,13 +221,19 @@ def read_mirror_meta(store: Store, name: str) -> tuple[Meta | Tombstone, ObjectI
 
 def first_missing(meta: Meta, objects: Mapping[str, ObjectInfo]) -> str | None:
     """Say which artifact of a mirror's meta is not there with exactly its size; None if all are."""
+    return next(iter(_missing(meta, objects).values()), None)
+
+
+def _missing(meta: Meta, objects: Mapping[str, ObjectInfo]) -> dict[Artifact, str]:
+    found: dict[Artifact, str] = {}
     for artifact in meta.artifacts:
-        info = objects.get(artifact.object_name)
+        name, size_bytes = artifact.object_name, artifact.digest.size_bytes
+        info = objects.get(name)
         if info is None:
-            return f"{artifact.object_name} is missing"
-        if info.size_bytes != artifact.digest.size_bytes:
-            return f"{artifact.object_name} has {info.size_bytes} bytes, the meta says {artifact.digest.size_bytes}"
-    return None
+            found[artifact] = f"{name} is missing"
+        elif info.size_bytes != size_bytes:
+            found[artifact] = f"{name} has {info.size_bytes} bytes, the meta says {size_bytes}"
+    return found
 
 
 def objects_of(store: Store, meta: Meta, *kinds: Kind) -> dict[str, ObjectInfo]:

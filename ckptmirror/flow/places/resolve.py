@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ckptmirror.core import names
-from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import (
     BrokenMeta,
     CheckpointNotFound,
@@ -31,7 +30,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.model import KINDS, Artifact, Kind, Meta, top_names
 from ckptmirror.core.resumption import KIND_ORDER
-from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, Catalog, local_catalog, mirror_catalog, read_mirror_meta
+from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, read_mirror_meta
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import CheckpointReference, Located, locate
 from ckptmirror.flow.places.select import (
@@ -172,7 +171,10 @@ def _named(root: Path, name: str, kind: Kind | None) -> CheckpointReference:
             return _reference(root, save.meta, _kind_of(name, save.meta, kind))
     for save in inventory.incomplete:
         if name in (*top_names(save.meta.artifacts), save.meta_path.relative_to(root).parts[0]):
-            raise IntegrityError(f"{root / name} is not whole: {save.why}.")
+            asked = _kind_of(name, save.meta, kind or next(iter(save.kinds), None))
+            if asked not in save.kinds:
+                raise IntegrityError(f"{root / name} is not whole: {save.why}.")
+            return _reference(root, save.meta, asked)
     for item in inventory.broken:
         if _stem_of(item.path.name) == _stem_of(name):
             raise BrokenMeta(f"{item.path} cannot be trusted: {item.why}")
@@ -318,14 +320,14 @@ def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
     from ckptmirror.flow.places.older import find_older, older_on_mirror
 
     lines = [line for one in by_run(catalog) for line in _listed_whole(one)]
-    for name, why in catalog.problems.items():
+    for name, problem in catalog.problems.items():
         parsed = names.parse_name(Path(name).name)
         step = parsed.step if parsed is not None and parsed.step is not None else -1
-        meta_or_none = _meta_at(Path(name)) if root is not None else None
-        if meta_or_none is not None:
-            lines.append(_line(meta_or_none, "incomplete", why=str(why), place=name))
+        if problem.meta is not None:
+            rest = problem.meta.narrowed(problem.kinds)
+            lines.append(_line(rest, "incomplete", why=problem.why, place=name))
         else:
-            lines.append(ListedCheckpoint(step, (), "incomplete", why=str(why), place=name))
+            lines.append(ListedCheckpoint(step, (), "incomplete", why=problem.why, place=name))
     lines += [_listed_older(one) for one in (find_older(root) if root is not None else ())]
     for step, name in older_on_mirror(catalog.others) if root is None else ():
         lines.append(ListedCheckpoint(step, ("dcp",), "older", why="copy it to a disk to read it", place=name))
@@ -383,10 +385,3 @@ def _listed_older(one: OlderCheckpoint) -> ListedCheckpoint:
         metrics=one.meta.metrics,
         place=one.name,
     )
-
-
-def _meta_at(path: Path) -> Meta | None:
-    try:
-        return meta_from_bytes(files.read_limited(path, META_LIMIT_BYTES))
-    except (BrokenMeta, IntegrityError, OSError):
-        return None

@@ -134,12 +134,31 @@ def choose(
             if not superseded:
                 _mind_what_is_broken(catalog, table[step, wanted], wanted, is_asked_for=asked != "latest")
             if kind is None:
+                _tell_of_a_broken_kind(catalog, table[step, wanted], wanted)
                 _tell_of_a_later_save(table, step, wanted)
             return table[step, wanted], wanted
     if there:
+        _refuse_a_broken_kind(catalog, step, kind)
         what = f"kind {kind}" if kind is not None else "kind dcp or model"
         raise KindMismatch(f"Step {step} has no {what} in {catalog.place}; it has {', '.join(there)}.")
     raise _missing(catalog, step, sorted({s for s, _ in table}))
+
+
+def _refuse_a_broken_kind(catalog: Catalog, step: int, kind: Kind | None) -> None:
+    for name, problem in catalog.problems.items():
+        if problem.meta is not None and problem.step == step and kind in problem.kinds:
+            if problem.hindrance:
+                raise not_readable(name, problem.why, problem.hindrance)
+            raise IntegrityError(
+                f"Kind {kind} of step {step} is not whole in {catalog.place} ({name}: {problem.why}).",
+                hint="Take it from another mirror, or take a kind that is whole: see `ckptmirror ls`.",
+            )
+
+
+def _tell_of_a_broken_kind(catalog: Catalog, meta: Meta, taken: Kind) -> None:
+    for problem in catalog.problems.values():
+        if problem.save_id == meta.save_id and READ_ORDER[0] in problem.kinds:
+            saying(_log, meta).warning("step %d is taken in kind %s: %s", meta.step, taken, problem.why)
 
 
 def _tell_of_a_later_save(table: Mapping[tuple[int, Kind], Meta], step: int, taken: Kind) -> None:
@@ -159,6 +178,7 @@ def _tell_of_a_later_save(table: Mapping[tuple[int, Kind], Meta], step: int, tak
 
 def warn_of_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind) -> None:
     """Log each save that is not whole in its place and would have been chosen before ``meta``, were it whole."""
+    _tell_of_a_broken_kind(catalog, meta, kind)
     _mind_what_is_broken(catalog, meta, kind, is_asked_for=False)
 
 

@@ -85,7 +85,7 @@ def gather(
 ) -> tuple[list[SaveStatus], dict[str, Meta]]:
     """Collect what the plan needs to know of every whole local save, and of the snapshots in a persistent directory."""
     catalog = local_catalog(root)
-    catalog = replace(catalog, saves={**(persistent or {}), **catalog.saves})
+    catalog = replace(catalog, saves={**(persistent or {}), **catalog.whole}, torn=frozenset())
     order = catalog.lineage(attempts)
     standing = order.standing_by_save()
     statuses = []

@@ -127,10 +127,16 @@ class Bringer:
                     run_id = run_of(self.seen.evidence) or self._new_run_id
                     return Proposal(run_id, passed_over=tuple(self._said))
                 case Try():
+                    self._say_of_other_kinds(move)
                     meta = self._brought(move)
                     if meta is not None:
                         self._chosen = move
                         return Proposal(move.run_id or meta.run_id, meta, move.kind, move.place, tuple(self._said))
+
+    def _say_of_other_kinds(self, move: Try) -> None:
+        for one in self.seen.evidence.disk.problems:
+            if one.save_id == move.save.save_id and move.kind not in one.kinds:
+                self._say(Notice(f"kind {'+'.join(one.kinds)} of step {move.save.step} ({one.name}): {one.why}"))
 
     def _move(self, seen: Survey) -> Move:
         move = next_move(seen.evidence, self._wish, self._tried)
@@ -251,7 +257,8 @@ class Bringer:
 
     def _is_on_all_mirrors(self, meta: Meta) -> bool:
         """Whether no mirror lacks the save; one that does is given it from the local copy, which must be all of it."""
-        return all((meta.save_id, mirror.url) in self.seen.metas for mirror in self._node.mirrors)
+        catalogs = [self.seen.seen[mirror.url].catalog for mirror in self._node.mirrors]
+        return all(catalog is not None and meta.save_id in catalog.whole for catalog in catalogs)
 
     def _say(self, notice: Notice) -> None:
         """Log what is passed over, once."""

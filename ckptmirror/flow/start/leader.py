@@ -280,7 +280,7 @@ class Node:
             add_missing_records(self.table, self.specs, chosen(self._whole()))
 
     def _whole(self) -> list[Meta]:
-        return list(local_catalog(self.root).saves.values())
+        return list(local_catalog(self.root).whole.values())
 
     def renew_table(self, error: CkptMirrorError) -> None:
         """Make the table anew after it broke or went away under a running training; uploads go on with the new one.

@@ -250,11 +250,11 @@ class _Rows:
 
     def _has_all(self, meta: Meta, kind: Kind) -> bool:
         """Whether a local copy has every file that a resume from this kind needs."""
-        if not meta.partial:
+        if not meta.partial or meta.staged_from is None:
             return True
         mine = {names.untagged(artifact.path) for artifact in meta.artifacts_of(kind)}
-        elsewhere = [c.saves[meta.save_id] for c in self._catalogs[1:] if meta.save_id in c.saves]
-        if elsewhere:
+        copies = [c.saves[meta.save_id] for c in self._catalogs[1:] if meta.save_id in c.saves]
+        if elsewhere := [copy for copy in copies if kind in copy.kinds]:
             return all({names.untagged(a.path) for a in other.artifacts_of(kind)} <= mine for other in elsewhere)
         name = names.SaveName(meta.step)
         needed = {name.extra(rank) for rank in range(meta.world_size)}

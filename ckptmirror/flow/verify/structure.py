@@ -82,6 +82,12 @@ class Subject:
         of_all: list[State] = [_STATE_OF[self.hindrance]] if self.why and not self.faults else []
         return worst([*of_all, *(fault.state for fault in self.faults.values())])
 
+    def whole_kinds(self) -> tuple[Kind, ...]:
+        """The kinds that are whole, by what is known so far."""
+        if self.meta is None or (self.why and not self.faults):
+            return ()
+        return self.meta.kinds_without(a for a in self.meta.artifacts if a.path in self.faults)
+
     def readable(self) -> list[Artifact]:
         """The artifacts that are there as the structure wants them."""
         if self.meta is None or (self.why and not self.faults):
@@ -191,9 +197,9 @@ def _subjects(catalog: Catalog, step: int | None) -> list[Subject]:
     found = []
     for one in by_run(catalog):
         standing = lineage_of(one).standing_by_save()
-        for meta in one.saves.values():
+        for meta in one.whole.values():
             found.append(_subject(catalog, _meta_name(catalog, meta), meta.step, standing[meta.save_id], meta))
-    saves = [facts_of(meta) for meta in catalog.saves.values()]
+    saves = [facts_of(meta) for meta in catalog.whole.values()]
     decided = [attempt for attempt in attempts_of(catalog) if attempt.decided]
     for name, problem in catalog.problems.items():
         standing_of_it: Standing = "unknown"

@@ -62,6 +62,7 @@ class VerifiedSave:
         files: How many files its meta names.
         read_bytes: How much of it was read and compared.
         mend: The command that brings it back; empty where there is none, or nothing to mend.
+        whole_kinds: The kinds of it that need no damaged file.
     """
 
     place: str
@@ -73,6 +74,7 @@ class VerifiedSave:
     size_bytes: int = 0
     read_bytes: int = 0
     mend: str = ""
+    whole_kinds: tuple[Kind, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,7 @@ def _verified(subject: Subject, everything: Sequence[Subject], table: Table) -> 
         size_bytes=subject.meta.size_bytes if subject.meta is not None else 0,
         read_bytes=subject.read_bytes,
         mend=mend,
+        whole_kinds=subject.whole_kinds(),
     )
 
 

@@ -103,7 +103,7 @@ def test_a_broken_save_of_an_attempt_that_no_other_save_tells_of_is_not_passed_b
 ) -> None:
     first = make_save(tmp_path, 300)
     make_save(tmp_path, 600, attempt=make_attempt(1, first))
-    (tmp_path / "model_000600.pt").write_bytes(b"cut short")
+    (tmp_path / "extra_000600_rank0.pt").write_bytes(b"cut short")
     assert resolve_checkpoint_reference(tmp_path).step == 300
     assert "passed over" in caplog.text
 
@@ -201,7 +201,7 @@ def test_a_truncated_artifact_is_refused_with_the_reason(tmp_path: Path) -> None
     make_save(tmp_path, 200)
     (tmp_path / "dcp_000200" / "__0_0.distcp").write_bytes(b"short")
     with pytest.raises(IntegrityError, match="5 bytes"):
-        resolve_checkpoint_reference(tmp_path / "model_000200.pt")
+        resolve_checkpoint_reference(tmp_path / "dcp_000200")
 
 
 def test_a_dcp_step_needs_its_metadata_a_meta_and_every_artifact(tmp_path: Path) -> None:
@@ -212,8 +212,8 @@ def test_a_dcp_step_needs_its_metadata_a_meta_and_every_artifact(tmp_path: Path)
     (tmp_path / "dcp_000200" / ".metadata").unlink()
     (tmp_path / "meta_000300.json").unlink()
     assert find_local_checkpoint_steps(tmp_path, "dcp") == [100]
-    assert find_local_checkpoint_steps(tmp_path, "model") == [100, 400]
-    assert find_local_checkpoint_steps(tmp_path) == [100, 400]
+    assert find_local_checkpoint_steps(tmp_path, "model") == [100, 200, 400]
+    assert find_local_checkpoint_steps(tmp_path) == [100, 200, 400]
 
 
 def test_step_parse_is_exact(tmp_path: Path) -> None:
@@ -298,11 +298,12 @@ def test_a_listing_says_the_standing_of_each_save_and_why_one_is_incomplete(tmp_
         (100, "current"),
         (150, "current"),
         (160, "incomplete"),
+        (170, "current"),
         (170, "incomplete"),
         (200, "current"),
         (300, "superseded"),
     ]
     assert listed[0].save_id == first.save_id
     assert [one.current_kinds for one in listed[:2]] == [("model",), ("dcp",)]
-    assert "model_000170.pt is missing" in listed[4].why
-    assert listed[4].kinds == ("dcp", "model")
+    assert "model_000170.pt is missing" in listed[5].why
+    assert (listed[4].kinds, listed[5].kinds) == (("dcp",), ("model",))

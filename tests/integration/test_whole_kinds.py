@@ -1,0 +1,265 @@
+"""A save of two kinds with one damaged file is whole in the kind that does not need it, and is rotated only whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch
+from ckptmirror.core.model import Kind, Meta
+from ckptmirror.flow.drain import push
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.resolve import (
+    find_local_checkpoint_steps,
+    list_checkpoints,
+    resolve_checkpoint_reference,
+    resolve_resume_path,
+)
+from ckptmirror.local.inventory import read_inventory
+from ckptmirror.stores import memory, open_store
+from tests.kit.cli import run
+from tests.kit.mirrors import memory_url
+from tests.kit.roots import MirroredRoot, Place, artifact, require, whole, whole_saves
+from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
+from tests.kit.training import everything, new_state, running, same, saved_run
+
+OF: dict[Kind, str] = {"dcp": "__0_0.distcp", "model": "model_"}
+OTHER: dict[Kind, Kind] = {"dcp": "model", "model": "dcp"}
+
+
+def truncate(root: Path, meta: Meta, name: str) -> Path:
+    path = artifact(root, meta, name)
+    path.write_bytes(path.read_bytes()[:10])
+    return path
+
+
+def remove(place: Place, meta: Meta, name: str) -> None:
+    """Take an object off the mirror."""
+    (path,) = [a.path for a in meta.artifacts if name in a.path]
+    info = place.spy.stat(path)  # type: ignore[attr-defined]
+    place.spy.delete(path, generation=info.generation)  # type: ignore[attr-defined]
+
+
+# -- a start ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damaged", ["model", "dcp"])
+def test_a_save_with_a_damaged_kind_is_resumed_in_the_other(tmp_path: Path, damaged: Kind) -> None:
+    states = saved_run(tmp_path, (1, 2))
+    truncate(tmp_path, whole(tmp_path)[2], OF[damaged])
+    with running(tmp_path) as manager:
+        state = new_state(seed=5)
+        start = manager.resume(state)
+        assert start is not None
+        assert (start.step, start.kind) == (2, OTHER[damaged])
+        (line,) = start.passed_over
+        assert line.startswith(f"kind {damaged} of step 2")
+        assert same(everything(state), states[2])
+
+
+def test_a_save_whose_extra_state_is_damaged_is_whole_in_no_kind(tmp_path: Path) -> None:
+    saved_run(tmp_path, (1, 2))
+    truncate(tmp_path, whole(tmp_path)[2], "extra_")
+    with running(tmp_path) as manager:
+        start = manager.resume(new_state(seed=5))
+        assert start is not None
+        assert start.step == 1
+    assert find_local_checkpoint_steps(tmp_path) == [1]
+
+
+def test_a_run_that_lost_its_disk_resumes_the_kind_that_its_mirror_holds_whole(tmp_path: Path) -> None:
+    memory.drop("whole-kinds")
+    url = "memory://whole-kinds/run"
+    states = saved_run(tmp_path / "lost", (1, 2), url)
+    store = open_store(url)
+    info = store.stat("model_000002.pt")
+    assert info is not None
+    store.delete("model_000002.pt", generation=info.generation)
+    with running(tmp_path / "new", url) as manager:
+        state = new_state(seed=5)
+        start = manager.resume(state)
+        assert start is not None
+        assert (start.step, start.kind, start.place) == (2, "dcp", url)
+        assert same(everything(state), states[2])
+    (brought,) = (save.meta for save in read_inventory(tmp_path / "new").saves)
+    assert brought.kinds == ("dcp",)
+    assert brought.partial, "it is not all of the save, and must not be taken for that on another mirror"
+    memory.drop("whole-kinds")
+
+
+def test_a_mirror_that_lacks_one_kind_is_not_one_that_has_the_save(tmp_path: Path) -> None:
+    """The other mirror's copy is brought whole, so that what is lacking can be sent again."""
+    for bucket in ("whole-kinds-a", "whole-kinds-b"):
+        memory.drop(bucket)
+    torn, good = "memory://whole-kinds-a/run", "memory://whole-kinds-b/run"
+    saved_run(tmp_path / "lost", (1, 2), torn, good)
+    store = open_store(torn)
+    info = store.stat("model_000002.pt")
+    assert info is not None
+    store.delete("model_000002.pt", generation=info.generation)
+    with running(tmp_path / "new", good, torn) as manager:
+        start = manager.resume(new_state(seed=5))
+        assert start is not None
+        assert (start.step, start.kind, start.place) == (2, "dcp", good)
+    assert whole(tmp_path / "new")[2].kinds == ("dcp", "model")
+    for bucket in ("whole-kinds-a", "whole-kinds-b"):
+        memory.drop(bucket)
+
+
+# -- readers of a directory -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two saves in both kinds, the newer with a model file that was cut short."""
+    metas = [make_save(tmp_path, step, number=number) for number, step in enumerate((100, 200), 1)]
+    put_attempts(tmp_path, [FIRST_ATTEMPT])
+    truncate(tmp_path, metas[1], "model_")
+    return tmp_path
+
+
+def test_readers_of_a_directory_take_the_kind_that_is_whole(root: Path) -> None:
+    assert find_local_checkpoint_steps(root) == [100, 200]
+    assert find_local_checkpoint_steps(root, "model") == [100]
+    assert resolve_resume_path(root) == root / "dcp_000200"
+    for reference in (root, root / "dcp_000200", root / "meta_000200.json"):
+        found = resolve_checkpoint_reference(reference)
+        assert (found.step, found.kind) == (200, "dcp"), reference
+
+
+def test_what_names_the_damaged_kind_is_refused_with_the_reason(root: Path) -> None:
+    for name, kind in (("model_000200.pt", None), ("meta_000200.json", "model")):
+        with pytest.raises(IntegrityError, match=r"model_000200\.pt has 10 bytes instead of 3000"):
+            resolve_checkpoint_reference(root / name, require_kind=kind)  # type: ignore[arg-type]  # a kind's literal
+
+
+def test_a_listing_has_a_line_for_the_whole_kind_and_one_for_the_other(root: Path) -> None:
+    lines = {line.kinds: line for line in list_checkpoints(root) if line.step == 200}
+    assert set(lines) == {("dcp",), ("model",)}
+    assert (lines["dcp",].standing, lines["dcp",].current_kinds) == ("current", ("dcp",))
+    assert lines["model",].standing == "incomplete"
+    assert "model_000200.pt has 10 bytes instead of 3000" in lines["model",].why
+    assert lines["model",].save_id == lines["dcp",].save_id
+    shown = run("ls", root)
+    assert shown.returncode == 0
+    (current, broken) = [line for line in shown.stdout.splitlines() if " 200 " in f" {line} "]
+    assert "dcp " in current
+    assert "model " in broken
+
+
+def test_status_names_the_whole_kind_and_the_problem(root: Path) -> None:
+    require(root, "memory://nowhere/run")
+    status = json.loads(run("status", "--root", root, "--json").stdout)
+    assert [(line["step"], line["kinds"]) for line in status["saves"]] == [(100, ["dcp", "model"]), (200, ["dcp"])]
+    (why,) = status["problems"].values()
+    assert "model_000200.pt has 10 bytes instead of 3000; in kind dcp it is whole" in why
+
+
+def test_verify_tells_of_the_save_once_as_damaged_and_of_the_whole_kind(root: Path) -> None:
+    found = run("verify", root, "--json")
+    assert found.returncode == 6
+    (line,) = [save for save in json.loads(found.stdout)["saves"] if save["step"] == 200]
+    assert (line["state"], line["kinds"]) == ("damaged", ["dcp", "model"])
+    assert line["faults"] == ["model_000200.pt: has 10 bytes instead of 3000"]
+    assert line["whole_kinds"] == ["dcp"]
+    assert "in kind dcp it is whole" in run("verify", root).stdout
+
+
+def test_a_save_whose_dcp_kind_is_damaged_is_read_as_a_model_and_that_is_said(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    meta = make_save(root, 300, number=3)
+    truncate(root, meta, "__0_0.distcp")
+    with caplog.at_level(logging.WARNING, "ckptmirror"):
+        found = resolve_checkpoint_reference(root)
+    assert (found.step, found.kind) == (300, "model")
+    assert "dcp_000300/__0_0.distcp has 10 bytes instead of 3000" in caplog.text
+
+
+# -- readers of a mirror ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_stage_brings_the_kind_that_the_mirror_has_and_says_why_not_the_other(place: Place) -> None:
+    meta = place.save()
+    remove(place, meta, "model_")
+    staged = stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp")
+    assert staged.path == place.dest / "dcp_000200"
+    (held,) = whole_saves(place.dest).values()
+    assert (held.save_id, held.kinds, held.partial) == (meta.save_id, ("dcp",), True)
+    with pytest.raises(IntegrityError, match=r"model_000200\.pt is missing"):
+        stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="model")
+    assert stage_checkpoint_step(place.mirror, step="latest", dest=place.dest).kind == "dcp"
+
+
+def test_a_kind_that_the_save_never_had_is_still_another_mistake(place: Place) -> None:
+    place.save(kinds=("dcp",))
+    with pytest.raises(KindMismatch):
+        stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="model")
+
+
+def test_what_was_staged_before_the_mirror_lost_a_kind_stays_and_is_found_again(place: Place) -> None:
+    meta = place.save()
+    for kind in ("dcp", "model"):
+        stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind=kind)
+    remove(place, meta, "model_")
+    staged = stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp")
+    assert staged.path == place.dest / "dcp_000200"
+    assert whole_saves(place.dest)[meta.save_id].kinds == ("dcp", "model")
+
+
+def test_a_listing_of_a_mirror_names_the_kind_that_is_not_whole(place: Place) -> None:
+    meta = place.save()
+    remove(place, meta, "model_")
+    lines = {line.kinds: line for line in list_checkpoints(place.url)}
+    assert lines["dcp",].standing == "current"
+    assert "model_000200.pt is missing" in lines["model",].why
+
+
+# -- what treats a save as a whole ------------------------------------------------------------------------------------
+
+
+def test_rotation_neither_deletes_a_save_with_a_damaged_kind_nor_counts_it_as_one_to_keep(tmp_path: Path) -> None:
+    place = MirroredRoot(tmp_path / "root", [memory_url()])
+    older, newer = place.commit(100, ("dcp", "model")), place.commit(200, ("dcp", "model"))
+    place.upload()
+    truncate(place.root, newer, "model_")
+    report = place.rotate(keep_last=1)
+    assert report.deleted == ()
+    assert place.has(older)
+    place.commit(300, ("dcp", "model"))
+    place.upload()
+    deleted = place.rotate(keep_last=1).deleted
+    assert [step for step, _ in deleted] == [100]
+    assert newer.save_id in {save.meta.save_id for save in read_inventory(place.root).incomplete}
+
+
+def test_a_save_with_a_damaged_kind_is_pushed_nowhere(tmp_path: Path) -> None:
+    root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
+    meta = make_save(root, 200)
+    truncate(root, meta, "model_")
+    with pytest.raises(CheckpointNotFound):
+        push(root, url, timeout_s=10.0)
+
+
+def test_a_staged_copy_of_one_kind_is_no_copy_of_the_save(tmp_path: Path) -> None:
+    """What a torn mirror gave is known to be a part, also where nothing else of the save is left."""
+    store = open_store("memory://whole-kinds-c/run")
+    put_attempts(store, [FIRST_ATTEMPT])
+    meta = make_save(tmp_path / "root", 200)
+    put_on_mirror(store, tmp_path / "root", meta)
+    info = store.stat("optim_000200_rank0.pt")
+    assert info is not None
+    store.delete("optim_000200_rank0.pt", generation=info.generation)
+    stage_checkpoint_step(Mirror(store.url, True, store), step=200, dest=tmp_path / "eval", full=True)
+    (held,) = whole_saves(tmp_path / "eval").values()
+    assert (held.kinds, held.partial) == (("dcp",), True)
+    memory.drop("whole-kinds-c")
