@@ -189,7 +189,8 @@ def flip_bit(path: Path, offset: int = -1) -> None:
 
 def of_a_later_version(data: bytes) -> bytes:
     """A meta or a list as a newer ckptmirror would write it: another version, under a checksum that fits."""
-    document = {**json.loads(data), "version": sealed_json.VERSION + 1}
+    document = json.loads(data)
+    document["version"] += 1
     document.pop("checksum")
     document["checksum"] = sealed_json._checksum(document)
     return json.dumps(document).encode()

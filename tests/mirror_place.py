@@ -41,7 +41,7 @@ class HandClock:
         self.time_ms += round(seconds * 1000)
 
 
-def no_confirm(_mirror: Mirror) -> None:
+def no_confirm(_mirror: Mirror, _meta: Meta | None = None) -> None:
     """Nobody fences anybody."""
 
 

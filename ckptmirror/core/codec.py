@@ -309,8 +309,11 @@ def _texts(fields: Fields, key: str, max_items: int) -> tuple[str, ...]:
 
 
 def _entry_document(attempt: Attempt) -> dict[str, Any]:
-    more = {"by_person": attempt.by_person, "root": attempt.root or None, "required": list(attempt.required)}
-    return _attempt_document(attempt) | more
+    return _attempt_document(attempt) | {
+        "by_person": attempt.by_person,
+        "root": attempt.root or None,
+        "required": list(attempt.required),
+    }
 
 
 def _entry(document: Any, where: str) -> Attempt:

@@ -78,9 +78,13 @@ class Lineage:
         standing |= {save.save_id: "superseded" for save in self.superseded}
         return standing | {save.save_id: "unknown" for save in self.unknown}
 
+    def all_on_it(self) -> tuple[SaveFacts, ...]:
+        """Return the saves on the lineage, current or replaced; one that is current in two kinds is there twice."""
+        return (*self.current.values(), *self.replaced)
+
     def on_it(self) -> frozenset[str]:
         """Return the ids of the saves on the lineage, current or replaced."""
-        return frozenset(save.save_id for save in (*self.current.values(), *self.replaced))
+        return frozenset(save.save_id for save in self.all_on_it())
 
     def in_order(self, *kinds: Kind) -> tuple[SaveFacts, ...]:
         """Return the current saves (for any of ``kinds``, if given) along the lineage, oldest first."""
@@ -197,9 +201,10 @@ def _added_kinds(left: SaveRef, mine: Iterable[SaveFacts], have: set[Kind]) -> l
 def is_fast_forward(
     attempts: Sequence[Attempt], saves: Sequence[SaveFacts], counting: Collection[str], attempt: str
 ) -> bool:
-    """Whether an attempt may begin to count: the newest that counts is on its way, and no save leaves the lineage.
+    """Whether an attempt may begin to count: no save leaves the lineage, and none that had left it comes back.
 
-    An attempt that would not be the newest of those that count changes nothing, and may.
+    So an attempt from before a rewind is none, though nothing was saved after that. An attempt that would not be the
+    newest of those that count changes nothing, and may.
 
     Args:
         attempts: All that are known, ``attempt`` among them.
@@ -210,7 +215,10 @@ def is_fast_forward(
     before, after = lineage(attempts, saves, counting), lineage(attempts, saves, {*counting, attempt})
     if not before.way or after.way[0].id == before.way[0].id:
         return True
-    return before.way[0].id in {one.id for one in after.way} and before.on_it() <= after.on_it()
+    newest = (before.way[0].number, before.way[0].id)
+    numbers = {one.id: one.number for one in after.way}
+    older = {one.save_id for one in after.all_on_it() if (numbers[one.attempt], one.attempt) <= newest}
+    return before.on_it() <= after.on_it() and older <= before.on_it()
 
 
 def merge_attempts(*lists: AttemptList) -> AttemptList:
@@ -289,8 +297,12 @@ def _agreed(one: Attempt, other: Attempt) -> Attempt:
     if one.decided and other.decided and one.parent != other.parent:
         raise LineageError(f"Attempt {one.id[:8]} has two different parents.")
     said = one if one.decided else other
-    more = one.required or other.required
-    return replace(said, by_person=one.by_person or other.by_person, root=one.root or other.root, required=more)
+    return replace(
+        said,
+        by_person=one.by_person or other.by_person,
+        root=one.root or other.root,
+        required=one.required or other.required,
+    )
 
 
 def attempts_of_metas(metas: Iterable[Meta]) -> AttemptList | None:

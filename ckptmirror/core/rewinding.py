@@ -6,7 +6,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
@@ -28,20 +28,24 @@ class Fork:
     restored: tuple[SaveFacts, ...]
 
 
-def fork_at(attempts: Sequence[Attempt], saves: Sequence[SaveFacts], parent: SaveRef) -> Fork:
+def fork_at(
+    attempts: Sequence[Attempt], saves: Sequence[SaveFacts], parent: SaveRef, counting: Collection[str] | None = None
+) -> Fork:
     """Say what a new attempt from ``parent`` would change.
 
     Args:
-        attempts: Those that count.
+        attempts: Those that are known.
         saves: All that are known, whole or not: what is not whole would be left behind, too.
         parent: The save to continue from.
+        counting: The ids of those that count; None: all of them.
 
     Raises:
         LineageError: The data contradicts itself.
     """
     number = max((attempt.number for attempt in attempts), default=-1) + 1
-    before = lineage(attempts, saves)
-    after = lineage([*attempts, Attempt("the fork", number, parent)], saves)
+    fork = Attempt("the fork", number, parent)
+    before = lineage(attempts, saves, counting)
+    after = lineage([*attempts, fork], saves, None if counting is None else {*counting, fork.id})
     was_on, is_on = _on(before), _on(after)
     return Fork(
         superseded=_sorted(save for save_id, save in was_on.items() if save_id not in is_on),

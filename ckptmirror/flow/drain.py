@@ -1,8 +1,8 @@
 """Drain: finish what the table has pending, from any process, with or without a trainer.
 
 Rules:
-* A drain is no attempt: it fences nobody and is fenced by nobody. Before it commits anything on a mirror it lets the
-  mirror's list of attempts hold the root's, so that the lineage is known there.
+* A drain is no attempt: it fences nobody and is fenced by nobody. ``core.start.attempts`` says what it may commit, by
+  what all mirrors of the root list, also those that it does not serve.
 * It shares the table with a live trainer by claims; only if no trainer holds the root does it also reconcile. It keeps
   the root's lock no longer than that: a start must not fail for a drain.
 * It waits for a mirror that does not answer, but not for one that refuses the credentials: somebody must mend that.
@@ -46,7 +46,7 @@ from ckptmirror.flow.retention.mirror_audit import Recheck
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of
-from ckptmirror.flow.start.claim import publish_attempts
+from ckptmirror.flow.start.claim import DrainConfirmation, check_of_run
 from ckptmirror.flow.upload.transfer_progress import Seen, UnderWay, Wait
 from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, free_dead_workers, still_moving
 from ckptmirror.local import files
@@ -156,7 +156,8 @@ def drain(
             )
         served = [spec for spec in specs if not wanted or spec.url in wanted]
         looker = _Looker(table, [spec.url for spec in served], on_progress)
-        mirrors = open_mirrors(served, root, table, on_wait=looker.waits)
+        opened = open_mirrors(specs, root, table, on_wait=looker.waits)
+        mirrors = [mirror for mirror in opened if mirror.url in {spec.url for spec in served}]
         try:
             looker.look()
             bus = bus or events.EventBus()
@@ -165,10 +166,11 @@ def drain(
             looker.answered(recheck)
             if retry:
                 table.retry_failed()
-            report = _run(root, table, mirrors, recheck, timeout_s, bus, looker)
+            confirm = DrainConfirmation(root, table, opened)
+            report = _run(root, table, mirrors, confirm, recheck, timeout_s, bus, looker)
             return replace(report, failed=(*report.failed, *gone))
         finally:
-            close_mirrors(mirrors)
+            close_mirrors(opened)
     finally:
         table.close()
 
@@ -228,7 +230,9 @@ def push(
         add_missing_records(table, [spec], metas)
         table.retry_failed(mirror=spec.url)
         looker = _Looker(table, [spec.url], on_progress)
-        mirrors = open_mirrors([spec], root, table, on_wait=looker.waits)
+        known_specs = [MirrorSpec(row.url, row.required) for row in table.mirrors() if row.url != spec.url]
+        opened = open_mirrors([*known_specs, spec], root, table, on_wait=looker.waits)
+        mirrors = opened[-1:]
         try:
             looker.look()
             bus = bus or events.EventBus()
@@ -237,11 +241,12 @@ def push(
             looker.answered(recheck)
             # No reconcile: it would give every other save a record too, and only these were asked for.
             ids = [meta.save_id for meta in metas]
-            report = _run(root, table, mirrors, recheck, timeout_s, bus, looker, ids)
+            confirm = DrainConfirmation(root, table, opened)
+            report = _run(root, table, mirrors, confirm, recheck, timeout_s, bus, looker, ids)
             parts = [f"{spec.url}: step {meta.step}: {_PART}" for meta in found if meta not in metas]
             return replace(report, failed=(*report.failed, *parts))
         finally:
-            close_mirrors(mirrors)
+            close_mirrors(opened)
     finally:
         table.close()
 
@@ -253,7 +258,7 @@ def _ask(root: Path, spec: MirrorSpec, path: Path, on_wait: OnWait) -> None:
         mirrors = open_mirrors([spec], root, table, on_wait=on_wait)
         opened.callback(close_mirrors, mirrors)
         mirrors[0].store.identity()  # the first contact, at which a directory is made
-        publish_attempts(root, mirrors[0])
+        check_of_run(root, mirrors[0])
 
 
 def _reconcile_if_free(
@@ -282,6 +287,7 @@ def _run(
     root: Path,
     table: UploadsTable,
     mirrors: Sequence[Mirror],
+    confirm: DrainConfirmation,
     recheck: Recheck,
     timeout_s: float,
     bus: events.EventBus,
@@ -289,9 +295,7 @@ def _run(
     save_ids: Collection[str] | None = None,
 ) -> DrainReport:
     free_dead_workers(table)  # what an interrupted verb held, nobody carries on otherwise before its lease ends
-    workers = UploadWorkers(
-        root, table, mirrors, bus, lambda mirror: publish_attempts(root, mirror), under_way=looker.under_way
-    )
+    workers = UploadWorkers(root, table, mirrors, bus, confirm, under_way=looker.under_way)
     urls = [mirror.url for mirror in mirrors]
     refusals = _Refusals()
     bus.subscribe(refusals)

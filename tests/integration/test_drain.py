@@ -26,6 +26,7 @@ from ckptmirror.flow.status import read_status
 from ckptmirror.stores import open_store, retrying
 from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import Fault, GcsServerProcess
+from tests.claiming import start_node
 from tests.factory import make_attempt, make_save, put_attempts
 from tests.mirror_place import MirroredRoot, memory_url, object_names
 
@@ -41,10 +42,7 @@ def node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
         specs = [MirrorSpec(url) for url in urls]
         node = Node(tmp_path / "trained", specs, retention or Retention(), events.EventBus())
         nodes.append(node)
-        claim = node.start_claim()
-        saves = mirror_catalog(node.mirrors[0]).saves if node.mirrors and not claim.unclaimed else {}
-        newest = max(saves.values(), key=lambda meta: meta.step, default=None)
-        node.decide(newest.ref if newest is not None else None)
+        start_node(node)
         return node
 
     yield start

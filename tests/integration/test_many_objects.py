@@ -20,11 +20,11 @@ from ckptmirror.core import names
 from ckptmirror.core.events import EventBus
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
+from ckptmirror.core.start.decide import Wish
 from ckptmirror.flow.drain import drain, push
-from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.retention.rotation import rotate_root
-from ckptmirror.flow.start.claim import RunClaim
+from ckptmirror.flow.start.bring import Bringer
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.stores import memory
 from tests.cli_place import require
@@ -91,13 +91,7 @@ def test_staging_one_step_does_not_care_how_many_others_there_are(
 def test_a_start_reads_a_crowded_mirror_once(crowded: tuple[Path, Meta], tmp_path: Path) -> None:
     node = Node(tmp_path / "fresh", [MirrorSpec(URL)], Retention(), EventBus(), workers_per_mirror=0)
 
-    def claim_and_look() -> RunClaim:
-        claim = node.start_claim()
-        for mirror in node.mirrors:
-            mirror_catalog(mirror)
-        return claim
-
-    requests = asked(claim_and_look)
+    requests = asked(lambda: Bringer(node, Wish(), EventBus()))
     node.close()
     assert requests["list"] <= PAGES + 2
     assert requests["read"] <= SAVES + 10

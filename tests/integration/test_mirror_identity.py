@@ -26,6 +26,7 @@ from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores import open_store
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
+from tests.claiming import start_node
 from tests.factory import FIRST_ATTEMPT, bytes_of, flip_bit, make_attempt, make_save, put_attempts, put_on_mirror
 from tests.mirror_place import MirroredRoot
 from tests.stage_place import Place, names_in, whole_saves
@@ -160,7 +161,7 @@ def test_i1_a_start_meets_the_mirror_that_was_used_before_or_none(tmp_path: Path
     unmount(tmp_path)
     node = node_of(root, url)
     try:
-        claim = node.start_claim()
+        claim = start_node(node)
         assert url in claim.unclaimed
         assert list((tmp_path / "nfs").iterdir()) == []
         (tmp_path / "nfs").rmdir()

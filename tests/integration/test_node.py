@@ -33,6 +33,7 @@ from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
+from tests.claiming import start_node
 from tests.factory import FIRST_ATTEMPT, make_save, put_attempts
 from tests.mirror_place import MirroredRoot, memory_url, object_names
 from tests.small_training import new_state
@@ -61,8 +62,7 @@ def trained(root: Path, *steps: int) -> list[Meta]:
 
 
 def begin(node: Node, parent: Meta | None = None) -> None:
-    node.start_claim()
-    node.decide(parent.ref if parent is not None else None)
+    start_node(node, parent=parent)
 
 
 def damage_rows(table: UploadsTable, name: str = "records") -> None:

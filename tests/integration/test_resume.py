@@ -155,10 +155,17 @@ def test_fresh_start_needs_the_answer_of_every_required_mirror(tmp_path: Path) -
     assert read_inventory(tmp_path / "root").saves == ()
 
 
-def test_fresh_start_does_not_need_an_optional_mirror(tmp_path: Path) -> None:
-    with running(tmp_path / "root", MIRROR, MirrorSpec(f"file://{tmp_path}/other", required=False)) as manager:
+def test_step_0_waits_for_an_optional_mirror_which_may_have_the_whole_run(tmp_path: Path) -> None:
+    optional = MirrorSpec(f"file://{tmp_path}/other", required=False)
+    saved_run(tmp_path / "lost", (1, 2), optional)
+    with running(tmp_path / "root", MIRROR, optional) as manager:
         faulty(manager)[1].script(dead())
-        assert manager.resume(new_state()) is None
+        with pytest.raises(StoreTemporary, match="might fork the run"):
+            manager.resume(new_state())
+    with running(tmp_path / "root", MIRROR, optional) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 2
 
 
 def test_mirror_down_resumes_from_the_disk(tmp_path: Path) -> None:
@@ -212,7 +219,10 @@ def test_a_broken_newest_copy_does_not_go_back_while_a_required_mirror_is_silent
             manager.resume(new_state())
     with running(tmp_path / "root", MIRROR) as manager:
         faulty(manager, dead())
-        start = manager.resume(new_state(), policy=1)  # a person decides
+        with pytest.raises(StoreTemporary, match="A person's choice is recorded on every required mirror"):
+            manager.resume(new_state(), policy=1)
+    with running(tmp_path / "root", MIRROR) as manager:
+        start = manager.resume(new_state(), policy=1)
         assert start is not None
         assert start.step == 1
 

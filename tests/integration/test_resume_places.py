@@ -11,7 +11,7 @@ import pytest
 
 from ckptmirror import CheckpointManager, Retention, stage_checkpoint_step
 from ckptmirror.core import names
-from ckptmirror.core.errors import IntegrityError, RefusedOnlyCopy, StoreTemporary
+from ckptmirror.core.errors import IntegrityError, RefusedOnlyCopy, StoreTemporary, UsageError
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.attempt_lists import read_local_attempts
 from ckptmirror.flow.start import bring, resume
@@ -211,10 +211,10 @@ def test_a_drain_of_a_root_that_a_start_failed_on_fences_nobody(tmp_path: Path, 
     from ckptmirror.flow.drain import drain
 
     saved_run(tmp_path / "one", (2,), url)
-    with running(tmp_path / "one", url) as manager:
-        faulty(manager, StoreFault("list", when="before", times=0))
-        with pytest.raises(StoreTemporary):
-            manager.resume(new_state())
+    before = (tmp_path / "one" / names.ATTEMPTS_NAME).read_bytes()
+    with running(tmp_path / "one", url) as manager, pytest.raises(UsageError):
+        manager.resume(new_state(), "mistyped")
+    assert (tmp_path / "one" / names.ATTEMPTS_NAME).read_bytes() == before, "a start that fails leaves no trace"
     with running(tmp_path / "two", url) as live:
         state = new_state()
         live.resume(state)
@@ -293,5 +293,5 @@ def test_i12_a_broken_note_of_which_place_a_mirror_is_is_not_taken_for_nothing(
     with running(root, url) as manager:
         start = manager.resume(new_state())
     assert start is not None, "the disk serves"
-    assert any("did not answer" in line for line in start.passed_over) is not is_table_there
+    assert any("does not answer" in line for line in start.passed_over) is not is_table_there
     assert (note.read_bytes() == before) is is_table_there, "what the table knows is noted anew"

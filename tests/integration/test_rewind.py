@@ -9,31 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror.core import events, names
+from ckptmirror.core import names
 from ckptmirror.core.errors import (
     AttemptFenced,
     CheckpointNotFound,
     ConfigError,
     IntegrityError,
     NoTable,
+    NotAuthorised,
     RootLocked,
-    StoreTemporary,
     UsageError,
 )
 from ckptmirror.core.model import Meta
-from ckptmirror.core.retention import Retention
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
-from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.places.attempt_lists import read_local_attempts
 from ckptmirror.flow.places.resolve import list_checkpoints
-from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.rewind import plan_rewind, rewind
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import RootLock
-from ckptmirror.stores import open_store
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.cli_place import assert_tells, content, make_pending, run
-from tests.factory import FIRST_ATTEMPT, flip_bit, make_attempt, make_save, put_attempts
+from tests.factory import FIRST_ATTEMPT, flip_bit, make_save, put_attempts
 from tests.small_training import everything, faulty, new_state, refusing, running, same, saved_run
 
 BUCKET = "rewind"
@@ -77,8 +73,8 @@ def test_the_next_start_goes_on_from_there_and_so_do_all_after_it(tmp_path: Path
 
 def test_it_is_what_a_start_that_names_the_step_records(tmp_path: Path) -> None:
     """The same attempt, with the same parent, but for its id."""
-    root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
-    saved_run(root, (3, 6), url)
+    root = tmp_path / "root"
+    saved_run(root, (3, 6))
     shutil.copytree(root, tmp_path / "other", symlinks=True, ignore=shutil.ignore_patterns("uploads.db*"))
     rewind(root, 3)
     with running(tmp_path / "other") as manager:
@@ -87,7 +83,7 @@ def test_it_is_what_a_start_that_names_the_step_records(tmp_path: Path) -> None:
     assert one is not None
     assert other is not None
     assert (one.attempts[-1].number, one.attempts[-1].parent) == (other.attempts[-1].number, other.attempts[-1].parent)
-    assert one.attempts[-1].decided
+    assert one.attempts[-1].by_person
 
 
 def test_later_saves_are_superseded_here_and_there_and_nothing_is_deleted(tmp_path: Path) -> None:
@@ -118,15 +114,16 @@ def test_it_is_undone_by_the_command_that_it_prints(tmp_path: Path) -> None:
 
 
 def test_a_trainer_elsewhere_is_fenced(tmp_path: Path) -> None:
-    root, url, _ = mirrored(tmp_path, 100, 200)
-    node = Node(tmp_path / "elsewhere", [MirrorSpec(url)], Retention(), events.EventBus())
-    try:
-        claim = node.start_claim()
-        rewind(root, 100)
+    url = f"file://{tmp_path}/mirror"
+    saved_run(tmp_path / "root", (1, 2), url)
+    with running(tmp_path / "elsewhere", url) as manager:
+        state = new_state()
+        manager.resume(state)
+        rewind(tmp_path / "root", 1)
+        assert manager._node is not None
+        assert manager._node.claim is not None
         with pytest.raises(AttemptFenced):
-            claim.confirm(node.mirrors[0])
-    finally:
-        node.close()
+            manager._node.claim.confirm(manager._node.mirrors[0])
 
 
 def test_what_is_not_whole_is_left_behind_too(tmp_path: Path) -> None:
@@ -199,46 +196,26 @@ def test_a_broken_copy_falls_to_another_copy_of_the_same_save_and_else_nothing_i
     assert standings(root) == {100: "current", 200: "current"}
 
 
-def test_a_mirror_that_is_silent_is_named_and_told_by_the_next_start(server: GcsServerProcess, tmp_path: Path) -> None:
+def test_nothing_is_recorded_before_every_required_mirror_answers(server: GcsServerProcess, tmp_path: Path) -> None:
     root, url, _ = mirrored(tmp_path, 100, 200, url=f"gs://{BUCKET}/silent")
+    before = content(root / names.CONTROL_DIR).get("attempts.json")
     server.faults([Fault(operation="*", status=401, times=0)])
     ended = run("rewind", "--root", root, "--step", "100", env=server.environment)
-    assert ended.returncode == 0, ended.stderr
-    assert f"{url} does not know it yet" in ended.stderr
+    assert_tells(ended, 12, "A person's choice is recorded on every required mirror", url)
+    assert content(root / names.CONTROL_DIR).get("attempts.json") == before
     server.clear_faults()
-    assert standings(root) == {100: "current", 200: "superseded"}
-    assert standings(url) == {100: "current", 200: "current"}
-    assert run("drain", "--root", root, env=server.environment).returncode == 0
-    node = Node(root, [MirrorSpec(url)], Retention(), events.EventBus())
-    try:
-        claim = node.start_claim()
-        assert not claim.apart
-        node.claim = None
-    finally:
-        node.close()
-    listed, _ = read_mirror_attempts(Mirror(url, True, open_store(url)))
-    assert listed is not None
-    assert [attempt.parent.step for attempt in listed.attempts if attempt.parent is not None] == [100]
-
-
-def test_the_same_command_tells_a_mirror_that_was_silent(server: GcsServerProcess, tmp_path: Path) -> None:
-    root, url, _ = mirrored(tmp_path, 100, 200, url=f"gs://{BUCKET}/told-later")
-    server.faults([Fault(operation="*", status=401, times=0)])
-    assert url in rewind(root, 100).untold
-    again = run("rewind", "--root", root, "--step", "100", "--json", env=server.environment)
-    assert list(json.loads(again.stdout)["untold"]) == [url]
-    assert "does not know it yet" in again.stderr
-    server.clear_faults()
+    assert standings(root) == {100: "current", 200: "current"}
     again = run("rewind", "--root", root, "--step", "100", "--json", env=server.environment)
     said = json.loads(again.stdout)
     assert (said["recorded"], said["told"], said["untold"]) == (True, [url], {})
-    assert standings(url) == {100: "current", 200: "superseded"}
+    for place in (root, url):
+        assert standings(place) == {100: "current", 200: "superseded"}
 
 
 def test_a_step_that_may_be_on_a_silent_mirror_is_not_called_missing(server: GcsServerProcess, tmp_path: Path) -> None:
     root, _, _ = mirrored(tmp_path, 100, url=f"gs://{BUCKET}/maybe")
     server.faults([Fault(operation="*", status=401, times=0)])
-    with pytest.raises(StoreTemporary, match="It may be there"):
+    with pytest.raises(NotAuthorised, match="It may be there"):
         plan_rewind(root, 200)
 
 
@@ -306,7 +283,7 @@ def test_a_mirror_of_another_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_superseded_step_is_named_with_its_save_id(tmp_path: Path) -> None:
     root, _, metas = mirrored(tmp_path, 100, 200)
-    put_attempts(root, [FIRST_ATTEMPT, make_attempt(1, metas[0])])
+    rewind(root, 100)
     ended = run("rewind", "--root", root, "--step", "200")
     assert_tells(ended, 3, "off the lineage", f"--save {metas[1].save_id[:8]}")
     assert rewind(root, metas[1].save_id[:8]).step == 200

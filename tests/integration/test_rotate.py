@@ -22,6 +22,7 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.local import crashpoints
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores.faulty import StoreFault
+from tests.claiming import start_node
 from tests.factory import make_attempt, put_attempts
 from tests.mirror_place import MirroredRoot, assert_refused, memory_url, two_saves
 
@@ -35,8 +36,7 @@ def node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     def start(url: str, keep_last: int = 1) -> Node:
         node = Node(tmp_path / "trained", [MirrorSpec(url)], Retention(keep_last=keep_last), events.EventBus())
         nodes.append(node)
-        node.start_claim()
-        node.decide(None)
+        start_node(node)
         return node
 
     yield start

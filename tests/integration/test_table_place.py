@@ -19,6 +19,7 @@ from ckptmirror.flow.retention.rotation import rotate_root
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.table_place import open_table, table_path
+from tests.claiming import start_node
 from tests.cli_place import assert_tells, run
 from tests.factory import FIRST_ATTEMPT, make_save, put_attempts
 from tests.mirror_place import memory_url
@@ -48,7 +49,7 @@ def saved(tmp_path: Path, start: Start) -> tuple[Path, Path, str, list[Meta]]:
     metas = [make_save(root, step, ("model",), number=step) for step in (100, 200)]
     put_attempts(root, [FIRST_ATTEMPT])
     node = start(url, state_dir=state_dir)
-    node.start_claim()
+    start_node(node)
     node.close()
     return root, state_dir, url, metas
 
@@ -155,7 +156,7 @@ def test_a_note_that_cannot_be_read_is_written_anew_by_the_trainer(
 def test_a_second_state_dir_is_refused_and_both_places_are_named(tmp_path: Path, start: Start, first: str) -> None:
     root, url, other = tmp_path / "root", memory_url(), tmp_path / "other"
     node = start(url, state_dir=tmp_path / "state" if first == "outside" else None)
-    node.start_claim()
+    start_node(node)
     present = node.table.path
     node.close()
     for attempt in (
@@ -251,7 +252,7 @@ def test_a_root_restored_from_a_copy_keeps_its_table(
     root.rename(tmp_path / "before")
     shutil.copytree(tmp_path / "before", root)
     again = start(url, state_dir=state_dir)
-    again.start_claim()
+    start_node(again)
     assert {save.save_id for save in again.table.saves()} == {meta.save_id for meta in metas}
 
 
@@ -276,7 +277,7 @@ def test_a_root_that_was_emptied_on_purpose_starts_once_the_table_is_moved_away(
 
 def test_an_empty_table_misses_nothing_in_an_empty_root(tmp_path: Path, start: Start) -> None:
     first = start(memory_url(), state_dir=tmp_path / "state")
-    first.start_claim()
+    start_node(first)
     first.close()
     shutil.rmtree(tmp_path / "root")
     (tmp_path / "root").mkdir()

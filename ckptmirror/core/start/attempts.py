@@ -85,7 +85,7 @@ def count(evidence: Evidence, *, mirrors_only: bool = False) -> Counted:
     """
     rows = evidence.answering()
     mirrors = [row for row in rows if row.sort == "mirror"]
-    known = _known(rows)
+    known = _known(evidence.rows)
     silent = _silent(evidence)
     counting = {one for row in mirrors for one in _ids(row, Voice.COUNTS)} & known.keys()
     decided, doubtful = _of_persons(evidence, known, silent)
@@ -105,7 +105,7 @@ def count(evidence: Evidence, *, mirrors_only: bool = False) -> Counted:
         saves = facts_of_rows(rows)
     return Counted(
         known=known,
-        heard={heard.attempt.id: heard.attempt for row in rows for heard in row.heard} | known,
+        heard={heard.attempt.id: heard.attempt for row in evidence.rows for heard in row.heard} | known,
         counting=frozenset(counting),
         apart=frozenset(apart),
         doubtful=doubtful,
@@ -138,7 +138,7 @@ def _known(rows: Iterable[Row]) -> dict[str, Attempt]:
 
 def _silent(evidence: Evidence) -> dict[str, str]:
     """Rule 2."""
-    named = {url for row in evidence.answering() for url in row.names_required}
+    named = {url for row in evidence.rows for url in row.names_required}
     silent = {
         row.place: row.why or row.reach.value
         for row in evidence.mirrors()
@@ -220,15 +220,16 @@ class Claim:
         attempt: The new entry.
         root_list: What the list of this root is to hold.
         known: The ids of all attempts that were heard of: one that is not among them fences.
+        told: The ids of those that mirrors are told of. An attempt of this root that died before its first save is
+            none of them, unless a mirror has it; nor is a person's that does not count: its own claim alone enters it.
         needs: The mirrors that have to take the claim, else the start gives up; the others may be told later.
-        withheld: The ids of the persons' attempts that do not count: their own claims alone enter them on a mirror.
     """
 
     attempt: Attempt
     root_list: AttemptList
     known: frozenset[str]
+    told: frozenset[str]
     needs: tuple[str, ...]
-    withheld: frozenset[str] = frozenset()
 
 
 def claim_from(
@@ -248,7 +249,7 @@ def claim_from(
     """
     counted = count(evidence)
     configured = [row.place for row in evidence.mirrors() if row.required and row.reach is not Reach.DROPPED]
-    named = [url for row in evidence.answering() for url in row.names_required]
+    named = [url for row in evidence.rows for url in row.names_required]
     required = tuple(dict.fromkeys([*configured, *named]))
     heard = AttemptList(run_id, tuple(counted.heard.values()))
     completed = tuple(sorted(_ids(evidence.disk, Voice.COMPLETED)))
@@ -260,18 +261,19 @@ def claim_from(
         root=evidence.root,
         required=required if attempt.by_person else (),
     )
+    on_mirrors = {heard.attempt.id for row in evidence.mirrors() for heard in row.heard if not heard.attempt.by_person}
     return Claim(
         attempt=entry,
+        told=frozenset({entry.id, *on_mirrors, *counted.counting, *(one.id for one in adopted)}),
         root_list=merge_attempts(known, AttemptList(run_id, (entry,))),
         known=frozenset({one.id for one in (*heard.attempts, *known.attempts)} | {entry.id}),
         needs=required if needs_all else (),
-        withheld=frozenset(one.id for one in known.attempts if one.by_person and one.id not in counted.counting),
     )
 
 
 def mirror_list(claim: Claim, there: AttemptList | None) -> AttemptList:
-    """Return what a mirror's list is to hold after the claim: all that is known and not withheld."""
-    told = tuple(one for one in claim.root_list.attempts if one.id not in claim.withheld)
+    """Return what a mirror's list is to hold after the claim: all that it is told of."""
+    told = tuple(one for one in claim.root_list.attempts if one.id in claim.told)
     ours = AttemptList(claim.root_list.run_id, told, claim.root_list.required)
     return merge_attempts(there, ours) if there is not None else ours
 

@@ -3,8 +3,10 @@
 ``next_move`` is replayed from the beginning with each outcome; nothing remembers anything. Every rule stands here, in
 this order; which attempts count is said by ``attempts``.
 
-1. All places tell of one run. A place that says no for good, or whose list is of a later version, ends the start. So
-   does a broken list of this root that no mirror's list stands in for.
+1. All places tell of one run. A list of a later version ends the start, and so does a broken list of this root that no
+   mirror's list stands in for. Snapshots of other runs in the persistent
+   directory are left out. While nothing else names the run, only a person tells which of them it is; but without any
+   mirror a single run there is this one, whose disk was lost.
 2. While a person's decision is in doubt, every start waits.
 3. A start over, forced or not, needs the answer of every configured mirror and of every one that a list names.
    Without force it is refused where anything was saved.
@@ -14,20 +16,26 @@ this order; which attempts count is said by ``attempts``.
    Superseded and unknown saves are chosen only by their id.
 5. Of a save, once a rank has begun to load it, only other copies of that same save are tried.
 6. What looks like a save that would be tried first, and is not whole, is never passed by in silence; and not at all
-   while it cannot be read, or while a silent place may hold it.
+   while it cannot be read, or while a mirror that does not answer may hold it.
 7. A copy that turned out broken, or could not be brought, gives way to another copy of the same save. Going back to an
-   older save then waits for silent places, and for what may be read or brought later.
+   older save then waits for mirrors that do not answer, and for what may be read or brought later.
 8. A save is continued from while a place is silent only if this root vouches for it (made it, or continued from it by a
-   claim that it completed everywhere), and no rival is heard of. A person's choice needs every required mirror.
-9. An emergency snapshot by another number of ranks is not passed by, unless a person names another save.
-10. Step 0 needs what a start over needs, and either nothing saved anywhere or a recorded decision to start over.
+   claim that it completed everywhere), and no rival is heard of. A decision needs every required mirror, and they take
+   it down: a person's choice, and going back past a save that looks whole.
+9. A newer attempt of another root, of which nobody who answers has a save, is not passed by while any mirror does not
+   answer. So what this start has heard of waits for optional mirrors too; of what it never heard they need not tell.
+10. An emergency snapshot that only another number of ranks can load gives way only to a save of the same step, unless
+    a person names another.
+11. Step 0 needs what a start over needs, and either no sign that anything was ever saved, or a recorded decision to
+    start over that nothing was saved after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Literal
 
 from ckptmirror.core.errors import (
     BrokenMeta,
@@ -37,7 +45,6 @@ from ckptmirror.core.errors import (
     LineageError,
     NewerFormat,
     RefusedOnlyCopy,
-    StorePermanent,
     UsageError,
 )
 from ckptmirror.core.lineage import SaveFacts, lineage
@@ -46,7 +53,6 @@ from ckptmirror.core.start import explain
 from ckptmirror.core.start.attempts import Counted, count, is_own, rival_of
 from ckptmirror.core.start.evidence import (
     DISK,
-    Copy,
     Evidence,
     ListFound,
     Origin,
@@ -87,11 +93,12 @@ class Result(StrEnum):
 
     BROKEN = "broken"
     UNREADABLE = "unreadable"  # an I/O error or a permission: it may be whole
+    OTHER_RANKS = "other_ranks"  # only as many ranks as saved it can load it
     TOUCHED = "touched"  # a rank had begun to load it
     NOT_BROUGHT = "not_brought"  # it could not come to this disk now
     NO_ROOM = "no_room"
-    MADE_ROOM = "made_room"  # rotation freed something after that
-    STILL_FULL = "still_full"  # it did not
+    MADE_ROOM = "made_room"  # rotation freed something after that: an answer to MakeRoom
+    STILL_FULL = "still_full"  # it did not: the other one
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ class Outcome:
     """What became of a copy that was tried.
 
     Attributes:
-        error: Of what could not be brought: raised instead of going back to an older save.
+        error: Of what could not be brought: raised instead of going back to an older save, as it is.
     """
 
     save_id: str
@@ -115,8 +122,10 @@ class Try:
     """Bring this copy to the disk, verify and load it; then claim the run.
 
     Attributes:
+        run_id: Of the run that is continued; None only if no place names it.
         needs_all: Whether every required mirror has to take the claim.
-        by_person: Whether it is a person's decision.
+        by_person: Whether it is a decision, so that it counts before anything is saved: a person's, or the one to leave
+            behind a save that looks whole to others and is broken.
         adopt: Attempts that no list tells of, which the claim takes in.
     """
 
@@ -124,6 +133,7 @@ class Try:
     kind: Kind
     place: str
     needs_all: bool
+    run_id: str | None = None
     by_person: bool = False
     adopt: tuple[Attempt, ...] = ()
     notices: tuple[Notice, ...] = ()
@@ -188,15 +198,27 @@ def run_of(evidence: Evidence) -> str | None:
     return next(iter(named), None)
 
 
+_NOT_BROUGHT = (Result.NOT_BROUGHT, Result.NO_ROOM, Result.STILL_FULL)
+
+
 @dataclass(frozen=True)
 class _Candidate:
-    """One save in one kind, its copies best first, and the save that replaced it ("": none)."""
+    """One save in one kind, the places that have it, best first, and the save that replaced it ("": none)."""
 
     save: SaveFacts
     kind: Kind
-    copies: tuple[tuple[Row, Copy], ...]
+    rows: tuple[Row, ...]
+    age: tuple[int, int]
     replaced_by: str = ""
-    age: tuple[int, int] = (-1, -1)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A save that may yet be continued from, so that going back to an older one is refused with this error."""
+
+    save_id: str
+    error: CkptMirrorError
+    or_step: int | None = None  # another save of this step may be tried all the same
 
 
 class _Start:
@@ -213,23 +235,29 @@ class _Start:
 
     def move(self) -> Move:
         self._check_places()
-        run_id = run_of(self._all)
-        self._evidence = _of_run(self._all, run_id, self._wish)
+        self._run_id = _run_to_continue(self._all, self._wish)
+        self._evidence = _of_run(self._all, self._run_id)
         self._counted: Counted = count(self._evidence)
+        self._silent = self._phrased(self._counted.silent)
+        self._unheard = self._phrased(one.place for one in self._all.mirrors() if _does_not_answer(one)) | self._silent
+        self._whole = {save.save_id for save in self._counted.saves}
         self._say_what_is_not_seen()
         if self._counted.doubtful:
-            raise explain.person_in_doubt(self._counted.doubtful, self._counted.silent)
+            raise explain.person_in_doubt(self._counted.doubtful, self._silent)
         self._problems = self._in_line()
         if self._wish.reference == "scratch":
             return self._start_over()
         return self._continue() or self._step_0()
 
+    def _phrased(self, places: Iterable[str]) -> dict[str, str]:
+        """Say of each place why its word is missing."""
+        rows = {place: self._all.row(place) for place in places}
+        return {place: explain.missing_word(row) for place, row in rows.items()}
+
     # -- rule 1 ----------------------------------------------------------------------------------------------
 
     def _check_places(self) -> None:
         for row in self._all.rows:
-            if row.reach is Reach.REFUSED and row.required:
-                raise StorePermanent(f"{row.place}: {row.why}")
             if row.listed is ListFound.NEWER and row.answers:
                 raise NewerFormat(f"The list of attempts of {row.place} is of a later version: {row.why}")
         told = any(row.answers and row.listed is ListFound.TOLD for row in self._all.mirrors())
@@ -241,11 +269,13 @@ class _Start:
             )
 
     def _say_what_is_not_seen(self) -> None:
-        for row in self._all.mirrors():
-            if row.reach is Reach.DROPPED:
-                self._say(f"{row.place}, which is no mirror of this root any more: what it alone holds was not seen")
-            elif not row.answers:
-                self._say(f"{row.place} did not answer ({row.why}): what it alone holds was not seen", "warning")
+        dropped = [row.place for row in self._all.mirrors() if row.reach is Reach.DROPPED]
+        for place, phrase in (self._unheard | self._phrased(dropped)).items():
+            level: Literal["error", "warning"] = "error" if phrase == explain.NOT_CONFIGURED else "warning"
+            self._say(f"{place} {phrase}: what it alone holds was not seen", level)
+        for row in self._all.rows:
+            if row.sort == "persistent" and row.run_id not in (self._run_id, None):
+                self._say(f"{row.place} has snapshots of another run, {row.run_id}, which are left alone", "warning")
         for row in self._evidence.answering():
             if row.listed in (ListFound.LOST, ListFound.BROKEN) and row.sort != "persistent":
                 self._say(
@@ -253,239 +283,237 @@ class _Start:
                     "was saved after would not be known"
                 )
         for attempt in sorted(self._counted.apart):
-            one = self._counted.known[attempt]
             self._say(
-                f"attempt {one.number} ({attempt[:8]}) ran apart from the mirrors, and the run continued without it: "
-                "its saves are superseded; each can be resumed by its save id"
+                f"{explain.named(self._counted.known[attempt])} ran apart from the mirrors, and the run continued "
+                "without it: its saves are superseded; each can be resumed by its save id"
             )
 
-    # -- rules 3 and 10 --------------------------------------------------------------------------------------
-
-    def _unheard(self) -> dict[str, str]:
-        """Every place whose answer a start at step 0 needs and has not."""
-        silent = {row.place: row.why for row in self._all.mirrors() if not row.answers and row.reach != Reach.DROPPED}
-        return silent | dict(self._counted.silent)
+    # -- rules 3 and 11 --------------------------------------------------------------------------------------
 
     def _start_over(self) -> Move:
-        saved = self._saved()
+        order = self._counted.order
+        saved = [f"step {step}" for step in order.steps()[-5:]]
+        saved += [f"step {save.step} (save {save.save_id[:8]})" for save in (*order.superseded, *order.unknown)][:5]
+        saved += self._traces(None)
         if saved and not self._wish.force:
             raise explain.never_step_0(saved, asked=True)
-        if unheard := self._unheard():
-            raise explain.not_answering("A start over needs the answer of every mirror. ", unheard)
+        if self._unheard:
+            raise explain.not_answering("A start over needs the answer of every mirror. ", self._unheard)
         return Scratch(by_person=bool(saved or self._counted.heard), notices=self.said())
-
-    def _saved(self) -> list[str]:
-        order = self._counted.order
-        found = [f"step {step}" for step in sorted({step for step, _ in order.current})[-5:]]
-        found += [f"step {save.step} (save {save.save_id[:8]})" for save in (*order.superseded, *order.unknown)][:5]
-        return found + [f"{one.name}: {one.why}" for one in self._forbidding(decided=False)][:5]
 
     def _step_0(self) -> Move:
         if self._wish.reference != "auto":
-            asked = repr(self._wish.reference)
-            raise IntegrityError(f"No copy of {asked} could be loaded: " + "; ".join(map(_line, self._broken())))
-        order = self._counted.order
-        unheard = self._unheard()
-        if not unheard:
-            self._look_past(None)
-        if unheard:
+            raise self._none_loaded(repr(self._wish.reference))
+        if self._unheard:
             raise explain.not_answering(
-                "There is no save on the disk, and it is unknown whether there is one where nobody answers; starting "
-                "at step 0 might fork the run: ",
-                unheard,
+                "Nothing can be seen that the run could be continued from, and it may be where nobody answers; "
+                "starting at step 0 might fork the run: ",
+                self._unheard,
             )
-        decided = bool(order.way) and order.complete
-        since = (order.way[-1].number, order.way[-1].id) if decided else (-1, "")
-        continued = [
-            attempt
-            for attempt in self._counted.heard.values()
-            if attempt.parent is not None and (attempt.number, attempt.id) > since
-            if attempt.parent.save_id not in self._whole()  # else it is superseded, and was not lost
-        ]
-        if continued and not order.current:
-            newest = max(continued, key=lambda attempt: (attempt.number, attempt.id))
-            assert newest.parent is not None
-            raise RefusedOnlyCopy(
-                f"Attempt {newest.number} ({newest.id[:8]}) continued from step {newest.parent.step}, but no save of "
-                "the lineage is there any more.",
-                hint="Check the root and the mirror URLs, or decide with policy='scratch', force=True.",
-            )
-        problems = [f"{one.name}: {one.why}" for one in self._forbidding(decided=decided)]
-        problems += [_line(one) for one in self._broken()]
-        left = [*order.unknown] if decided else [*order.superseded, *order.replaced, *order.unknown]
-        if problems or left or order.current:
-            listed = problems[:5] + [f"step {save.step} (save {save.save_id[:8]})" for save in left[:5]]
-            raise explain.never_step_0(listed, asked=False)
+        self._look_past(None)
+        order = self._counted.order
+        decided = order.way[0] if order.way and order.way[0].parent is None and order.way[0].by_person else None
+        left = order.unknown if decided is not None else (*order.superseded, *order.replaced, *order.unknown)
+        traces = self._traces(decided) + [self._line(one) for one in self._failed()]
+        traces += [f"step {save.step} (save {save.save_id[:8]})" for save in left]
+        if traces or order.current:
+            raise explain.never_step_0(traces[:10], asked=False)
         return Scratch(by_person=False, notices=self.said())
 
-    def _forbidding(self, *, decided: bool) -> list[Problem]:
+    def _traces(self, decided: Attempt | None) -> list[str]:
         """Everything that shows that there was training, and cannot be resumed from.
 
         Args:
-            decided: Leave out what a recorded decision to start over left behind.
+            decided: A start over: what it left behind is no trace.
         """
         in_line = {one.name for one in self._problems}
-        known = self._counted.known.keys() if decided else ()
+        left = self._counted.known.keys() if decided is not None else ()
         found = [
-            one
-            for row in self._all.answering()
+            f"{one.name}: {one.why}"
+            for row in self._evidence.answering()
             for one in row.problems
-            if not one.is_save or one.name in in_line or one.save is None or one.save.attempt not in known
-            if one.save_id not in self._whole()
+            if one.save_id not in self._whole
+            if not one.is_save or one.name in in_line or one.save is None or one.save.attempt not in left
         ]
         found += [
-            Problem(f"step {s.step} (save {s.save_id[:8]})", f"no list tells of its attempt {s.attempt[:8]}", s.step)
-            for s in self._counted.strangers
+            f"step {save.step} (save {save.save_id[:8]}): no list names its attempt {save.attempt[:8]}"
+            for save in self._counted.strangers
         ]
+        have = {save.attempt for save in self._counted.saves}
+        saved = self._evidence.heard_as(Voice.COUNTS)
+        for one in sorted(self._counted.heard.values(), key=_age):
+            if decided is not None and _age(one) < _age(decided):
+                continue
+            if one.id in saved and one.id not in have:
+                found.append(f"{explain.named(one)} has saved, and nothing of it is there any more")
+            elif one.parent is not None and one.parent.save_id not in self._whole:
+                found.append(
+                    f"{explain.named(one)} continued from step {one.parent.step}, and that save is not there any more"
+                )
         return found
 
     # -- rule 4 ----------------------------------------------------------------------------------------------
 
     def _continue(self) -> Move | None:
-        queue = self._queue()
-        only, unseen = self._so_far()
-        for candidate, (row, copy) in queue:
+        candidates = self._candidates()
+        only, held = self._so_far()
+        asked_for_room = any(one.result in (Result.MADE_ROOM, Result.STILL_FULL) for one in self._tried)
+        for candidate, row in ((one, row) for one in candidates for row in one.rows):
             save = candidate.save
-            outcomes = [one for one in self._tried if _is_of(one, candidate, row)]
-            if outcomes and outcomes[-1].result is Result.NO_ROOM and not self._has_asked_for_room(self._tried):
+            outcomes = [one.result for one in self._tried if _is_of(one, candidate, row)]
+            if outcomes[-1:] == [Result.NO_ROOM] and not asked_for_room:
                 return MakeRoom(save.save_id, candidate.kind, row.place, self.said())
-            if outcomes and outcomes[-1].result is not Result.MADE_ROOM:
+            if outcomes and outcomes[-1] is not Result.MADE_ROOM:
                 continue
             if only not in (None, save.save_id):
                 continue
-            if unseen is not None and save.save_id != unseen[0]:
-                raise unseen[1]
-            self._check_going_back(candidate, copy)
-            needs_all = not (self._wish.is_auto and self._vouches_for(save))
-            self._say_of_strangers(save)
+            if held is not None and save.save_id != held.save_id and save.step != held.or_step:
+                raise held.error
+            self._check_going_back(candidate)
+            self._say_what_is_aside(save)
+            goes_back = not self._silent and any(one.save_id != save.save_id for one in self._failed())
+            decides = goes_back or not self._wish.is_auto
             return Try(
                 save,
                 candidate.kind,
                 row.place,
-                needs_all=needs_all,
-                by_person=not self._wish.is_auto,
+                needs_all=decides or not self._vouches_for(save),
+                run_id=self._run_id,
+                by_person=decides,
                 adopt=self._adopted(save),
                 notices=self.said(),
             )
-        if unseen is not None:
-            raise unseen[1]
+        if held is not None:
+            raise held.error
         if only is not None:
-            raise IntegrityError(
-                f"No copy of save {only[:8]} could be loaded: " + "; ".join(map(_line, self._broken()))
-            )
+            raise self._none_loaded(f"save {only[:8]}")
         return None
-
-    def _queue(self) -> Iterator[tuple[_Candidate, tuple[Row, Copy]]]:
-        try:
-            candidates = [one for one in self._candidates() if self._wish.kind in (None, one.kind)]
-            if self._wish.reference != "auto" and not candidates:
-                raise CheckpointNotFound(f"There is no whole save {self._wish.reference!r}.")
-        except CheckpointNotFound as error:
-            self._check_hindered(one for one in self._problems if one.step == self._wish.reference)
-            if self._counted.silent or self._unheard():
-                raise explain.not_answering(f"{error.message} It may be there: ", self._unheard()) from error
-            raise
-        return ((one, copy) for one in candidates for copy in one.copies)
 
     def _candidates(self) -> list[_Candidate]:
         reference = self._wish.reference
-        order = self._counted.order
-        if isinstance(reference, int):
-            found = [one for one in self._on_the_lineage() if one.save.step == reference]
-            if not found:
-                raise explain.missing_step(reference, order)
-        elif self._wish.is_auto:
-            found = self._on_the_lineage()
-        else:
-            save = self._by_id(reference)
-            found = [_Candidate(save, kind, ()) for kind in KINDS if kind in save.kinds]
-        numbers = {attempt.id: attempt.number for attempt in order.way}
-        return [
-            replace(one, copies=copies, age=(numbers.get(one.save.attempt, -1), one.save.number))
-            for one in found
-            if (copies := self._copies_of(one.save.save_id, one.kind))
+        try:
+            if self._wish.is_auto:
+                found = self._on_the_lineage()
+            elif isinstance(reference, int):
+                found = [one for one in self._on_the_lineage() if one.save.step == reference]
+                if not found:
+                    raise explain.missing_step(reference, self._counted.order)
+            else:
+                save = self._by_id(reference)
+                found = [self._candidate(save, kind) for kind in KINDS if kind in save.kinds]
+            found = [one for one in found if self._wish.kind in (None, one.kind)]
+            if reference != "auto" and not found:
+                raise CheckpointNotFound(f"There is no whole save {reference!r}.")
+        except CheckpointNotFound as error:
+            self._check_hindered(one for one in self._problems if reference in ("latest", one.step))
+            self._check_hindered(self._of_id(reference))
+            if self._unheard:
+                raise explain.not_answering(f"{error.message} It may be there: ", self._unheard) from error
+            if broken := [f"{one.name}: {one.why}" for one in self._problems if one.step == reference]:
+                raise CheckpointNotFound(f"{error.message} Not whole: {'; '.join(broken)}.", hint=error.hint) from error
+            raise
+        return found
+
+    def _candidate(self, save: SaveFacts, kind: Kind, replaced_by: str = "") -> _Candidate:
+        copies = [
+            (row.place == DISK and copy.unfinished, row)
+            for row in self._evidence.answering()
+            for copy in row.copies
+            if copy.save.save_id == save.save_id and kind in copy.save.kinds
         ]
+        rows = tuple(row for _, row in sorted(copies, key=lambda one: one[0]))
+        return _Candidate(save, kind, rows, self._age(save), replaced_by)
 
     def _on_the_lineage(self) -> list[_Candidate]:
         order = self._counted.order
-        numbers = {attempt.id: attempt.number for attempt in order.way}
+        saves = {save.save_id: save for save in (*order.current.values(), *order.replaced)}.values()
         found = []
-        for save in {save.save_id: save for save in (*order.current.values(), *order.replaced)}.values():
-            for kind in save.kinds:
+        for kind in KINDS:
+            for save in (one for one in saves if kind in one.kinds):
                 stands = order.current[(save.step, kind)].save_id
-                age = (-numbers[save.attempt], -save.number, save.save_id)
-                rank = (-save.step, stands != save.save_id, age, KINDS.index(kind))
-                found.append((rank, _Candidate(save, kind, (), "" if stands == save.save_id else stands)))
-        return [one for _, one in sorted(found, key=lambda item: item[0])]
+                found.append(self._candidate(save, kind, "" if stands == save.save_id else stands))
+        return sorted(found, key=lambda one: (one.save.step, not one.replaced_by, one.age), reverse=True)
+
+    def _age(self, save: SaveFacts) -> tuple[int, int]:
+        """Of two saves of one step, the greater is the newer."""
+        attempt = self._counted.known.get(save.attempt)
+        return attempt.number if attempt is not None else -1, save.number
 
     def _by_id(self, reference: str) -> SaveFacts:
         if len(reference) < 8 or not set(reference) <= set("0123456789abcdef"):
             raise explain.unknown_reference(reference)
         found = [save for save in self._counted.saves if save.save_id.startswith(reference)]
-        if not found:
-            raise CheckpointNotFound(f"No save id starts with {reference}.")
         if len(found) > 1:
             raise UsageError(f"{len(found)} save ids start with {reference}.", hint="Give more digits.")
+        if not found:
+            why = "".join(f" {one.name} is not whole: {one.why}." for one in self._of_id(reference))
+            raise CheckpointNotFound(f"No whole save has an id that starts with {reference}.{why}")
         return found[0]
 
-    def _copies_of(self, save_id: str, kind: Kind) -> tuple[tuple[Row, Copy], ...]:
-        found = [
-            (row, copy)
-            for row in self._evidence.answering()
-            for copy in row.copies
-            if copy.save.save_id == save_id and kind in copy.save.kinds
-        ]
-        return tuple(sorted(found, key=lambda one: one[0].place == DISK and one[1].unfinished))
+    def _of_id(self, reference: str | int) -> list[Problem]:
+        found = [one for row in self._evidence.answering() for one in row.problems]
+        return [one for one in found if isinstance(reference, str) and one.save_id.startswith(reference)]
 
-    # -- rules 5 and 7: what was tried -----------------------------------------------------------------------
+    # -- rules 5, 7 and 10: what was tried -------------------------------------------------------------------
 
-    def _so_far(self) -> tuple[str | None, tuple[str, CkptMirrorError] | None]:
-        """Return the one save that may still be loaded, and a save that may be whole with what is then raised."""
+    def _so_far(self) -> tuple[str | None, _Held | None]:
+        """Return the one save that may still be loaded, and the first that may yet be continued from."""
         only: str | None = None
-        unseen: tuple[str, CkptMirrorError] | None = None
-        for index, one in enumerate(self._tried):
-            asks_for_room = one.result is Result.NO_ROOM and not self._has_asked_for_room(self._tried[:index])
-            if one.result is Result.MADE_ROOM or asks_for_room:
-                continue
-            step = next((save.step for save in self._counted.saves if save.save_id == one.save_id), -1)
-            verb = "" if one.error is None else "cannot be brought now: "
-            line = f"step {step} (save {one.save_id[:8]}, {one.place}): {verb}{one.reason}"
-            self._say(line, step=step, save_id=one.save_id, place=one.place)
+        held: _Held | None = None
+        for one in self._failed():
+            self._say(self._line(one), step=self._step_of(one), save_id=one.save_id, place=one.place)
             if one.result is Result.TOUCHED:
                 only = one.save_id
-            if unseen is not None:
-                continue
-            if one.error is not None:
-                unseen = (one.save_id, one.error)
-            elif one.result is Result.UNREADABLE and self._wish.is_auto:
-                unseen = (one.save_id, explain.not_readable(f"The copy of step {step}", one.reason))
-            elif one.kind != "emergency" and self._counted.silent and self._wish.is_auto:
-                why = f"The copy of step {step} is broken ({one.reason}). "
-                unseen = (one.save_id, explain.not_answering(why, self._counted.silent))
-        return only, unseen
+            held = held or self._held_by(one)
+        return only, held
 
-    def _has_asked_for_room(self, tried: Sequence[Outcome]) -> bool:
-        return any(one.result in (Result.MADE_ROOM, Result.STILL_FULL) for one in tried)
+    def _held_by(self, one: Outcome) -> _Held | None:
+        step = self._step_of(one)
+        if one.result in _NOT_BROUGHT:
+            error = one.error or explain.not_readable(f"The copy of step {step} in {one.place}", one.reason)
+            return _Held(one.save_id, error)
+        if one.result is Result.UNREADABLE:
+            return _Held(one.save_id, explain.not_readable(f"The copy of step {step}", one.reason))
+        if one.result is Result.OTHER_RANKS:
+            copies = (copy for row in self._evidence.rows for copy in row.copies if copy.save.save_id == one.save_id)
+            saved_by = max((copy.world_size for copy in copies), default=0)
+            return _Held(one.save_id, explain.emergency_needs_ranks(step, saved_by, self._wish.world_size), step)
+        if one.kind != "emergency" and self._unheard:  # those are on no mirror
+            why = f"The copy of step {step} is broken ({one.reason}), and a whole one may be there: "
+            return _Held(one.save_id, explain.not_answering(why, self._unheard, may_go_back=not self._silent))
+        return None
 
-    def _broken(self) -> list[Outcome]:
-        return [one for one in self._tried if one.result is not Result.MADE_ROOM]
+    def _failed(self) -> list[Outcome]:
+        """What was tried in vain: not what rotation may yet make room for, or made."""
+        first = next((n for n, one in enumerate(self._tried) if one.result is Result.NO_ROOM), None)
+        return [one for n, one in enumerate(self._tried) if n != first and one.result is not Result.MADE_ROOM]
+
+    def _none_loaded(self, what: str) -> IntegrityError:
+        return IntegrityError(f"No copy of {what} could be loaded: " + "; ".join(map(self._line, self._failed())))
+
+    def _step_of(self, outcome: Outcome) -> int:
+        return next((save.step for save in self._counted.saves if save.save_id == outcome.save_id), -1)
+
+    def _line(self, outcome: Outcome) -> str:
+        verb = "cannot be brought now: " if outcome.result in _NOT_BROUGHT else ""
+        return f"step {self._step_of(outcome)} (save {outcome.save_id[:8]}, {outcome.place}): {verb}{outcome.reason}"
 
     # -- rules 6, 8 and 9: may this one be continued from? ---------------------------------------------------
 
-    def _check_going_back(self, candidate: _Candidate, copy: Copy) -> None:
-        save, silent = candidate.save, self._counted.silent
+    def _check_going_back(self, candidate: _Candidate) -> None:
+        save, silent = candidate.save, self._silent
         if self._wish.is_auto or isinstance(self._wish.reference, int):
             self._look_past(candidate)
         if silent and not self._wish.is_auto:
             raise explain.not_answering("A person's choice is recorded on every required mirror. ", silent)
         if silent and not self._vouches_for(save):
-            here = any(row.place == DISK for row, _ in candidate.copies)
+            here = any(row.place == DISK for row in candidate.rows)
             what = "may have come from elsewhere" if here else "is not on this disk"
             raise explain.not_answering(f"Step {save.step}, the newest that can be seen, {what}. ", silent)
         if silent and (rival := rival_of(self._evidence, self._counted, save.attempt)) is not None:
             raise explain.rival_may_have_saved(rival, silent)
-        if self._wish.is_auto and candidate.kind == "emergency" and copy.world_size != self._wish.world_size:
-            raise explain.emergency_needs_ranks(save, copy.world_size, self._wish.world_size)
+        if self._unheard and self._wish.is_auto and (newer := self._unseen_after(save)) is not None:
+            raise explain.rival_may_have_saved(newer, self._unheard, may_go_back=not silent)
         if candidate.replaced_by:
             self._say(
                 f"step {save.step} (save {candidate.replaced_by[:8]}): no copy in kind {candidate.kind} can be used; "
@@ -507,32 +535,37 @@ class _Start:
             for heard in disk.heard
         )
 
+    def _unseen_after(self, save: SaveFacts) -> Attempt | None:
+        """Rule 9: the newest attempt of another root, newer than a save's, of which nobody who answers has a save."""
+        saved, this = self._evidence.heard_as(Voice.COUNTS), self._counted.known[save.attempt]
+        newer = [
+            one
+            for one in self._counted.heard.values()
+            if _age(one) > _age(this) and one.id not in saved and not is_own(self._evidence, one)
+        ]
+        return max(newer, key=_age, default=None)
+
     def _in_line(self) -> list[Problem]:
         """The problems that could be a save of the lineage, with only the kinds in which they would count."""
+        removed = {one for row in self._evidence.answering() for one in row.removed}
         found = []
         for row in self._evidence.answering():
+            waits = row.sort != "mirror" or row.required or row.was_required  # not for what an optional mirror has
             for one in row.problems:
-                if not one.is_save or one.save_id in self._whole():
-                    continue
-                needed = row.sort != "mirror" or row.required or row.was_required
-                hindrance = one.hindrance if needed else ""  # nothing waits for an optional mirror
-                kinds = self._kinds_if_whole(one)
-                if kinds:
-                    found.append(replace(one, kinds=kinds, hindrance=hindrance))
+                if one.is_save and one.save_id not in self._whole | removed and (kinds := self._kinds_if_whole(one)):
+                    found.append(replace(one, kinds=kinds, hindrance=one.hindrance if waits else ""))
         return found
 
     def _kinds_if_whole(self, problem: Problem) -> tuple[Kind, ...]:
         facts = problem.save
         if facts is None:
             return problem.kinds
+        counting = set(self._counted.counting)
+        if facts.attempt in self._counted.known.keys() - self._counted.apart:
+            counting.add(facts.attempt)
         others = [save for save in self._counted.saves if save.save_id != facts.save_id]
-        may_count = {facts.attempt} & self._counted.known.keys() - self._counted.apart
-        counting = {*self._counted.counting, *may_count}
         current = lineage(self._counted.known.values(), [*others, facts], counting).current
         return tuple(kind for kind in problem.kinds if current.get((facts.step, kind)) == facts)
-
-    def _whole(self) -> set[str]:
-        return {save.save_id for save in self._counted.saves}
 
     def _look_past(self, candidate: _Candidate | None) -> None:
         """Say what is newer and not whole; nothing of it may be whole where it cannot be seen."""
@@ -544,10 +577,9 @@ class _Start:
             self._say(f"step {one.step} ({one.name}): {one.why}", step=step, save_id=one.save_id, place=one.name)
         self._check_hindered(passed)
         for one in passed:
-            if self._counted.silent and one.kinds != ("emergency",):  # those are on no mirror
-                raise explain.not_answering(
-                    f"{one.name} is not whole ({one.why}), and may be there: ", self._counted.silent
-                )
+            if self._unheard and one.kinds != ("emergency",):  # those are on no mirror
+                why = f"{one.name} is not whole ({one.why}), and may be there: "
+                raise explain.not_answering(why, self._unheard, may_go_back=not self._silent)
 
     def _check_hindered(self, problems: Iterable[Problem]) -> None:
         for one in problems:
@@ -560,33 +592,30 @@ class _Start:
             return True
         if problem.step < candidate.save.step:
             return False
-        if candidate.replaced_by or problem.save is None:
-            return True
-        attempt = self._counted.known.get(problem.save.attempt)
-        return (attempt.number if attempt is not None else -1, problem.save.number) >= candidate.age
+        return bool(candidate.replaced_by) or problem.save is None or self._age(problem.save) >= candidate.age
 
     # -- what a person should know ---------------------------------------------------------------------------
 
-    def _say_of_strangers(self, chosen: SaveFacts) -> None:
-        here = {copy.save.save_id for copy in self._evidence.disk.copies}
-        if self._wish.reference == "auto":
-            for save in self._counted.order.superseded:
-                if save.step > chosen.step and save.save_id in here:
-                    self._say(
-                        f"step {save.step} (save {save.save_id[:8]}) is whole here and superseded: a later attempt "
-                        "continued from an earlier save; if that was not meant, stop and run "
-                        f"`ckptmirror rewind --save {save.save_id[:8]}`",
-                        "warning",
-                    )
-        for save in self._counted.strangers:
+    def _say_what_is_aside(self, chosen: SaveFacts) -> None:
+        strangers = self._counted.strangers
+        for save in self._counted.order.superseded if self._wish.is_auto else ():
+            if save.step > chosen.step and save not in strangers:
+                self._say(
+                    f"step {save.step} (save {save.save_id[:8]}) is whole and superseded: a later attempt continued "
+                    f"from an earlier save; if that was not meant, stop and run `ckptmirror rewind --save "
+                    f"{save.save_id[:8]}`",
+                    "warning",
+                )
+        for save in strangers:
             if save.step >= chosen.step and save.save_id != chosen.save_id:
                 self._say(
-                    f"step {save.step} (save {save.save_id[:8]}): no list tells of its attempt {save.attempt[:8]} (an "
-                    "older list was restored, or the attempt was never told); resume it by its save id, if it is right"
+                    f"step {save.step} (save {save.save_id[:8]}): no list names its attempt {save.attempt[:8]} (an "
+                    "older list was restored, or the attempt was never listed); resume it by its save id, if it is "
+                    "right"
                 )
 
     def _adopted(self, save: SaveFacts) -> tuple[Attempt, ...]:
-        """The attempt of a save that a person named, and those before it, as far as no list tells of them."""
+        """The attempt of a save that a person named, and those before it, as far as no list names them."""
         found: list[Attempt] = []
         one = self._counted.heard.get(save.attempt)
         while one is not None and one.id not in self._counted.known:
@@ -597,42 +626,59 @@ class _Start:
         return tuple(found)
 
     def _say(
-        self, line: str, level: str = "error", *, step: int | None = None, save_id: str = "", place: str = ""
+        self,
+        line: str,
+        level: Literal["error", "warning"] = "error",
+        *,
+        step: int | None = None,
+        save_id: str = "",
+        place: str = "",
     ) -> None:
-        notice = Notice(line, "warning" if level == "warning" else "error", step, save_id, place)
+        notice = Notice(line, level, step, save_id, place)
         if notice not in self._notices:
             self._notices.append(notice)
 
 
-def _of_run(evidence: Evidence, run_id: str | None, wish: Wish) -> Evidence:
-    """Leave out the snapshots of other runs that share the persistent directory.
+def _does_not_answer(row: Row) -> bool:
+    """Whether a mirror that is configured did not answer."""
+    return not row.answers and row.reach is not Reach.DROPPED
 
-    Without any mirror, a single run there is this one: its disk was lost.
+
+def _run_to_continue(evidence: Evidence, wish: Wish) -> str | None:
+    """Return the id of the run; None where nothing names one.
 
     Raises:
-        RefusedOnlyCopy: Mirrors are there, and none names a run, or there are snapshots of several: nobody can tell.
+        ConfigError: This disk and the mirrors name several.
+        RefusedOnlyCopy: Only snapshots in the persistent directory do, and nobody can tell whose they are.
     """
-    kept = [row for row in evidence.rows if row.sort == "persistent" and row.copies]
-    if run_id is None and len(kept) == 1 and not evidence.mirrors():
-        run_id = kept[0].run_id
-    if run_id is None and kept and wish.reference != "scratch":
-        named = [row for row in kept for copy in row.copies if copy.save.save_id.startswith(str(wish.reference))]
-        if wish.is_auto or not named:
-            copy = max((copy for row in kept for copy in row.copies), key=lambda one: one.save.step)
-            raise RefusedOnlyCopy(
-                f"{kept[0].place} has an emergency snapshot of step {copy.save.step}, and neither this disk nor a "
-                "mirror says whether it is of this run.",
-                hint=f"To continue from it give policy={copy.save.save_id[:8]!r}. To begin another run give it a "
-                "persistent_dir of its own, or policy='scratch' with force=True.",
-            )
-        run_id = named[0].run_id
-    rows = tuple(row for row in evidence.rows if row.sort != "persistent" or row.run_id in (run_id, None))
-    return replace(evidence, rows=rows)
+    run_id = run_of(evidence)
+    snapshots = [(copy, row) for row in evidence.rows if row.sort == "persistent" for copy in row.copies]
+    if run_id is not None or not snapshots or wish.reference == "scratch":
+        return run_id
+    if not evidence.mirrors() and len({row.run_id for _, row in snapshots}) == 1:
+        return snapshots[0][1].run_id
+    if isinstance(wish.reference, str) and not wish.is_auto:
+        named = [row.run_id for copy, row in snapshots if copy.save.save_id.startswith(wish.reference)]
+        if named:
+            return named[0]
+    copy, row = max(snapshots, key=lambda one: (one[0].save.step, one[0].save.save_id))
+    raise RefusedOnlyCopy(
+        f"{row.place} has an emergency snapshot of step {copy.save.step}, and neither this disk nor a mirror says "
+        "whether it is of this run.",
+        hint=f"To continue from it give policy={copy.save.save_id[:8]!r}. To begin another run give it a "
+        "persistent_dir of its own, or policy='scratch' with force=True.",
+    )
+
+
+def _of_run(evidence: Evidence, run_id: str | None) -> Evidence:
+    """Leave out the snapshots of other runs in the persistent directory; while no run is known, none."""
+    rows = [row for row in evidence.rows if row.sort != "persistent" or run_id is None or row.run_id in (None, run_id)]
+    return replace(evidence, rows=tuple(rows))
 
 
 def _is_of(outcome: Outcome, candidate: _Candidate, row: Row) -> bool:
     return (outcome.save_id, outcome.kind, outcome.place) == (candidate.save.save_id, candidate.kind, row.place)
 
 
-def _line(outcome: Outcome) -> str:
-    return f"save {outcome.save_id[:8]}, {outcome.place}: {outcome.reason}"
+def _age(attempt: Attempt) -> tuple[int, str]:
+    return attempt.number, attempt.id

@@ -46,8 +46,8 @@ class Reach(StrEnum):
     """Whether a place answered."""
 
     ANSWERED = "answered"
-    SILENT = "silent"  # it did not answer, or not to these credentials: it may hold anything
-    REFUSED = "refused"  # it said no for good: there is no such bucket
+    SILENT = "silent"  # it may hold anything
+    REFUSED = "refused"  # it does not accept these credentials, and may hold anything
     DROPPED = "dropped"  # it was a mirror of this root, or a list names it, and it is not configured
 
 
@@ -65,7 +65,7 @@ class Voice(StrEnum):
     """How a place knows of an attempt."""
 
     CLAIMED = "claimed"  # its list has it
-    COUNTS = "counts"  # a committed save of it is there; on this disk one that was saved here, or the parent of a claim
+    COUNTS = "counts"  # a committed save of it is there; on this disk none that was staged, but the parent of a claim
     COMPLETED = "completed"  # this root claimed it, and every required mirror took it down
     NAMED = "named"  # only a meta names it
     UPLOADED = "uploaded"  # this root's table records that a save of it is committed on a mirror
@@ -147,7 +147,7 @@ class Row:
         listed: What became of its list.
         run_id: The run that its list, or else its saves, are of; None if nothing there names one.
         names_required: The mirrors that its list names as required.
-        heard: Every attempt that it knows of.
+        heard: Every attempt that it knows of; one that did not answer may have shown its list before that.
         copies: The saves that can be resumed from here.
         problems: What cannot.
         removed: The ids of the saves that retention removed here.
@@ -171,6 +171,10 @@ class Row:
     def answers(self) -> bool:
         """Whether what it says is known."""
         return self.reach is Reach.ANSWERED
+
+    def heard_as(self, voice: Voice) -> frozenset[str]:
+        """Return the ids of the attempts of which it knows in this way."""
+        return frozenset(heard.attempt.id for heard in self.heard if voice in heard.voices)
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,10 @@ class Evidence:
     def answering(self) -> tuple[Row, ...]:
         """Return the rows of the places that answered."""
         return tuple(row for row in self.rows if row.answers)
+
+    def heard_as(self, voice: Voice) -> frozenset[str]:
+        """Return the ids of the attempts of which any place that answered knows in this way."""
+        return frozenset(one for row in self.answering() for one in row.heard_as(voice))
 
 
 # -- JSON ----------------------------------------------------------------------------------------------------

@@ -21,14 +21,17 @@ from ckptmirror.core.errors import (
     Temporary,
     UsageError,
 )
-from ckptmirror.core.lineage import Lineage, SaveFacts
+from ckptmirror.core.lineage import Lineage
 from ckptmirror.core.model import Attempt
-from ckptmirror.core.start.evidence import Hindrance
+from ckptmirror.core.start.evidence import Hindrance, Reach, Row
 
 __all__ = [
+    "NOT_CONFIGURED",
     "Notice",
     "emergency_needs_ranks",
     "missing_step",
+    "missing_word",
+    "named",
     "never_step_0",
     "not_answering",
     "not_one_run",
@@ -38,9 +41,8 @@ __all__ = [
     "unknown_reference",
 ]
 
-_WHEN_IT_ANSWERS = (
-    "Start again when it answers. If it is gone for good, take it out of the run with `ckptmirror forget-mirror URL`."
-)
+NOT_CONFIGURED = "is not configured any more"
+_REFUSES = "does not accept these credentials"
 
 
 @dataclass(frozen=True)
@@ -62,29 +64,51 @@ class Notice:
     place: str = ""
 
 
-def _unanswered(silent: Mapping[str, str]) -> str:
-    return "; ".join(f"{place} does not answer ({why})" for place, why in silent.items())
-
-
-def _named(attempt: Attempt) -> str:
+def named(attempt: Attempt) -> str:
+    """Return how a sentence names an attempt."""
     return f"attempt {attempt.number} ({attempt.id[:8]})"
 
 
-def not_answering(why: str, silent: Mapping[str, str]) -> StoreTemporary:
-    """Return the error of a start that needs the word of a place that does not answer."""
-    return StoreTemporary(f"{why}{_unanswered(silent)}.", hint=_WHEN_IT_ANSWERS)
+def missing_word(row: Row | None) -> str:
+    """Return why the word of a place is missing; None: nobody configured it."""
+    if row is None or row.reach is Reach.DROPPED:
+        return NOT_CONFIGURED
+    verb = _REFUSES if row.reach is Reach.REFUSED else "does not answer"
+    return f"{verb} ({row.why})" if row.why else verb
 
 
-def rival_may_have_saved(rival: Attempt, silent: Mapping[str, str]) -> StoreTemporary:
+def not_answering(why: str, silent: Mapping[str, str], *, may_go_back: bool = False) -> StoreTemporary | NotAuthorised:
+    """Return the error of a start that needs the word of places that do not answer.
+
+    Args:
+        why: It is needed.
+        silent: What each of them does: "does not answer (...)".
+        may_go_back: Whether a person may decide without them: they are optional mirrors.
+    """
+    gone = "if it is gone for good, take it out of the run with `ckptmirror forget-mirror URL`"
+    if may_go_back:
+        gone = "go back on purpose with policy=<step>"
+    told = f"{why}{'; '.join(f'{place} {phrase}' for place, phrase in silent.items())}."
+    if all(phrase.startswith(_REFUSES) for phrase in silent.values()):
+        return NotAuthorised(told)
+    verb = "it is configured again" if NOT_CONFIGURED in silent.values() else "it answers"
+    return StoreTemporary(told, hint=f"Start again when {verb}, or {gone}.")
+
+
+def rival_may_have_saved(
+    rival: Attempt, silent: Mapping[str, str], *, may_go_back: bool = False
+) -> StoreTemporary | NotAuthorised:
     """Return the error of a start while another root's attempt may have saved where nobody answers."""
     return not_answering(
-        f"The run was started elsewhere ({_named(rival)}), and may have saved since where nobody answers now: ", silent
+        f"The run was started elsewhere ({named(rival)}), and may have saved since where nobody answers now: ",
+        silent,
+        may_go_back=may_go_back,
     )
 
 
-def person_in_doubt(attempts: Sequence[Attempt], silent: Mapping[str, str]) -> StoreTemporary:
+def person_in_doubt(attempts: Sequence[Attempt], silent: Mapping[str, str]) -> StoreTemporary | NotAuthorised:
     """Return the error of a start while nobody can tell whether a person's decision stands."""
-    names = ", ".join(_named(attempt) for attempt in attempts)
+    names = ", ".join(map(named, attempts))
     return not_answering(
         f"A person decided where the run continues ({names}), if every mirror took that down: ", silent
     )
@@ -99,11 +123,11 @@ def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Te
     )
 
 
-def emergency_needs_ranks(save: SaveFacts, saved_by: int, ranks: int) -> RefusedOnlyCopy:
-    """Return the error of a start whose newest save is a snapshot of another number of ranks."""
+def emergency_needs_ranks(step: int, saved_by: int, ranks: int) -> RefusedOnlyCopy:
+    """Return the error of a start whose newest save is a snapshot that only another number of ranks can load."""
     return RefusedOnlyCopy(
-        f"The newest save is the emergency snapshot of step {save.step}, which {saved_by} ranks took and only as many "
-        f"can load; this start has {ranks}. Continuing from an older save would leave it behind.",
+        f"The newest save is the emergency snapshot of step {step}, which {saved_by} ranks took and only as many can "
+        f"load; this start has {ranks}. Continuing from an older save would leave it behind.",
         hint=f"Start once with {saved_by} ranks and save, or go back on purpose with policy=<step>.",
     )
 

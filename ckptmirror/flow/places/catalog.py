@@ -35,6 +35,7 @@ from ckptmirror.stores.base import ObjectInfo, Store
 
 __all__ = [
     "Catalog",
+    "MetaCache",
     "MirrorSave",
     "facts_of",
     "local_catalog",
@@ -79,14 +80,25 @@ class Catalog:
     others: tuple[str, ...] = ()
     meta_names: Mapping[str, str] = field(default_factory=dict)
 
+    def metas(self) -> list[Meta]:
+        """Return every meta that could be read, also those of saves that are not whole."""
+        broken = [problem.meta for problem in self.problems.values() if problem.meta is not None]
+        return [*self.saves.values(), *broken]
+
     def lineage(self, attempts: AttemptList | None = None) -> Lineage:
-        """Order the saves, by the place's own attempts unless others are given."""
-        known = attempts if attempts is not None else self.attempts
-        decided = [a for a in known.attempts if a.decided] if known else []
-        return lineage(decided, [facts_of(meta) for meta in self.saves.values()])
+        """Order the saves, by the place's own attempts and what it has of them; if others are given, all those count.
+
+        A reader of one place takes a person's decision that is listed there for made.
+        """
+        saves = [facts_of(meta) for meta in self.saves.values()]
+        if attempts is not None:
+            return lineage(attempts.attempts, saves)
+        known = self.attempts.attempts if self.attempts is not None else ()
+        counting = {meta.attempt.id for meta in self.metas()} | {one.id for one in known if one.by_person}
+        return lineage(known, saves, counting)
 
 
-def local_catalog(root: Path) -> Catalog:
+def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
     """List the root's saves; reads names, metas and sizes only."""
     inventory = read_inventory(root)
     problems = {str(item.path): _problem_of_item(root, item) for item in inventory.broken}
@@ -96,7 +108,8 @@ def local_catalog(root: Path) -> Catalog:
     }
     saves = {save.meta.save_id: save.meta for save in inventory.saves}
     others = [item.path.name for item in inventory.foreign if item.loose] + [path.name for path in inventory.legacy]
-    return Catalog(str(root), read_local_attempts(root), saves, problems, others=tuple(others))
+    attempts = read_local_attempts(root) if with_attempts else None
+    return Catalog(str(root), attempts, saves, problems, others=tuple(others))
 
 
 def _problem_of_item(root: Path, item: Item) -> Problem:
@@ -108,13 +121,20 @@ def _problem_of_item(root: Path, item: Item) -> Problem:
     return Problem(item.why, step, hindrance=hindrance)
 
 
-def mirror_catalog(mirror: Mirror, *, step: int | None = None, with_attempts: bool = True) -> Catalog:
+MetaCache = dict[tuple[str, str, int], Meta | Tombstone]
+"""Metas that were read before, by mirror, name and generation: an object of one generation never changes."""
+
+
+def mirror_catalog(
+    mirror: Mirror, *, step: int | None = None, with_attempts: bool = True, cache: MetaCache | None = None
+) -> Catalog:
     """List the mirror's saves (of one step only, if given).
 
     Args:
         mirror: Whose saves.
         step: Only the saves of this step.
         with_attempts: Read the mirror's list of attempts too.
+        cache: What was read before; what is read now is added.
 
     Raises:
         BrokenMeta: The list of attempts cannot be trusted.
@@ -130,7 +150,7 @@ def mirror_catalog(mirror: Mirror, *, step: int | None = None, with_attempts: bo
     problems: dict[str, Problem] = {}
     tombstones: dict[str, Tombstone] = {}
     meta_names: dict[str, str] = {}
-    answers = _read_metas(mirror.store, metas)
+    answers = _read_metas(mirror, [listed[name] for name in metas], cache if cache is not None else {})
     found = [(name, meta) for name, meta in zip(metas, answers, strict=True) if isinstance(meta, Meta)]
     for name, answer in zip(metas, answers, strict=True):
         if isinstance(answer, Tombstone):
@@ -226,15 +246,27 @@ def _step_of(name: str) -> int | None:
     return parsed.step if parsed is not None else None
 
 
-def _read_metas(store: Store, wanted: Sequence[str]) -> list[Meta | Tombstone | CkptMirrorError]:
+def _read_metas(
+    mirror: Mirror, wanted: Sequence[ObjectInfo], cache: MetaCache
+) -> list[Meta | Tombstone | CkptMirrorError]:
     """Read metas; one that cannot be read is its own reason, and keeps nobody from the others.
 
     Raises:
         StoreTemporary: The mirror does not answer.
         NotAuthorised: It refuses every one of them.
     """
+
+    def read(info: ObjectInfo) -> Meta | Tombstone | CkptMirrorError:
+        key = (mirror.url, info.name, info.generation)
+        if key not in cache:
+            answer = _meta_or_reason(mirror.store, info.name)
+            if isinstance(answer, CkptMirrorError):
+                return answer
+            cache[key] = answer
+        return cache[key]
+
     with ThreadPoolExecutor(max_workers=_READERS) as pool:
-        answers = list(pool.map(lambda name: _meta_or_reason(store, name), wanted))
+        answers = list(pool.map(read, wanted))
     refused = [answer for answer in answers if isinstance(answer, NotAuthorised)]
     if refused and len(refused) == len(answers):
         raise refused[0]
@@ -262,4 +294,4 @@ def rebuild_attempts(mirrors: Sequence[Mirror]) -> AttemptList | None:
         LineageError: The metas belong to several runs.
     """
     catalogs = [mirror_catalog(mirror, with_attempts=False) for mirror in mirrors]
-    return attempts_of_metas(meta for catalog in catalogs for meta in catalog.saves.values())
+    return attempts_of_metas(meta for catalog in catalogs for meta in catalog.metas())

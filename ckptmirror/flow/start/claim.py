@@ -1,20 +1,15 @@
-"""Claiming a run: one list of attempts per place, by which a newer attempt fences an older one.
+"""Claiming a run: a start, once it has loaded, enters its attempt in the list of its root and of each mirror.
 
-The list lies in ``.ckptmirror/attempts.json`` of the root and in ``writer.json`` of each mirror
+The rules are those of ``core.start.attempts``; here lists are read, compared and swapped.
 
 Rules:
 * Lists only grow. Every write carries the generation that was read; a lost race is read again, a bounded number of
   times.
-* An attempt is added *undecided* to the root's own list, then to each mirror that answers, before anything is listed,
-  voted or loaded; its parent is written when that is known, here first. Undecided attempts do not count in the lineage.
-* Until it is decided the root's list gains nothing but this attempt: what it did not know is how a branch that ran
-  apart is told from the mirrors' (``core.lineage.join_lists``).
-* Whoever meets an attempt that it did not know when it claimed is fenced, for good, and notes it for the next start.
-* A mirror that was down is claimed later, before anything is uploaded there.
-* A list that is lost is rebuilt from the metas of its place, before anything is written there; an old one of the root
-  is completed from the metas of what was saved there. One of a later version is never taken for lost.
-* Where nothing at all is known, a new run begins only if every required mirror answered: otherwise an outage would
-  start a second run beside the first.
+* A start that meets an attempt that it did not know, or a save that it did not see, starts over. A running attempt that
+  meets one is fenced for good, and notes it for the next start.
+* A mirror that did not answer is claimed later, before anything is sent there.
+* An attempt's first commit on a mirror asks all mirrors; so does each commit of an earlier attempt's save, and of a
+  drain, which is no attempt.
 """
 
 from __future__ import annotations
@@ -35,309 +30,217 @@ from ckptmirror.core.errors import (
     NotAuthorised,
     PreconditionFailed,
     StorePermanent,
+    StoreTemporary,
     Temporary,
 )
-from ckptmirror.core.lineage import merge_attempts, next_number, told_by_drain
-from ckptmirror.core.model import Attempt, AttemptList, Meta, SaveRef, new_id
-from ckptmirror.flow.places.attempt_lists import (
-    attempts_here,
-    check_run,
-    join,
-    met_here,
-    not_one_run,
-    note_met,
-    read_mirror_attempts,
-    told_here,
-    with_kept,
-)
-from ckptmirror.flow.places.catalog import rebuild_attempts
+from ckptmirror.core.model import AttemptList, Meta, new_id
+from ckptmirror.core.resumption import facts_of
+from ckptmirror.core.start.attempts import Claim, Verdict, drained_list, may_commit, may_drain, mirror_list
+from ckptmirror.core.start.decide import run_of
+from ckptmirror.flow.places.attempt_lists import attempts_here, check_run, not_one_run, note_met, read_mirror_attempts
+from ckptmirror.flow.places.catalog import MetaCache, rebuild_attempts
 from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
+from ckptmirror.local.root_id import read_root_id
+from ckptmirror.local.uploads import UploadsTable
 
-__all__ = ["RunClaim", "publish_attempts"]
+__all__ = ["DrainConfirmation", "RunClaim", "StartOver", "check_of_run"]
 
 _RACES_LIMIT = 20
-_UNKNOWN = "a rewind or a start over that nothing was saved after would not be known"
 _log = logging.getLogger("ckptmirror.claim")
 
 
-class _MetUnknownAttempt(Exception):
-    def __init__(self, mirror: Mirror, unknown: Sequence[Attempt]) -> None:
-        self.mirror, self.unknown = mirror, unknown
+class StartOver(Exception):
+    """Something appeared since the places were asked. As text: what."""
+
+
+class _Places:
+    """What a commit asks: all places, metas read once."""
+
+    def __init__(self, root: Path, table: UploadsTable, mirrors: Sequence[Mirror], cache: MetaCache) -> None:
+        self._root = root
+        self._table = table
+        self._mirrors = mirrors
+        self._cache = cache
+        self._last: tuple[tuple[int | str, ...], Survey] | None = None
+
+    def survey(self) -> Survey:
+        """Ask all places, unless the mirrors' lists are those of last time: nobody unknown may have committed since."""
+        lists = tuple(_list_of(mirror) for mirror in self._mirrors)
+        if self._last is None or self._last[0] != lists:
+            self._last = (lists, self._look())
+        return self._last[1]
+
+    def _look(self) -> Survey:
+        return survey(self._root, self._mirrors, self._table, read_root_id(self._root), cache=self._cache)
+
+    def check_drained(self, mirror: Mirror, meta: Meta, seen: Survey | None = None) -> None:
+        """Check that a save of an earlier attempt may be committed.
+
+        Raises:
+            StoreTemporary: Not before a silent mirror answers.
+            StorePermanent: Not at all: the run continued without it.
+        """
+        verdict = may_drain((seen or self.survey()).evidence, mirror.url, facts_of(meta))
+        if verdict.may == "wait":
+            raise waiting(verdict)
+        if verdict.may == "fenced":
+            raise StorePermanent(
+                f"Step {meta.step} is superseded, and is not committed on {mirror.url}: {verdict.why}.",
+                hint=f"Take it up with `ckptmirror rewind --save {meta.save_id[:8]}`, or leave it on this disk.",
+            )
+
+
+def _list_of(mirror: Mirror) -> int | str:
+    """Return the generation of a mirror's list, or why it does not answer."""
+    try:
+        return read_mirror_attempts(mirror)[1]
+    except CkptMirrorError as error:
+        return str(error)
+
+
+def waiting(verdict: Verdict) -> StoreTemporary:
+    """Return the error of a commit that waits for silent mirrors."""
+    rival = f" (attempt {verdict.rival.number}, {verdict.rival.id[:8]})" if verdict.rival is not None else ""
+    return StoreTemporary(
+        f"Nothing is committed before {', '.join(verdict.waits_for)} answers: {verdict.why}{rival}.",
+        hint="If it is gone for good, take it out of the run with `ckptmirror forget-mirror URL`.",
+    )
+
+
+def _not_taken_down(mirror: Mirror, error: CkptMirrorError) -> CkptMirrorError:
+    """Return the error of a start whose claim a mirror has to take, and does not."""
+    why = f"{mirror.url} has to record where training continues, and does not: {error.message}"
+    return (NotAuthorised if isinstance(error, NotAuthorised) else StoreTemporary)(why, hint=error.hint)
 
 
 class RunClaim:
     """This process's attempt at the run, as the lists show it.
 
     Attributes:
-        attempt: This attempt; ``attempt.decided`` becomes True with :meth:`decide`.
-        known: Every attempt known when the claim was made, without this one, and those that it adopted.
-        apart: Those of them that ran apart from the mirrors (``core.lineage.join_lists``), or were adopted.
-        told_here: The root's own list as this start found it, nothing of it rebuilt; empty where it cannot be read.
-        met: What earlier attempts of this root were fenced by, as far as they noted it.
-        lost: What a list that was lost may have told, and nothing else does; in words.
-        unclaimed: Mirrors that did not answer yet, by URL, with the reason.
+        attempt: This attempt.
+        unclaimed: Mirrors that were not told yet, by URL, with the reason.
         fenced: The reason, once a newer attempt was met.
     """
 
-    def __init__(self, root: Path, known: AttemptList, attempt: Attempt) -> None:
+    def __init__(
+        self, root: Path, table: UploadsTable, mirrors: Sequence[Mirror], claim: Claim, cache: MetaCache
+    ) -> None:
         self.root = root
-        self.known = known
-        self.attempt = attempt
-        self.apart: frozenset[str] = frozenset()
-        self.told_here = AttemptList(known.run_id)
-        self.met = AttemptList(known.run_id)
-        self.lost: tuple[str, ...] = ()
+        self.attempt = claim.attempt
         self.unclaimed: dict[str, str] = {}
         self.fenced: str | None = None
+        self._claim = claim
+        self._mirrors = mirrors
+        self._places = _Places(root, table, mirrors, cache)
+        self._begins = False
+        self._may_commit: set[str] = set()
         self._lock = threading.Lock()
         self._mirror_locks: dict[str, threading.Lock] = {}
 
     @property
     def run_id(self) -> str:
         """The run's id."""
-        return self.known.run_id
+        return self._claim.root_list.run_id
 
     @property
     def attempts(self) -> AttemptList:
-        """Every attempt that counts for this process: those known at the claim, and itself.
+        """Every attempt that this process knows, its own among them."""
+        return self._claim.root_list
 
-        Until this attempt is decided, and so outnumbers them, those that ran apart from the mirrors do not count.
-        """
-        kept = [a for a in self.known.attempts if self.attempt.decided or a.id not in self.apart]
-        return AttemptList(self.run_id, (*kept, self.attempt))
+    def make(self, seen: Survey) -> None:
+        """Enter the attempt in the root's list, then in that of each mirror that answers, in order.
 
-    @classmethod
-    def make(cls, root: Path, mirrors: Sequence[Mirror], kept: Sequence[Meta] = ()) -> RunClaim:
-        """Claim the run: read all lists, then add an undecided attempt to each mirror that answers, in order.
-
-        The caller holds the root lock. If no mirror answers, the local list alone serves.
+        The caller holds the root lock.
 
         Args:
-            root: The local root.
-            mirrors: Its mirrors.
-            kept: What lies in the persistent directory: it tells of attempts as the root's own metas do.
+            seen: What the claim was decided by.
 
         Raises:
-            ConfigError: A mirror belongs to another run.
-            Temporary: A required mirror does not answer, and nothing else says which run this is.
-            BrokenMeta: A list is broken, and no other tells what it told.
-            AttemptFenced: Another attempt claims the same run at the same time, and is newer.
+            StartOver: An attempt or a save appeared since.
+            StoreTemporary: A mirror that has to take the claim fell silent.
         """
-        for _ in range(_RACES_LIMIT):
-            claim = cls._read(root, mirrors, kept)
-            begins_run = not claim.known.attempts  # then another may win the race to begin it, and to name it
-            if not begins_run:
-                claim._write_undecided()
-            try:
-                claim._announce_first(mirrors)
-                if begins_run:
-                    claim._check_begun(mirrors)
-            except _MetUnknownAttempt:  # lost the race for the first mirror: nothing of ours stands on any yet
-                if not begins_run:
-                    claim._write(claim.told_here)
-                continue
-            if begins_run:
-                claim._write_undecided()
-            return claim
-        raise AttemptFenced("Other attempts of this run keep starting at the same time.")
+        self._begins = run_of(seen.evidence) is None
+        if not self._begins:  # else the first mirror names the run: of two that begin it one has to start over
+            self._write_here(self._claim.root_list)
+        for mirror in self._mirrors:
+            error = seen.seen[mirror.url].error if seen.seen[mirror.url].catalog is None else None
+            if error is None:
+                try:
+                    self._enter(mirror, StartOver)
+                    continue
+                except (Temporary, NotAuthorised, StorePermanent) as failure:
+                    error = failure
+            if mirror.url in self._claim.needs:
+                raise _not_taken_down(mirror, error) from error
+            if mirror.required and isinstance(error, StorePermanent):
+                raise error
+            self.unclaimed[mirror.url] = str(error)
+        told = self._claim.root_list
+        if not any(url in self.unclaimed for url in told.required):
+            told = replace(told, completed=(*told.completed, self.attempt.id))
+        self._write_here(told)
 
-    @classmethod
-    def look(cls, root: Path, mirrors: Sequence[Mirror]) -> RunClaim | None:
-        """Read all lists as :meth:`make` does, and write nothing; None where nothing tells of any run.
+    def confirm(self, mirror: Mirror, meta: Meta | None = None) -> None:
+        """Ask a mirror whether this attempt may go on there, and enter it if that was not done yet.
 
-        Raises what :meth:`make` raises for what it reads.
-        """
-        claim = cls._read(root, mirrors)
-        return claim if claim.known.attempts else None
-
-    @classmethod
-    def _read(cls, root: Path, mirrors: Sequence[Mirror], kept: Sequence[Meta] = ()) -> RunClaim:
-        lists: list[AttemptList] = []
-        silent: dict[str, CkptMirrorError] = {}
-        lost: list[str] = []
-        is_told = (root / names.ATTEMPTS_NAME).exists()
-        told = told_here(root)
-        try:
-            local, broken = attempts_here(root)
-        except LineageError as error:
-            raise not_one_run(root, error) from error
-        for mirror in mirrors:
-            try:
-                listed, _ = read_mirror_attempts(mirror, mend=True)
-                there = listed if listed is not None else rebuild_attempts([mirror])
-            except LineageError as error:
-                raise not_one_run(root, error) from error
-            except (Temporary, NotAuthorised) as error:
-                silent[mirror.url] = error
-                continue
-            except StorePermanent as error:
-                if mirror.required:
-                    raise
-                silent[mirror.url] = error
-                continue
-            if listed is not None:
-                broken, is_told = None, True  # here is what the root's own list told
-            elif there is not None:
-                lost.append(mirror.url)
-            if there is not None:
-                check_run(mirror, there, [*filter(None, [local]), *lists], root)
-                lists.append(there)
-        if broken is not None:
-            raise broken
-        local = with_kept(root, kept, local, lists)
-        if local is not None and not is_told:
-            lost.append(str(root))
-        try:
-            known, apart = join(local, merge_attempts(*lists) if lists else None, root)
-        except LineageError as error:
-            raise not_one_run(root, error) from error
-        if known is None:
-            for mirror in _asked(mirrors):
-                if mirror.url in silent:
-                    raise silent[mirror.url]
-            known = AttemptList(new_id())
-        claim = cls(root, known, Attempt(new_id(), next_number(known), None, decided=False))
-        claim.apart = apart
-        claim.lost = tuple(f"{place} had no list of attempts, and it was rebuilt: {_UNKNOWN}" for place in lost)
-        claim.told_here = told or AttemptList(known.run_id)
-        claim.met = met_here(root, known.run_id)
-        claim.unclaimed = {url: str(error) for url, error in silent.items()}
-        return claim
-
-    def _check_begun(self, mirrors: Sequence[Mirror]) -> None:
-        """A run begins, and gets its name, only once every mirror that counts has taken it down."""
-        told = [mirror for mirror in mirrors if mirror.url not in self.unclaimed]
-        for mirror in _asked(mirrors):
-            if mirror.url not in self.unclaimed:
-                continue
-            try:
-                self._announce(mirror, mend=True)  # perhaps only the answer was lost
-            except ConfigError:
-                if told:
-                    raise
-                raise _MetUnknownAttempt(mirror, ()) from None  # another began the run meanwhile
-            del self.unclaimed[mirror.url]
-            told.append(mirror)
-
-    def adopt(self, strangers: Sequence[Attempt], mirrors: Sequence[Mirror]) -> None:
-        """Take in attempts that no list tells of, since a person decided to continue from a save of theirs.
-
-        This attempt is claimed anew, with a higher number than theirs. Nobody is told of them before it is decided.
+        Args:
+            mirror: Which.
+            meta: The save that is to be committed there; None: files of it are to be sent.
 
         Raises:
-            AttemptFenced: A newer attempt was met.
-            LineageError: They contradict what is known.
-        """
-        earlier = AttemptList(self.run_id, (self.attempt,))
-        self.known = merge_attempts(self.known, earlier, AttemptList(self.run_id, tuple(strangers)))
-        self.apart |= {attempt.id for attempt in strangers}
-        self.told_here = merge_attempts(self.told_here, earlier)
-        self.attempt = Attempt(new_id(), next_number(self.known), None, decided=False)
-        self._write_undecided()
-        try:
-            self._announce_first(mirrors)
-        except _MetUnknownAttempt as met:
-            raise self._fence(met) from None
-
-    def _announce_first(self, mirrors: Sequence[Mirror]) -> None:
-        announced = False
-        for mirror in mirrors:
-            if mirror.url in self.unclaimed:
-                continue
-            try:
-                self._announce(mirror, mend=True)
-                announced = True
-            except (Temporary, NotAuthorised, StorePermanent) as error:
-                self._pass_by(mirror, error)
-            except _MetUnknownAttempt as met:
-                if announced:
-                    raise self._fence(met) from None
-                raise
-            except ConfigError:
-                if announced or self.known.attempts:
-                    raise
-                raise _MetUnknownAttempt(mirror, ()) from None  # lost the race to begin the run: read its lists
-
-    def decide(self, parent: SaveRef | None, mirrors: Sequence[Mirror]) -> None:
-        """Record where this attempt starts from, in the root and then on each mirror that answers.
-
-        A mirror that does not answer, now or when the run was claimed, is told before the next upload there.
-
-        Raises:
-            AttemptFenced: A newer attempt was met. This one is as undecided as before then.
-        """
-        if parent is not None:
-            before = {attempt.id: attempt for attempt in self.known.attempts if attempt.decided}.get(parent.attempt)
-            if before is None or before.number >= self.attempt.number:  # the lineage could not be followed any more
-                raise LineageError(f"No list tells of attempt {parent.attempt[:8]}, which saved step {parent.step}.")
-        undecided = self.attempt
-        self.attempt = replace(self.attempt, parent=parent, decided=True)
-        try:
-            self._write(self.attempts)
-        except BaseException:
-            self.attempt = undecided
-            raise
-        for mirror in mirrors:
-            if mirror.url in self.unclaimed:
-                continue
-            try:
-                self.confirm(mirror)
-            except AttemptFenced:
-                self.attempt = undecided
-                self._write_undecided()
-                raise
-            except (Temporary, NotAuthorised, StorePermanent) as error:
-                self._pass_by(mirror, error)
-
-    def _pass_by(self, mirror: Mirror, error: CkptMirrorError) -> None:
-        """Leave a mirror to be claimed later: one that is required may only be silent."""
-        if mirror.required and isinstance(error, StorePermanent):
-            raise error
-        self.unclaimed[mirror.url] = str(error)
-
-    def confirm(self, mirror: Mirror) -> None:
-        """Ask the mirror whether this attempt is still the newest, and claim it there if that was not done yet.
-
-        Raises:
-            AttemptFenced: It is not. Raised at every later call too.
-            StoreTemporary: The mirror does not answer.
+            AttemptFenced: It may not. Raised at every later call too.
+            StoreTemporary: The mirror does not answer, or a silent one has to be waited for.
+            StorePermanent: The save is of an earlier attempt that the run continued without.
         """
         with self._lock:
             mirror_lock = self._mirror_locks.setdefault(mirror.url, threading.Lock())
         with mirror_lock:  # one for each: a mirror that does not answer holds up nobody else's
             if self.fenced is not None:
                 raise AttemptFenced(self.fenced)
-            try:
-                self._announce(mirror)
-            except _MetUnknownAttempt as met:
-                raise self._fence(met) from None
-            except LineageError as error:
-                raise ConfigError(f"{mirror.url}: {error}", hint="Give each run a mirror prefix of its own.") from error
+            self._enter(mirror, None)
             self.unclaimed.pop(mirror.url, None)
+            if meta is None or mirror.url in self._may_commit:
+                return
+            if meta.attempt.id != self.attempt.id:
+                self._places.check_drained(mirror, meta)
+                return
+            verdict = may_commit(self._places.survey().evidence, self.attempt.id)
+            if verdict.may == "wait":
+                raise waiting(verdict)
+            if verdict.may == "fenced":
+                raise self._fence(f"On {mirror.url} {verdict.why}.")
+            self._may_commit.add(mirror.url)
 
-    def _fence(self, met: _MetUnknownAttempt) -> AttemptFenced:
-        newest = max(met.unknown, key=lambda attempt: (attempt.number, attempt.id))
-        note_met(self.root, self.run_id, met.unknown)
-        self.fenced = (
-            f"Attempt {newest.number} ({newest.id[:8]}) of this run has started and is listed on {met.mirror.url}; "
-            f"this is attempt {self.attempt.number} ({self.attempt.id[:8]})."
-        )
+    def _fence(self, why: str) -> AttemptFenced:
+        self.fenced = f"{why} This is attempt {self.attempt.number} ({self.attempt.id[:8]})."
         return AttemptFenced(self.fenced)
 
-    def _announce(self, mirror: Mirror, *, mend: bool = False) -> None:
-        """Make the mirror's list hold everything known and this attempt as it stands."""
-        known_ids = {attempt.id for attempt in (*self.known.attempts, self.attempt)}
+    def _enter(self, mirror: Mirror, changed: type[StartOver] | None) -> None:
+        """Have the mirror's list hold the attempt; see that it lists none that is unknown."""
         for _ in range(_RACES_LIMIT):
-            listed, generation = read_mirror_attempts(mirror, mend=mend)
-            there = listed if listed is not None else rebuild_attempts([mirror])
-            if there is not None:
-                check_run(mirror, there, [self.known], self.root)
-            unknown = [a for a in there.attempts if a.id not in known_ids] if there else []
+            there, generation = read_mirror_attempts(mirror, mend=changed is not None)
+            told = there if there is not None else rebuild_attempts([mirror])
+            if told is not None:
+                if self._begins and changed is not None and told.run_id != self.run_id:
+                    raise changed(f"another start has begun run {told.run_id[:8]} on {mirror.url}")
+                check_run(mirror, told, [self._claim.root_list], self.root)
+            unknown = [one for one in (told.attempts if told is not None else ()) if one.id not in self._claim.known]
             if unknown:
-                raise _MetUnknownAttempt(mirror, unknown)
-            wanted = merge_attempts(there, self.attempts) if there else self.attempts
-            if listed is not None and attempts_to_bytes(listed) == attempts_to_bytes(wanted):
+                newest = max(unknown, key=lambda attempt: (attempt.number, attempt.id))
+                why = (
+                    f"Attempt {newest.number} ({newest.id[:8]}) of this run has started and is listed on {mirror.url}."
+                )
+                if changed is not None:
+                    raise changed(why)
+                note_met(self.root, self.run_id, unknown)
+                raise self._fence(why)
+            try:
+                wanted = mirror_list(self._claim, there)
+            except LineageError as error:
+                raise ConfigError(f"{mirror.url}: {error}", hint="Give each run a mirror prefix of its own.") from error
+            if there is not None and attempts_to_bytes(there) == attempts_to_bytes(wanted):
                 return
             try:
                 mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
@@ -346,50 +249,59 @@ class RunClaim:
             return
         raise Temporary(f"{mirror.url}/{names.WRITER_NAME} keeps changing.")
 
-    def _write_undecided(self) -> None:
-        self._write(merge_attempts(self.told_here, AttemptList(self.run_id, (self.attempt,))))
-
-    def _write(self, attempts: AttemptList) -> None:
+    def _write_here(self, attempts: AttemptList) -> None:
+        self._claim = replace(self._claim, root_list=attempts)
         path = self.root / names.ATTEMPTS_NAME
         files.write_bytes(path, attempts_to_bytes(attempts), save_id=new_id(), replace=True)
 
 
-def _asked(mirrors: Sequence[Mirror]) -> list[Mirror]:
-    """Those that must answer before a run begins: the required ones, or all where none is."""
-    return [mirror for mirror in mirrors if mirror.required] or list(mirrors)
-
-
-def publish_attempts(root: Path, mirror: Mirror) -> None:
-    """Tell the mirror of the root's decided attempts, unless it went on without them (``told_by_drain``).
-
-    For a drain, which is no attempt itself.
+def check_of_run(root: Path, mirror: Mirror) -> tuple[AttemptList | None, int]:
+    """Check that a mirror holds the run of a root, if any; return its list and the generation of that.
 
     Raises:
-        StoreTemporary: The mirror does not answer.
-        ConfigError: The mirror belongs to another run, or saves of several runs lie in the root.
+        ConfigError: It holds another run.
+        StoreTemporary: It does not answer.
     """
+    there, generation = read_mirror_attempts(mirror)
     try:
-        local, _ = attempts_here(root)
-        if local is None:
-            return
-        _publish(root, local, mirror)
+        here, _ = attempts_here(root)
+        told = there if there is not None else rebuild_attempts([mirror])
     except LineageError as error:
         raise not_one_run(root, error) from error
+    if told is not None and here is not None:
+        check_run(mirror, told, [here], root)
+    return there, generation
 
 
-def _publish(root: Path, local: AttemptList, mirror: Mirror) -> None:
-    for _ in range(_RACES_LIMIT):
-        listed, generation = read_mirror_attempts(mirror)
-        there = listed if listed is not None else rebuild_attempts([mirror])
-        if there is not None:
-            check_run(mirror, there, [local], root)
-            join(local, there, root)  # says which attempts ran apart
-        wanted = told_by_drain(local, there or AttemptList(local.run_id))
-        if listed is not None and attempts_to_bytes(listed) == attempts_to_bytes(wanted):
+class DrainConfirmation:
+    """What a drain asks before it sends or commits: it is no attempt, fences nobody and is fenced by nobody.
+
+    Args:
+        root: What is drained.
+        table: Its table.
+        mirrors: All mirrors of the root, also those that are not served.
+    """
+
+    def __init__(self, root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> None:
+        self._root = root
+        self._places = _Places(root, table, mirrors, {})
+
+    def __call__(self, mirror: Mirror, meta: Meta | None = None) -> None:
+        """Check that a save may be committed, and enter its attempt in the mirror's list.
+
+        Raises:
+            StoreTemporary: The mirror does not answer, or a silent one has to be waited for.
+            StorePermanent: The run continued without the save.
+            ConfigError: The mirror belongs to another run.
+        """
+        there, generation = check_of_run(self._root, mirror)
+        if meta is None:
             return
-        try:
-            mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
-        except PreconditionFailed:
-            continue
-        return
-    raise Temporary(f"{mirror.url}/{names.WRITER_NAME} keeps changing.")
+        seen = self._places.survey()
+        self._places.check_drained(mirror, meta, seen)
+        wanted = drained_list(seen.evidence, mirror.url, meta.attempt, meta.run_id, there)
+        if there is None or attempts_to_bytes(there) != attempts_to_bytes(wanted):
+            try:
+                mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
+            except PreconditionFailed as error:
+                raise Temporary(f"{mirror.url}/{names.WRITER_NAME} was changed meanwhile.") from error

@@ -22,7 +22,7 @@ from shlex import quote
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError, DeadlinePassed, LocalStorageFull, NoTable, Temporary
-from ckptmirror.core.model import Meta, SaveRef
+from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.places.catalog import Catalog, local_catalog
 from ckptmirror.flow.places.mirrors import (
@@ -111,24 +111,21 @@ class Node:
         for step, save_id, reason in self.reconciled.gone:
             bus.emit(events.SaveGone(step=step, save_id=save_id, reason=reason))
 
-    def start_claim(self) -> RunClaim:
-        """Claim the run on every mirror that answers; see RunClaim.make."""
+    def prepare(self) -> None:
+        """Make ready for a start: end what an earlier start of this process began, look at the persistent directory.
+
+        Raises:
+            Temporary: The root is still being changed.
+        """
         rotator_ended, _ = self._stop_services(for_good=False)
         if not rotator_ended or self._is_bringing():
             raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
         self.persistent = persistent_catalog(self.persistent_dir, self.root) if self.persistent_dir else None
-        kept = self.persistent.saves.values() if self.persistent is not None else ()
-        self.claim = RunClaim.make(self.root, self.mirrors, tuple(kept))
-        self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))
-        for url, reason in self.claim.unclaimed.items():
-            saying(_log, mirror=url).warning("%s does not answer and is claimed later: %s", url, reason)
-            self._bus.emit(events.MirrorUnreachable(mirror=url, reason=reason))
-        return self.claim
 
-    def decide(self, parent: SaveRef | None) -> None:
-        """Record where the attempt starts from, then let uploads and rotation run."""
-        claim = self._claimed()
-        claim.decide(parent, self.mirrors)
+    def start(self, claim: RunClaim) -> None:
+        """Let uploads and rotation run for an attempt that has claimed the run."""
+        self.claim = claim
+        self.table.claim_identity(RootIdentity.of(self.root, claim.run_id))
         self._start_services(claim)
         self.write_status("running")
 
@@ -253,7 +250,7 @@ class Node:
         Until this start has succeeded, those that counted for the last one count too.
         """
         urls = set(counting((spec.url, spec.required) for spec in self.specs))
-        if not self._is_decided():
+        if self.claim is None:
             urls |= set(counting((row.url, row.required) for row in self.table.mirrors()))
         return urls
 
@@ -277,12 +274,9 @@ class Node:
             attempts=self.claim.attempts if self.claim is not None else None,
             bus=self._bus,
             dry_run=dry_run,
-            snapshots=self._is_decided() and not self.lock.lost,
+            snapshots=self.claim is not None and not self.lock.lost,
             persistent_dir=self.persistent_dir,
         )
-
-    def _is_decided(self) -> bool:
-        return self.claim is not None and self.claim.attempt.decided
 
     def write_status(self, status: str, **more: object) -> None:
         """Leave ``.ckptmirror/status.json`` for people and monitors. A failure to do so is only logged."""
@@ -310,9 +304,9 @@ class Node:
             services_ended = self._stop_services(limit_s)
             pending = open_files(self.unsafe_saves())  # only now: what was at work may still have missed something
             status = "stopped" if stopped else "incomplete" if pending or unasked else "finished"
-            if self._is_decided():
+            if self.claim is not None:
                 self.write_status(status, pending=pending)
-                number = self._claimed().attempt.number
+                number = self.claim.attempt.number
                 self._bus.emit(events.AttemptEnded(attempt=number, status=status, pending=pending))
         finally:
             self.close(limit_s, saving=saving, services_ended=services_ended)
@@ -393,8 +387,3 @@ class Node:
     def _on_event(self, event: object) -> None:
         if isinstance(event, events.MirrorCommitted) and self._rotator is not None:
             self._rotator.wake()
-
-    def _claimed(self) -> RunClaim:
-        if self.claim is None:
-            raise CkptMirrorError("The run is not claimed yet.", hint="Call resume() first.")
-        return self.claim

@@ -7,8 +7,9 @@ Rules:
 * Nothing is loaded before its checksums were verified, by the ranks together, on this disk.
 * Once a rank has begun to load, only another copy of the same save is tried: an older one would leave parts of it
   behind.
-* A requested step that is missing is an error on every rank; starting at 0 is a decision (``check_fresh_start``).
-* The attempt is announced on the mirrors before anything is listed, and its parent is written after the load.
+* A requested step that is missing is an error on every rank; starting at 0 is a decision (``core.start.decide``).
+* The run is claimed after the load: a start that fails leaves no trace. If another attempt or a newer save appeared by
+  then, the start looks again, a bounded number of times.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import IntegrityError, KindMismatch
-from ckptmirror.core.model import Attempt, Kind, Meta, SaveRef
+from ckptmirror.core.errors import IntegrityError, KindMismatch, Temporary
+from ckptmirror.core.model import Attempt, Kind, Meta
+from ckptmirror.core.start.decide import Wish
 from ckptmirror.flow.fetch.load_state import ResumeInfo, check_share, load_kind
 from ckptmirror.flow.retention.reconcile import forget_brought
-from ckptmirror.flow.start.bring import Proposal, Proposer
+from ckptmirror.flow.start.bring import Bringer, Proposal
+from ckptmirror.flow.start.claim import StartOver
 from ckptmirror.flow.start.leader import Node
-from ckptmirror.flow.start.policy import Policy
+from ckptmirror.flow.start.policy import Policy, settled_policy
 from ckptmirror.formats.train_state import left_out
 from ckptmirror.local.listing import Fault
 from ckptmirror.local.saying import saying
@@ -41,6 +44,7 @@ __all__ = ["resume_run"]
 
 _log = logging.getLogger("ckptmirror.resume")
 _SIGN_OF_LIFE_S = 10.0
+_STARTS_LIMIT = 5
 
 
 def resume_run(
@@ -71,30 +75,50 @@ def resume_run(
         Temporary: A required mirror that may hold more does not answer, or a newer save cannot be read now.
     """
     started = time.monotonic()
-    proposer: Proposer | None = None
+    bringer: Bringer | None = None
     failure: BaseException | None = None
     if node is not None:
         try:
-            proposer = Proposer(node, policy, force, bus)
+            reference, kind = settled_policy(node.root, policy)
+            wish = Wish(reference, kind, force, ranks.world_size)
+            bringer = Bringer(node, wish, bus)
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error
-    ranks.exchange(None, what="claim the run", error=failure)
-    while True:
-        proposal = _propose(ranks, proposer, node)
-        if proposal.meta is None:
-            attempt = _decide(ranks, node, None)
-            _tell(bus, node, attempt, proposal, started, policy)
+    ranks.exchange(None, what="look at every place", error=failure)
+    for _ in range(_STARTS_LIMIT):
+        proposal, report = _load_first_sound(root, ranks, bringer, node, state, exclude)
+        attempt = _claim(ranks, bringer, node, proposal)
+        if attempt is None:
+            continue
+        _tell(bus, node, attempt, proposal, started, policy)
+        if report is None:
             return None, proposal.run_id, attempt
+        return _info(proposal, report, left_out(state, exclude)), proposal.run_id, attempt
+    raise Temporary(
+        "Other attempts of this run keep starting, or saving, at the same time.",
+        hint="Stop the others: one attempt of a run trains at a time.",
+    )
+
+
+def _load_first_sound(
+    root: Path,
+    ranks: Ranks,
+    bringer: Bringer | None,
+    node: Node | None,
+    state: TrainState,
+    exclude: frozenset[str],
+) -> tuple[Proposal, LoadReport | None]:
+    """Load the first proposal that all ranks can load; no report: it is a start at step 0."""
+    while True:
+        proposal = _propose(ranks, bringer, node)
+        if proposal.meta is None:
+            return proposal, None
         try:
             _vote_on_bytes(root, ranks, proposal.meta, proposal.kind)
-            report = _load_together(root, ranks, proposal, state, exclude)
+            return proposal, _load_together(root, ranks, proposal, state, exclude)
         except _CannotUse as found:
-            if proposer is not None:
-                proposer.reject(proposal, found.reason, touched=found.touched, unreadable=found.unreadable)
-            continue
-        attempt = _decide(ranks, node, proposal.meta.ref)
-        _tell(bus, node, attempt, proposal, started, policy)
-        return _info(proposal, report, left_out(state, exclude)), proposal.run_id, attempt
+            if bringer is not None:
+                bringer.reject(proposal, found.reason, touched=found.touched, unreadable=found.unreadable)
 
 
 class _CannotUse(Exception):
@@ -107,15 +131,15 @@ class _CannotUse(Exception):
 class _AtWork:
     """The leader's search for the next copy, in a thread: a download may outlast every limit on waiting for a rank."""
 
-    def __init__(self, proposer: Proposer, node: Node) -> None:
+    def __init__(self, bringer: Bringer, node: Node) -> None:
         self._done = threading.Event()
         self._found: tuple[Proposal | None, BaseException | None] = (None, None)
-        node.bringing = threading.Thread(target=self._work, args=(proposer,), name="ckptmirror-propose", daemon=True)
+        node.bringing = threading.Thread(target=self._work, args=(bringer,), name="ckptmirror-propose", daemon=True)
         node.bringing.start()
 
-    def _work(self, proposer: Proposer) -> None:
+    def _work(self, bringer: Bringer) -> None:
         try:
-            self._found = (proposer.next(), None)
+            self._found = (bringer.next(), None)
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             self._found = (None, error)
         self._done.set()
@@ -125,9 +149,9 @@ class _AtWork:
         return self._found if self._done.wait(_SIGN_OF_LIFE_S) else (None, None)
 
 
-def _propose(ranks: Ranks, proposer: Proposer | None, node: Node | None) -> Proposal:
+def _propose(ranks: Ranks, bringer: Bringer | None, node: Node | None) -> Proposal:
     """Wait for the leader's proposal; all ranks meet every few seconds, so that nobody takes the leader for dead."""
-    work = _AtWork(proposer, node) if proposer is not None and node is not None else None
+    work = _AtWork(bringer, node) if bringer is not None and node is not None else None
     while True:
         proposal, failure = work.wait() if work is not None else (None, None)
         for given in ranks.exchange(proposal, what="propose a save", error=failure):
@@ -183,20 +207,24 @@ def _load_together(
     return report
 
 
-def _decide(ranks: Ranks, node: Node | None, parent: SaveRef | None) -> Attempt:
-    attempt: Attempt | None = None
+def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: Proposal) -> Attempt | None:
+    """Claim the run, on the leader; None on every rank if the start has to look again."""
+    claimed: tuple[Attempt | None, bool] | None = None
     failure: BaseException | None = None
-    if node is not None:
+    if node is not None and bringer is not None:
         try:
-            forget_brought(node.root)
-            node.decide(parent)
-            attempt = node.claim.attempt if node.claim is not None else None
+            try:
+                claim = bringer.claim(proposal)
+                forget_brought(node.root)
+                node.start(claim)
+                claimed = (claim.attempt, True)
+            except StartOver as why:
+                bringer.start_over(why)
+                claimed = (None, True)
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error
-    decided = [
-        given for given in ranks.exchange(attempt, what="decide the attempt", error=failure) if given is not None
-    ]
-    return decided[0]
+    votes = ranks.exchange(claimed, what="claim the run", error=failure)
+    return next(vote for vote in votes if vote is not None)[0]
 
 
 def _tell_of_latest(root: Path, chosen: Meta) -> None:

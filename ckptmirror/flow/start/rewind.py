@@ -29,31 +29,37 @@ from shlex import quote
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import (
     CheckpointNotFound,
+    CkptMirrorError,
     ConfigError,
     LocalStorageFull,
     NoTable,
-    StoreTemporary,
+    Temporary,
 )
 from ckptmirror.core.lineage import SaveFacts
-from ckptmirror.core.model import Attempt, Kind, Meta
-from ckptmirror.core.resumption import candidates, facts_of
+from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.rewinding import Fork, fork_at
+from ckptmirror.core.start.attempts import count
+from ckptmirror.core.start.decide import Refuse, Try, Wish, next_move, run_of
+from ckptmirror.core.start.explain import unknown_reference
 from ckptmirror.flow.fetch.deep_read import FileToRead, read_all
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.save.commit import latest_target
-from ckptmirror.flow.start.bring import Proposal, Proposer
-from ckptmirror.flow.start.claim import RunClaim
+from ckptmirror.flow.start.bring import Bringer, Proposal
+from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.leader import Node
-from ckptmirror.flow.start.survey import Places, look_everywhere
+from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
+from ckptmirror.local.root_id import read_root_id
 from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import UploadsTable
 
 __all__ = ["RewindPlan", "Rewound", "plan_rewind", "rewind"]
 
 _log = logging.getLogger("ckptmirror.rewind")
+_STARTS_LIMIT = 5
+_NO_SAVES = ("auto", "latest", "scratch")  # words of a start that name none
 OnBytes = Callable[[int, int], None]
 
 
@@ -111,65 +117,44 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
         NoTable: Nothing tells which mirrors there are.
         ConfigError: Root and mirrors are not of one run.
     """
-    with _looking(root, mirrors) as opened:
-        claim = RunClaim.look(root, opened)
-        if claim is None:
-            where = ", ".join([str(root), *(mirror.url for mirror in opened)])
-            raise CheckpointNotFound(f"{where} tells of no run.", hint="Check --root and --mirror.")
-        places = look_everywhere(root, opened, claim)
-    found = _candidate(root, reference, claim, places)
-    attempts = [attempt for attempt in claim.attempts.attempts if attempt.decided]
-    meta = next(iter(places.metas()[(found[0].save_id, found[1])].values()))
-    fork = fork_at(_with(attempts, places, meta), _all_facts(places), meta.ref)
-    return RewindPlan(found[0], found[2], fork, dict(places.silent))
+    if reference in _NO_SAVES:
+        raise unknown_reference(str(reference))
+    with _looking(root, mirrors) as (opened, table):
+        seen = survey(root, opened, table, read_root_id(root))
+    if run_of(seen.evidence) is None:
+        where = ", ".join([str(root), *(mirror.url for mirror in opened)])
+        raise CheckpointNotFound(f"{where} tells of no run.", hint="Check --root and --mirror.")
+    move = next_move(seen.evidence, Wish(reference))
+    if isinstance(move, Refuse):
+        raise _with_verb(root, reference, seen, move.error)
+    assert isinstance(move, Try), "a save was named"
+    rows = [row.place for row in seen.evidence.rows]
+    there = {place for save_id, place in seen.metas if save_id == move.save.save_id}
+    places = (move.place, *(place for place in rows if place in there and place != move.place))
+    silent = {row.place: row.why for row in seen.evidence.mirrors() if not row.answers}
+    return RewindPlan(move.save, places, _fork(seen, move), silent)
 
 
-def _candidate(
-    root: Path, reference: int | str, claim: RunClaim, places: Places
-) -> tuple[SaveFacts, Kind, tuple[str, ...]]:
-    order = places.order(claim.attempts.attempts)
-    where = {key: list(metas) for key, metas in places.metas().items()}
-    try:
-        found = candidates(order, where, reference)
-        if not found:
-            raise CheckpointNotFound(f"There is no whole save {reference!r}.")
-    except CheckpointNotFound as error:
-        aside = [save for save in (*order.superseded, *order.unknown) if save.step == reference]
-        if aside:
-            ids = " or ".join(f"--save {save.save_id[:8]}" for save in aside)
-            raise CheckpointNotFound(
-                error.message, hint=f"Name it by its save id: `ckptmirror rewind --root {quote(str(root))}` with {ids}."
-            ) from error
-        if places.silent:
-            silent = "; ".join(f"{url} does not answer ({reason})" for url, reason in places.silent.items())
-            raise StoreTemporary(
-                f"{error.message} It may be there: {silent}.", hint="Try again when it answers."
-            ) from error
-        problems = [f"{name}: {one.why}" for name, one in places.problems().items() if one.step == reference]
-        if problems:
-            raise CheckpointNotFound(f"{error.message} Not whole: {'; '.join(problems)}.", hint=error.hint) from error
-        raise
-    return found[0].save, found[0].kind, found[0].places
+def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirrorError) -> CkptMirrorError:
+    """Return the error with the command that goes back to a superseded save of the step."""
+    order = count(seen.evidence).order
+    aside = [save for save in (*order.superseded, *order.unknown) if save.step == reference]
+    if isinstance(error, CheckpointNotFound) and aside:
+        ids = " or ".join(f"--save {save.save_id[:8]}" for save in aside)
+        error.hint = f"Name it by its save id: `ckptmirror rewind --root {quote(str(root))}` with {ids}."
+    return error
 
 
-def _with(attempts: list[Attempt], places: Places, meta: Meta) -> list[Attempt]:
-    """The attempts, with those that no list tells of and that the save is of: a rewind adopts them."""
-    known = {attempt.id for attempt in attempts}
-    return [*attempts, *(attempt for attempt in places.attempts_to(meta) if attempt.id not in known)]
-
-
-def _all_facts(places: Places) -> list[SaveFacts]:
-    """Every save of the run that a meta tells of, whole or not, in whichever place."""
-    catalogs = (places.disk, *places.mirrors.values())
-    metas = [meta for there in catalogs for meta in there.saves.values()]
-    metas += [one.meta for there in catalogs for one in there.problems.values() if one.meta is not None]
-    found: dict[str, SaveFacts] = {}
-    for meta in metas:
-        if meta.run_id == places.run_id:
-            facts = facts_of(meta)
-            known = found.get(meta.save_id, facts)  # a staged copy may hold some kinds only
-            found[meta.save_id] = max(facts, known, key=lambda one: len(one.kinds))
-    return list(found.values())
+def _fork(seen: Survey, move: Try) -> Fork:
+    """What an attempt from a save would change, of all saves that a meta tells of, whole or not."""
+    counted = count(seen.evidence)
+    facts = {save.save_id: save for save in counted.saves}
+    for problem in (one for row in seen.evidence.answering() for one in row.problems if one.is_save):
+        if problem.save is not None:
+            facts.setdefault(problem.save.save_id, problem.save)
+    meta = seen.metas[(move.save.save_id, move.place)]
+    attempts = [*counted.known.values(), *move.adopt]
+    return fork_at(attempts, list(facts.values()), meta.ref, counted.counting)
 
 
 def rewind(
@@ -201,23 +186,16 @@ def rewind(
     began = time.monotonic()
     node = Node(root, _specs(root, mirrors), Retention(), bus, verb="rewind")
     try:
-        proposer = Proposer(
+        bringer = Bringer(
             node,
-            reference,
-            False,
+            Wish(reference),
             bus,
             on_progress=lambda at: (
                 on_progress(at.received_bytes + at.kept_bytes, at.total_bytes) if on_progress is not None else None
             ),
         )
-        proposal, meta = _first_sound(root, proposer, on_progress)
-        claim = _claim_of(node)
-        places = look_everywhere(root, node.mirrors, claim)
-        decided = [attempt for attempt in claim.attempts.attempts if attempt.decided]
-        before = places.order(decided).in_order()
-        fork = fork_at(_with(decided, places, meta), _all_facts(places), meta.ref)
+        proposal, meta, claim, before, fork = _recorded(root, bringer, on_progress)
         forget_brought(root)
-        claim.decide(meta.ref, node.mirrors)
         _point_latest_at(root, meta)
         number = claim.attempt.number
         bus.emit(
@@ -230,7 +208,6 @@ def rewind(
             )
         )
         bus.emit(events.AttemptEnded(attempt=number, status="rewound"))
-        told = tuple(mirror.url for mirror in node.mirrors if mirror.url not in claim.unclaimed)
         return Rewound(
             attempt=number,
             step=meta.step,
@@ -238,44 +215,55 @@ def rewind(
             kind=proposal.kind,
             place=proposal.place,
             fork=fork,
-            before=before[-1] if before and before[-1].save_id != meta.save_id else None,
-            told=told,
+            before=before if before is None or before.save_id != meta.save_id else None,
+            told=tuple(mirror.url for mirror in node.mirrors if mirror.url not in claim.unclaimed),
             untold=dict(claim.unclaimed),
         )
     finally:
         node.close()
 
 
-def _first_sound(root: Path, proposer: Proposer, on_progress: OnBytes | None) -> tuple[Proposal, Meta]:
+def _recorded(
+    root: Path, bringer: Bringer, on_progress: OnBytes | None
+) -> tuple[Proposal, Meta, RunClaim, SaveFacts | None, Fork]:
+    """Record the decision, once a copy is here; with the newest save of the lineage before it, and what it changes."""
+    for _ in range(_STARTS_LIMIT):
+        proposal, meta = _first_sound(root, bringer, on_progress)
+        order = count(bringer.seen.evidence).order.in_order()
+        assert bringer.chosen is not None
+        fork = _fork(bringer.seen, bringer.chosen)
+        try:
+            return proposal, meta, bringer.claim(proposal), order[-1] if order else None, fork
+        except StartOver as why:
+            bringer.start_over(why)
+    raise Temporary("Other attempts of this run keep starting at the same time.", hint="Stop them first.")
+
+
+def _first_sound(root: Path, bringer: Bringer, on_progress: OnBytes | None) -> tuple[Proposal, Meta]:
     """Have one copy after the other brought here, until one has every checksum.
 
     Raises:
         IntegrityError: None has.
     """
     while True:
-        proposal = proposer.next()
+        proposal = bringer.next()
         meta = proposal.meta
-        assert meta is not None, "only a start from scratch proposes none"
+        assert meta is not None, "only a start over proposes none"
         artifacts = meta.artifacts_of(proposal.kind)
         total, done = sum(artifact.digest.size_bytes for artifact in artifacts), 0
 
-        def told(count: int, total: int = total) -> None:
+        def count_bytes(count: int, total: int = total) -> None:
             nonlocal done
             done += count
             if on_progress is not None:
                 on_progress(done, total)
 
-        found = read_all([FileToRead(root / a.path, a.digest) for a in artifacts], on_bytes=told)
+        found = read_all([FileToRead(root / a.path, a.digest) for a in artifacts], on_bytes=count_bytes)
         wrong = [(artifact.path, fault) for artifact, fault in zip(artifacts, found, strict=True) if fault is not None]
         if not wrong:
             return proposal, meta
         path, fault = min(wrong, key=lambda one: one[1].state != "damaged")
-        proposer.reject(proposal, f"{path}: {fault.why}", touched=False, unreadable=fault.state != "damaged")
-
-
-def _claim_of(node: Node) -> RunClaim:
-    assert node.claim is not None, "the proposer has claimed the run"
-    return node.claim
+        bringer.reject(proposal, f"{path}: {fault.why}", touched=False, unreadable=fault.state != "damaged")
 
 
 def _point_latest_at(root: Path, meta: Meta) -> None:
@@ -332,7 +320,7 @@ def _may_do_without(root: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _looking(root: Path, mirrors: Sequence[str]) -> Iterator[list[Mirror]]:
+def _looking(root: Path, mirrors: Sequence[str]) -> Iterator[tuple[list[Mirror], UploadsTable | None]]:
     """The mirrors, opened so that nothing is made or remembered of one that the root does not know."""
     named = mirror_specs(mirrors)
     opened: list[Mirror] = []
@@ -342,6 +330,6 @@ def _looking(root: Path, mirrors: Sequence[str]) -> Iterator[list[Mirror]]:
         try:
             for spec in specs:
                 opened += open_mirrors([spec], root, table if spec.url in known else None)
-            yield opened
+            yield opened, table
         finally:
             close_mirrors(opened)

@@ -1,227 +1,441 @@
-"""What a start sees: the catalogs of the disk and of the mirrors that answered, taken together.
+"""The survey of a start: every place is asked what it has, and the answers become evidence. It knows no rule.
 
 Rules:
-* A copy on the disk counts only if it holds all that the save has of its kind: what ``stage`` brought for evaluation
-  has no random numbers and no data position, and training does not continue from that.
-* What is whole in one place is no problem in another.
-* Saves of another run are never candidates, and never nothing.
+* Nothing is written, and a place's error becomes a value here: silent, or refused for good.
+* Each mirror is asked once, all at the same time.
+* A copy on the disk counts in a kind only if it has all that a resume from that kind needs: what ``stage`` brought for
+  evaluation has no random numbers and no data position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import BrokenMeta, NotAuthorised, StorePermanent, Temporary
-from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
+from ckptmirror.core.errors import (
+    BrokenMeta,
+    CkptMirrorError,
+    IntegrityError,
+    NewerFormat,
+    NotAuthorised,
+    StorePermanent,
+    Temporary,
+)
+from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.lineage import attempts_of_metas
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
-from ckptmirror.core.resumption import DISK, Problem, unexplained
-from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog
-from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.core.resumption import Problem as FoundProblem
+from ckptmirror.core.resumption import facts_of, unexplained
+from ckptmirror.core.start.evidence import (
+    DISK,
+    Copy,
+    Evidence,
+    Heard,
+    ListFound,
+    Origin,
+    Problem,
+    Reach,
+    Row,
+    Voice,
+)
+from ckptmirror.flow.places.attempt_lists import met_here, read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.places.catalog import Catalog, MetaCache, local_catalog, mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror, counting
 from ckptmirror.flow.retention.reconcile import REMOVED_REASON, being_brought
-from ckptmirror.flow.start.claim import RunClaim
+from ckptmirror.local.root_id import RootId
 from ckptmirror.local.uploads import UploadsTable
 
-__all__ = ["Places", "look_everywhere"]
+__all__ = ["Survey", "survey"]
 
 
-@dataclass
-class Places:
-    """Everything the leader sees: the catalogs of the disk and of the mirrors that answered.
+@dataclass(frozen=True)
+class Seen:
+    """What one place said.
 
     Attributes:
-        silent: Mirrors that did not answer, with the reason.
-        unfinished: The save whose copy on the disk an earlier start was mending when it was killed: files of it may
-            be broken still, so a mirror's comes first.
-        persistent: The emergency snapshots in the persistent directory, if there is one.
-        save_ids: Whose meta lies under which name, with its place before it, as far as the table knows.
+        attempts: Its list; None if it has none, or none that can be trusted.
+        listed: What became of the list.
+        generation: Of the list's object on a mirror; 0 if there is none.
+        catalog: What it has; None if it did not answer.
+        error: Why it did not answer, or why its list cannot be trusted.
     """
 
-    run_id: str
-    disk: Catalog
-    mirrors: dict[str, Catalog] = field(default_factory=dict)
-    silent: dict[str, str] = field(default_factory=dict)
-    save_ids: dict[str, str] = field(default_factory=dict)
-    unfinished: str | None = None
-    persistent: Catalog | None = None
+    attempts: AttemptList | None = None
+    listed: ListFound = ListFound.NONE
+    generation: int = 0
+    catalog: Catalog | None = None
+    error: CkptMirrorError | None = None
 
-    def metas(self) -> dict[tuple[str, Kind], dict[str, Meta]]:
-        """For each save id and kind: the meta by place, best place first."""
-        found: dict[tuple[str, Kind], dict[str, Meta]] = {}
-        elsewhere = [(catalog.place, catalog) for catalog in self._elsewhere()]
-        for place, catalog in ((DISK, self.disk), *elsewhere):
-            for meta in catalog.saves.values():
-                for kind in meta.kinds if meta.run_id == self.run_id else ():
-                    if place != DISK or self._holds_all(meta, kind):
-                        found.setdefault((meta.save_id, kind), {})[place] = meta
-        for (save_id, _), places in found.items():
-            if save_id == self.unfinished and DISK in places:
-                places[DISK] = places.pop(DISK)
-        return found
 
-    def went_on_from(self, newest: Attempt | None, told_here: AttemptList, heard_of: Collection[Attempt]) -> set[str]:
-        """The saves on this disk that were made here, or that the newest attempt of the run continued from.
+@dataclass(frozen=True)
+class Survey:
+    """The evidence, and the values behind it.
 
-        None of them count if the root's own list does not tell of that attempt: then the run went on elsewhere, or the
-        list is lost, and what lies here may have come from anywhere. Nor if it does not tell of a newer one that was
-        heard of, undecided or when it fenced an attempt of this root: a mirror that is silent knows what became of it.
+    Attributes:
+        metas: By save id and place.
+        seen: What each place said, by name: ``DISK``, or a mirror's URL.
+    """
 
-        Args:
-            newest: The newest decided attempt of all that are known.
-            told_here: The root's own list, as this start found it.
-            heard_of: What all lists together told then, and what earlier attempts of this root have met.
-        """
-        told = {attempt.id for attempt in told_here.attempts}
-        if newest is None or newest.id not in told:
-            return set()
-        if any((a.number, a.id) > (newest.number, newest.id) and a.id not in told for a in heard_of):
-            return set()
-        ours = [meta for meta in self.disk.saves.values() if meta.run_id == self.run_id]
-        if any(meta.attempt.number >= newest.number and meta.attempt.id not in told for meta in ours):
-            return set()  # somebody brought a save of an attempt that is at least as new
-        parent = newest.parent.save_id if newest.parent is not None else None
-        return {
-            meta.save_id
-            for meta in self.disk.saves.values()
-            if (meta.staged_from is None and meta.attempt.id in told) or meta.save_id == parent
+    evidence: Evidence
+    metas: Mapping[tuple[str, str], Meta]
+    seen: Mapping[str, Seen] = field(default_factory=dict)
+
+    def attempts_to(self, meta: Meta) -> list[Attempt]:
+        """Return the attempt of a save, and those before it, as far as metas tell of them."""
+        known = {other.attempt.id: other.attempt for other in self.metas.values() if other.run_id == meta.run_id}
+        way = [meta.attempt]
+        while way[-1].parent is not None and way[-1].parent.attempt in known:
+            earlier = known[way[-1].parent.attempt]
+            if earlier.number >= way[-1].number:
+                break  # the data contradicts itself, which the claim will say
+            way.append(earlier)
+        return way
+
+
+def survey(
+    root: Path,
+    mirrors: Sequence[Mirror],
+    table: UploadsTable | None,
+    identity: RootId,
+    persistent: Catalog | None = None,
+    cache: MetaCache | None = None,
+) -> Survey:
+    """Ask every place.
+
+    Args:
+        root: The local root, under its lock.
+        mirrors: The configured ones, in order.
+        table: Of the root; None if it has none.
+        identity: Of the root.
+        persistent: What the persistent directory has, if there is one.
+        cache: Metas of mirrors that were read before.
+
+    Raises:
+        LineageError: The saves of a place without a list are of several runs.
+        StorePermanent: A required mirror says no for good: there is no such bucket.
+    """
+    with ThreadPoolExecutor(max_workers=max(1, len(mirrors))) as pool:
+        answers = list(pool.map(lambda mirror: _ask(mirror, cache), mirrors))
+    seen = {DISK: _look_here(root)} | {mirror.url: one for mirror, one in zip(mirrors, answers, strict=True)}
+    return _Rows(root, mirrors, seen, table, identity, persistent).survey()
+
+
+def _ask(mirror: Mirror, cache: MetaCache | None) -> Seen:
+    attempts = None
+    try:
+        attempts, generation, listed, error = _list_of(mirror)
+        catalog = mirror_catalog(mirror, with_attempts=False, cache=cache)
+    except StorePermanent as failure:
+        if mirror.required:
+            raise
+        return Seen(attempts, error=failure)
+    except (Temporary, NotAuthorised) as failure:
+        return Seen(attempts, error=failure)
+    if listed is ListFound.NONE and catalog.metas():
+        listed = ListFound.LOST
+    return Seen(attempts, listed, generation, catalog, error)
+
+
+def _list_of(mirror: Mirror) -> tuple[AttemptList | None, int, ListFound, CkptMirrorError | None]:
+    try:
+        attempts, generation = read_mirror_attempts(mirror, mend=False)
+    except NewerFormat as error:
+        return None, 0, ListFound.NEWER, error
+    except BrokenMeta as error:
+        return None, read_mirror_attempts(mirror, mend=True)[1], ListFound.BROKEN, error
+    return attempts, generation, ListFound.NONE if attempts is None else ListFound.TOLD, None
+
+
+def _look_here(root: Path) -> Seen:
+    attempts, listed = None, ListFound.TOLD
+    error: CkptMirrorError | None = None
+    try:
+        attempts = read_local_attempts(root)
+    except NewerFormat as failure:
+        listed, error = ListFound.NEWER, failure
+    except (IntegrityError, OSError) as failure:
+        listed, error = ListFound.BROKEN, BrokenMeta(f"{root / names.ATTEMPTS_NAME} is broken: {failure}")
+    catalog = local_catalog(root, with_attempts=False)
+    if attempts is None and listed is ListFound.TOLD:
+        listed = ListFound.LOST if catalog.metas() else ListFound.NONE
+    return Seen(attempts, listed, 0, catalog, error)
+
+
+class _Rows:
+    """Turns answers into rows."""
+
+    def __init__(
+        self,
+        root: Path,
+        mirrors: Sequence[Mirror],
+        seen: Mapping[str, Seen],
+        table: UploadsTable | None,
+        identity: RootId,
+        persistent: Catalog | None,
+    ) -> None:
+        self._root = root
+        self._mirrors = mirrors
+        self._seen = seen
+        self._saves = table.saves() if table is not None else []
+        self._history = table.history() if table is not None else []
+        self._records = table.records() if table is not None else []
+        self._verified = [record for record in self._records if record.state is RecordState.VERIFIED]
+        self._known_mirrors = table.mirrors() if table is not None else []
+        self._identity = identity
+        self._persistent = persistent
+        self._catalogs = [one.catalog for one in seen.values() if one.catalog is not None]
+        self._metas = [meta for catalog in self._catalogs for meta in catalog.metas()]
+        self._tombstones = [stone for catalog in self._catalogs for stone in catalog.tombstones.values()]
+        self._save_ids = self._learned_save_ids()
+        self._found: dict[tuple[str, str], Meta] = {}
+
+    def survey(self) -> Survey:
+        rows = [self._disk_row(), *map(self._mirror_row, self._mirrors), *self._dropped_rows()]
+        rows += self._persistent_rows()
+        return Survey(Evidence(tuple(rows), self._identity.id), self._found, self._seen)
+
+    # -- the disk --------------------------------------------------------------------------------------------
+
+    def _disk_row(self) -> Row:
+        seen = self._seen[DISK]
+        catalog = self._catalog(DISK)
+        run_id = self._run_id(seen, catalog)
+        unfinished = being_brought(self._root)
+        listed = {attempt.id: attempt for attempt in seen.attempts.attempts} if seen.attempts is not None else {}
+        copies, lacking = [], []
+        for meta in self._of_run(catalog.saves.values(), run_id):
+            kinds = tuple(kind for kind in meta.kinds if self._has_all(meta, kind))
+            if kinds:
+                copies.append(self._copy(DISK, meta, self._origin(meta, listed), kinds, meta.save_id == unfinished))
+            else:
+                lacking.append(
+                    Problem(
+                        f"{catalog.place}/{names.SaveName(meta.step, meta.tag).meta}",
+                        f"a copy staged from {meta.staged_from} that lacks files of the save",
+                        meta.step,
+                        meta.save_id,
+                        meta.kinds,
+                        facts_of(meta),
+                    )
+                )
+        problems = [*self._problems(DISK, catalog, run_id), *lacking, *self._gone(catalog)]
+        completed = seen.attempts.completed if seen.attempts is not None else ()
+        continued = {one.parent.save_id for one in listed.values() if one.id in completed and one.parent is not None}
+        counts = {
+            meta.attempt.id
+            for meta in self._of_run(catalog.metas(), run_id)
+            if meta.staged_from is None or meta.save_id in continued or seen.listed is not ListFound.TOLD
         }
+        uploaded = {record.save_id for record in self._verified if record.role == "meta"}
+        heard = self._heard(
+            seen,
+            self._of_run(catalog.metas(), run_id),
+            counts,
+            {meta.attempt.id for meta in catalog.metas() if meta.save_id in uploaded and meta.run_id == run_id},
+        )
+        if run_id is not None:
+            heard += [Heard(attempt, frozenset({Voice.FENCED_US})) for attempt in met_here(self._root, run_id).attempts]
+        row = self._row(DISK, "disk", seen, run_id)
+        return replace(row, heard=tuple(heard), copies=tuple(copies), problems=tuple(problems))
 
-    def _holds_all(self, meta: Meta, kind: Kind) -> bool:
+    def _origin(self, meta: Meta, listed: Mapping[str, Attempt]) -> Origin:
+        if meta.staged_from is not None:
+            return Origin.STAGED
+        made_by = listed[meta.attempt.id].root if meta.attempt.id in listed else ""
+        ours = made_by == self._identity.id if made_by else self._identity.is_first
+        return Origin.SAVED_HERE if ours else Origin.COPIED
+
+    def _has_all(self, meta: Meta, kind: Kind) -> bool:
         """Whether a local copy has every file that a resume from this kind needs."""
         if not meta.partial:
             return True
         mine = {names.untagged(artifact.path) for artifact in meta.artifacts_of(kind)}
-        elsewhere = [there.saves[meta.save_id] for there in self.mirrors.values() if meta.save_id in there.saves]
+        elsewhere = [c.saves[meta.save_id] for c in self._catalogs[1:] if meta.save_id in c.saves]
         if elsewhere:
             return all({names.untagged(a.path) for a in other.artifacts_of(kind)} <= mine for other in elsewhere)
         name = names.SaveName(meta.step)
         needed = {name.extra(rank) for rank in range(meta.world_size)}
         return needed <= mine and (kind != "model" or name.optim(0) in mine)
 
-    def order(self, attempts: Sequence[Attempt]) -> Lineage:
-        """The lineage of all places together."""
-        facts: dict[str, SaveFacts] = {}
-        for (save_id, kind), metas in self.metas().items():
-            meta = next(iter(metas.values()))
-            kinds = facts[save_id].kinds if save_id in facts else ()
-            facts[save_id] = SaveFacts(
-                save_id=save_id, attempt=meta.attempt.id, number=meta.save_number, step=meta.step, kinds=(*kinds, kind)
-            )
-        return lineage([attempt for attempt in attempts if attempt.decided], list(facts.values()))
-
-    def whole(self) -> set[str]:
-        """The ids of the saves that can be resumed from in some place."""
-        return {save_id for save_id, _ in self.metas()}
-
-    def problems(self) -> dict[str, Problem]:
-        """Everything of this run that looks like a save and is whole nowhere, by place and name."""
-        found = dict(self.disk.problems) | (dict(self.persistent.problems) if self.persistent is not None else {})
-        for url, catalog in self.mirrors.items():
-            found |= {f"{url}/{name}": problem for name, problem in catalog.problems.items()}
-        for name, problem in found.items():
-            found[name] = replace(problem, save_id=problem.save_id or self.save_ids.get(name, ""))
-        whole = self.whole()
-        for meta in self.disk.saves.values():
-            if meta.run_id == self.run_id and meta.save_id not in whole:
-                name = f"{self.disk.place}/{names.SaveName(meta.step, meta.tag).meta}"
-                found[name] = Problem.of(meta, f"a copy staged from {meta.staged_from} that lacks files of the save")
-        return {
-            name: problem
-            for name, problem in found.items()
-            if problem.save_id not in whole and (problem.meta is None or problem.meta.run_id == self.run_id)
-        }
-
-    def learn_save_ids(self, table: UploadsTable) -> None:
-        """Look up whose metas those are that cannot be read."""
-        self.save_ids = {f"{self.disk.place}/{row.meta_path}": row.save_id for row in table.saves()}
-        if any(not problem.save_id and name not in self.save_ids for name, problem in self.disk.problems.items()):
-            for moved in table.history():  # of a save that was brought under other names since
-                if moved.path.startswith("meta_"):
-                    self.save_ids.setdefault(f"{self.disk.place}/{moved.path}", moved.save_id)
-        if any(not problem.save_id for there in self.mirrors.values() for problem in there.problems.values()):
-            self.save_ids |= {
-                f"{record.mirror}/{record.object or record.path}": record.save_id
-                for record in table.records()
-                if record.role == "meta"
-            }
-
-    def gone(self, table: UploadsTable, *, ever: bool = False) -> dict[str, Problem]:
-        """Saves that the table knows as committed, and of which nothing is left in any place that answers.
-
-        Args:
-            table: Of this root.
-            ever: Also those that were forgotten at an earlier start, before a mirror had them.
-        """
-        known = {row.save_id: (row.step, row.meta_path, row.kinds) for row in table.saves() if row.released}
-        if ever:
-            for moved in table.history():
-                if moved.new is None and moved.reason == REMOVED_REASON and moved.path.startswith("meta_"):
-                    known.setdefault(moved.save_id, (moved.step, moved.path, ("dcp", "model")))
-        here = {meta.save_id for meta in self._all_metas()}
-        here |= {stone for there in self.mirrors.values() for stone in there.tombstones}
+    def _gone(self, catalog: Catalog) -> list[Problem]:
+        """Saves that the table knows as committed, and of which nothing is left in any place that answers."""
+        known = {row.save_id: (row.step, row.meta_path, row.kinds) for row in self._saves if row.released}
+        forgotten: dict[str, tuple[int, str, tuple[Kind, ...]]] = {}
+        for moved in self._history:
+            if moved.new is None and moved.reason == REMOVED_REASON and moved.path.startswith("meta_"):
+                forgotten.setdefault(moved.save_id, (moved.step, moved.path, ("dcp", "model")))
+        there = {meta.save_id for meta in self._metas} | {stone.save_id for stone in self._tombstones}
+        if self._persistent is not None:
+            there |= self._persistent.saves.keys()
         why = "the table knows it as committed here, and its meta is gone"
-        return {
-            f"{self.disk.place}/{path}": Problem(why, step, save_id, kinds)
-            for save_id, (step, path, kinds) in known.items()
-            if save_id not in here and f"{self.disk.place}/{path}" not in self.disk.problems
-        }
+        return [
+            Problem(f"{catalog.place}/{path}", why, step, save_id, kinds, is_save=save_id in known)
+            for save_id, (step, path, kinds) in (forgotten | known).items()
+            if save_id not in there and f"{catalog.place}/{path}" not in catalog.problems
+        ]
 
-    def remains(self) -> dict[str, Problem]:
-        """What does not belong to any save of this run, and shows that the place is not empty."""
-        found: dict[str, Problem] = {}
-        catalogs = (self.disk, *self.mirrors.values())
-        metas = self._all_metas()
-        tombstones = [stone for there in catalogs for stone in there.tombstones.values()]
-        for there in catalogs:
-            told = {problem.step for problem in there.problems.values()}  # of a broken meta the files are loose
-            loose = unexplained(there.others, metas, tombstones)
-            found |= {f"{there.place}/{name}": one for name, one in loose.items() if one.step not in told}
-            others = [*there.saves.values(), *(one.meta for one in there.problems.values() if one.meta is not None)]
-            for meta in others:
-                if meta.run_id != self.run_id:
-                    name = f"{there.place}/{names.SaveName(meta.step, meta.tag).meta}"
-                    found[name] = Problem.of(meta, f"a save of another run, {meta.run_id[:8]}")
+    # -- mirrors ---------------------------------------------------------------------------------------------
+
+    def _mirror_row(self, mirror: Mirror) -> Row:
+        seen = self._seen[mirror.url]
+        if seen.catalog is None:
+            reach = Reach.REFUSED if isinstance(seen.error, NotAuthorised) else Reach.SILENT
+            return replace(self._row(mirror.url, "mirror", seen, None, reach), heard=tuple(self._heard(seen, (), ())))
+        catalog = seen.catalog
+        run_id = self._run_id(seen, catalog)
+        metas = self._of_run(catalog.metas(), run_id)
+        saves = self._of_run(catalog.saves.values(), run_id)
+        row = self._row(mirror.url, "mirror", seen, run_id)
+        return replace(
+            row,
+            heard=tuple(self._heard(seen, metas, {meta.attempt.id for meta in metas})),
+            copies=tuple(self._copy(mirror.url, meta, Origin.REMOTE, meta.kinds) for meta in saves),
+            problems=tuple(self._problems(mirror.url, catalog, run_id)),
+            removed=tuple(catalog.tombstones),
+        )
+
+    def _dropped_rows(self) -> list[Row]:
+        configured = {mirror.url for mirror in self._mirrors}
+        return [
+            Row(url, "mirror", Reach.DROPPED, "it is not configured any more", was_required=True)
+            for url in sorted(self._was_required() - configured)
+        ]
+
+    def _was_required(self) -> set[str]:
+        """The mirrors that counted for the last start, and that have saves."""
+        used = {record.mirror for record in self._verified}
+        return set(counting([(row.url, row.required) for row in self._known_mirrors])) & used
+
+    # -- the persistent directory ----------------------------------------------------------------------------
+
+    def _persistent_rows(self) -> list[Row]:
+        catalog = self._persistent
+        if catalog is None:
+            return []
+        rows = []
+        runs = sorted({meta.run_id for meta in catalog.metas()})
+        for run_id in runs:
+            saves = self._of_run(catalog.saves.values(), run_id)
+            metas = self._of_run(catalog.metas(), run_id)
+            rows.append(
+                Row(
+                    catalog.place,
+                    "persistent",
+                    run_id=run_id,
+                    heard=tuple(self._heard(Seen(), metas, {meta.attempt.id for meta in metas})),
+                    copies=tuple(self._copy(catalog.place, meta, Origin.REMOTE, meta.kinds) for meta in saves),
+                    problems=tuple(
+                        one
+                        for one in self._problems(catalog.place, catalog, run_id, loose=False)
+                        if one.save is not None
+                    ),
+                )
+            )
+        unknown = [one for one in self._problems(catalog.place, catalog, None, loose=False) if one.save is None]
+        if unknown:
+            rows.append(Row(catalog.place, "persistent", problems=tuple(unknown)))
+        return rows
+
+    # -- what the rows have in common ------------------------------------------------------------------------
+
+    def _row(self, place: str, sort: str, seen: Seen, run_id: str | None, reach: Reach = Reach.ANSWERED) -> Row:
+        required = counting([(mirror.url, mirror.required) for mirror in self._mirrors])
+        attempts = seen.attempts
+        return Row(
+            place,
+            "disk" if sort == "disk" else "mirror",
+            reach,
+            why=str(seen.error) if seen.error is not None else "",
+            required=place in required,
+            was_required=place in self._was_required(),
+            listed=seen.listed,
+            run_id=run_id,
+            names_required=attempts.required if attempts is not None else (),
+        )
+
+    def _catalog(self, place: str) -> Catalog:
+        catalog = self._seen[place].catalog
+        assert catalog is not None
+        return catalog
+
+    def _run_id(self, seen: Seen, catalog: Catalog) -> str | None:
+        if seen.attempts is not None:
+            return seen.attempts.run_id
+        rebuilt = attempts_of_metas(catalog.metas())
+        return rebuilt.run_id if rebuilt is not None else None
+
+    def _of_run(self, metas: Iterable[Meta], run_id: str | None) -> list[Meta]:
+        return [meta for meta in metas if meta.run_id == run_id]
+
+    def _heard(
+        self, seen: Seen, metas: Iterable[Meta], counts: Collection[str], uploaded: Collection[str] = ()
+    ) -> list[Heard]:
+        listed = seen.attempts if seen.attempts is not None else AttemptList("")
+        heard = {attempt.id: attempt for attempt in listed.attempts}
+        voices: dict[str, set[Voice]] = {
+            attempt.id: {Voice.CLAIMED if attempt.decided else Voice.UNDECIDED} for attempt in listed.attempts
+        }
+        for meta in metas:
+            attempt = heard.setdefault(meta.attempt.id, meta.attempt)
+            if not attempt.decided:
+                heard[attempt.id] = meta.attempt
+            voices.setdefault(meta.attempt.id, {Voice.NAMED})
+        for one in counts:
+            voices[one].add(Voice.COUNTS)
+        for one in uploaded:
+            voices[one].add(Voice.UPLOADED)
+        for one in set(listed.completed) & voices.keys():
+            voices[one].add(Voice.COMPLETED)
+        return [Heard(heard[one], frozenset(said)) for one, said in voices.items()]
+
+    def _copy(self, place: str, meta: Meta, origin: Origin, kinds: tuple[Kind, ...], unfinished: bool = False) -> Copy:
+        self._found[(meta.save_id, place)] = meta
+        return Copy(replace(facts_of(meta), kinds=kinds), origin, unfinished, meta.world_size)
+
+    def _problems(self, place: str, catalog: Catalog, run_id: str | None, *, loose: bool = True) -> list[Problem]:
+        def named(name: str) -> str:
+            return name if place == DISK or not loose else f"{catalog.place}/{name}"
+
+        found = []
+        for name, problem in catalog.problems.items():
+            if problem.meta is not None and problem.meta.run_id != run_id:
+                continue  # below
+            found.append(_problem(named(name), problem, self._save_ids.get(named(name), "")))
+        steps = {problem.step for problem in catalog.problems.values()}  # of a broken meta the files are loose
+        if loose:
+            left = unexplained(catalog.others, self._metas, self._tombstones)
+            found += [
+                replace(_problem(f"{catalog.place}/{name}", one, ""), is_save=False)
+                for name, one in left.items()
+                if one.step not in steps
+            ]
+            for meta in catalog.metas():
+                if meta.run_id != run_id:
+                    name = f"{catalog.place}/{names.SaveName(meta.step, meta.tag).meta}"
+                    why = f"a save of another run, {meta.run_id[:8]}"
+                    found.append(Problem(name, why, meta.step, meta.save_id, meta.kinds, facts_of(meta), is_save=False))
         return found
 
-    def attempts_to(self, meta: Meta) -> list[Attempt]:
-        """The attempt of a save, and those before it, as far as metas tell of them."""
-        known = {other.attempt.id: other.attempt for other in self._all_metas() if other.run_id == self.run_id}
-        way = [meta.attempt]
-        while way[-1].parent is not None and way[-1].parent.attempt in known:
-            earlier = known[way[-1].parent.attempt]
-            if earlier.number >= way[-1].number:
-                break  # the data contradicts itself, which deciding will say
-            way.append(earlier)
-        return way
-
-    def _elsewhere(self) -> list[Catalog]:
-        return [*self.mirrors.values(), *([self.persistent] if self.persistent is not None else [])]
-
-    def _all_metas(self) -> list[Meta]:
-        catalogs = (self.disk, *self._elsewhere())
-        broken = [problem.meta for there in catalogs for problem in there.problems.values()]
-        return [meta for there in catalogs for meta in there.saves.values()] + [m for m in broken if m is not None]
+    def _learned_save_ids(self) -> dict[str, str]:
+        """Whose metas those are that cannot be read, as far as the table knows."""
+        here = self._catalog(DISK)
+        found = {f"{here.place}/{row.meta_path}": row.save_id for row in self._saves}
+        if any(not one.save_id and name not in found for name, one in here.problems.items()):
+            for moved in self._history:  # of a save that was brought under other names since
+                if moved.path.startswith("meta_"):
+                    found.setdefault(f"{here.place}/{moved.path}", moved.save_id)
+        if any(not one.save_id for there in self._catalogs[1:] for one in there.problems.values()):
+            found |= {
+                f"{record.mirror}/{record.object or record.path}": record.save_id
+                for record in self._records
+                if record.role == "meta"
+            }
+        return found
 
 
-def look_everywhere(
-    root: Path, mirrors: Sequence[Mirror], claim: RunClaim, persistent: Catalog | None = None
-) -> Places:
-    """Look at the disk and at every mirror that answers; what is in the persistent directory was looked at before.
-
-    Raises:
-        StoreTemporary: A required mirror answered a moment ago, and does not any more.
-    """
-    places = Places(claim.run_id, local_catalog(root), unfinished=being_brought(root), persistent=persistent)
-    for mirror in mirrors:
-        if mirror.url in claim.unclaimed:
-            places.silent[mirror.url] = claim.unclaimed[mirror.url]
-            continue
-        try:
-            places.mirrors[mirror.url] = mirror_catalog(mirror)
-        except (Temporary, NotAuthorised, BrokenMeta, StorePermanent) as error:
-            if mirror.required:  # it answered a moment ago: what it holds is asked for, not guessed
-                raise
-            places.silent[mirror.url] = str(error)
-    return places
+def _problem(name: str, found: FoundProblem, save_id: str) -> Problem:
+    facts = facts_of(found.meta) if found.meta is not None else None
+    return Problem(name, found.why, found.step, found.save_id or save_id, found.kinds, facts, found.hindrance)

@@ -43,7 +43,7 @@ class ArtifactUpload(Sending):
         if digest is None:
             raise IntegrityError(f"The meta of save {meta.save_id[:8]} does not name {self._record.path}.")
         if not self._context.confirmed.is_set():
-            self._context.confirm(self._context.mirror)
+            self._context.confirm(self._context.mirror, None)
             self._context.confirmed.set()
         if self._lease_s > 2 * LEASE_S:
             self._context.table.renew(self._claim, self._lease_s)

@@ -41,7 +41,7 @@ class MetaUpload(Sending):
         """Write the mirror's meta, last; find our own there; step aside for another save's; obey a tombstone."""
         context = self._context
         meta = self._local_meta()
-        context.confirm(context.mirror)
+        context.confirm(context.mirror, meta)
         context.confirmed.set()
         mine = self._mirror_meta(meta)
         self._check_artifacts(mine)

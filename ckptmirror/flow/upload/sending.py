@@ -34,8 +34,8 @@ class UploadContext:
     """What an upload needs beside its claim.
 
     Attributes:
-        confirm: Asks the mirror whether this attempt may still commit there; raises AttemptFenced if not. A drain,
-            which is no attempt, passes a function that lets the mirror's list hold the root's attempts.
+        confirm: Asks whether files may be sent to the mirror, or (with a meta) a save be committed there; raises
+            AttemptFenced if this attempt may do nothing there any more.
         confirmed: Set once that went well, by the first record that is sent there.
         under_way: Told what is being sent, for who looks on.
     """
@@ -44,7 +44,7 @@ class UploadContext:
     table: UploadsTable
     mirror: Mirror
     bus: events.EventBus
-    confirm: Callable[[Mirror], None]
+    confirm: Callable[[Mirror, Meta | None], None]
     confirmed: threading.Event = field(default_factory=threading.Event)
     under_way: UnderWay = field(default_factory=UnderWay)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError
 from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload.record import upload_claimed
 from ckptmirror.flow.upload.sending import LEASE_S, UploadContext
@@ -92,7 +93,7 @@ class UploadWorkers:
         table: UploadsTable,
         mirrors: Sequence[Mirror],
         bus: events.EventBus,
-        confirm: Callable[[Mirror], None],
+        confirm: Callable[[Mirror, Meta | None], None],
         *,
         workers_per_mirror: int = 2,
         on_fenced: Callable[[str], None] = lambda _reason: None,
