@@ -83,7 +83,7 @@ class Histories:
         one = frozenset({first.id})
         disk = Disk(first.root, "run 1", listed, URLS, one, uploaded=one, copies=frozenset({made_here(save)}))
         mirror = Mirror("run 1", listed, URLS, frozenset({save}))
-        runs = Actor("1", 0, "runs", AUTO, Choice(None, True, False), "run 1", one, step=1)
+        runs = Actor("1", 0, "runs", AUTO, Choice(None, True, False), "run 1", one, told=one, step=1)
         return State((disk, Disk()), (mirror, mirror), actors=(runs,), started=1)
 
     def steps(self, state: State) -> Iterator[Step]:
@@ -200,7 +200,7 @@ class Histories:
             return
         disk, claim = self._claimed(sight, actor)
         wrong = self._wrong_claim(state, actor.choice) if any(sight.mirrors) else ""
-        claims = actor._replace(phase="claims", known=claim.known, needs=claim.needs, withheld=claim.withheld)
+        claims = actor._replace(phase="claims", known=claim.known, needs=claim.needs, told=claim.told)
         claims = claims._replace(step=step_of(actor.choice.parent))
         if sight.disk.run is None and actor.run == f"run {actor.attempt}":
             claims = claims._replace(unwritten=disk)
@@ -258,7 +258,7 @@ class Histories:
         assert disk.run is not None
         entry = next(one for one in disk.listed if one.id == actor.attempt)
         root_list = AttemptList(disk.run, tuple(in_order(disk.listed)), disk.required)
-        claim = rules.Claim(entry, root_list, actor.known, actor.needs, actor.withheld)
+        claim = rules.Claim(entry, root_list, known=actor.known, told=actor.told, needs=actor.needs)
         told = rules.mirror_list(claim, list_of(mirror))
         return Mirror(told.run_id, self._one_of_each(told.attempts), told.required, mirror.saves)
 

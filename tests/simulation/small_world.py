@@ -96,7 +96,7 @@ class Actor(NamedTuple):
     Attributes:
         known: The ids of the attempts that it heard of before it claimed.
         needs: The mirrors that have to take its claim.
-        withheld: The ids of the attempts that it does not tell mirrors of.
+        told: The ids of the attempts that it tells mirrors of.
         unwritten: The root's list while a run begins: it is written last.
         commit: What it asked for and was granted: the index of the mirror, and the save.
     """
@@ -110,7 +110,7 @@ class Actor(NamedTuple):
     known: frozenset[str] = frozenset()
     needs: tuple[str, ...] = ()
     step: int = 0
-    withheld: frozenset[str] = frozenset()
+    told: frozenset[str] = frozenset()
     unwritten: Disk | None = None
     commit: tuple[int, SaveFacts] | None = None
 

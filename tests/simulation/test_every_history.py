@@ -31,7 +31,8 @@ WORLDS = {
     "commits pause": replace(RUNNING, claims_at_once=False, commits_at_once=False),
 }
 if FULL:
-    WORLDS |= {"everything": World(False, True, True, True, True, True, claims_at_once=False, commits_at_once=False)}
+    at_any_time = replace(RUNNING, claims_at_once=False, commits_at_once=False)
+    WORLDS["everything"] = replace(at_any_time, restores=True, reconfigures=True, rewinds=True, starts_over=True)
 
 
 @pytest.mark.timeout(3000)

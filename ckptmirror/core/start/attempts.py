@@ -220,16 +220,16 @@ class Claim:
         attempt: The new entry.
         root_list: What the list of this root is to hold.
         known: The ids of all attempts that were heard of: one that is not among them fences.
+        told: The ids of those that mirrors are told of. An attempt of this root that died before its first save is
+            none of them, unless a mirror has it; nor is a person's that does not count: its own claim alone enters it.
         needs: The mirrors that have to take the claim, else the start gives up; the others may be told later.
-        withheld: The ids of those that no mirror is told of: a person's attempts that do not count, which their own
-            claims alone enter; and those that died before their first save, where no mirror has them.
     """
 
     attempt: Attempt
     root_list: AttemptList
     known: frozenset[str]
+    told: frozenset[str]
     needs: tuple[str, ...]
-    withheld: frozenset[str] = frozenset()
 
 
 def claim_from(
@@ -261,21 +261,19 @@ def claim_from(
         root=evidence.root,
         required=required if attempt.by_person else (),
     )
-    on_mirrors = {heard.attempt.id for row in evidence.mirrors() for heard in row.heard}
-    alive = counted.counting | {one.id for one in adopted}
-    withheld = {one.id for one in known.attempts if one.by_person or one.id not in on_mirrors} - alive
+    on_mirrors = {heard.attempt.id for row in evidence.mirrors() for heard in row.heard if not heard.attempt.by_person}
     return Claim(
         attempt=entry,
+        told=frozenset({entry.id, *on_mirrors, *counted.counting, *(one.id for one in adopted)}),
         root_list=merge_attempts(known, AttemptList(run_id, (entry,))),
         known=frozenset({one.id for one in (*heard.attempts, *known.attempts)} | {entry.id}),
         needs=required if needs_all else (),
-        withheld=frozenset(withheld),
     )
 
 
 def mirror_list(claim: Claim, there: AttemptList | None) -> AttemptList:
-    """Return what a mirror's list is to hold after the claim: all that is known and not withheld."""
-    told = tuple(one for one in claim.root_list.attempts if one.id not in claim.withheld)
+    """Return what a mirror's list is to hold after the claim: all that it is told of."""
+    told = tuple(one for one in claim.root_list.attempts if one.id in claim.told)
     ours = AttemptList(claim.root_list.run_id, told, claim.root_list.required)
     return merge_attempts(there, ours) if there is not None else ours
 
