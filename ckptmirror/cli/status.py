@@ -20,6 +20,7 @@ from ckptmirror.cli._tables import (
     standing_style,
 )
 from ckptmirror.cli._words import age_text, on_no_mirror, size
+from ckptmirror.core.errors import CkptMirrorError, DeadlinePassed, IntegrityError, RefusedOnlyCopy
 from ckptmirror.core.printable import printable_text
 
 if TYPE_CHECKING:
@@ -34,26 +35,31 @@ _COLUMNS = (
 )
 
 
-@exit_codes(6, 10, 11)
+@exit_codes(6, 7, 8, 10, 11)
 @click.command(short_help="Say how much training is not yet safe.")
 @root_option
+@click.option("--exit-code", "with_code", is_flag=True, help="Exit with 0 only if all is safe, else with 8, 7 or 6.")
 @json_option
-def command(root: Path, as_json: bool) -> int:
+def command(root: Path, with_code: bool, as_json: bool) -> int:
     """Say how much training is not yet safe. Reads the local disk only; a trainer may be running.
+
+    With --exit-code, for a monitor: 8 says that uploads are pending or failed, 7 that this disk holds the only copy and
+    no upload will change that, 6 that something on it is damaged. Without, what could be told ends with 0.
 
     \b
     Examples:
       ckptmirror status /local-ssd/run-17
       ckptmirror status /local-ssd/run-17 --json | jq .unsafe_bytes
+      ckptmirror status /local-ssd/run-17 --exit-code || page-someone
     """
     from ckptmirror.flow.status import read_status
 
     status = read_status(root)
+    exit_code, verdict = _verdict(status)
     if as_json:
         print_json(_facts(status))
-        return 0
-    verdict = with_places(_verdict(status), {"root": root})
-    print_line(verdict, "bold green" if verdict.startswith("safe") else "bold red")
+        return exit_code if with_code else 0
+    print_line(with_places(verdict, {"root": root}), "bold red" if exit_code else "bold green")
     if status.skipped:
         steps = f"step{'s' * (len(status.skipped) > 1)} {', '.join(map(str, status.skipped))}"
         were = "were" if len(status.skipped) > 1 else "was"
@@ -64,29 +70,39 @@ def command(root: Path, as_json: bool) -> int:
         print(f"  problem: {name}: {why}")
     if status.trainer:
         print(_trainer(status))
-    return 0
+    return exit_code if with_code else 0
 
 
-def _verdict(status: Status) -> str:
+def _verdict(status: Status) -> tuple[int, str]:
+    """Return the exit code and the first line: what is not safe, the worst first."""
+    error, sentence = _safety(status)
+    if status.problems:
+        error, more = IntegrityError, "`ckptmirror verify` says what is damaged here, and what mends it"
+        sentence = f"{sentence}; {more}"
+    return error.exit_code if error is not None else 0, sentence
+
+
+def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
     if not any(required for _, required in status.mirrors):
-        return "NOT SAFE: no required mirror is configured; the local disk holds the only copy"
+        return RefusedOnlyCopy, "NOT SAFE: no required mirror is configured; the local disk holds the only copy"
     if status.unsafe_files:
         failed = f", {status.failed_files} of them failed" if status.failed_files else ""
         what = f"{status.unsafe_files} files ({size(status.unsafe_bytes)})"
         mended = "; mend their cause, then `ckptmirror drain`" if failed else ""
-        return f"NOT SAFE: {what} are not verified on every required mirror{failed}{mended}"
+        return DeadlinePassed, f"NOT SAFE: {what} are not verified on every required mirror{failed}{mended}"
     if status.unasked and not status.unsettled:
         silent = ", ".join(status.unasked)
-        return f"NOT SAFE: {silent} has yet to say what it still has; `ckptmirror drain` asks"
+        return DeadlinePassed, f"NOT SAFE: {silent} has yet to say what it still has; `ckptmirror drain` asks"
     if not status.is_mirrored(None):
-        return "NOT SAFE: there are saves without upload records; `ckptmirror drain` makes and finishes them"
+        what = "there are saves without upload records; `ckptmirror drain` makes and finishes them"
+        return DeadlinePassed, f"NOT SAFE: {what}"
     if status.emergency_step is not None:
         is_apart = status.emergency_copy is not None and _is_apart(status.emergency_copy, status.root)
         what = on_no_mirror(status.emergency_step, status.emergency_copy)
-        return f"{'safe' if is_apart else 'NOT SAFE'}: {what}"
+        return (None, f"safe: {what}") if is_apart else (RefusedOnlyCopy, f"NOT SAFE: {what}")
     if not status.saves:
-        return "nothing is saved here yet, and nothing waits for a mirror"
-    return "safe: every save is verified on every required mirror"
+        return None, "nothing is saved here yet, and nothing waits for a mirror"
+    return None, "safe: every save is verified on every required mirror"
 
 
 def _is_apart(one: Path, other: Path) -> bool:

@@ -11,7 +11,8 @@ from ckptmirror.core.errors import DeadlinePassed
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.status import read_status
 from tests.kit.cli import run as cli
-from tests.kit.training import new_state, saved_run
+from tests.kit.roots import fail_uploads, make_pending
+from tests.kit.training import new_state, running, saved_run
 
 
 def test_i8_status_calls_nothing_safe_on_a_mirror_that_does_not_answer(tmp_path: Path) -> None:
@@ -34,3 +35,47 @@ def test_i8_status_calls_nothing_safe_on_a_mirror_that_does_not_answer(tmp_path:
     assert drain(root, timeout_s=60).is_verified
     assert read_status(root).is_mirrored(None)
     assert cli("status", "--root", root).stdout.startswith("safe")
+
+
+# -- for a monitor ----------------------------------------------------------------------------------------------
+
+
+def code(root: Path, *more: str) -> int:
+    ended = cli("status", root, "--exit-code", *more)
+    assert ended.stdout
+    return ended.returncode
+
+
+def test_the_exit_code_of_status_says_whether_all_is_safe(tmp_path: Path) -> None:
+    root, _ = make_pending(tmp_path, f"file://{tmp_path}/mirror", 100, 200, kinds=("model",))
+    assert cli("status", root).returncode == 0, "without the option it tells, and does not judge"
+    assert code(root) == 8, "uploads are pending"
+    assert code(root, "--json") == 8
+    fail_uploads(root, "model_000100.pt")
+    assert code(root) == 8
+    assert drain(root, timeout_s=60).is_verified
+    assert code(root) == 0
+    (root / "model_000200.pt").unlink()
+    assert code(root) == 6, "what is here is damaged"
+    assert "`ckptmirror verify --root" in cli("status", root).stdout.splitlines()[0]
+
+
+def test_the_exit_code_of_status_says_that_this_disk_holds_the_only_copy(tmp_path: Path) -> None:
+    saved_run(tmp_path / "alone", (1,))
+    assert code(tmp_path / "alone") == 7
+    root = tmp_path / "root"
+    with running(root, f"file://{tmp_path}/mirror") as manager:
+        state = new_state()
+        manager.resume(state)
+        manager.save(1, state)
+        manager.wait()
+        assert code(root) == 0
+        manager.save_emergency_checkpoint(2, state)
+    assert code(root) == 7
+    assert "emergency snapshot" in cli("status", root).stdout.splitlines()[0]
+
+
+def test_the_exit_code_of_status_is_0_where_nothing_is_saved_yet(tmp_path: Path) -> None:
+    with running(tmp_path / "root", f"file://{tmp_path}/mirror") as manager:
+        manager.resume(new_state())
+    assert code(tmp_path / "root") == 0
