@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.integration.rank_processes import run_ranks
 
 from ckptmirror import CheckpointManager, Retention
 from ckptmirror.core import events, names
@@ -21,6 +20,7 @@ from ckptmirror.flow.status import is_mirrored
 from ckptmirror.local.lock import RANKS_LOCK_NAME, is_held
 from ckptmirror.local.uploads import UploadsTable
 from tests.kit.cli import run
+from tests.kit.processes import run_ranks
 from tests.kit.roots import leftovers, whole
 from tests.kit.training import everything, new_state, running, same, train
 

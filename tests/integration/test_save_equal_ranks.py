@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.rank_processes import run_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.integration.equal_ranks_job import KINDS, everything_that_happens
+from tests.kit.processes import run_ranks
 from tests.kit.roots import whole
 from tests.kit.training import same
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.integration.rank_processes import run_ranks
 
 from ckptmirror import CheckpointManager, Retention, StopRequest, errors
 from ckptmirror.core import events, names
@@ -21,6 +20,7 @@ from ckptmirror.local import crashpoints
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.uploads import UploadsTable
 from tests.kit.cli import run
+from tests.kit.processes import run_ranks
 from tests.kit.roots import leftovers, whole
 from tests.kit.training import everything, new_state, running, same, train
 from tests.unit.local.conftest import mounted  # noqa: F401 - a fixture
