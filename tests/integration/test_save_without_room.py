@@ -23,7 +23,7 @@ from tests.kit.cli import run
 from tests.kit.processes import run_ranks
 from tests.kit.roots import leftovers, whole
 from tests.kit.training import everything, new_state, running, same, train
-from tests.unit.local.conftest import mounted  # noqa: F401 - a fixture
+from  import mounted  # noqa: F401 - a fixture
 
 SMALL = 300_000
 
