@@ -23,7 +23,6 @@ from tests.kit.cli import run
 from tests.kit.processes import run_ranks
 from tests.kit.roots import leftovers, whole
 from tests.kit.training import everything, new_state, running, same, train
-from  import mounted  # noqa: F401 - a fixture
 
 SMALL = 300_000
 
@@ -50,7 +49,7 @@ class Heard:
 
 
 def test_i8_a_loop_goes_on_while_the_mirror_is_away_and_the_disk_is_full_and_saves_again_when_there_is_room(
-    mounted: Callable[..., Path],  # noqa: F811
+    mounted: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -103,7 +102,7 @@ def test_i8_a_loop_goes_on_while_the_mirror_is_away_and_the_disk_is_full_and_sav
 
 
 def test_the_handle_of_a_skipped_save_raises_and_what_its_caller_heard_is_not_raised_again(
-    mounted: Callable[..., Path],  # noqa: F811
+    mounted: Callable[..., Path],
 ) -> None:
     root = mounted("size=2m") / "run"
     for mode in ("async", "blocking"):
@@ -122,7 +121,7 @@ def test_the_handle_of_a_skipped_save_raises_and_what_its_caller_heard_is_not_ra
 
 
 def test_a_skipped_save_outlives_a_resume_and_an_explicit_wait_raises_it_once(
-    mounted: Callable[..., Path],  # noqa: F811
+    mounted: Callable[..., Path],
 ) -> None:
     with running(mounted("size=2m") / "run", kinds=("model",)) as manager:
         manager.resume(new_state())
@@ -139,7 +138,7 @@ def test_a_skipped_save_outlives_a_resume_and_an_explicit_wait_raises_it_once(
 
 
 def test_a_stop_with_a_snapshot_newer_than_the_skipped_saves_ends_well(
-    mounted: Callable[..., Path],  # noqa: F811
+    mounted: Callable[..., Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     root = mounted("size=2m") / "run"
@@ -158,7 +157,7 @@ def test_a_stop_with_a_snapshot_newer_than_the_skipped_saves_ends_well(
 
 
 def test_a_snapshot_that_finds_no_room_waits_for_the_save_in_flight_and_takes_the_room_that_it_frees(
-    mounted: Callable[..., Path],  # noqa: F811
+    mounted: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The save does not fit; the snapshot does, once what the save wrote is gone again."""
@@ -212,7 +211,7 @@ def leave_free(place: Path, size_bytes: int) -> None:
 
 
 def test_a_snapshot_without_room_goes_to_the_second_place_alone_and_the_next_start_brings_it(
-    mounted: Callable[..., Path],  # noqa: F811
+    mounted: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
     place, kept = mounted("size=4m"), tmp_path / "kept"
@@ -268,7 +267,7 @@ def skips_on_one_rank(rank: int, root: str) -> dict[str, Any]:
 
 
 def test_a_save_that_one_rank_has_no_room_for_is_skipped_by_all(
-    mounted: Callable[..., Path],  # noqa: F811
+    mounted: Callable[..., Path],
 ) -> None:
     root = mounted("size=3m") / "run"
     for found in run_ranks(2, skips_on_one_rank, str(root)):
