@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from shlex import quote
 from typing import Any, TypeVar
 
@@ -105,11 +104,7 @@ class GuardedCall:
             self.future.set_exception(error)
         finally:
             _current.call = before
-
-    def end(self) -> None:
-        """Wake the caller; with ``_lock`` of the module held."""
-        self._guard.let_go(self)
-        self.over.set()
+            self._guard.let_go(self)
 
 
 class _Current(threading.local):
@@ -118,7 +113,6 @@ class _Current(threading.local):
 
 _current = _Current()
 _lock = threading.Lock()
-_idle: list[SimpleQueue[GuardedCall]] = []  # the threads that wait for a call, by what they wait at
 _guards: weakref.WeakValueDictionary[Path, HangGuard] = weakref.WeakValueDictionary()
 
 
@@ -187,9 +181,9 @@ class HangGuard:
             if self._hanging and refuses and self.clock() < self._next_s:
                 raise self._error(min(call.heard_s for call in self._hanging))
         call = GuardedCall(run, self)
-        _hand_out(call)
         say_s = self.clock() + _SAY_AFTER_S
         try:
+            _make(call)
             while not call.over.wait(min(_WAIT_S, max(0.0, call.heard_s + silence_s - self.clock()))):
                 if ending is not None and ending.is_set():
                     silence_s = min(silence_s, _ENDING_S)
@@ -197,16 +191,22 @@ class HangGuard:
                     raise self._error(call.heard_s)
                 if self.clock() >= max(say_s, call.heard_s + _SAY_AFTER_S):
                     say_s = self.clock() + _SAY_EVERY_S
-                    _log.warning("waiting for %s, which does not answer (hangs its file system?)", self._directory)
+                    _log.warning("waiting for %s: its file system does not answer", self._directory)
         except BaseException:  # an interrupt too
             call.give_up()
             raise
         result: _Result = call.future.result()
         return result
 
-    def let_go(self, call: GuardedCall | None = None) -> None:
-        """Forget a call that hung, or all."""
-        self._hanging -= {call} if call is not None else set(self._hanging)
+    def let_go(self, call: GuardedCall) -> None:
+        """A call is over: wake who waits for it, and let others be made again."""
+        with _lock:
+            self._hanging.discard(call)
+            call.over.set()
+
+    def forget(self) -> None:
+        """Forget what hangs."""
+        self._hanging.clear()
 
     def _hangs(self, call: GuardedCall, silence_s: float) -> bool:
         with _lock:
@@ -223,37 +223,18 @@ class HangGuard:
         )
 
 
-def _hand_out(call: GuardedCall) -> None:
-    """Have a thread make the call; this one, where none can be started."""
-    with _lock:
-        queue = _idle.pop() if _idle else None
-    if queue is None:
-        queue = SimpleQueue()
-        try:
-            threading.Thread(target=_work, args=(queue,), name="ckptmirror-call", daemon=True).start()
-        except RuntimeError:  # the machine's limit, or the end of the interpreter
-            call.do()
-            call.over.set()
-            return
-    queue.put(call)
-
-
-def _work(queue: SimpleQueue[GuardedCall]) -> None:
-    while True:
-        call = queue.get()
+def _make(call: GuardedCall) -> None:
+    try:
+        threading.Thread(target=call.do, name="ckptmirror-call", daemon=True).start()
+    except RuntimeError:  # no more threads: the machine's limit, or the end of the interpreter
         call.do()
-        with _lock:
-            _idle.append(queue)  # before the caller wakes, who may have another call
-            call.end()
-        del call
 
 
 def _forget_in_child() -> None:
     global _lock
     _lock = threading.Lock()
-    _idle.clear()
     for guard in list(_guards.values()):
-        guard.let_go()
+        guard.forget()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -92,7 +92,9 @@ def _why_unwritable(path: Path, code: int | None) -> str | None:
             return "the directory it belongs to does not exist"
         case errno.ELOOP:
             return "a symbolic link stands in its place, and links are not followed"
-        case errno.ENAMETOOLONG | errno.EFBIG | errno.EXDEV | errno.EISDIR | errno.ENOTEMPTY | errno.EBUSY:
+        case errno.EXDEV:
+            return "it would have to go to another file system, or it is in one of the lower layers of an overlay"
+        case errno.ENAMETOOLONG | errno.EFBIG | errno.EISDIR | errno.ENOTEMPTY | errno.EBUSY:
             return os.strerror(code)
         case (
             errno.ENODEV | errno.ENXIO | errno.ESTALE | errno.ENOTCONN | errno.EINVAL | errno.EOPNOTSUPP | errno.ENOSYS

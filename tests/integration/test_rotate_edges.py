@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +17,11 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import LocalStorageFull, NameTaken
 from ckptmirror.core.model import Attempt, Meta, new_id, top_names
+from ckptmirror.core.retention import Retention
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.retention import rotation as rotate_module
 from ckptmirror.flow.retention.reconcile import reconcile
-from ckptmirror.flow.retention.rotation import finish_interrupted
+from ckptmirror.flow.retention.rotation import finish_interrupted, rotate_root
 from ckptmirror.flow.save.commit import NAMES_LOCK_NAME, commit_save
 from ckptmirror.flow.save.emergency import save_emergency
 from ckptmirror.flow.save.emergency_files import read_note
@@ -26,8 +29,10 @@ from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import exclusive
 from ckptmirror.local.uploads import UploadsTable
-from tests.kit.roots import MirroredRoot, two_saves
+from tests.kit.faults import DiskFault, failing
+from tests.kit.roots import MirroredRoot, two_saves, whole
 from tests.kit.saves import FIRST_ATTEMPT, RUN_ID
+from tests.kit.training import saved_run
 
 # -- equal bytes are not one's own -----------------------------------------------------------------------------
 
@@ -326,3 +331,55 @@ def test_an_emergency_snapshot_is_durable_whatever_stands_in_the_way_of_latest(p
     assert [save.meta.step for save in read_inventory(place.root).saves] == [250]
     assert directory.is_dir()
     assert (place.root / names.LATEST_NAME).read_text() == "a person's"
+
+
+# -- what cannot be renamed --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+def test_i1_a_rotation_that_the_disk_stops_half_way_puts_back_what_it_moved(place: MirroredRoot, at: int) -> None:
+    old, _ = two_saves(place)
+    place.upload()
+    before = sorted(path.name for path in place.root.iterdir())
+    with failing(DiskFault(at=at, code=errno.EIO, prefix="trash.rename")):
+        report = place.rotate()
+    assert report.deleted == ()
+    assert "I/O error" in report.refused[old.save_id]
+    assert sorted(path.name for path in place.root.iterdir()) == before
+    assert place.has(old)
+    assert place.rotate().deleted == ((100, old.save_id),)
+
+
+@pytest.fixture
+def overlay(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
+    """Mounts an overlay over a directory, which becomes its lower layer."""
+    mounted: list[Path] = []
+
+    def mount(place: Path) -> None:
+        for name in ("upper", "work"):
+            (tmp_path / name).mkdir()
+        options = f"lowerdir={place},upperdir={tmp_path}/upper,workdir={tmp_path}/work"
+        command = ["mount", "-t", "overlay", "overlay", "-o", options, str(place)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("this user may not mount an overlay")
+        mounted.append(place)
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_i1_a_save_in_the_lower_layer_of_an_overlay_is_kept_and_rotation_says_why(
+    tmp_path: Path, overlay: Callable[[Path], None]
+) -> None:
+    """A directory of the lower layer cannot be renamed (EXDEV), the meta can: it is back when rotation refuses."""
+    root, url = tmp_path / "root", f"memory://{tmp_path.name}/run"
+    saved_run(root, (1, 2), url)
+    overlay(root)
+    (old,) = [meta for meta in whole(root).values() if meta.step == 1]
+    report = rotate_root(root, Retention(keep_last=1))
+    assert report.deleted == ()
+    assert "lower layers of an overlay" in report.refused[old.save_id]
+    assert set(whole(root)) == {1, 2}

@@ -9,7 +9,8 @@ Rules:
   checksum, and a directory that holds more than the save's files stays.
 * What goes is a save, not its names: under the lock of names that a commit holds, the meta is read once more. A person
   may have removed the save meanwhile, and training saved another under its names.
-* The meta goes first, then the files are renamed to trash, then the trash is emptied, then the record is forgotten. A
+* The meta goes first, then the files are renamed to trash, then the trash is emptied, then the record is forgotten.
+  Where a name cannot be moved (an overlay renames no directory of its lower layer), all that was moved is put back. A
   crash in between leaves files that the table proves to be verified and without a meta; :func:`finish_interrupted`
   carries on, but for what a later save of the same bytes names by then.
 * An emergency snapshot goes in the stead of a newer save, about which the mirrors are asked (docs/adr/0003), and with
@@ -23,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -262,13 +263,14 @@ def _delete(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) ->
             return f"{meta_path.name} went away meanwhile: the next rotation looks what is left"
         if found == meta.save_id:
             pointed = _point_latest_elsewhere(root, meta, newest)
-            _discard(root, meta_path)
-            files.fsync_dir(root)
-            taken = _in_flight(table, meta.save_id) | claimed_by_others(root, meta.save_id)
-            for name in top_names(meta.artifacts):
-                if name not in taken:
-                    _discard(root, root / name)
-            files.fsync_dir(root)
+            with _put_back_on_failure(root) as moved:
+                moved += _discard(root, meta_path)
+                files.fsync_dir(root)
+                taken = _in_flight(table, meta.save_id) | claimed_by_others(root, meta.save_id)
+                for name in top_names(meta.artifacts):
+                    if name not in taken:
+                        moved += _discard(root, root / name)
+                files.fsync_dir(root)
     if found != meta.save_id:
         table.forget_save(meta.save_id)  # all of it went before the other got its names, and the mirrors have it
         return f"somebody removed it meanwhile, and another save ({found[:8]}) has its names"
@@ -285,9 +287,32 @@ def _in_flight(table: UploadsTable, save_id: str) -> set[str]:
     return {record.path.partition("/")[0] for record in records}
 
 
-def _discard(root: Path, path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # a person was faster
-        files.move_to_trash(root, path)
+def _discard(root: Path, path: Path) -> list[tuple[Path, Path]]:
+    """Move a name into the trash; say what lies where now, if anything was there."""
+    try:
+        return [(path, files.move_to_trash(root, path))]
+    except FileNotFoundError:  # a person was faster
+        return []
+
+
+@contextlib.contextmanager
+def _put_back_on_failure(root: Path) -> Iterator[list[tuple[Path, Path]]]:
+    """Lend a list of names and where they were moved to. If the body fails they get their names back, the last first.
+
+    So the meta, which went first, comes last: a save is never shown without its files.
+    """
+    moved: list[tuple[Path, Path]] = []
+    try:
+        yield moved
+    except (CkptMirrorError, OSError):
+        try:
+            for path, lies in reversed(moved):
+                files.fsync_dir(root)
+                files.rename_noreplace(lies, path, label="trash.put_back")
+            files.fsync_dir(root)
+        except (CkptMirrorError, OSError) as error:
+            _log.error("what a rotation began to move stays in %s: %s", root / names.TRASH_DIR, error)
+        raise
 
 
 def finish_interrupted(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[str]:

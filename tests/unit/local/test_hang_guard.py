@@ -77,12 +77,6 @@ def test_what_a_call_returns_and_raises_is_the_callers() -> None:
     assert guard.call(threading.current_thread) is not threading.current_thread()
 
 
-def test_calls_one_after_the_other_take_one_thread() -> None:
-    guard = HangGuard(PLACE)
-    threads = {guard.call(threading.get_ident) for _ in range(50)}
-    assert len(threads) == 1
-
-
 def found_hanging(guard: HangGuard, hung: Hung) -> None:
     """Somebody waited for a call in vain, and nothing is to be asked for the next 40 s."""
     raised(lambda: guard.call(hung, limit_s=0.0))
