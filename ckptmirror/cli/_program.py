@@ -38,7 +38,8 @@ class Verbs(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the interface is click's
         """Return the names of all verbs."""
-        return sorted(module.name for module in iter_modules(cli.__path__) if not module.name.startswith("_"))
+        modules = (module.name for module in iter_modules(cli.__path__))
+        return sorted(name.replace("_", "-") for name in modules if not name.startswith("_"))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -63,7 +64,7 @@ class Verbs(click.Group):
         """Import and return one verb; None if there is none of that name."""
         if cmd_name not in self.list_commands(ctx):
             return None
-        command = import_module(f"ckptmirror.cli.{cmd_name}").command
+        command = import_module(f"ckptmirror.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         if all(parameter.name != "verbose" for parameter in command.params):
             verbose_option(command)

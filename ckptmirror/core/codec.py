@@ -272,6 +272,7 @@ def attempts_to_bytes(attempts: AttemptList) -> bytes:
         "attempts": [_entry_document(attempt) for attempt in ordered],
         "required": sorted(set(attempts.required)),
         "completed": sorted(set(attempts.completed)),
+        "forgotten": sorted(set(attempts.forgotten)),
     }
     data = seal(_ATTEMPTS, document, _ATTEMPTS_VERSION)
     _attempts_from_fields(Fields(document))
@@ -292,12 +293,13 @@ def _attempts_from_fields(fields: Fields) -> AttemptList:
     items = fields.array("attempts", MAX_ATTEMPTS)
     required = _texts(fields, "required", _MAX_MIRRORS) if fields.has("required") else ()
     completed = _texts(fields, "completed", MAX_ATTEMPTS) if fields.has("completed") else ()
+    forgotten = _texts(fields, "forgotten", _MAX_MIRRORS) if fields.has("forgotten") else ()
     fields.end()
     attempts = [_entry(item, f"attempts[{index}]") for index, item in enumerate(items)]
     if len({attempt.id for attempt in attempts}) != len(attempts):
         raise BrokenMeta("attempts names an attempt twice.")
     ordered = tuple(sorted(attempts, key=lambda attempt: (attempt.number, attempt.id)))
-    return AttemptList(run_id, ordered, required, completed)
+    return AttemptList(run_id, ordered, required, completed, forgotten)
 
 
 def _texts(fields: Fields, key: str, max_items: int) -> tuple[str, ...]:

@@ -237,9 +237,11 @@ def merge_attempts(*lists: AttemptList) -> AttemptList:
         for attempt in attempts.attempts:
             merged[attempt.id] = _agreed(merged.get(attempt.id, attempt), attempt)
     ordered = tuple(sorted(merged.values(), key=lambda attempt: (attempt.number, attempt.id)))
-    required = tuple(dict.fromkeys(url for attempts in lists for url in attempts.required))
+    forgotten = tuple(dict.fromkeys(url for attempts in lists for url in attempts.forgotten))
+    named = dict.fromkeys(url for attempts in lists for url in attempts.required)
+    required = tuple(url for url in named if url not in forgotten)
     completed = tuple(dict.fromkeys(one for attempts in lists for one in attempts.completed))
-    return AttemptList(run_id, ordered, required, completed)
+    return AttemptList(run_id, ordered, required, completed, forgotten)
 
 
 def join_lists(local: AttemptList, mirrors: AttemptList) -> tuple[AttemptList, frozenset[str]]:

@@ -102,6 +102,7 @@ class AttemptList:
 
     Attributes:
         required: URLs of the run's required mirrors; only a person removes one (``ckptmirror forget-mirror``).
+        forgotten: URLs of those that a person took out of the run; in no list of the run are they required any more.
         completed: In a root's own list: ids of its attempts that every required mirror took down when they claimed the
             run. Empty on a mirror.
     """
@@ -110,6 +111,7 @@ class AttemptList:
     attempts: tuple[Attempt, ...] = ()
     required: tuple[str, ...] = ()
     completed: tuple[str, ...] = ()
+    forgotten: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,9 +136,15 @@ def _known(rows: Iterable[Row]) -> dict[str, Attempt]:
     return {attempt.id: attempt for attempt in merged.attempts}
 
 
+def _named_required(evidence: Evidence) -> list[str]:
+    """Return the mirrors that lists name as required, without those that a person took out of the run."""
+    forgotten = {url for row in evidence.rows for url in row.forgets}
+    return [url for row in evidence.rows for url in row.names_required if url not in forgotten]
+
+
 def _silent(evidence: Evidence) -> dict[str, str]:
     """Rule 2."""
-    named = {url for row in evidence.rows for url in row.names_required}
+    named = set(_named_required(evidence))
     silent = {
         row.place: row.why or row.reach.value
         for row in evidence.mirrors()
@@ -249,11 +255,12 @@ def claim_from(
     """
     counted = count(evidence)
     configured = [row.place for row in evidence.mirrors() if row.required and row.reach is not Reach.DROPPED]
-    named = [url for row in evidence.rows for url in row.names_required]
+    named = _named_required(evidence)
     required = tuple(dict.fromkeys([*configured, *named]))
     heard = AttemptList(run_id, tuple(counted.heard.values()))
     completed = tuple(sorted(_ids(evidence.disk, Voice.COMPLETED)))
-    known = AttemptList(run_id, tuple(counted.known.values()), required, completed)
+    forgotten = tuple(sorted({url for row in evidence.rows for url in row.forgets} - set(configured)))
+    known = AttemptList(run_id, tuple(counted.known.values()), required, completed, forgotten)
     known = merge_attempts(known, AttemptList(run_id, tuple(adopted)))
     entry = replace(
         attempt,
@@ -274,7 +281,7 @@ def claim_from(
 def mirror_list(claim: Claim, there: AttemptList | None) -> AttemptList:
     """Return what a mirror's list is to hold after the claim: all that it is told of."""
     told = tuple(one for one in claim.root_list.attempts if one.id in claim.told)
-    ours = AttemptList(claim.root_list.run_id, told, claim.root_list.required)
+    ours = replace(claim.root_list, attempts=told, completed=())
     return merge_attempts(there, ours) if there is not None else ours
 
 

@@ -147,6 +147,7 @@ class Row:
         listed: What became of its list.
         run_id: The run that its list, or else its saves, are of; None if nothing there names one.
         names_required: The mirrors that its list names as required.
+        forgets: The mirrors that a person took out of the run, by its list.
         heard: Every attempt that it knows of; one that did not answer may have shown its list before that.
         copies: The saves that can be resumed from here.
         problems: What cannot.
@@ -162,6 +163,7 @@ class Row:
     listed: ListFound = ListFound.NONE
     run_id: str | None = None
     names_required: tuple[str, ...] = ()
+    forgets: tuple[str, ...] = ()
     heard: tuple[Heard, ...] = ()
     copies: tuple[Copy, ...] = ()
     problems: tuple[Problem, ...] = ()

@@ -85,7 +85,7 @@ def not_answering(why: str, silent: Mapping[str, str], *, may_go_back: bool = Fa
         silent: What each of them does: "does not answer (...)".
         may_go_back: Whether a person may decide without them: they are optional mirrors.
     """
-    gone = "if it is gone for good, take it out of the run with `ckptmirror forget-mirror URL`"
+    gone = "if it is gone for good, take it out of the run with `ckptmirror forget-mirror --url URL`"
     if may_go_back:
         gone = "go back on purpose with policy=<step>"
     told = f"{why}{'; '.join(f'{place} {phrase}' for place, phrase in silent.items())}."

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,7 +171,7 @@ class Bringer:
         chosen = self._chosen
         assert chosen is not None, "something was proposed"
         seen = self._survey()
-        self._check_unchanged(seen, chosen)
+        self._check_unchanged(seen, chosen, ())
         parent = proposal.meta.ref if proposal.meta is not None else None
         claim = claim_from(
             seen.evidence,
@@ -181,10 +182,11 @@ class Bringer:
         )
         run = RunClaim(self._node.root, self._node.table, self._node.mirrors, claim, self._cache)
         run.make(seen)
+        self._check_unchanged(self._survey(), chosen, {run.attempt.id})  # by now every other attempt is fenced
         return run
 
-    def _check_unchanged(self, seen: Survey, chosen: Try | Scratch) -> None:
-        before = {heard.attempt.id for row in self.seen.evidence.rows for heard in row.heard}
+    def _check_unchanged(self, seen: Survey, chosen: Try | Scratch, own: Collection[str]) -> None:
+        before = {heard.attempt.id for row in self.seen.evidence.rows for heard in row.heard} | set(own)
         now = {heard.attempt for row in seen.evidence.rows for heard in row.heard if heard.attempt.id not in before}
         if now:
             newest = max(now, key=lambda attempt: (attempt.number, attempt.id))

@@ -105,7 +105,7 @@ def waiting(verdict: Verdict) -> StoreTemporary:
     rival = f" (attempt {verdict.rival.number}, {verdict.rival.id[:8]})" if verdict.rival is not None else ""
     return StoreTemporary(
         f"Nothing is committed before {', '.join(verdict.waits_for)} answers: {verdict.why}{rival}.",
-        hint="If it is gone for good, take it out of the run with `ckptmirror forget-mirror URL`.",
+        hint="If it is gone for good, take it out of the run with `ckptmirror forget-mirror --url URL`.",
     )
 
 

@@ -354,6 +354,7 @@ class _Rows:
             listed=seen.listed,
             run_id=run_id,
             names_required=attempts.required if attempts is not None else (),
+            forgets=attempts.forgotten if attempts is not None else (),
         )
 
     def _catalog(self, place: str) -> Catalog:

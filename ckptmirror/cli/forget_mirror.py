@@ -1,0 +1,56 @@
+"""``ckptmirror forget-mirror``: take a mirror that is gone for good out of the run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ckptmirror.cli._exit_codes import exit_codes
+from ckptmirror.cli._options import json_option, print_json, root_option
+
+
+@exit_codes(3, 5, 10, 11)
+@click.command("forget-mirror", short_help="Take a mirror that is gone for good out of the run.")
+@root_option
+@click.option("--url", required=True, metavar="URL", help="The mirror; it need not answer.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@json_option
+def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
+    """Take a mirror that is gone for good out of the run: no start waits for its word any more.
+
+    Starts and drains wait for each required mirror of the run, since it may hold what is newer. What it alone holds is
+    given up by this. Nothing is deleted, here or there.
+
+    \b
+    Examples:
+      ckptmirror forget-mirror --root /local-ssd/run-17 --url gs://old-bucket/run-17 --dry-run
+      ckptmirror forget-mirror --root /local-ssd/run-17 --url gs://old-bucket/run-17
+    """
+    from ckptmirror.flow.start.forget import forget_mirror
+
+    done = forget_mirror(root, url, dry_run=dry_run)
+    if as_json:
+        print_json(
+            {
+                "root": str(root),
+                "url": done.url,
+                "dry_run": dry_run,
+                "left": list(done.left),
+                "told": list(done.told),
+                "untold": done.untold,
+                "configured": done.is_configured,
+            }
+        )
+        return 0
+    verb = "would be" if dry_run else "is"
+    left = ", ".join(done.left) or "none"
+    print(f"{done.url} {verb} no required mirror of the run any more; its required mirrors: {left}")
+    for one, why in done.untold.items():
+        print(f"{one} does not answer ({why}); the next start tells it", file=sys.stderr)
+    if done.is_configured:
+        print(
+            f"take {done.url} out of the trainer's mirrors too, else its next start requires it again", file=sys.stderr
+        )
+    return 0

@@ -1,0 +1,114 @@
+"""Take a mirror out of a run: no start, commit or drain waits for its word any more. A person decides that.
+
+Rules:
+* The lists of the root and of every mirror that answers record it. Lists only grow: the mirror is entered as forgotten,
+  so that a list that still names it, on a mirror that is away, does not bring it back.
+* Nothing on the mirror is touched, and no local file. What waits for it stays in the table until it is a mirror again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import attempts_to_bytes
+from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, PreconditionFailed, Temporary
+from ckptmirror.core.lineage import merge_attempts
+from ckptmirror.core.model import AttemptList, new_id
+from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
+from ckptmirror.local import files
+from ckptmirror.local.lock import RootLock
+from ckptmirror.local.table_place import open_known_table
+from ckptmirror.stores import normalise_url
+
+__all__ = ["Forgotten", "forget_mirror"]
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """A mirror that was taken out of the run.
+
+    Attributes:
+        url: Which.
+        left: The required mirrors that the run still has.
+        told: The mirrors that know it.
+        untold: Those that do not answer, with the reason; the next start tells them.
+        is_configured: Whether the root's last start had it as a mirror: then the configuration has to change too.
+    """
+
+    url: str
+    left: tuple[str, ...]
+    told: tuple[str, ...]
+    untold: dict[str, str]
+    is_configured: bool
+
+
+def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
+    """Take a required mirror out of the run of a root.
+
+    Args:
+        root: The local root.
+        url: Of the mirror.
+        dry_run: Say what would be done, and do nothing.
+
+    Raises:
+        CheckpointNotFound: The run does not name such a mirror.
+        NoTable: ckptmirror has not saved here.
+        RootLocked: A trainer, or another verb, holds the root.
+    """
+    url = normalise_url(url)
+    lock = RootLock(root)
+    with open_known_table(root) as table:
+        lock.acquire({"verb": "forget-mirror"})
+        try:
+            rows = table.mirrors()
+            specs = [MirrorSpec(row.url, row.required) for row in rows if row.url != url]
+            mirrors = open_mirrors(specs, root, table)
+            try:
+                return _forget(root, url, mirrors, url in {row.url for row in rows}, dry_run)
+            finally:
+                close_mirrors(mirrors)
+        finally:
+            lock.release()
+
+
+def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool, dry_run: bool) -> Forgotten:
+    here = read_local_attempts(root)
+    lists: dict[str, tuple[AttemptList, int]] = {}
+    untold: dict[str, str] = {}
+    by_url = {mirror.url: mirror for mirror in mirrors}
+    for mirror in by_url.values():
+        try:
+            listed, generation = read_mirror_attempts(mirror)
+        except CkptMirrorError as error:
+            untold[mirror.url] = str(error)
+            continue
+        if listed is not None:
+            lists[mirror.url] = (listed, generation)
+    every = [listed for listed, _ in lists.values()] + ([here] if here is not None else [])
+    named = {one for attempts in every for one in attempts.required}
+    if url not in named:
+        known = ", ".join(sorted(named)) or "none"
+        raise CheckpointNotFound(
+            f"The run of {root} does not name {url} as a required mirror. It names {known}.",
+            hint=f"`ckptmirror status --root {quote(str(root))}` lists the mirrors that are configured.",
+        )
+    out = AttemptList(every[0].run_id, forgotten=(url,))
+    if here is not None and not dry_run:
+        data = attempts_to_bytes(merge_attempts(here, out))
+        files.write_bytes(root / names.ATTEMPTS_NAME, data, save_id=new_id(), replace=True)
+    for one, (listed, generation) in lists.items():
+        if not dry_run:
+            _tell(by_url[one], merge_attempts(listed, out), generation)
+    return Forgotten(url, tuple(sorted(named - {url})), tuple(lists), untold, is_configured)
+
+
+def _tell(mirror: Mirror, wanted: AttemptList, generation: int) -> None:
+    try:
+        mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
+    except PreconditionFailed as error:
+        raise Temporary(f"{mirror.url}/{names.WRITER_NAME} was changed meanwhile.", hint="Try again.") from error
