@@ -226,7 +226,10 @@ class _Start:
     """One replay. Its only state is what it has said."""
 
     def __init__(self, evidence: Evidence, wish: Wish, tried: Sequence[Outcome]) -> None:
-        self._all = evidence
+        by_name = [
+            replace(row, problems=tuple(sorted(row.problems, key=lambda one: one.name))) for row in evidence.rows
+        ]
+        self._all = replace(evidence, rows=tuple(by_name))  # what is said does not depend on the order of a listing
         self._wish = wish
         self._tried = tried
         self._notices: list[Notice] = []
