@@ -155,6 +155,11 @@ OPTIONAL = [
         refuses(StoreTemporary, "attempt 1", "may have saved since", O, "policy=<step>"),
     ),
     Case(
+        "and the list that was restored to an older one may be whole there",
+        [disk(), mirror(M, [theirs], [t100, by("b", 1, after=t100, root=THERE).save(200)]), silent(O)],
+        refuses(StoreTemporary, "attempt 1", O),
+    ),
+    Case(
         "an attempt of this root that saved nothing has nothing there",
         [disk([a, by("b", 1, after=a100)], saved=[a100]), mirror(M, [a], [a100]), silent(O)],
         tries(a100, says=O),
