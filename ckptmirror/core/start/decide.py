@@ -22,8 +22,8 @@ this order; which attempts count is said by ``attempts``.
 8. A save is continued from while a place is silent only if this root vouches for it (made it, or continued from it by a
    claim that it completed everywhere), and no rival is heard of. A decision needs every required mirror, and they take
    it down: a person's choice, and going back past a save that looks whole.
-9. A newer attempt of another root, of which nobody who answers has a save, or none lists it, is not passed by while
-   any mirror does not answer. So what this start has heard of waits for optional mirrors too; of what it never heard
+9. A newer attempt of another root, of which nobody who answers has a save, or that none lists, or that ran apart, is
+   not passed by while any mirror does not answer. So what this start has heard of waits for optional mirrors too; of what it never heard
    they need not tell.
 10. An emergency snapshot that only another number of ranks can load gives way only to a save of the same step, unless
     a person names another.
@@ -545,7 +545,7 @@ class _Start:
     def _unseen_after(self, save: SaveFacts) -> Attempt | None:
         """Return the newest attempt of rule 9 that is newer than a save's; None if there is none."""
         known, this = self._counted.known, self._counted.known[save.attempt]
-        seen = self._evidence.heard_as(Voice.COUNTS) & known.keys()
+        seen = self._evidence.heard_as(Voice.COUNTS) & known.keys() - self._counted.apart
         newer = [
             one
             for one in self._counted.heard.values()
