@@ -22,8 +22,9 @@ this order; which attempts count is said by ``attempts``.
 8. A save is continued from while a place is silent only if this root vouches for it (made it, or continued from it by a
    claim that it completed everywhere), and no rival is heard of. A decision needs every required mirror, and they take
    it down: a person's choice, and going back past a save that looks whole.
-9. A newer attempt of another root, of which nobody who answers has a save, is not passed by while any mirror does not
-   answer. So what this start has heard of waits for optional mirrors too; of what it never heard they need not tell.
+9. A newer attempt of another root, of which nobody who answers has a save, or that none lists, or that ran apart, is
+   not passed by while any mirror does not answer. So what this start has heard of waits for optional mirrors too; of what it never heard
+   they need not tell.
 10. An emergency snapshot that only another number of ranks can load gives way only to a save of the same step, unless
     a person names another.
 11. Step 0 needs what a start over needs, and either no sign that anything was ever saved, or a recorded decision to
@@ -225,7 +226,10 @@ class _Start:
     """One replay. Its only state is what it has said."""
 
     def __init__(self, evidence: Evidence, wish: Wish, tried: Sequence[Outcome]) -> None:
-        self._all = evidence
+        by_name = [
+            replace(row, problems=tuple(sorted(row.problems, key=lambda one: one.name))) for row in evidence.rows
+        ]
+        self._all = replace(evidence, rows=tuple(by_name))  # what is said does not depend on the order of a listing
         self._wish = wish
         self._tried = tried
         self._notices: list[Notice] = []
@@ -536,12 +540,13 @@ class _Start:
         )
 
     def _unseen_after(self, save: SaveFacts) -> Attempt | None:
-        """Rule 9: the newest attempt of another root, newer than a save's, of which nobody who answers has a save."""
-        saved, this = self._evidence.heard_as(Voice.COUNTS), self._counted.known[save.attempt]
+        """Return the newest attempt of rule 9 that is newer than a save's; None if there is none."""
+        known, this = self._counted.known, self._counted.known[save.attempt]
+        seen = self._evidence.heard_as(Voice.COUNTS) & known.keys() - self._counted.apart
         newer = [
             one
             for one in self._counted.heard.values()
-            if _age(one) > _age(this) and one.id not in saved and not is_own(self._evidence, one)
+            if _age(one) > _age(this) and one.id not in seen and not is_own(self._evidence, one)
         ]
         return max(newer, key=_age, default=None)
 

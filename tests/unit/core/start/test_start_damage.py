@@ -442,6 +442,14 @@ def test_where_every_place_answers(case: Case) -> None:
     case.check()
 
 
+def test_what_is_said_first_does_not_depend_on_the_order_of_a_listing() -> None:
+    other = broken(a300, "EIO", hindrance="unreadable")
+    for damaged in ([unreadable, other], [other, unreadable]):
+        Case(
+            "", [disk([a], saved=[a100], damaged=damaged)], refuses(Temporary, "meta_000200.json cannot be read")
+        ).check()
+
+
 def test_an_ambiguous_id_is_an_error() -> None:
     one, other = (replace(a100, facts=replace(a100.facts, save_id="1234567890" + end * 22)) for end in "ab")
     other = replace(other, facts=replace(other.facts, number=2))

@@ -17,6 +17,7 @@ from tests.unit.core.start.builders import (
     by,
     disk,
     dropped,
+    kept,
     mirror,
     refuses,
     silent,
@@ -155,6 +156,21 @@ OPTIONAL = [
         "but a newer attempt that nobody who answers has a save of may have saved there",
         [disk(), mirror(M, [theirs, by("b", 1, after=t100, root=THERE)], [t100]), silent(O)],
         refuses(StoreTemporary, "attempt 1", "may have saved since", O, "policy=<step>"),
+    ),
+    Case(
+        "and the list that was restored to an older one may be whole there",
+        [disk(), mirror(M, [theirs], [t100, by("b", 1, after=t100, root=THERE).save(200)]), silent(O)],
+        refuses(StoreTemporary, "attempt 1", O),
+    ),
+    Case(
+        "a snapshot of another root, beside which this one saved again, may be the run's as far as they tell there",
+        [
+            disk([a], saved=[a100, a200]),
+            mirror(M, [a, by("b", 1, after=a100, root=THERE)]),
+            silent(O),
+            kept(by("b", 1, after=a100, root=THERE).save(300, "emergency")),
+        ],
+        refuses(StoreTemporary, "attempt 1", O),
     ),
     Case(
         "an attempt of this root that saved nothing has nothing there",
