@@ -43,6 +43,9 @@ def command(root: Path, as_json: bool) -> int:
     for line in status.saves:
         kinds = "+".join(line.kinds)
         print(f"  {line.step:>9}  {kinds:<10} {size(line.size_bytes):>10}  {line.standing:<10} {_safety(line)}")
+    for url, lacking in status.pushed.items():
+        has = f"lacks {lacking} of {_sent(status)} saves; `ckptmirror drain` sends them"
+        print(with_places(f"pushed: {url} {has if lacking else 'has every save that is here'}", {"root": status.root}))
     for name, why in status.problems.items():
         print(f"  problem: {name}: {why}")
     if trainer := status.trainer:
@@ -86,6 +89,11 @@ def _safety(line: SaveLine) -> str:
     return "; ".join(f"{url}: {why}" for url, why in line.waiting.items()) or "local only"
 
 
+def _sent(status: Status) -> int:
+    """How many saves there are that mirrors get."""
+    return sum(line.kinds != ("emergency",) for line in status.saves)
+
+
 def _or_none(step: int | None) -> str:
     return "none" if step is None else str(step)
 
@@ -93,7 +101,9 @@ def _or_none(step: int | None) -> str:
 def _facts(status: Status) -> dict[str, Any]:
     return {
         "root": str(status.root),
-        "mirrors": [{"url": url, "required": required} for url, required in status.mirrors],
+        "mirrors": [
+            {"url": url, "required": required, "pushed": url in status.pushed} for url, required in status.mirrors
+        ],
         "newest_step": status.newest_step,
         "newest_safe_step": status.newest_safe_step,
         "unsafe_files": status.unsafe_files,

@@ -47,7 +47,7 @@ from ckptmirror.core.resumption import (
 )
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
-from ckptmirror.flow.places.mirrors import Mirror, counting
+from ckptmirror.flow.places.mirrors import Mirror, counting, counting_rows
 from ckptmirror.flow.retention.reconcile import BRINGING_NAME, add_missing_records
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.flow.start.leader import Node
@@ -120,7 +120,7 @@ class Proposer:
     def _dropped(self) -> dict[str, str]:
         """The mirrors that counted for the last start, that have saves, and that do not count or answer any more."""
         used = {record.mirror for record in self._node.table.records(state=RecordState.VERIFIED)}
-        counted = set(counting([(row.url, row.required) for row in self._node.table.mirrors()]))
+        counted = set(counting_rows(self._node.table.mirrors()))
         dropped = (counted & used) - set(self._asked()) - self._places.mirrors.keys()
         for url in dropped - self._places.silent.keys():
             self._say(f"{url}, which this root was mirrored to and is not any more: what it alone holds was not seen")
