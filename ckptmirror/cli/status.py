@@ -66,6 +66,9 @@ def command(root: Path, with_code: bool, as_json: bool) -> int:
         print(f"NOT SAVED: {steps} {were} skipped, the disk had no room: {printable_text(status.skipped_why)}")
     print(f"newest step {_or_none(status.newest_step)}, newest safe step {_or_none(status.newest_safe_step)}")
     print_table(_COLUMNS, [_cells(line) for line in status.saves])
+    for url, lacking in status.pushed.items():
+        has = f"lacks {lacking} of {_sent(status)} saves; `ckptmirror drain` sends them"
+        print(with_places(f"pushed: {url} {has if lacking else 'has every save that is here'}", {"root": status.root}))
     for name, why in status.problems.items():
         print(f"  problem: {name}: {why}")
     if status.trainer:
@@ -137,6 +140,11 @@ def _trainer(status: Status) -> str:
     return f"trainer: {what} (pid {facts.get('pid')}{where}, {when})"
 
 
+def _sent(status: Status) -> int:
+    """How many saves there are that mirrors get."""
+    return sum(line.kinds != ("emergency",) for line in status.saves)
+
+
 def _or_none(step: int | None) -> str:
     return "none" if step is None else str(step)
 
@@ -144,7 +152,9 @@ def _or_none(step: int | None) -> str:
 def _facts(status: Status) -> dict[str, Any]:
     return {
         "root": str(status.root),
-        "mirrors": [{"url": url, "required": required} for url, required in status.mirrors],
+        "mirrors": [
+            {"url": url, "required": required, "pushed": url in status.pushed} for url, required in status.mirrors
+        ],
         "newest_step": status.newest_step,
         "newest_safe_step": status.newest_safe_step,
         "unsafe_files": status.unsafe_files,

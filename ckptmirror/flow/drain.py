@@ -236,10 +236,13 @@ def push(
     with _Opened(table) as held:
         table.check_root(root)
         note_place(root, table_path(root, state_dir))
-        known = [(row.url, row.required) for row in table.mirrors()]
-        if spec.url not in [url for url, _ in known]:
+        known = table.mirrors()
+        if spec.url not in [row.url for row in known]:
             is_only_word = not known and not is_training_root(root)  # else what is required is the trainer's to say
-            table.set_mirrors([*known, (spec.url, is_only_word and spec.required)])
+            table.set_mirrors(
+                [*((row.url, row.required) for row in known), (spec.url, is_only_word and spec.required)],
+                [*(row.url for row in known if row.pushed), spec.url],
+            )
         add_missing_records(table, [spec], metas)
         table.retry_failed(mirror=spec.url)
         known_specs = [MirrorSpec(row.url, row.required) for row in table.mirrors() if row.url != spec.url]

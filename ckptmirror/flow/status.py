@@ -8,16 +8,16 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.places.catalog import local_catalog
-from ckptmirror.flow.places.mirrors import counting
+from ckptmirror.flow.places.mirrors import counting_rows
 from ckptmirror.flow.places.select import lineage_of
-from ckptmirror.flow.retention.durability import open_saves
+from ckptmirror.flow.retention.durability import count_lacking, open_saves
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of
 from ckptmirror.local.status_file import is_writer_alive, read_status_file
@@ -64,6 +64,7 @@ class Status:
         unasked: Mirrors that count and have yet to say that they still have what was verified there.
         skipped: Steps that the trainer did not save for lack of room, oldest first; the last ones.
         skipped_why: Why the last of them was.
+        pushed: Mirrors that a person pushed to beside the trainer's, each with how many saves of this disk it lacks.
     """
 
     root: Path
@@ -83,6 +84,7 @@ class Status:
     emergency_copy: Path | None = None
     skipped: tuple[int, ...] = ()
     skipped_why: str = ""
+    pushed: Mapping[str, int] = field(default_factory=dict)
 
     def is_mirrored(self, save_id: str | None) -> bool:
         """Whether a save (all of them, if None) waits for no mirror that counts (so always where none is configured).
@@ -110,7 +112,7 @@ def is_mirrored(
             return False  # it is being made anew just now
         metas = local_catalog(root).whole.values()
         rows = [row for row in table.mirrors() if configured is None or row.url in configured]
-        asked = counting((row.url, row.required) for row in rows)
+        asked = counting_rows(rows)
         if save_id is None and table.unasked().intersection(asked):
             return False  # what was verified there earlier may be gone
         return not open_saves(table, metas, asked, None if save_id is None else [save_id])
@@ -123,12 +125,14 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         NoTable: ckptmirror has not saved here.
     """
     with open_known_table(root, state_dir, read_only=True) as table:
-        mirrors = [(row.url, row.required) for row in table.mirrors()]
+        rows = table.mirrors()
+        mirrors = [(row.url, row.required) for row in rows]
         required = [url for url, is_required in mirrors if is_required]
         records = table.records()
         catalog = local_catalog(root)
-        missing = open_saves(table, catalog.whole.values(), counting(mirrors))
-        unasked = table.unasked().intersection(counting(mirrors))
+        missing = open_saves(table, catalog.whole.values(), counting_rows(rows))
+        unasked = table.unasked().intersection(counting_rows(rows))
+        pushed = {row.url: count_lacking(table, catalog.whole.values(), row.url) for row in rows if row.pushed}
     gaps: dict[str, dict[str, str]] = {}
     for one in missing:
         gaps.setdefault(one.save_id, {})[one.mirror] = one.reason
@@ -179,6 +183,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         emergency_copy=copy_of(root, snapshot.save_id) if snapshot is not None else None,
         skipped=tuple(step for step, _ in skipped),
         skipped_why=skipped[-1][1] if skipped else "",
+        pushed=pushed,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from ckptmirror.flow.retention.rotation import ROTATE_LOCK_NAME, rotate_root
 from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.lock import exclusive
 from ckptmirror.local.table_place import table_path
-from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.local.uploads import MirrorRow, UploadsTable
 from ckptmirror.stores import open_store
+from tests.kit.cli import run
 from tests.kit.mirrors import memory_url
 from tests.kit.roots import MirroredRoot
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
@@ -169,6 +171,58 @@ def test_i8_where_no_mirror_is_required_a_save_without_a_record_is_not_mirrored(
     assert is_mirrored(tmp_path / "root", None)
     mirror = Mirror(url, False, open_store(url))
     assert sorted(meta.step for meta in mirror_catalog(mirror).saves.values()) == [1, 2, 3]
+
+
+def test_a_pushed_mirror_is_still_drained_to_after_the_trainers_next_start_and_counts_for_nothing(
+    tmp_path: Path,
+) -> None:
+    root, url, pushed = tmp_path / "root", f"file://{tmp_path}/mirror", f"file://{tmp_path}/pushed"
+    saved_run(root, (1,), url)
+    assert push(root, pushed, timeout_s=LIMIT_S).is_verified
+    saved_run(root, (2,), url)  # waits for no mirror but its own
+    assert rows(root) == [MirrorRow(url, True), MirrorRow(pushed, False, pushed=True)]
+    status = read_status(root)
+    assert status.is_mirrored(None)
+    assert status.pushed == {pushed: 1}
+    said = run("status", "--root", root)
+    assert said.stdout.startswith("safe: ")
+    assert f"pushed: {pushed} lacks 1 of 2 saves; `ckptmirror drain --root {root}` sends them" in said.stdout
+    facts = json.loads(run("status", "--root", root, "--json").stdout)
+    assert facts["mirrors"] == [
+        {"url": url, "required": True, "pushed": False},
+        {"url": pushed, "required": False, "pushed": True},
+    ]
+    assert run("drain", "--root", root).returncode == 0
+    assert sorted(meta.step for meta in mirror_catalog(mirror_at(pushed)).saves.values()) == [1, 2]
+    assert f"pushed: {pushed} has every save that is here" in run("status", "--root", root).stdout
+    assert run("rewind", "--root", root, "--step", "1").returncode == 0
+    assert rows(root)[1] == MirrorRow(pushed, False, pushed=True)
+    saved_run(root, (3,), url, pushed)  # the trainer's own from now on
+    assert rows(root) == [MirrorRow(url, True), MirrorRow(pushed, True)]
+    saved_run(root, (4,), url)
+    assert rows(root) == [MirrorRow(url, True)]
+
+
+def test_a_pushed_mirror_does_not_count_beside_an_optional_one_of_the_trainer(tmp_path: Path) -> None:
+    root, own, pushed = tmp_path / "root", MirrorSpec(f"file://{tmp_path}/mirror", False), f"file://{tmp_path}/pushed"
+    saved_run(root, (1,), own)
+    assert push(root, pushed, timeout_s=LIMIT_S).is_verified
+    saved_run(root, (2,), own)
+    assert is_mirrored(root, None)
+    assert read_status(root).is_mirrored(None)
+    with running(root, own) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.passed_over == ()
+
+
+def rows(root: Path) -> list[MirrorRow]:
+    with UploadsTable.open(table_path(root), read_only=True) as table:
+        return table.mirrors()
+
+
+def mirror_at(url: str) -> Mirror:
+    return Mirror(url, False, open_store(url))
 
 
 def test_i8_a_start_that_could_not_add_its_records_does_not_call_its_saves_mirrored(tmp_path: Path) -> None:

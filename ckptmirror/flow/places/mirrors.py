@@ -27,7 +27,7 @@ from ckptmirror.core.sealed_json import open_sealed, seal
 from ckptmirror.local import files
 from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.local.saying import saying
-from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.local.uploads import MirrorRow, UploadsTable
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.decorator import StoreDecorator
@@ -42,6 +42,7 @@ __all__ = [
     "check_places",
     "close_mirrors",
     "counting",
+    "counting_rows",
     "known_mirrors",
     "left_behind",
     "mirror_specs",
@@ -88,6 +89,12 @@ def counting(mirrors: Iterable[tuple[str, bool]]) -> list[str]:
     """Of (URL, whether it is required): the mirrors that a save must be on to be safe; all, where none is required."""
     given = list(mirrors)
     return [url for url, required in given if required] or [url for url, _ in given]
+
+
+def counting_rows(rows: Iterable[MirrorRow]) -> list[str]:
+    """The mirrors of a table that a save must be on to be safe; what was pushed to counts only where it is all."""
+    given = list(rows)
+    return counting((row.url, row.required) for row in [row for row in given if not row.pushed] or given)
 
 
 def mirror_specs(mirrors: Iterable[str | MirrorSpec]) -> list[MirrorSpec]:
@@ -174,12 +181,19 @@ def known_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> list[Mirr
 
 
 def set_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> None:
-    """Tell the table which mirrors there are, and say loudly what waits for one that is no more."""
-    for url, count in left_behind(table, {spec.url for spec in specs}).items():
+    """Tell the table which mirrors there are, and say loudly what waits for one that is no more.
+
+    A mirror that a person pushed to stays one, optional, until a person removes it or a start configures it.
+    """
+    urls = {spec.url for spec in specs}
+    pushed: list[str] = []
+    with contextlib.suppress(BrokenTable):
+        pushed = [row.url for row in table.mirrors() if row.pushed and row.url not in urls]
+    for url, count in left_behind(table, {*urls, *pushed}).items():
         saying(_log, mirror=url).error(
             "%d files wait for %s, which is no mirror any more: they are not sent until it is one again", count, url
         )
-    table.set_mirrors([(spec.url, spec.required) for spec in specs])
+    table.set_mirrors([*((spec.url, spec.required) for spec in specs), *((url, False) for url in pushed)], pushed)
 
 
 def left_behind(table: UploadsTable, mirrors: Collection[str]) -> dict[str, int]:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from ckptmirror.core.errors import BrokenTable
 from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Meta
-from ckptmirror.flow.places.mirrors import counting
+from ckptmirror.flow.places.mirrors import counting_rows
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.local.uploads import MirrorStanding, UploadsTable
 
-__all__ = ["OpenSave", "is_settled", "left_settled", "open_files", "open_saves"]
+__all__ = ["OpenSave", "count_lacking", "is_settled", "left_settled", "open_files", "open_saves"]
 
 _SETTLED = (RecordState.VERIFIED, RecordState.REMOVED, RecordState.SKIPPED)
 
@@ -59,7 +59,7 @@ def open_saves(
     Raises:
         BrokenTable: The list of mirrors is broken.
     """
-    required = counting((row.url, row.required) for row in table.mirrors())
+    required = counting_rows(table.mirrors())
     released = [save.save_id for save in table.saves() if save.released]
     metas = list(metas)
     local = [meta.save_id for meta in metas if not is_emergency(meta)]
@@ -74,6 +74,15 @@ def open_saves(
         unknown = [one for one in save_ids if one not in wanted and not left_settled(table, mirrors, one)]
         found += [OpenSave(save_id, url, 1, "nothing is known of it") for save_id in unknown for url in mirrors]
     return [one for one in found if one is not None]
+
+
+def count_lacking(table: UploadsTable, metas: Iterable[Meta], mirror: str) -> int:
+    """Count the saves of this disk that could be on a mirror and are not settled there, with or without records."""
+    wanted = [meta for meta in metas if not is_emergency(meta) and not meta.partial]
+    return sum(
+        not any(there.mirror == mirror and is_settled(there) for there in table.standing(meta.save_id))
+        for meta in wanted
+    )
 
 
 def open_files(saves: Iterable[OpenSave]) -> int:

@@ -33,6 +33,7 @@ from ckptmirror.flow.places.mirrors import (
     ask_patiently,
     close_mirrors,
     counting,
+    counting_rows,
     known_mirrors,
     open_mirrors,
     set_mirrors,
@@ -296,7 +297,7 @@ class Node:
 
     def _new_table(self) -> Path | None:
         aside = self.table.start_anew()
-        self.table.set_mirrors([(spec.url, spec.required) for spec in self.specs])
+        set_mirrors(self.table, self.specs)
         if self.claim is not None:
             self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))
         add_missing_records(self.table, self.specs, self._whole())
@@ -311,7 +312,7 @@ class Node:
         """
         urls = set(counting((spec.url, spec.required) for spec in self.specs))
         if self.claim is None:
-            urls |= set(counting((row.url, row.required) for row in self.table.mirrors()))
+            urls |= set(counting_rows(self.table.mirrors()))
         return urls
 
     def rotate_now(self, timeout_s: float) -> RotationReport:

@@ -43,7 +43,7 @@ from ckptmirror.core.start.evidence import (
 )
 from ckptmirror.flow.places.attempt_lists import met_here, read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.places.catalog import Catalog, MetaCache, local_catalog, mirror_catalog
-from ckptmirror.flow.places.mirrors import Mirror, counting
+from ckptmirror.flow.places.mirrors import Mirror, counting, counting_rows
 from ckptmirror.flow.retention.reconcile import REMOVED_REASON, being_brought
 from ckptmirror.local.root_id import RootId
 from ckptmirror.local.uploads import UploadsTable
@@ -307,7 +307,7 @@ class _Rows:
     def _was_required(self) -> set[str]:
         """The mirrors that counted for the last start, and that have saves."""
         used = {record.mirror for record in self._verified}
-        return set(counting([(row.url, row.required) for row in self._known_mirrors])) & used
+        return set(counting_rows(self._known_mirrors)) & used
 
     # -- the persistent directory ----------------------------------------------------------------------------
 

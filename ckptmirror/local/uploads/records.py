@@ -112,10 +112,15 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class MirrorRow:
-    """A mirror as the trainer configured it."""
+    """A mirror as the trainer configured it, or one that a person pushed to beside those.
+
+    Attributes:
+        pushed: The trainer does not serve it, and nothing waits for it; every drain does.
+    """
 
     url: str
     required: bool
+    pushed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

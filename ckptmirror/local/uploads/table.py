@@ -147,14 +147,23 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
         self._tell()
         return aside
 
-    def set_mirrors(self, mirrors: Sequence[tuple[str, bool]]) -> None:
-        """Replace the list of ``(url, required)``. Nothing is written if it is that list (the disk may be full)."""
-        wanted = [[url, required] for url, required in mirrors]
+    def set_mirrors(self, mirrors: Sequence[tuple[str, bool]], pushed: Collection[str] = ()) -> None:
+        """Replace the list of ``(url, required)``, and which of them were pushed to.
+
+        Nothing is written if it is that list (the disk may be full).
+        """
+        self._set_fact("pushed", sorted(pushed), unset=[])
+        if self._set_fact("mirrors", [[url, required] for url, required in mirrors]):
+            self._tell()
+
+    def _set_fact(self, name: str, wanted: Sequence[object], *, unset: Sequence[object] | None = None) -> bool:
+        """Write a fact, unless it says so already or was never written and is ``unset`` then; whether it was."""
         with suppress(BrokenTable):
-            if self._database.read_fact("mirrors") == wanted:
-                return
-        self._database.write_fact("mirrors", wanted)
-        self._tell()
+            found = self._database.read_fact(name)
+            if (unset if found is None else found) == wanted:
+                return False
+        self._database.write_fact(name, wanted)
+        return True
 
     def knows_mirrors(self) -> bool:
         """Whether the list of mirrors was ever written: a table that was just made does not know which there are.
@@ -170,15 +179,12 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
         Raises:
             BrokenTable: The list does not read back as it was written.
         """
-        return [MirrorRow(url, required) for url, required in self._database.read_fact("mirrors") or ()]
+        pushed = self._database.read_fact("pushed") or ()
+        return [MirrorRow(url, required, url in pushed) for url, required in self._database.read_fact("mirrors") or ()]
 
     def set_unasked(self, mirrors: Collection[str]) -> None:
         """Keep which mirrors the start that runs has not asked yet for what was verified there before."""
-        wanted = sorted(mirrors)
-        with suppress(BrokenTable):
-            if (self._database.read_fact("unasked") or []) == wanted:
-                return
-        self._database.write_fact("unasked", wanted)
+        self._set_fact("unasked", sorted(mirrors), unset=[])
 
     def unasked(self) -> set[str]:
         """Return what :meth:`set_unasked` kept.
