@@ -23,8 +23,8 @@ this order; which attempts count is said by ``attempts``.
    claim that it completed everywhere), and no rival is heard of. A decision needs every required mirror, and they take
    it down: a person's choice, and going back past a save that looks whole.
 9. A newer attempt of another root, of which nobody who answers has a save, or that none lists, or that ran apart, is
-   not passed by while any mirror does not answer. So what this start has heard of waits for optional mirrors too; of what it never heard
-   they need not tell.
+   not passed by while any mirror does not answer. So what this start has heard of waits for optional mirrors too; of
+   what it never heard they need not tell.
 10. An emergency snapshot that only another number of ranks can load gives way only to a save of the same step, unless
     a person names another.
 11. Step 0 needs what a start over needs, and either no sign that anything was ever saved, or a recorded decision to
