@@ -5,8 +5,8 @@ Rules:
 * ``exit_code`` is what the CLI exits with (the table in docs/reference/exit-codes.md is checked against it).
 * ``hint`` names the next command or action; an instance may replace it.
 * A message holds nothing that a terminal would obey: names and answers from elsewhere stand in it.
-* Whether an operation may be tried again is a property of the class (``temporary``), never guessed from a message. So
-  is whether the local disk had no room for it (``lacks_room``); of another rank's error both are known too.
+* Whether an operation may be tried again is a property of the class (``temporary``), never guessed from a message.
+* So is whether the local disk had no room for it (``lacks_room``); of another rank's error both are known too.
 """
 
 from __future__ import annotations
