@@ -30,11 +30,9 @@ __all__ = [
     "Standing",
     "attempts_of_metas",
     "is_fast_forward",
-    "join_lists",
     "lineage",
     "merge_attempts",
     "next_number",
-    "told_by_drain",
 ]
 
 Standing = Literal["current", "replaced", "superseded", "unknown"]
@@ -242,55 +240,6 @@ def merge_attempts(*lists: AttemptList) -> AttemptList:
     required = tuple(url for url in named if url not in forgotten)
     completed = tuple(dict.fromkeys(one for attempts in lists for one in attempts.completed))
     return AttemptList(run_id, ordered, required, completed, forgotten)
-
-
-def join_lists(local: AttemptList, mirrors: AttemptList) -> tuple[AttemptList, frozenset[str]]:
-    """Join the list of a root with what its mirrors list together.
-
-    Attempts that only the root knows are late to be told, unless the mirrors went on without them: where the mirrors
-    have a decided attempt that the root does not know, later by number than the one that the root's left, two branches
-    grew apart while the mirrors were out of reach, and the mirrors' is the run's. The root's are then set aside when a
-    start chooses what it continues from. The attempt that starts takes a higher number than all of them, so that once
-    it is decided they lose by number, for good.
-
-    Returns:
-        Everything that either lists, and the ids of the attempts to set aside.
-
-    Raises:
-        LineageError: They tell of different runs.
-    """
-    joined = merge_attempts(local, mirrors)
-    by_id = {attempt.id: attempt for attempt in joined.attempts}
-    on_mirrors = {attempt.id for attempt in mirrors.attempts}
-    on_root = {attempt.id for attempt in local.attempts}
-    went_on_to = max((a.number for a in mirrors.attempts if a.decided and a.id not in on_root), default=-1)
-
-    def left_at(attempt: Attempt) -> int:
-        """The number of the attempt that the mirrors know and this one's branch left; -1 if there is none."""
-        while attempt.parent is not None and attempt.parent.attempt in by_id:
-            earlier = by_id[attempt.parent.attempt]
-            if earlier.id in on_mirrors or earlier.number >= attempt.number:
-                return earlier.number
-            attempt = earlier
-        return -1
-
-    only_here = [attempt for attempt in local.attempts if attempt.decided and attempt.id not in on_mirrors]
-    return joined, frozenset(attempt.id for attempt in only_here if left_at(attempt) < went_on_to)
-
-
-def told_by_drain(local: AttemptList, there: AttemptList) -> AttemptList:
-    """Return what a mirror's list is to be after a drain, which is no attempt itself.
-
-    The drain tells of the root's decided attempts, unless the mirror went on without them: a decided attempt that the
-    root does not know may be running, chose what it continues from without them, and would be fenced by them. Then it
-    tells of nothing new. An undecided one has saved nothing: fencing it costs one restart, which then sees them.
-
-    Raises:
-        LineageError: The lists are of different runs, or contradict one another.
-    """
-    _, apart = join_lists(local, there)
-    told = tuple(attempt for attempt in local.attempts if attempt.decided and attempt.id not in apart)
-    return merge_attempts(there, AttemptList(local.run_id, told))
 
 
 def _agreed(one: Attempt, other: Attempt) -> Attempt:

@@ -1,7 +1,7 @@
 """An independent, tiny reading of LINEAGE.md and of the rules of a start: what resume has to choose.
 
 Rules:
-* Written from the documents, not from the package: it shares nothing with ``core.lineage`` or ``core.resumption``.
+* Written from the documents, not from the package: it shares nothing with ``core.lineage`` or ``core.problems``.
 * It is told what can be seen from where the start happens, and says which save, or that nothing may be chosen.
 """
 

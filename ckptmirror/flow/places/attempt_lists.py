@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
@@ -27,8 +26,8 @@ from ckptmirror.core.errors import (
     ObjectNotFound,
     Temporary,
 )
-from ckptmirror.core.lineage import attempts_of_metas, join_lists, merge_attempts
-from ckptmirror.core.model import Attempt, AttemptList, Meta, new_id
+from ckptmirror.core.lineage import attempts_of_metas, merge_attempts
+from ckptmirror.core.model import Attempt, AttemptList, new_id
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local import files
 from ckptmirror.local.checksums import crc32c
@@ -38,14 +37,11 @@ from ckptmirror.local.saying import saying
 __all__ = [
     "attempts_here",
     "check_run",
-    "join",
     "met_here",
     "not_one_run",
     "note_met",
     "read_local_attempts",
     "read_mirror_attempts",
-    "told_here",
-    "with_kept",
 ]
 
 _LIST_LIMIT_BYTES = 16 * 1024 * 1024
@@ -138,14 +134,6 @@ def attempts_here(root: Path) -> tuple[AttemptList | None, BrokenMeta | None]:
     return (merge_attempts(listed, mine) if mine is not None else listed), broken
 
 
-def told_here(root: Path) -> AttemptList | None:
-    """Return the root's list as it lies there; None if there is none, or none that can be trusted."""
-    try:
-        return read_local_attempts(root)
-    except (IntegrityError, OSError):
-        return None
-
-
 def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | None]:
     try:
         return read_local_attempts(root), None
@@ -160,51 +148,12 @@ def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | 
         )
 
 
-def with_kept(
-    root: Path, kept: Sequence[Meta], local: AttemptList | None, lists: Sequence[AttemptList]
-) -> AttemptList | None:
-    """Complete the root's list from what the persistent directory has of the run; of another run it has nothing to say.
-
-    Raises:
-        ConfigError: Nothing else tells of a run, and there it is several.
-    """
-    known = next((one.run_id for one in (local, *lists) if one is not None), None)
-    of_others = {meta.run_id for meta in kept if known not in (None, meta.run_id)}
-    for run_id in of_others:
-        _log.warning("the persistent directory has snapshots of another run, %s, which are left alone", run_id[:8])
-    try:
-        told = attempts_of_metas(meta for meta in kept if meta.run_id not in of_others)
-        return told if local is None else local if told is None else merge_attempts(local, told)
-    except LineageError as error:
-        raise not_one_run(root, error) from error
-
-
 def not_one_run(root: Path, error: LineageError) -> ConfigError:
     """Return the error of a root and mirrors that tell of several runs."""
     return ConfigError(
         f"{root} and its mirrors do not tell of one run: {error}",
         hint="Give each run a root and a mirror prefix of its own.",
     )
-
-
-def join(
-    on_disk: AttemptList | None, on_mirrors: AttemptList | None, root: Path
-) -> tuple[AttemptList | None, frozenset[str]]:
-    """Join the root's list with what its mirrors list together, and say loudly which attempts ran apart."""
-    if on_disk is None or on_mirrors is None:
-        return on_disk or on_mirrors, frozenset()
-    known, apart = join_lists(on_disk, on_mirrors)
-    for attempt in known.attempts:
-        if attempt.id in apart:
-            _log.error(
-                "attempt %d (%s) ran from %s, the mirrors do not list it, and the run went on without it: its "
-                "saves are superseded. `ckptmirror ls %s` lists them; each can be resumed by its save id.",
-                attempt.number,
-                attempt.id[:8],
-                root,
-                quote(str(root)),
-            )
-    return known, apart
 
 
 def check_run(mirror: Mirror, there: AttemptList, others: Sequence[AttemptList], root: Path) -> None:

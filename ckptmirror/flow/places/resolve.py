@@ -29,7 +29,6 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.model import KINDS, Artifact, Kind, Meta, top_names
-from ckptmirror.core.resumption import KIND_ORDER
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, read_mirror_meta
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import CheckpointReference, Located, locate
@@ -193,10 +192,10 @@ def _stem_of(name: str) -> tuple[int | None, str]:
 def _kind_of(name: str, meta: Meta, kind: Kind | None) -> Kind:
     """The kind that a name says, or, of a meta, the asked or first kind of its save."""
     parsed = names.parse_name(name)
-    for one in KIND_ORDER:
+    for one in KINDS:
         if parsed is not None and parsed.role == MAIN_ROLE[one]:
             return one
-    return next(one for one in ((kind,) if kind in meta.kinds and kind else KIND_ORDER) if one in meta.kinds)
+    return next(one for one in ((kind,) if kind in meta.kinds and kind else KINDS) if one in meta.kinds)
 
 
 def _reference(root: Path, meta: Meta, kind: Kind) -> CheckpointReference:
@@ -271,7 +270,7 @@ def resolve_resume_path(root: Path | str) -> Path | None:
 
     def rank(key: tuple[int, Kind]) -> tuple[int, int, int, int]:
         step, kind = key
-        return step, table[key].attempt.number, table[key].save_number, -KIND_ORDER.index(kind)
+        return step, table[key].attempt.number, table[key].save_number, -KINDS.index(kind)
 
     newest = max(table, key=rank)
     warn_of_what_is_broken(catalog, table[newest], newest[1])

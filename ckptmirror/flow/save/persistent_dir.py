@@ -33,7 +33,7 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.model import Artifact, Meta
-from ckptmirror.core.resumption import Problem
+from ckptmirror.core.problems import Problem
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, Catalog, local_catalog
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.save.commit import stray_below

@@ -34,7 +34,7 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.model import AttemptList, Meta, new_id
-from ckptmirror.core.resumption import facts_of
+from ckptmirror.core.problems import facts_of
 from ckptmirror.core.start.attempts import Claim, Verdict, drained_list, may_commit, may_drain, mirror_list
 from ckptmirror.core.start.decide import run_of
 from ckptmirror.flow.places.attempt_lists import attempts_here, check_run, not_one_run, note_met, read_mirror_attempts

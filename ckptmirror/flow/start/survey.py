@@ -27,8 +27,8 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.lineage import attempts_of_metas
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
-from ckptmirror.core.resumption import Problem as FoundProblem
-from ckptmirror.core.resumption import facts_of, unexplained
+from ckptmirror.core.problems import Problem as FoundProblem
+from ckptmirror.core.problems import facts_of, unexplained
 from ckptmirror.core.start.evidence import (
     DISK,
     Copy,

@@ -1,0 +1,209 @@
+"""Problems: what looks like a save and is not whole, and whether it would come before one that is.
+
+Rules:
+* Files of a save that no meta names are one problem for each save that they seem to be of.
+* A problem matters only in the kinds in which its save would be current, if it were whole.
+* What only cannot be read now may be whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import (
+    NotAuthorised,
+    Temporary,
+)
+from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
+from ckptmirror.core.model import Attempt, Kind, Meta, Tombstone
+
+__all__ = [
+    "DISK",
+    "Candidate",
+    "Hindrance",
+    "Problem",
+    "facts_of",
+    "first_in_line",
+    "not_readable",
+    "passed_by",
+    "strangers",
+    "unexplained",
+]
+
+DISK = "disk"
+_PARTS_OF_SAVES: frozenset[names.Role] = frozenset({"model", "optim", "extra", "tensors", "dcp", "part"})
+_OF_OLDER_LAYOUTS: frozenset[names.Role] = frozenset(
+    {"legacy_dcp", "legacy_extra", "legacy_meta", "legacy_extra_state"}
+)
+
+Hindrance = Literal["", "unreadable", "refused"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One save in one kind, and the places that hold it whole, best first (``DISK`` or a mirror's URL).
+
+    Attributes:
+        replaced_by: The id of the save that stands for its step and kind; "" if that is this one.
+        age: Number of its attempt and of the save within it: of two saves of one step, the greater is the newer.
+    """
+
+    save: SaveFacts
+    kind: Kind
+    places: tuple[str, ...]
+    replaced_by: str = ""
+    age: tuple[int, int] = (-1, -1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that looks like a save, and is not whole in its place. As text: why.
+
+    Attributes:
+        step: None where nothing tells it.
+        save_id: "" where nothing tells it.
+        kinds: In which kinds it might be resumed from, if it were whole.
+        meta: If it could be read.
+        hindrance: Set if it only cannot be read now (an I/O error, a permission, a later format; ``refused``: the
+            mirror does not accept these credentials for it), so that it may be whole.
+    """
+
+    why: str
+    step: int | None = None
+    save_id: str = ""
+    kinds: tuple[Kind, ...] = ("dcp", "model")
+    meta: Meta | None = None
+    hindrance: Hindrance = ""
+
+    def __str__(self) -> str:
+        return self.why
+
+    @classmethod
+    def of(cls, meta: Meta, why: str, hindrance: Hindrance = "") -> Problem:
+        """Return the problem of a save whose meta could be read."""
+        return cls(why, meta.step, meta.save_id, meta.kinds, meta, hindrance)
+
+
+def facts_of(meta: Meta) -> SaveFacts:
+    """Return what the lineage needs to know of a save."""
+    return SaveFacts(
+        save_id=meta.save_id,
+        attempt=meta.attempt.id,
+        number=meta.save_number,
+        step=meta.step,
+        kinds=meta.kinds,
+    )
+
+
+# -- what is not whole ---------------------------------------------------------------------------------------
+
+
+def first_in_line(
+    problems: Mapping[str, Problem], attempts: Sequence[Attempt], saves: Collection[SaveFacts]
+) -> dict[str, Problem]:
+    """Return the problems that could be a save of the lineage, with only the kinds in which they would count.
+
+    Left out is what would be superseded, or replaced by a whole save, even if it were whole.
+
+    Args:
+        problems: By name.
+        attempts: Those that count.
+        saves: The whole saves of all places together.
+    """
+    kept: dict[str, Problem] = {}
+    for name, problem in problems.items():
+        kinds = problem.kinds
+        if problem.meta is not None:
+            facts = facts_of(problem.meta)
+            others = [save for save in saves if save.save_id != facts.save_id]
+            current = lineage(attempts, [*others, facts]).current
+            kinds = tuple(kind for kind in kinds if current.get((facts.step, kind)) == facts)
+        if kinds:
+            kept[name] = Problem(
+                problem.why, problem.step, problem.save_id, kinds, problem.meta, hindrance=problem.hindrance
+            )
+    return kept
+
+
+def passed_by(candidate: Candidate | None, problems: Mapping[str, Problem]) -> dict[str, Problem]:
+    """Return those of the problems that would have been tried before ``candidate`` (None: step 0), were they whole."""
+    if candidate is None:
+        return dict(problems)
+    return {
+        name: problem
+        for name, problem in problems.items()
+        if problem.step is None
+        or problem.step > candidate.save.step
+        or (
+            problem.step == candidate.save.step
+            and (candidate.replaced_by or problem.meta is None or _age_of(problem.meta) >= candidate.age)
+        )
+    }
+
+
+def _age_of(meta: Meta) -> tuple[int, int]:
+    return meta.attempt.number, meta.save_number
+
+
+def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Temporary | NotAuthorised:
+    """Return the error for something that may be whole when it can be read."""
+    kind = NotAuthorised if hindrance == "refused" else Temporary
+    return kind(
+        f"{what} cannot be read now: {why}. It may be whole, and training would be set back from it.",
+        hint="Mend what keeps it from being read, or go back on purpose with policy=<step>.",
+    )
+
+
+def strangers(order: Lineage, known: Iterable[Attempt]) -> list[SaveFacts]:
+    """Return the whole saves of attempts that no list tells of: a list was lost, or an older one was restored."""
+    told = {attempt.id for attempt in known if attempt.decided}
+    return [save for save in (*order.superseded, *order.unknown) if save.attempt not in told]
+
+
+def unexplained(
+    listed: Iterable[str], metas: Iterable[Meta], tombstones: Iterable[Tombstone] = ()
+) -> dict[str, Problem]:
+    """Find the files of saves that no meta tells of, one problem for each save that they seem to be of.
+
+    A directory of an emergency snapshot without any meta is not among them: the end of the grace period cut it short
+    before any rank had finished, which must not keep a job from starting over.
+
+    Args:
+        listed: Names in a root or on a mirror.
+        metas: All that could be read, of whole saves or not, in any place.
+        tombstones: What retention removed; its files go later.
+    """
+    explained: dict[str, set[str]] = {}
+    for meta in metas:
+        for top in {artifact.path.partition("/")[0] for artifact in meta.artifacts}:
+            explained.setdefault(names.untagged(top), set()).add(meta.save_id[:8])
+    of_metas = set().union(*explained.values())
+    removed = {(stone.step, tag) for stone in tombstones for tag in ("", stone.save_id[:8])}
+    groups: dict[tuple[int | None, str], list[str]] = {}
+    for name in sorted({name if name.startswith("parts/") else name.partition("/")[0] for name in listed}):
+        parsed = names.parse_name(name)
+        if parsed is None or (parsed.step, parsed.tag) in removed:
+            continue
+        if parsed.role in _OF_OLDER_LAYOUTS:
+            groups[(None, name)] = [name]
+        elif parsed.role in _PARTS_OF_SAVES:
+            owners = of_metas if parsed.role == "part" else explained.get(names.untagged(name), set())
+            if not owners or (parsed.tag and parsed.tag not in owners):
+                groups.setdefault((parsed.step, parsed.tag), []).append(name)
+    return {found[0]: _loose(step, found) for (step, _), found in groups.items()}
+
+
+def _loose(step: int | None, found: Sequence[str]) -> Problem:
+    if step is None:
+        return Problem("of an older layout, which is never resumed from")
+    more = f" (nor {len(found) - 1} more of step {step})" if len(found) > 1 else ""
+    return Problem(f"no valid meta names it{more}", step)
+
+
+# -- what a person asks for ----------------------------------------------------------------------------------
+
+
+# -- step 0 --------------------------------------------------------------------------------------------------
