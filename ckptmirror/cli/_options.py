@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DIRECTORY",
-    "Directory",
     "json_option",
     "mirror_option",
     "need_mirror",
@@ -83,25 +82,6 @@ def settings() -> Settings:
     return found
 
 
-class Directory(click.Path):
-    """A directory on this disk. A mirror's URL is refused: it would be taken for the name of a directory."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path, file_okay=False)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path."""
-        if "://" in str(value):
-            verb = ctx.info_name if ctx is not None else "the verb"
-            self.fail(
-                f"{value} is a mirror, and {verb} reads a directory on this disk. "
-                f"`ckptmirror ls {value}` lists what the mirror has.",
-                param,
-                ctx,
-            )
-        return super().convert(value, param, ctx)
-
-
 def root_option(function: _Decorated) -> _Decorated:
     """Add ``--root``, and DIR in its place, as an absolute path."""
 
@@ -112,7 +92,7 @@ def root_option(function: _Decorated) -> _Decorated:
 
     option = click.option(
         "--root",
-        type=Directory(),
+        type=DIRECTORY,
         callback=resolve,
         help="The directory that the trainer saves to; DIR says the same.  [default: the setting root, else here]",
     )

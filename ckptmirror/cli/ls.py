@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._options import Directory, json_option, print_json, settings
+from ckptmirror.cli._options import DIRECTORY, json_option, print_json, settings
 from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, print_table, standing_style
 from ckptmirror.cli._words import age_text, size
 
@@ -23,7 +23,7 @@ _COLUMNS = (*SAVE_COLUMNS, Column("AGE", only_for_people=True), Column("WHY"))
 @exit_codes(3, 5, 6, 10, 12)
 @click.command(short_help="List the saves of a directory or a mirror.")
 @click.argument("place", required=False, metavar="[DIR|URL]")
-@click.option("--root", type=Directory(), help="A directory, as DIR.  [default: see above]")
+@click.option("--root", type=DIRECTORY, help="A directory, as DIR.  [default: see above]")
 @click.option("--mirror", metavar="URL", help="A mirror, as URL.  [default: see above]")
 @json_option
 def command(place: str | None, root: Path | None, mirror: str | None, as_json: bool) -> int:

@@ -60,6 +60,7 @@ from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, held_elsewhere
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.pool import begin, is_over
+from ckptmirror.local.saying import saying
 from ckptmirror.local.table_place import check_place, note_place, open_known_table, table_path
 from ckptmirror.local.uploads import UploadsTable
 
@@ -278,7 +279,8 @@ def confirm(root: Path, save_id: str, urls: Collection[str]) -> None:
                 try:
                     upload_save(context, save_id)
                 except CkptMirrorError as error:
-                    _log.warning("%s: save %.8s is not confirmed there yet: %s", mirror.url, save_id, error)
+                    log = saying(_log, mirror=mirror.url)
+                    log.warning("save %.8s is not confirmed on %s yet: %s", save_id, mirror.url, error)
         finally:
             close_mirrors(mirrors)
 

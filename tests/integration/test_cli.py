@@ -26,6 +26,7 @@ VERBS = [
     "config",
     "demo",
     "drain",
+    "forget-mirror",
     "ls",
     "push",
     "retry",

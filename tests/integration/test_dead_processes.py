@@ -29,9 +29,10 @@ import os, sys, threading
 from pathlib import Path
 from ckptmirror.core import events
 from ckptmirror.core.retention import Retention
+from ckptmirror.core.start.decide import Wish
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.start.bring import Bringer
 from ckptmirror.flow.start.leader import Node
-from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores.faulty import FaultyStore, StoreFault
 
 class ForEver(threading.Event):
@@ -43,8 +44,8 @@ root, url, is_sending = Path(sys.argv[1]), sys.argv[2], threading.Event()
 node = Node(root, [MirrorSpec(url)], Retention(), events.EventBus())
 stuck = StoreFault("upload", times=0, hold=ForEver())
 node.mirrors = [Mirror(one.url, one.required, FaultyStore(one.store, [stuck])) for one in node.mirrors]
-node.start_claim()
-node.decide(read_inventory(root).saves[0].meta.ref)
+bringer = Bringer(node, Wish(), events.EventBus())
+node.start(bringer.claim(bringer.next()))
 is_sending.wait()
 print(os.getpid(), flush=True)
 threading.Event().wait()

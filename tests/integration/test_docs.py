@@ -13,9 +13,11 @@ import pytest
 from ckptmirror.cli._program import program
 from ckptmirror.core import errors, names
 from ckptmirror.flow.save.emergency_files import note_path
+from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.observe.bars import BarKind, Outcome
 from tests.kit.cli import run
 from tests.kit.roots import fail_uploads, make_mirrored, make_pending, require
+from tests.kit.saves import FIRST_ATTEMPT, put_attempts
 
 HOME = Path(__file__).resolve().parents[2]
 REFERENCE = HOME / "docs" / "reference"
@@ -75,7 +77,7 @@ def test_the_page_of_the_command_line_has_every_verb_and_every_option():
 def test_the_table_of_places_is_that_of_the_verbs():
     said = {}
     for listed, usage, options, _ in rows(sections("cli.md")["DIR and URL"]):
-        for verb in re.findall(r"`(\w+)`", listed):
+        for verb in re.findall(r"`([\w-]+)`", listed):
             said[verb] = usage.replace("VERB", verb).strip("`"), set(re.findall(r"`(--\w+)`", options))
     found = {}
     for verb in verbs():
@@ -87,6 +89,13 @@ def test_the_table_of_places_is_that_of_the_verbs():
             both |= {"--mirror"} if verb == "verify" else set()
             found[verb] = " ".join([verb, *map(str, places)]), both
     assert said == found
+
+
+def in_a_run(root: Path, url: str) -> Path:
+    """A root whose run names a required mirror."""
+    put_attempts(root, [FIRST_ATTEMPT], required=(url,))
+    UploadsTable.open(root / names.TABLE_NAME, create=True).close()
+    return root
 
 
 def fields(verb: str) -> set[str]:
@@ -134,12 +143,13 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object
         "verify": ["verify", "--root", root, "--mirror", url, "--deep"],
         "retry": ["retry", "--root", fail_one(folder / "failed")],
         "rewind": ["rewind", "--root", make_pending(folder / "more", url + "2", 100, 200)[0], "--step", "100"],
+        "forget-mirror": ["forget-mirror", "--root", in_a_run(folder / "run", url + "3"), "--url", url + "3"],
     }
     return {verb: json.loads(run(*arguments, "--json").stdout) for verb, arguments in commands.items()}
 
 
 def test_the_fields_of_json_are_those_of_the_page(said: dict[str, dict[str, object]]):
-    more = {"verify", "retry", "rewind", "config"}
+    more = {"verify", "retry", "rewind", "config", "forget-mirror"}
     assert set(sections("json.md")) == {"stage", "ls", "status", "drain and push", "rotate", "timeline"} | more
     assert set(said["stage"]) == fields("stage")
     assert shape(said["ls"]) == fields("ls")
@@ -150,6 +160,7 @@ def test_the_fields_of_json_are_those_of_the_page(said: dict[str, dict[str, obje
     assert shape(said["verify"]) == fields("verify")
     assert set(said["retry"]) == fields("retry")
     assert set(said["rewind"]) == fields("rewind")
+    assert set(said["forget-mirror"]) == fields("forget-mirror")
     assert shape(said["timeline"]) | {"clock_jumps.at_utc", "clock_jumps.by_s"} == fields("timeline")
 
 

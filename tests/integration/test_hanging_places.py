@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror import CheckpointManager
-from ckptmirror.core.errors import DeadlinePassed, StoreHangs, Temporary
+from ckptmirror.core.errors import DeadlinePassed, Temporary
 from ckptmirror.flow.save import persistent_dir
 from ckptmirror.local import hang_guard
 from tests.kit.cli import LIMIT_S, clean_environment
@@ -80,11 +80,11 @@ def test_i7_a_start_that_needs_a_mirror_that_hangs_says_which_path_hangs(
 ) -> None:
     saved_run(root, (2,), url)
     nfs.hang()
-    with running(root.with_name("other"), url) as manager, pytest.raises(StoreHangs, match=str(nfs.path)) as raised:
+    with running(root.with_name("other"), url) as manager, pytest.raises(StoreTemporary, match=str(nfs.path)) as raised:
         manager.resume(new_state())
     assert raised.value.exit_code == 5
-    assert f"stat {nfs.path}/run" in raised.value.hint
-    assert "mount" in raised.value.hint
+    assert f"stat {nfs.path}/run" in raised.value.message
+    assert "mount" in raised.value.message
 
 
 VERBS = {

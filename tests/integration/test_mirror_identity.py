@@ -184,10 +184,10 @@ def test_a_mirror_without_a_parent_directory_is_away_if_it_was_met_before_and_el
     node = node_of(root, url)
     try:
         if is_met:
-            assert url in node.start_claim().unclaimed
+            assert url in start_node(node).unclaimed
         else:
             with pytest.raises(BucketNotFound, match=f"there is no {tmp_path}/mfs") as raised:
-                node.start_claim()
+                start_node(node)
             assert f"mkdir -p {tmp_path}/mfs" in raised.value.hint
     finally:
         node.close()

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -282,7 +283,7 @@ def test_latest_never_dangles_when_what_it_names_is_rotated(place: MirroredRoot)
 def test_latest_goes_when_nothing_of_the_lineage_is_left(place: MirroredRoot) -> None:
     old, new = two_saves(place)
     place.upload()
-    scratch = make_attempt(1)
+    scratch = replace(make_attempt(1), by_person=True)
     put_attempts(place.root, [old.attempt, scratch])
     report = place.rotate()
     assert {save_id for _, save_id in report.deleted} == {old.save_id, new.save_id}
@@ -292,7 +293,7 @@ def test_latest_goes_when_nothing_of_the_lineage_is_left(place: MirroredRoot) ->
 def test_superseded_saves_of_a_rewind_go_and_what_training_continued_from_stays(place: MirroredRoot) -> None:
     first, second, third = place.commit(100), place.commit(200), place.commit(300)
     place.upload()
-    put_attempts(place.root, [first.attempt, make_attempt(1, first)])
+    put_attempts(place.root, [first.attempt, replace(make_attempt(1, first), by_person=True)])
     report = place.rotate()
     assert {step for step, _ in report.deleted} == {200, 300}
     assert place.has(first)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ckptmirror import TrainState
+from ckptmirror.core.errors import RefusedOnlyCopy
 from tests.integration.save_ranks_job import everything_that_happens
 from tests.kit.faults import flip_bit
 from tests.kit.processes import run_ranks
@@ -196,13 +197,13 @@ def test_a_sharded_average_beside_a_whole_model_comes_back_on_every_rank(job: Jo
         assert same(fresh, saved)
 
 
-def test_another_world_size_passes_over_a_sharded_emergency(job: Job) -> None:
-    """It falls back to the newest save that can be resharded, and says so."""
+def test_another_world_size_leaves_no_sharded_emergency_behind_unless_a_person_decides(job: Job) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
     state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1), extra={})
     with running(job.base / "sharded") as manager:
-        start = manager.resume(state)
+        with pytest.raises(RefusedOnlyCopy, match="which 2 ranks took and only as many can load; this start has 1"):
+            manager.resume(state)
+        start = manager.resume(state, policy=2)
         assert start is not None
         assert (start.step, start.kind) == (2, "dcp")
-        assert any("2 ranks; this job has 1" in line for line in start.passed_over)
     assert same(dict(model.state_dict()), job.ranks[0]["sharded saved"])

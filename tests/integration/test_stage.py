@@ -91,7 +91,7 @@ def test_latest_is_the_newest_step_of_the_lineage_that_has_the_kind(place: Place
 def test_a_superseded_step_is_staged_only_when_asked_for(place: Place) -> None:
     first = place.save(100, number=1)
     place.save(300, number=2)
-    put_attempts(place.spy, [FIRST_ATTEMPT, make_attempt(1, first)])  # type: ignore[arg-type]
+    put_attempts(place.spy, [FIRST_ATTEMPT, replace(make_attempt(1, first), by_person=True)])  # type: ignore[arg-type]
     with pytest.raises(CheckpointNotFound, match="superseded"):
         stage_checkpoint_step(place.mirror, step=300, dest=place.dest)
     assert stage_checkpoint_step(place.mirror, step=300, dest=place.dest, superseded=True).step == 300

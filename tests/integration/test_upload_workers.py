@@ -13,6 +13,7 @@ import pytest
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import CkptMirrorError, NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload import record as upload_module
 from ckptmirror.flow.upload.workers import UploadWorkers, free_dead_workers, still_moving
@@ -161,7 +162,7 @@ def test_nothing_is_uploaded_before_the_claim_of_the_mirror_is_confirmed(place: 
     place.commit(100)
     asked: list[str] = []
 
-    def refuse(mirror: Mirror) -> None:
+    def refuse(mirror: Mirror, _meta: Meta | None) -> None:
         asked.append(mirror.url)
         raise NotAuthorised("writer.json: 403")
 

@@ -122,9 +122,11 @@ def make_save(
     return meta
 
 
-def put_attempts(place: Path | Store, attempts: Iterable[Attempt], *, run_id: str = RUN_ID) -> None:
+def put_attempts(
+    place: Path | Store, attempts: Iterable[Attempt], *, run_id: str = RUN_ID, required: tuple[str, ...] = ()
+) -> None:
     """Write the list of attempts of a root (which makes it a training root) or of a mirror."""
-    data = attempts_to_bytes(AttemptList(run_id, tuple(attempts)))
+    data = attempts_to_bytes(AttemptList(run_id, tuple(attempts), required))
     if isinstance(place, Path):
         (place / names.CONTROL_DIR).mkdir(parents=True, exist_ok=True)
         (place / names.ATTEMPTS_NAME).write_bytes(data)

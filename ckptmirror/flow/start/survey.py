@@ -21,6 +21,7 @@ from ckptmirror.core.errors import (
     IntegrityError,
     NewerFormat,
     NotAuthorised,
+    StoreHangs,
     StorePermanent,
     Temporary,
 )
@@ -162,6 +163,13 @@ def _look_here(root: Path) -> Seen:
     if attempts is None and listed is ListFound.TOLD:
         listed = ListFound.LOST if catalog.metas() else ListFound.NONE
     return Seen(attempts, listed, 0, catalog, error)
+
+
+def _why(error: CkptMirrorError | None) -> str:
+    """Return why a place did not answer; of one that hangs with what to look at."""
+    if isinstance(error, StoreHangs):
+        return f"{error} {error.hint}"
+    return str(error) if error is not None else ""
 
 
 class _Rows:
@@ -348,7 +356,7 @@ class _Rows:
             place,
             "disk" if sort == "disk" else "mirror",
             reach,
-            why=str(seen.error) if seen.error is not None else "",
+            why=_why(seen.error),
             required=place in required,
             was_required=place in self._was_required(),
             listed=seen.listed,
