@@ -17,6 +17,7 @@ from ckptmirror.core import lineage
 from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.core.model import Digest, Meta
 from ckptmirror.core.retention import MirrorSafety
+from ckptmirror.core.start import decide
 from ckptmirror.flow.retention import reconcile, rotation
 from ckptmirror.flow.save import commit
 from ckptmirror.flow.start import claim
@@ -70,6 +71,15 @@ def _ignores_unknown(right: Any) -> Any:
     return enter
 
 
+def _all_count(right: Any) -> Any:
+    def count(evidence: Any) -> Any:
+        counted = right(evidence)
+        order = lineage.lineage(counted.known.values(), counted.saves)
+        return replace(counted, counting=frozenset(counted.known), order=order)
+
+    return count
+
+
 def _fault_is_success(right: Any) -> Any:
     def create(upload: ArtifactUpload, name: str, digest: Digest, meta: Meta) -> ObjectInfo | None:
         try:
@@ -98,6 +108,11 @@ SEEDED_BUGS: dict[str, list[Bug]] = {
         (reconcile, "remove_uncommitted", _no_reason),
     ],
     "a claim ignores attempts that it does not know": [(claim.RunClaim, "_enter", _ignores_unknown)],
+    "an attempt counts from its claim": [(decide, "count", _all_count)],
+    "a start trusts any save while a mirror is silent": [
+        (decide._Start, "_vouches_for", lambda _: lambda *_args: True),
+        (decide, "rival_of", _no_reason),
+    ],
     "another save's object counts as ours": [(ArtifactUpload, "_is_ours", lambda _: lambda *_args: True)],
 }
 
