@@ -14,7 +14,8 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.local.table_place import open_table
 from tests.simulation.processes import Drainer, Uploader
-from tests.simulation.sight import look_at_disk
+from tests.simulation.reference import in_order, is_forward
+from tests.simulation.sight import Seen, attempts_seen, known, look_at_disk, seen_saves
 from tests.simulation.watch import Watch
 from tests.simulation.world import Broken, Host, World
 
@@ -71,6 +72,7 @@ def _drain_all(world: World, host: Host) -> None:
         raise Broken(f"host {host.number}: {stuck[0].path} stays {stuck[0].state.value}: {stuck[0].last_error}")
     for record in host.drainer.table.records(state=RecordState.FAILED):
         excused = record.save_id in world.partly_staged or look_at_disk(world, root).list_is_broken
+        excused = excused or "is superseded" in record.last_error
         if not excused and not (world.damaged or world.foreign or world.foreign_objects):
             raise Broken(f"host {host.number}: {record.path} failed: {record.last_error}")
     for save in host.drainer.table.saves():
@@ -102,9 +104,28 @@ def _check_all_there(world: World, watch: Watch, host: Host) -> None:
     for meta in seen.metas.values():
         if meta.save_id in world.partly_staged or world.lost_objects:
             continue  # a copy of some kinds may have been the first to come to a mirror; what it lacks cannot follow
+        if not _may_count(watch, seen, meta):
+            continue  # the run went on without it
         for place in world.mirrors:
             if _is_right(meta, seen.right) and not _is_right(meta, watch.mirrored[place.url].right):
                 raise Broken(f"step {meta.step} ({meta.save_id[:8]}) of host {host.number} never came to {place.url}")
+
+
+def _may_count(watch: Watch, disk: Seen, meta: Meta) -> bool:
+    """Whether a save is on the lineage of the mirrors, or would be by a fast-forward: those are always finished."""
+    mirrors = list(watch.mirrored.values())
+    attempts = attempts_seen(*mirrors)
+    listed_by_all = all(meta.attempt.id in attempts_seen(seen) for seen in mirrors)
+    if meta.attempt.by_person:
+        return listed_by_all
+    counting = {one.attempt.id for seen in mirrors for one in seen.every} & attempts.keys()
+    counting |= {one for one, a in attempts.items() if a.by_person and all(one in attempts_seen(s) for s in mirrors)}
+    attempts.setdefault(meta.attempt.id, known(meta.attempt))
+    everyone, saves = list(attempts.values()), seen_saves(*mirrors)
+    mine = [save for save in seen_saves(disk) if save not in saves]
+    counts = counting | {meta.attempt.id}
+    on_it = {save.save_id for save in in_order(everyone, [*saves, *mine], counts)}
+    return meta.save_id in on_it and is_forward(everyone, saves, counting, meta.attempt.id)
 
 
 def _is_right(meta: Meta, right: set[tuple[str, str]]) -> bool:

@@ -1,8 +1,8 @@
 """Simulated processes: a trainer with its node, and a drain beside it. Each of their moves is one call.
 
 Rules:
-* A trainer is the package's own ``Node``, proposer and commit, with its threads left out: a history decides when a
-  record is uploaded, when rotation runs.
+* A trainer is the package's own ``Node``, bringer, claim and commit, with its threads left out: a history decides when
+  a record is uploaded, when rotation runs.
 * A process that died is let go without any of its orderly endings; only what the kernel frees is freed.
 """
 
@@ -12,18 +12,19 @@ import random
 from collections.abc import Sequence
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import AttemptFenced, IntegrityError, NoTable
-from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, SaveRef, new_id
+from ckptmirror.core.errors import AttemptFenced, IntegrityError, NoTable, Temporary
+from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.core.retention import Retention
+from ckptmirror.core.start.decide import Wish
 from ckptmirror.flow.drain import _reconcile_if_free
-from ckptmirror.flow.places.attempt_lists import read_mirror_attempts
+from ckptmirror.flow.places.attempt_lists import met_here, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.retention.mirror_audit import Recheck
-from ckptmirror.flow.retention.reconcile import carry_on
+from ckptmirror.flow.retention.reconcile import carry_on, forget_brought
 from ckptmirror.flow.retention.rotation import RotationReport, rotate
 from ckptmirror.flow.save.commit import commit_save, free_tag
-from ckptmirror.flow.start.bring import Proposer
-from ckptmirror.flow.start.claim import RunClaim, publish_attempts
+from ckptmirror.flow.start.bring import Bringer, Proposal
+from ckptmirror.flow.start.claim import DrainConfirmation, RunClaim, StartOver
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.policy import Policy
 from ckptmirror.flow.upload.record import upload_claimed
@@ -32,9 +33,11 @@ from ckptmirror.local import files
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.uploads import UploadsTable
 from tests.kit.saves import plan_files
+from tests.simulation.sight import look_at_disk, look_at_mirror, objects_of
 from tests.simulation.world import Host, MirrorPlace, World
 
 LEASE_S = 300.0
+STARTS_LIMIT = 5
 
 
 class HandNode(Node):
@@ -71,6 +74,7 @@ class Trainer:
         self.number = 0
         self.last_step = -1
         self.uploads_ended = False
+        self.starts_over = 0
         self.known_at_claim: set[str] = set()
         self.met_at_begin: dict[str, bool] = {}
         host.root.mkdir(exist_ok=True)
@@ -79,29 +83,52 @@ class Trainer:
         self.uploader = Uploader([], "")
 
     def resume(self, policy: Policy, force: bool) -> tuple[Meta | None, Kind]:
-        """Claim the run, choose, verify, decide: what ``resume_run`` does, without loading."""
-        proposer = Proposer(self.node, policy, force, events.EventBus())
-        while True:
-            proposal = proposer.next()
-            if proposal.meta is None:
-                break
+        """Choose, verify, claim the run: what ``resume_run`` does, without loading."""
+        self.known_at_claim = self._listed()
+        bringer = Bringer(self.node, Wish(policy, force=force), events.EventBus())
+        for _ in range(STARTS_LIMIT):
+            proposal = self._first_sound(bringer)
+            self.known_at_claim |= self._listed()
             try:
-                for artifact in proposal.meta.artifacts_of(proposal.kind):
-                    verify_file(self.host.root / artifact.path, artifact.digest)
+                claim = bringer.claim(proposal)
                 break
-            except (IntegrityError, FileNotFoundError) as error:
-                proposer.reject(proposal, str(error), touched=False)
-        parent: SaveRef | None = proposal.meta.ref if proposal.meta is not None else None
-        self.node.decide(parent)
+            except StartOver as why:
+                self.starts_over += 1
+                bringer.start_over(why)
+        else:
+            raise Temporary("Others keep starting.")
+        forget_brought(self.host.root)
+        self.node.start(claim)
+        met = met_here(self.host.root, claim.run_id).attempts
+        self.known_at_claim |= {claim.attempt.id, *(attempt.id for attempt in met)}
         self.last_step = proposal.meta.step if proposal.meta is not None else -1
-        table, claim = self.node.table, self.claim
-        self.known_at_claim = {attempt.id for attempt in claim.attempts.attempts}
+        table = self.node.table
         contexts = [
             UploadContext(self.host.root, table, mirror, events.EventBus(), claim.confirm)
             for mirror in self.node.mirrors
         ]
         self.uploader = Uploader(contexts, f"elsewhere:{self.host.number}:{claim.attempt.id[:8]}")
         return proposal.meta, proposal.kind
+
+    def _first_sound(self, bringer: Bringer) -> Proposal:
+        while True:
+            proposal = bringer.next()
+            if proposal.meta is None:
+                return proposal
+            try:
+                for artifact in proposal.meta.artifacts_of(proposal.kind):
+                    verify_file(self.host.root / artifact.path, artifact.digest)
+            except (IntegrityError, FileNotFoundError) as error:
+                bringer.reject(proposal, str(error), touched=False)
+                continue
+            return proposal
+
+    def _listed(self) -> set[str]:
+        """Every attempt that can be known from this host now: of lists, and of metas."""
+        seen = [look_at_disk(self.world, self.host.root)]
+        seen += [look_at_mirror(self.world, objects_of(place)) for place in self.world.mirrors if not place.down]
+        lists = [attempt.id for one in seen if one.attempts is not None for attempt in one.attempts.attempts]
+        return {*lists, *(meta.attempt.id for one in seen for meta in one.every)}
 
     @property
     def claim(self) -> RunClaim:
@@ -124,6 +151,7 @@ class Trainer:
             path: random.Random(f"{save_id} {path}").randbytes(40 + len(path) % 7) for path in plan_files(step, kinds)
         }
         truth = self.world.note(save_id, self._meta(step, save_id, kinds, (), tag, loss), content)
+        truth.made_on = (self.host.number, self.host.disks_lost)
         try:
             artifacts = [
                 self._seal(path, content[names.untagged(path)], needed_by, rank, save_id)
@@ -226,10 +254,8 @@ class Drainer:
             self.table.close()
             raise
         root = host.root
-        contexts = [
-            UploadContext(root, self.table, mirror, events.EventBus(), lambda there: publish_attempts(root, there))
-            for mirror in self.mirrors
-        ]
+        confirm = DrainConfirmation(root, self.table, self.mirrors)
+        contexts = [UploadContext(root, self.table, mirror, events.EventBus(), confirm) for mirror in self.mirrors]
         self.uploader = Uploader(contexts, f"elsewhere:{host.number}:drain")
 
     def upload_one(self, number: int) -> bool:

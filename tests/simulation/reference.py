@@ -1,14 +1,15 @@
-"""An independent, tiny reading of LINEAGE.md and of the rules of a start: what resume has to choose.
+"""An independent, tiny reading of LINEAGE.md and of the rules of a start: what a start may come to.
 
 Rules:
-* Written from the documents, not from the package: it shares nothing with ``core.lineage`` or ``core.problems``.
-* It is told what can be seen from where the start happens, and says which save, or that nothing may be chosen.
+* Written from the documents, not from the package: it shares nothing with ``core.lineage`` or ``core.start``.
+* It is told what can be seen from where the start happens, and names every outcome that is allowed, and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 KINDS_BEST_FIRST = ("dcp", "model")
 
@@ -20,6 +21,9 @@ class KnownAttempt:
     id: str
     number: int
     parent: tuple[str, int, int, str] | None
+    by_person: bool = False
+    required: tuple[str, ...] = ()
+    root: str = ""
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,14 @@ class SeenSave:
     kinds: frozenset[str]
 
 
-def on_the_way(attempts: Iterable[KnownAttempt]) -> tuple[dict[str, tuple[str, int, int, str] | None], bool]:
-    """Rule 1: the attempts from the newest back, each with where the next left it; whether the way is whole."""
+def on_the_way(
+    attempts: Iterable[KnownAttempt], counting: Collection[str]
+) -> tuple[dict[str, tuple[str, int, int, str] | None], bool]:
+    """Rule 1: the attempts from the newest that counts back, each with where the next left it; whether that is all."""
     by_id = {attempt.id: attempt for attempt in attempts}
-    if not by_id:
+    if not by_id.keys() & set(counting):
         return {}, False
-    at = max(by_id.values(), key=lambda attempt: (attempt.number, attempt.id))
+    at = max((by_id[one] for one in counting if one in by_id), key=lambda attempt: (attempt.number, attempt.id))
     way: dict[str, tuple[str, int, int, str] | None] = {at.id: None}
     while at.parent is not None:
         if at.parent[0] not in by_id:
@@ -46,11 +52,11 @@ def on_the_way(attempts: Iterable[KnownAttempt]) -> tuple[dict[str, tuple[str, i
     return way, True
 
 
-def in_order(attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave]) -> list[SeenSave]:
+def in_order(attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave], counting: Collection[str]) -> list[SeenSave]:
     """Rule 2: the saves of the lineage, oldest first."""
     attempts = list(attempts)
     numbers = {attempt.id: attempt.number for attempt in attempts}
-    way, _ = on_the_way(attempts)
+    way, _ = on_the_way(attempts, counting)
     ordered = sorted((s for s in saves if s.attempt in way), key=lambda s: (numbers[s.attempt], s.number))
     ids = {save.save_id for save in ordered}
     had: dict[int, set[str]] = {}
@@ -66,17 +72,34 @@ def in_order(attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave]) -> lis
     return kept
 
 
-def current(attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave]) -> dict[tuple[int, str], SeenSave]:
+def current(
+    attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave], counting: Collection[str]
+) -> dict[tuple[int, str], SeenSave]:
     """Rule 3: the save that stands for each step and kind."""
-    return {(save.step, kind): save for save in in_order(attempts, saves) for kind in save.kinds}
+    return {(save.step, kind): save for save in in_order(attempts, saves, counting) for kind in save.kinds}
 
 
-def to_try(attempts: Iterable[KnownAttempt], saves: Iterable[SeenSave]) -> list[tuple[int, str, SeenSave, bool]]:
+def is_forward(attempts: Sequence[KnownAttempt], saves: Sequence[SeenSave], counting: set[str], one: str) -> bool:
+    """Whether an attempt may begin to count: nothing committed leaves the lineage, and nothing that left comes back."""
+    by_id = {attempt.id: attempt for attempt in attempts}
+    others = [by_id[other] for other in counting if other in by_id]
+    if not others:
+        return True
+    newest = max(others, key=lambda attempt: (attempt.number, attempt.id))
+    if (newest.number, newest.id) > (by_id[one].number, one):
+        return True
+    before = {save.save_id for save in in_order(attempts, saves, counting)}
+    after = in_order(attempts, saves, counting | {one})
+    age = (newest.number, newest.id)
+    older = {save.save_id for save in after if (by_id[save.attempt].number, save.attempt) <= age}
+    return before == older
+
+
+def to_try(view: View) -> list[tuple[int, str, SeenSave, bool]]:
     """What a start tries, best first, and whether it stands for its step and kind or was replaced."""
-    attempts, saves = list(attempts), list(saves)
-    table = current(attempts, saves)
+    table = current(view.attempts, view.saves, view.counting)
     found = []
-    for age, save in enumerate(reversed(in_order(attempts, saves))):
+    for age, save in enumerate(reversed(in_order(view.attempts, view.saves, view.counting))):
         for kind in save.kinds:
             replaced = table[(save.step, kind)] != save
             rank = (-save.step, replaced, age, KINDS_BEST_FIRST.index(kind))
@@ -89,109 +112,129 @@ class View:
     """What a start can see.
 
     Attributes:
-        attempts: Of all lists that can be read, and of the metas where a list is lost; decided ones.
+        attempts: Of all lists that can be read, and of the metas where a list is lost.
+        counting: The ids of those that count.
         saves: Whole by their metas and sizes, all places together.
         copies: For each save and kind, best first: the place, and whether its bytes are right.
-        silent_required: Whether a required mirror does not answer.
-        odd: Whether anything looks like a save and is none; but for ``damaged``.
-        maybe_odd: Whether anything else may pass for that: it depends on what the table remembers.
-        damaged: Saves whose meta can be read and that are whole nowhere.
-        unreadable_steps: Of metas that are broken.
-        lists: Whether any list, or anything that it can be rebuilt from, can be read.
+        silent: Whether any mirror does not answer.
+        silent_required: Whether a required one does not.
+        ours: The saves that this root made on this disk, or continued from by a claim that all mirrors took.
+        has_rival: Whether another root's attempt is listed, newer than this root's newest that has saved on a mirror.
+        remnants: Whether anything is left that may have been a save, and of which no meta tells.
         list_is_unreadable: The local list is broken and no mirror has one.
+        damaged: Saves whose meta can be read and that are whole nowhere.
     """
 
     attempts: list[KnownAttempt]
+    counting: set[str]
     saves: list[SeenSave]
     copies: Mapping[tuple[str, str], list[tuple[str, bool]]]
     silent: bool
     silent_required: bool
-    odd: bool
-    lists: bool
+    ours: Collection[str] = ()
+    has_rival: bool = False
+    remnants: bool = False
     list_is_unreadable: bool = False
-    maybe_odd: bool = False
     damaged: Sequence[SeenSave] = ()
-    unreadable_steps: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
-class Expected:
-    """``save`` in ``kind``; or nothing, and then ``scratch`` says whether step 0 is allowed. ``wait``: not now.
+class Allowed:
+    """One outcome that the rules allow."""
 
-    Several of them: each is right, and it depends on what cannot be seen here.
-    """
-
+    does: Literal["resume", "step 0", "wait", "refuse", "missing", "broken"]
+    because: str
     save: SeenSave | None = None
     kind: str = ""
-    scratch: bool = False
-    wait: bool = False
-    missing: bool = False
-    error: bool = False
 
 
-def expected_start(view: View, policy: str | int, force: bool) -> Expected:
-    """What a start must come to."""
+def expected_start(view: View, policy: str | int, force: bool) -> list[Allowed]:
+    """Every outcome that a start may come to; never none."""
+    waits = [Allowed("wait", "a required mirror is silent")] if view.silent_required else []
     if view.list_is_unreadable:
-        return Expected(error=True)
-    if not view.lists and view.silent_required:
-        return Expected(wait=True)
-    table = current(view.attempts, view.saves)
+        return [Allowed("broken", "the list of this root cannot be read, and no mirror has one"), *waits]
     if policy == "scratch":
-        nothing = not (view.saves or view.odd or view.damaged)
-        return Expected(scratch=force or nothing, missing=not force and (not nothing or view.maybe_odd))
-    wanted = to_try(view.attempts, view.saves)
-    if isinstance(policy, int):
-        wanted = [one for one in wanted if one[0] == policy]
-        if not wanted:
-            return Expected(missing=True, wait=view.silent)
-    here = {save_id for (save_id, _), places in view.copies.items() if places[0][0] == "disk"}
-    if policy == "auto" and view.silent_required and wanted and wanted[0][2].save_id not in here:
-        return Expected(wait=True)
-    blocked: str | None = None
-    tried = False
-    unsure = policy == "auto" and view.silent_required  # whether this disk's copy was made here, its own list tells
-    for step, kind, save, replaced in wanted:
-        if blocked is not None and blocked != save.save_id:
-            return Expected(wait=True)
-        if view.silent_required:
-            if _damaged_before(view, save, replaced, step if isinstance(policy, int) else None):
-                return Expected(wait=True)
-            unsure = unsure or view.maybe_odd or any(there >= step for there in view.unreadable_steps)
-        for _, right in view.copies[(save.save_id, kind)]:
-            if right:
-                return Expected(save=save, kind=kind, wait=unsure)
-            tried = True
-            if view.silent_required:
-                blocked = save.save_id
-    if blocked is not None:
-        return Expected(wait=True)
-    if isinstance(policy, int):
-        return Expected(error=True)
-    _, complete = on_the_way(view.attempts)
-    decided = bool(view.attempts) and complete
-    newest = max(view.attempts, key=lambda attempt: (attempt.number, attempt.id), default=None)
-    gone = newest is not None and newest.parent is not None and not table  # it continued from a save, so there was one
-    left_behind = [
-        save for save in view.damaged if decided and save not in in_order(view.attempts, [*view.saves, save])
-    ]
-    odd = view.odd or len(left_behind) < len(view.damaged)
-    allowed = not gone and not view.silent_required and not odd and not tried and (not view.saves or decided)
-    return Expected(scratch=allowed, wait=view.silent_required, error=not allowed or view.maybe_odd)
+        return waits + _start_over(view, force)
+    if policy == "auto":
+        return waits + _newest_here(view) if view.silent_required else _continued(view, to_try(view))
+    wanted = [one for one in to_try(view) if one[0] == policy]
+    if view.silent_required:
+        return waits
+    if not wanted:
+        return [_wait(view) or Allowed("missing", "no save of the lineage has this step")]
+    if not any(right for _, kind, save, _ in wanted for _, right in view.copies[(save.save_id, kind)]):
+        return [_wait(view) or Allowed("broken", "no copy of the step is right")]
+    return _continued(view, wanted)
 
 
-def _damaged_before(view: View, chosen: SeenSave, replaced: bool, only_step: int | None) -> bool:
-    """Whether a save that is whole nowhere would have been tried before this one, if it were whole."""
-    for save in view.damaged:
-        if only_step not in (None, save.step):
+def _wait(view: View) -> Allowed | None:
+    return Allowed("wait", "an optional mirror is silent, and may have it") if view.silent else None
+
+
+def _newest_here(view: View) -> list[Allowed]:
+    """While a required mirror is silent: the newest of the lineage, if this root vouches for it; nothing older."""
+    wanted = to_try(view)
+    if not wanted or view.has_rival or wanted[0][2].save_id not in view.ours:
+        return []
+    newest = wanted[0][2]
+    for _, kind, save, _ in wanted:
+        if save.save_id == newest.save_id and any(right for _, right in view.copies[(save.save_id, kind)]):
+            return [Allowed("resume", "it is the newest, and this root made it", save, kind)]
+    return []
+
+
+def _continued(view: View, wanted: list[tuple[int, str, SeenSave, bool]]) -> list[Allowed]:
+    """The first save that is right somewhere; past others only if they are broken and nobody else may have them."""
+    past: set[str] = set()
+    for _, kind, save, _ in wanted:
+        if not any(right for _, right in view.copies[(save.save_id, kind)]):
+            past.add(save.save_id)
             continue
-        order = in_order(view.attempts, [*view.saves, save])
-        counted = current(view.attempts, [*view.saves, save])
-        if save not in order or chosen not in order:
-            continue
-        later = replaced or order.index(save) > order.index(chosen)
-        for counts in save.kinds:
-            if counted.get((save.step, counts)) == save and (
-                save.step > chosen.step or (save.step == chosen.step and later)
-            ):
-                return True
-    return False
+        found = Allowed("resume", "it is the newest that is right", save, kind)
+        if not view.silent:
+            return [found]
+        if past - {save.save_id}:
+            return [Allowed("wait", "the newest is broken, and an optional mirror may have it")]
+        return [
+            found,
+            Allowed("wait", "an optional mirror may have what is damaged, or a newer save"),
+        ]
+    if view.silent:
+        return [Allowed("wait", "step 0 needs the word of every mirror")]
+    return _step_0(view, tried=bool(wanted))
+
+
+def _step_0(view: View, *, tried: bool) -> list[Allowed]:
+    way, _ = on_the_way(view.attempts, view.counting)
+    newest = next((attempt for attempt in view.attempts if attempt.id == next(iter(way), None)), None)
+    over = newest if newest is not None and newest.by_person and newest.parent is None else None
+    refused = Allowed("refuse", "something was saved")
+    if tried or (_left(view) if over is None else _left_after(view, over)):
+        return [refused]
+    step_0 = Allowed("step 0", "nothing was ever saved" if over is None else "a person started over")
+    return [step_0, Allowed("refuse", "there are remnants of what may have been a save")] if view.remnants else [step_0]
+
+
+def _left(view: View) -> bool:
+    """Whether there is any sure sign that something was saved."""
+    whole = {save.save_id for save in view.saves}
+    return bool(view.saves or view.damaged) or any(
+        a.parent is not None and a.parent[3] not in whole for a in view.attempts
+    )
+
+
+def _left_after(view: View, over: KnownAttempt) -> bool:
+    """Whether there is one beside what a start over left behind."""
+    known, whole = {attempt.id for attempt in view.attempts}, {save.save_id for save in view.saves}
+    later = [attempt for attempt in view.attempts if attempt.number > over.number and attempt.parent is not None]
+    mine = {save.attempt for save in view.damaged} & {over.id}
+    strange = any(save.attempt not in known for save in (*view.saves, *view.damaged))
+    return strange or bool(mine) or any(a.parent is not None and a.parent[3] not in whole for a in later)
+
+
+def _start_over(view: View, force: bool) -> list[Allowed]:
+    refused = Allowed("refuse", "it was not forced, and something was saved")
+    if not force and _left(view):
+        return [refused]
+    begun = Allowed("wait", "a start over needs every mirror") if view.silent else Allowed("step 0", "a person says so")
+    return [begun, refused] if view.remnants and not force else [begun]

@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ckptmirror.core import lineage
 from ckptmirror.core.errors import StoreTemporary
-from ckptmirror.core.model import AttemptList, Digest, Meta
+from ckptmirror.core.model import Digest, Meta
 from ckptmirror.core.retention import MirrorSafety
+from ckptmirror.core.start import decide
 from ckptmirror.flow.retention import reconcile, rotation
 from ckptmirror.flow.save import commit
 from ckptmirror.flow.start import claim
@@ -59,14 +61,23 @@ def _releases_without_meta(_right: Any) -> Any:
 
 
 def _ignores_unknown(right: Any) -> Any:
-    def announce(run: claim.RunClaim, mirror: Any, **more: Any) -> None:
+    def enter(run: claim.RunClaim, mirror: Any, changed: Any) -> None:
         there, _ = claim.read_mirror_attempts(mirror)
         if there is not None:
-            others = tuple(a for a in there.attempts if a.id != run.attempt.id)
-            run.known = lineage.merge_attempts(run.known, AttemptList(run.run_id, others))
-        right(run, mirror, **more)
+            known = run._claim.known | {attempt.id for attempt in there.attempts}
+            run._claim = replace(run._claim, known=known)
+        right(run, mirror, changed)
 
-    return announce
+    return enter
+
+
+def _all_count(right: Any) -> Any:
+    def count(evidence: Any) -> Any:
+        counted = right(evidence)
+        order = lineage.lineage(counted.known.values(), counted.saves)
+        return replace(counted, counting=frozenset(counted.known), order=order)
+
+    return count
 
 
 def _fault_is_success(right: Any) -> Any:
@@ -96,7 +107,12 @@ SEEDED_BUGS: dict[str, list[Bug]] = {
         (UploadsTable, "discard_unreleased", _releases_without_meta),
         (reconcile, "remove_uncommitted", _no_reason),
     ],
-    "a claim ignores attempts that it does not know": [(claim.RunClaim, "_announce", _ignores_unknown)],
+    "a claim ignores attempts that it does not know": [(claim.RunClaim, "_enter", _ignores_unknown)],
+    "an attempt counts from its claim": [(decide, "count", _all_count)],
+    "a start trusts any save while a mirror is silent": [
+        (decide._Start, "_vouches_for", lambda _: lambda *_args: True),
+        (decide, "rival_of", _no_reason),
+    ],
     "another save's object counts as ours": [(ArtifactUpload, "_is_ours", lambda _: lambda *_args: True)],
 }
 

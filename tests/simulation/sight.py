@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from ckptmirror.core.codec import attempts_from_bytes, meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.local.uploads import UploadsTable
-from tests.simulation.reference import KnownAttempt, SeenSave, View
+from tests.simulation.reference import KnownAttempt, SeenSave, View, is_forward, on_the_way
 from tests.simulation.world import Host, MirrorPlace, World
 
 Object = tuple[bytes, int]
@@ -37,6 +38,11 @@ class Seen:
     odd: list[str] = field(default_factory=list)
     attempts: AttemptList | None = None
     list_is_broken: bool = False
+
+    @property
+    def every(self) -> list[Meta]:
+        """Every meta that can be read."""
+        return [*self.metas.values(), *self.partial]
 
     @property
     def readable(self) -> dict[str, Meta]:
@@ -130,11 +136,17 @@ def _weigh(world: World, seen: Seen, meta: Meta, found: dict[str, bytes | None])
 def known(attempt: Attempt) -> KnownAttempt:
     parent = attempt.parent
     ref = None if parent is None else (parent.attempt, parent.number, parent.step, parent.save_id)
-    return KnownAttempt(attempt.id, attempt.number, ref)
+    return KnownAttempt(attempt.id, attempt.number, ref, attempt.by_person, attempt.required, attempt.root)
 
 
 def decided(attempts: AttemptList | None) -> dict[str, KnownAttempt]:
     return {a.id: known(a) for a in attempts.attempts if a.decided} if attempts is not None else {}
+
+
+def counting_at(seen: Seen) -> set[str]:
+    """What a reader of one place takes to count: what has saved there, and a person's."""
+    listed = seen.attempts.attempts if seen.attempts is not None else ()
+    return {meta.attempt.id for meta in seen.every} | {attempt.id for attempt in listed if attempt.by_person}
 
 
 def seen_saves(*places: Seen) -> list[SeenSave]:
@@ -171,51 +183,75 @@ def view_from(world: World, host: Host) -> View:
                     continue  # somebody staged some files of it here, which is not enough to resume from
                 copies.setdefault((save_id, kind), []).append((place, paths <= seen.right))
     attempts = attempts_seen(*places.values())
-    attempts = {one: attempt for one, attempt in attempts.items() if one not in _apart(disk, list(answering.values()))}
+    attempts |= {m.attempt.id: known(m.attempt) for m in disk.every if m.staged_from is None} | attempts
     usable = {
         SeenSave(s.save_id, s.attempt, s.number, s.step, frozenset(k for k in s.kinds if (s.save_id, k) in copies))
         for s in seen_saves(*places.values())
     }
-    whole = {save.save_id for save in usable if save.kinds}
-    damaged = {m.save_id: m for seen in places.values() for m in (*seen.metas.values(), *seen.partial)}
-    damaged = {save_id: meta for save_id, meta in damaged.items() if save_id not in whole}
-    lists = any(seen.attempts is not None for seen in places.values()) or bool(attempts)
-    steps = [parsed.step for seen in places.values() for name in seen.odd if (parsed := names.parse_name(name))]
-    told = set(attempts_seen(*places.values()))
-    untold = any(meta.attempt.id not in told for meta in damaged.values())
-    in_flight, knows_more = _remembered(host, places)
+    saves = sorted((save for save in usable if save.kinds), key=lambda save: save.save_id)
+    whole = {save.save_id for save in saves}
+    damaged = {m.save_id: m for seen in places.values() for m in seen.every if m.save_id not in whole}
+    lost_here = disk.attempts is None
+    completed = set(disk.attempts.completed) if disk.attempts is not None else set()
+    continued = {attempts[one].parent[3] for one in completed if one in attempts and attempts[one].parent is not None}  # type: ignore[index]
+    ours = {i for i in disk.metas if world.truth[i].made_on == (host.number, host.disks_lost)} | continued
+    here = {m.attempt.id for m in disk.every if m.staged_from is None or m.save_id in continued or lost_here}
+    silent_urls = {place.url for place in world.mirrors if place.down and place.required}
+    counting = {m.attempt.id for seen in answering.values() for m in seen.every} & attempts.keys()
+    counting |= {one for one, a in attempts.items() if a.by_person and _is_taken(a, completed, answering)}
+    _count_here(attempts, saves, counting, here, answering)
+    unknown_to_us = _remembered(host, places)
     loose = _loose(world, host, places)
     return View(
         attempts=list(attempts.values()),
-        saves=sorted((save for save in usable if save.kinds), key=lambda save: save.save_id),
+        counting=counting,
+        saves=saves,
         copies=copies,
         silent=any(place.down for place in world.mirrors),
-        silent_required=any(place.down and place.required for place in world.mirrors),
-        odd=any(seen.odd for seen in answering.values()) or (bool(loose) and not in_flight),
-        maybe_odd=bool(disk.odd or loose) or knows_more or any(one.attempt not in told for one in usable) or untold,
+        silent_required=bool(silent_urls),
+        ours=ours,
+        has_rival=_has_rival(world, host, attempts, counting),
+        remnants=bool(loose or any(unknown_to_us) or any(seen.odd for seen in places.values())),
+        list_is_unreadable=disk.list_is_broken and all(seen.attempts is None for seen in answering.values()),
         damaged=[
             SeenSave(m.save_id, m.attempt.id, m.save_number, m.step, frozenset(m.kinds)) for m in damaged.values()
         ],
-        unreadable_steps=[step for step in steps if step is not None],
-        lists=lists,
-        list_is_unreadable=disk.list_is_broken and all(seen.attempts is None for seen in answering.values()),
     )
 
 
-def _apart(disk: Seen, mirrors: list[Seen]) -> set[str]:
-    """The attempts of this disk that ran while no mirror answered, and that the run went on without (ADR 4)."""
+def _is_taken(attempt: KnownAttempt, completed: set[str], answering: dict[str, Seen]) -> bool:
+    """Whether every mirror that a person's attempt had to claim lists it, as far as they answer."""
+    asked = [answering[url] for url in attempt.required if url in answering]
+    lists = [seen.attempts for seen in asked if seen.attempts is not None]
+    return attempt.id in completed or all(attempt.id in {one.id for one in listed.attempts} for listed in lists)
 
-    def listed(seen: Seen) -> set[str]:
-        by_metas = {m.attempt.id for m in (*seen.metas.values(), *seen.partial)}
-        if seen.attempts is None:
-            return by_metas
-        own = {m.attempt.id for m in (*seen.metas.values(), *seen.partial) if m.staged_from is None}
-        return {attempt.id for attempt in seen.attempts.attempts} | (own if seen is disk else set())
 
-    here, there = listed(disk), set().union(*map(listed, mirrors))
-    if not here or not set(attempts_seen(*mirrors)) - here:
-        return set()
-    return set(attempts_seen(disk)) - there
+def _count_here(
+    attempts: dict[str, KnownAttempt],
+    saves: list[SeenSave],
+    counting: set[str],
+    here: set[str],
+    answering: dict[str, Seen],
+) -> None:
+    """Add the attempts that have saves on this disk alone, oldest first, each while it is a fast-forward."""
+    there = {save_id for seen in answering.values() for save_id in seen.readable}
+    committed = [save for save in saves if save.save_id in there]
+    for one in sorted(here & attempts.keys() - counting, key=lambda one: (attempts[one].number, one)):
+        if is_forward(list(attempts.values()), committed, counting, one):
+            counting.add(one)
+            committed += [save for save in saves if save.attempt == one and save not in committed]
+
+
+def _has_rival(world: World, host: Host, attempts: dict[str, KnownAttempt], counting: set[str]) -> bool:
+    note = host.root / names.CONTROL_DIR / "root.json"
+    try:
+        mine = json.loads(note.read_bytes())["id"]
+    except FileNotFoundError:
+        mine = ""
+    saved = {m.attempt.id for place in world.mirrors for m in look_at_mirror(world, objects_of(place)).every}
+    way, _ = on_the_way(attempts.values(), counting)
+    reached = max((attempts[one].number for one in way if attempts[one].root == mine and one in saved), default=-1)
+    return any(one.root not in ("", mine) and one.number > reached for one in attempts.values())
 
 
 _CONTENT = frozenset({"model", "optim", "extra", "tensors", "dcp"})

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from ckptmirror.core import names
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.start import survey
 from ckptmirror.local import crashpoints
 from ckptmirror.stores import memory, open_store
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
@@ -46,6 +47,21 @@ def die() -> None:
     raise Dead
 
 
+class _OneByOne:
+    """Asks mirrors one after the other, in this thread: else crash points would be passed in any order."""
+
+    def __init__(self, max_workers: int) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    map = staticmethod(map)
+
+
 @contextmanager
 def repeatable(seed: int) -> Iterator[None]:
     """Make every id and every delay follow from the seed."""
@@ -54,9 +70,11 @@ def repeatable(seed: int) -> Iterator[None]:
     secrets.token_hex = lambda nbytes=None: ids.randbytes(nbytes or 32).hex()  # type: ignore[assignment]
     secrets.randbits = lambda k: ids.getrandbits(k)  # type: ignore[assignment]
     random.seed(seed)
+    real_pool, survey.ThreadPoolExecutor = survey.ThreadPoolExecutor, _OneByOne  # type: ignore[attr-defined,misc]
     try:
         yield
     finally:
+        survey.ThreadPoolExecutor = real_pool  # type: ignore[attr-defined,misc]
         secrets.token_hex, secrets.randbits = real_hex, real_bits
         random.setstate(state)
 
@@ -68,6 +86,7 @@ class Truth:
     meta: Meta
     content: Mapping[str, bytes]
     acknowledged: bool = False
+    made_on: tuple[int, int] = (-1, 0)  # the host, and how many disks it had lost by then
 
     def bytes_of(self, path: str) -> bytes | None:
         return self.content.get(names.untagged(path))
