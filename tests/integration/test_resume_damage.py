@@ -40,6 +40,18 @@ def _fresh_memory() -> Iterator[None]:
     memory.drop("test-resume")
 
 
+def test_a_broken_list_here_does_not_make_the_mirrors_copy_a_broken_one(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    saved_run(root, (1, 2), MIRROR, kinds=("dcp",))
+    flip_bit(artifact(root, whole(root)[2], ".metadata"), offset=-40)
+    broken = root / names.ATTEMPTS_NAME
+    broken.write_bytes(broken.read_bytes()[:-20])
+    with running(root, MIRROR) as manager:
+        start = manager.resume(new_state(seed=4))
+    assert start is not None
+    assert (start.step, start.place) == (2, MIRROR)
+
+
 # -- broken and incomplete --------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.flow.fetch.destination import is_training_root, make_control_dir
 from ckptmirror.flow.fetch.stage_progress import OnProgress, StageProgress
 from ckptmirror.flow.fetch.staging import Staging, wanted_artifacts
-from ckptmirror.flow.places.attempt_lists import read_local_attempts
+from ckptmirror.flow.places.attempt_lists import read_local_attempts, told_here
 from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, OnWait, check_destination, mirror_specs
 from ckptmirror.flow.places.resolve import main_path
@@ -174,7 +174,7 @@ def stage_save(
     for this save alone: other saves of the step stay as they are, whosever they are. In a training root the caller
     holds the root lock. Raises what :func:`stage_checkpoint_step` raises.
     """
-    _check_run(dest, meta, mirror)
+    _check_run(dest, meta, mirror, repair=repair)
     wanted = wanted_artifacts(meta, kinds, full)
     make_control_dir(dest)
     lock_path = dest / names.CONTROL_DIR / f"stage_{names.SaveName(meta.step).stem}.lock"
@@ -206,9 +206,9 @@ def _bring(staging: Staging, meta: Meta, wanted: Sequence[Artifact], kinds: Sequ
     return staged
 
 
-def _check_run(dest: Path, meta: Meta, mirror: Mirror) -> None:
+def _check_run(dest: Path, meta: Meta, mirror: Mirror, *, repair: bool = False) -> None:
     """In a training root, another run's save would be mirrored as this run's."""
-    attempts = read_local_attempts(dest)
+    attempts = told_here(dest) if repair else read_local_attempts(dest)  # a start asks the mirrors in its stead
     if attempts is not None and attempts.run_id != meta.run_id:
         raise ConfigError(
             f"{mirror.url} holds run {meta.run_id[:8]}, and a trainer saves run {attempts.run_id[:8]} to {dest}.",
