@@ -280,7 +280,7 @@ def confirm(root: Path, save_id: str, urls: Collection[str]) -> None:
                     upload_save(context, save_id)
                 except CkptMirrorError as error:
                     log = saying(_log, mirror=mirror.url)
-                    log.warning("save %.8s is not confirmed on %s yet: %s", save_id, mirror.url, error)
+                    log.warning("save %.8s is not confirmed there yet: %s", save_id, error)
         finally:
             close_mirrors(mirrors)
 

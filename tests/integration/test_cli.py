@@ -396,8 +396,8 @@ def test_the_url_alone_may_follow_push_where_the_root_is_known(tmp_path: Path):
         (("push", "gs://b/r", "--mirror", "gs://b/r"), "Give URL or --mirror, not both."),
         (("ls", "/a", "--root", "/a"), "Give one of DIR|URL, --root and --mirror."),
         (("ls", "--mirror", "gs://b/r", "--root", "/a"), "Give one of DIR|URL, --root and --mirror."),
-        (("status", "gs://b/r"), "gs://b/r is a mirror, and status reads a directory on this disk"),
-        (("drain", "--root", "gs://b/r"), "gs://b/r is a mirror, and drain reads a directory on this disk"),
+        (("status", "gs://b/r"), "it is a gs:// URL"),
+        (("drain", "--root", "gs://b/r"), "it is a gs:// URL"),
         (("status", __file__), "is a file"),
     ],
 )

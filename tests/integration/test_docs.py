@@ -281,7 +281,7 @@ def inline_code(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
 def test_a_command_that_a_page_mentions_has_the_options_that_it_mentions(page: Path):
     for code in inline_code(page):
-        verb = re.match(r"ckptmirror ([a-z]+)\b", code)
+        verb = re.match(r"ckptmirror ([a-z]+(?:-[a-z]+)*)\b", code)
         if verb:
             command = program.get_command(click.Context(program), verb[1])
             assert command is not None, code

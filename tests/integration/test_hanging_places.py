@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror import CheckpointManager
-from ckptmirror.core.errors import DeadlinePassed, Temporary
+from ckptmirror.core.errors import DeadlinePassed, StoreTemporary, Temporary
 from ckptmirror.flow.save import persistent_dir
 from ckptmirror.local import hang_guard
 from tests.kit.cli import LIMIT_S, clean_environment

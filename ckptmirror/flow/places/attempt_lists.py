@@ -42,6 +42,7 @@ __all__ = [
     "note_met",
     "read_local_attempts",
     "read_mirror_attempts",
+    "told_here",
 ]
 
 _LIST_LIMIT_BYTES = 16 * 1024 * 1024
@@ -132,6 +133,14 @@ def attempts_here(root: Path) -> tuple[AttemptList | None, BrokenMeta | None]:
         return attempts_of_metas(metas), broken
     mine = attempts_of_metas([m for m in metas if m.staged_from is None and m.run_id == listed.run_id])
     return (merge_attempts(listed, mine) if mine is not None else listed), broken
+
+
+def told_here(root: Path) -> AttemptList | None:
+    """Return the root's list as it is there; None if there is none, or none that can be trusted."""
+    try:
+        return read_local_attempts(root)
+    except (IntegrityError, OSError):
+        return None
 
 
 def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | None]:

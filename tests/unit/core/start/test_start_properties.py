@@ -364,7 +364,6 @@ def _all_count(evidence: Evidence) -> attempts.Counted:
 
 PLANTED: dict[str, tuple[object, str, object, Callable[[World], None]]] = {
     "a start vouches for whatever it sees": (decide._Start, "_vouches_for", lambda *_: True, silence),
-    "no rival is ever heard of": (decide, "rival_of", _never, silence),
     "a newer attempt is not waited for": (decide._Start, "_unseen_after", _never, silence),
     "an attempt counts from its claim": (decide, "count", _all_count, a_copy_or_a_claim_more),
     "what is not whole is passed by": (decide._Start, "_look_past", _never, silence),
