@@ -204,8 +204,11 @@ def _wrong_attempts(place: Place, local: Catalog, mirrored: bool) -> list[str]:
     wrong = _inconsistent(here)
     if mirrored:
         there = attempts_from_bytes((place.mirror / names.WRITER_NAME).read_bytes())
-        if sorted(here.attempts, key=lambda a: a.id) != sorted(there.attempts, key=lambda a: a.id):
-            wrong.append("the lists of attempts of disk and mirror differ")
+        known = {attempt.id: attempt for attempt in here.attempts}  # one that died before its first save is here alone
+        wrong += [f"the mirror lists attempt {a.number} otherwise" for a in there.attempts if known.get(a.id) != a]
+        newest = max(here.attempts, key=lambda attempt: (attempt.number, attempt.id))
+        if newest not in there.attempts:
+            wrong.append(f"the mirror does not list attempt {newest.number}, the newest here")
     known = {attempt.id for attempt in here.attempts}
     wrong += [f"step {m.step} is of an unknown attempt" for m in local.saves.values() if m.attempt.id not in known]
     standing = local.lineage().standing_by_save()

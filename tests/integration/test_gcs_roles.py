@@ -83,5 +83,8 @@ def test_a_run_starts_twice_and_is_staged_with_exactly_these_permissions(tmp_pat
 def test_a_run_goes_nowhere_without_one_of_them(missing: str, tmp_path: Path):
     with bucket(tmp_path, [one for one in WRITE if one != missing]) as env:
         done = run(env, "-c", TRAIN, tmp_path / "root", 2)
+        if missing == "storage.objects.delete":  # which replacing an object needs: the list, by the second start
+            assert done.returncode == 0, done.stderr
+            done = run(env, "-c", TRAIN, tmp_path / "root", 2)
         assert done.returncode != 0
         assert re.search("NotAuthorised|DeadlinePassed", done.stderr), done.stderr
