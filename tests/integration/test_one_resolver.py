@@ -251,7 +251,7 @@ def _arguments() -> set[tuple[str, str | None]]:
         for verb, command in commands.items()
         if command is not None
         for parameter in command.params
-        if isinstance(parameter, click.Argument)
+        if isinstance(parameter, click.Argument) and parameter.expose_value  # DIR and URL stand for an option
     }
 
 
