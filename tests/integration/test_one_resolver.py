@@ -216,7 +216,7 @@ def test_every_entry_point_runs_through_the_one_function(place: Place, tmp_path:
         manager.resume(state)
         assert through(lambda: manager.load(state, path)) == both
         assert "choose" in through(lambda: manager.load(state, place.root))
-    with running(place.root) as manager:
+    with running(place.root, str(place.references["mirror"])) as manager:
         assert through(lambda: manager.load(state, 1)) == {"choose", "choosable"}
         assert both <= through(lambda: manager.resume(state, policy=path))
     assert through(lambda: list_checkpoints(path)) == {"locate"}
