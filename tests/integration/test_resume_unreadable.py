@@ -96,7 +96,8 @@ def test_a_person_may_go_back_past_what_cannot_be_read(tmp_path: Path, monkeypat
     with running(tmp_path) as manager:  # that was decided: what was left behind is in nobody's way
         start = manager.resume(new_state())
         assert start is not None
-        assert (start.step, start.passed_over) == (1, ())
+        assert start.step == 1
+        assert all("is whole and superseded" in line for line in start.passed_over)
 
 
 def test_an_io_error_of_an_older_save_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
