@@ -193,7 +193,7 @@ def test_push_takes_a_mirror_as_optional_where_the_file_says_so(tmp_path: Path):
     shutil.rmtree(root / ".ckptmirror")
     assert run("push", cwd=folder).returncode == 0
     status = json.loads(run("status", "--json", cwd=folder).stdout)
-    assert status["mirrors"] == [{"url": f"file://{tmp_path}/other", "required": False}]
+    assert status["mirrors"] == [{"url": f"file://{tmp_path}/other", "required": False, "pushed": True}]
 
 
 @pytest.mark.parametrize("verb", ["drain", "push", "stage"])
