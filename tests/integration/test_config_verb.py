@@ -257,7 +257,7 @@ def test_a_trainer_without_arguments_takes_what_the_verbs_take(tmp_path: Path):
     assert (ended.returncode, ended.stdout) == (0, f"{folder}/root ('model',) blocking\n"), ended.stderr
     status = json.loads(run("status", "--json", cwd=folder, env=variables).stdout)
     assert [save["step"] for save in status["saves"]] == [2, 3]
-    assert status["mirrors"] == [{"url": f"file://{tmp_path}/mirror", "required": True}]
+    assert status["mirrors"] == [{"url": f"file://{tmp_path}/mirror", "required": True, "pushed": False}]
     assert status["unsafe_files"] == 0
 
 
