@@ -13,7 +13,7 @@ from tests.kit.processes import outcome, run_ranks
 pytestmark = pytest.mark.long
 
 
-def open_and_close(rank: int, roots: list[str]) -> tuple[str, str, int, float]:
+def open_and_close(rank: int, roots: list[str]) -> tuple[str, str, int]:
     def job() -> int:
         manager = CheckpointManager(roots[rank], kinds=("model",), timeout_s=30.0)
         try:
@@ -26,7 +26,7 @@ def open_and_close(rank: int, roots: list[str]) -> tuple[str, str, int, float]:
 
 def test_a_job_of_several_nodes_is_refused_on_every_rank(tmp_path: Path) -> None:
     found = run_ranks(2, open_and_close, [str(tmp_path / "first"), str(tmp_path / "second")])
-    for kind, message, code, _ in found:
+    for kind, message, code in found:
         assert (kind, code) == (ConfigError.__name__, ConfigError.exit_code)
         assert "several nodes" in message
 
@@ -39,7 +39,7 @@ def test_ranks_that_spell_one_root_differently_are_one_node(tmp_path: Path, exis
     if exists:
         (parent / "root").mkdir()
     found = run_ranks(2, open_and_close, [str(parent / "root"), str(tmp_path / "alias" / "root")])
-    assert [(kind, message) for kind, message, _, _ in found] == [("value", "1")] * 2
+    assert [(kind, message) for kind, message, _ in found] == [("value", "1")] * 2
 
 
 def test_a_root_that_cannot_be_made_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:

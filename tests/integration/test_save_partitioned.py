@@ -26,7 +26,7 @@ def stepped(rank: int, *, own_only: bool) -> tuple[torch.nn.Module, torch.optim.
     return model, optimizer
 
 
-def save_and_resume(rank: int, root: str, kind: str, in_extra: bool) -> tuple[str, str, int, float]:
+def save_and_resume(rank: int, root: str, kind: str, in_extra: bool) -> tuple[str, str, int]:
     def job() -> list[int]:
         found = []
         for own_only in (True, False):
@@ -47,7 +47,7 @@ def save_and_resume(rank: int, root: str, kind: str, in_extra: bool) -> tuple[st
 
 @pytest.mark.parametrize("kind", ["dcp", "model"])
 def test_state_that_one_rank_alone_would_not_save_whole_is_refused_on_all(tmp_path: Path, kind: str) -> None:
-    for name, message, code, _ in run_ranks(2, save_and_resume, str(tmp_path), kind, False):
+    for name, message, code in run_ranks(2, save_and_resume, str(tmp_path), kind, False):
         assert (name, code) == (BackgroundSaveFailed.__name__, BackgroundSaveFailed.exit_code), message
         assert "state of different parameters" in message
     assert not list(tmp_path.glob("meta_*"))
@@ -55,5 +55,5 @@ def test_state_that_one_rank_alone_would_not_save_whole_is_refused_on_all(tmp_pa
 
 @pytest.mark.parametrize("kind", ["dcp", "model"])
 def test_in_extra_each_rank_gets_its_own_back(tmp_path: Path, kind: str) -> None:
-    for name, found, _, _ in run_ranks(2, save_and_resume, str(tmp_path), kind, True):
+    for name, found, _ in run_ranks(2, save_and_resume, str(tmp_path), kind, True):
         assert (name, found) == ("value", "[1, 1]"), found
