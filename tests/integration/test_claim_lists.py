@@ -365,3 +365,18 @@ def test_a_running_attempt_meets_what_a_mirrors_lost_list_knew(tmp_path: Path) -
     mirror.store.delete(names.WRITER_NAME, generation=info.generation)
     with pytest.raises(AttemptFenced):
         running.confirm(mirror)
+
+
+def test_a_claim_is_complete_only_once_every_required_mirror_has_taken_it_also_one_configured_no_more(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "root"
+    kept, dropped = opened(memory_url()), opened(memory_url())
+    first = claim_run(root, kept, dropped)
+    assert first.attempts.completed == (first.attempt.id,)
+    save = make_save(root, 100, ("model",), first.attempt, 1, run_id=first.run_id)
+    for mirror in (kept, dropped):
+        put_on_mirror(mirror.store, root, save)
+    second = claim_run(root, kept)
+    assert dropped.url in second.attempts.required
+    assert second.attempt.id not in second.attempts.completed

@@ -164,11 +164,13 @@ class RunClaim:
         self._begins = run_of(seen.evidence) is None
         if not self._begins:  # else the first mirror names the run: of two that begin it one has to start over
             self._write_here(self._claim.root_list)
+        claimed: set[str] = set()
         for mirror in self._mirrors:
             error = seen.seen[mirror.url].error if seen.seen[mirror.url].catalog is None else None
             if error is None:
                 try:
                     self._enter(mirror, StartOver)
+                    claimed.add(mirror.url)
                     continue
                 except (Temporary, NotAuthorised, StorePermanent) as failure:
                     error = failure
@@ -177,10 +179,10 @@ class RunClaim:
             if mirror.required and isinstance(error, StorePermanent):
                 raise error
             self.unclaimed[mirror.url] = str(error)
-        told = self._claim.root_list
-        if not any(url in self.unclaimed for url in told.required):
-            told = replace(told, completed=(*told.completed, self.attempt.id))
-        self._write_here(told)
+        mine = self._claim.root_list
+        if claimed.issuperset(mine.required):  # one of them may be configured no more: nobody asked it
+            mine = replace(mine, completed=(*mine.completed, self.attempt.id))
+        self._write_here(mine)
 
     def confirm(self, mirror: Mirror, meta: Meta | None = None) -> None:
         """Ask a mirror whether this attempt may go on there, and enter it if that was not done yet.
@@ -201,10 +203,12 @@ class RunClaim:
                 raise AttemptFenced(self.fenced)
             self._enter(mirror, None)
             self.unclaimed.pop(mirror.url, None)
-            if meta is None or mirror.url in self._may_commit:
+            if meta is None:
                 return
             if meta.attempt.id != self.attempt.id:
                 self._places.check_drained(mirror, meta)
+                return
+            if mirror.url in self._may_commit:
                 return
             verdict = may_commit(self._places.survey().evidence, self.attempt.id)
             if verdict.may == "wait":

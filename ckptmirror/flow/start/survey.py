@@ -84,17 +84,6 @@ class Survey:
     metas: Mapping[tuple[str, str], Meta]
     seen: Mapping[str, Seen] = field(default_factory=dict)
 
-    def attempts_to(self, meta: Meta) -> list[Attempt]:
-        """Return the attempt of a save, and those before it, as far as metas tell of them."""
-        known = {other.attempt.id: other.attempt for other in self.metas.values() if other.run_id == meta.run_id}
-        way = [meta.attempt]
-        while way[-1].parent is not None and way[-1].parent.attempt in known:
-            earlier = known[way[-1].parent.attempt]
-            if earlier.number >= way[-1].number:
-                break  # the data contradicts itself, which the claim will say
-            way.append(earlier)
-        return way
-
 
 def survey(
     root: Path,
