@@ -6,6 +6,7 @@ Rules:
 * Asked about are the whole saves of this disk and every released save of the table, not a count of what is pending:
   a row that is gone is pending nowhere.
 * An emergency snapshot is never mirrored. A save that rotation deleted was settled if its last records say so.
+* A save that is on a mirror and not on this disk can be sent to no other: one that was added later does not wait for it.
 * Counting what moves (``upload.workers.still_moving``) is for waiting; this is for the answer.
 """
 
@@ -65,10 +66,9 @@ def open_saves(
     local = [meta.save_id for meta in metas if not is_emergency(meta)]
     wanted = [save_id for save_id in dict.fromkeys([*released, *local]) if save_ids is None or save_id in save_ids]
     partial = {meta.save_id for meta in metas if meta.partial}  # it cannot be sent, and where it came from, it is
+    expected = {one for one in wanted if one not in partial and (one in local or not _is_settled_somewhere(table, one))}
     found = [
-        _open_on(table, save_id, url, url in required and save_id not in partial)
-        for save_id in wanted
-        for url in mirrors
+        _open_on(table, save_id, url, url in required and save_id in expected) for save_id in wanted for url in mirrors
     ]
     if save_ids is not None:
         unknown = [one for one in save_ids if one not in wanted and not left_settled(table, mirrors, one)]
@@ -88,6 +88,13 @@ def count_lacking(table: UploadsTable, metas: Iterable[Meta], mirror: str) -> in
 def open_files(saves: Iterable[OpenSave]) -> int:
     """Count the files of saves that are not settled."""
     return sum(save.files for save in saves)
+
+
+def _is_settled_somewhere(table: UploadsTable, save_id: str) -> bool:
+    try:
+        return any(is_settled(there) for there in table.standing(save_id))
+    except BrokenTable:
+        return False
 
 
 def _open_on(table: UploadsTable, save_id: str, mirror: str, required: bool) -> OpenSave | None:

@@ -319,7 +319,8 @@ def finish_interrupted(root: Path, table: UploadsTable, mirrors: Sequence[Mirror
     """Carry on deletions that a crash cut short; return the save ids.
 
     Such a save has no meta on disk any more, every record of it is settled on every required mirror, and the mirrors,
-    asked again, confirm it. Where not every required mirror is at hand, nothing is finished.
+    asked again, confirm it. Where not every required mirror is at hand, nothing is finished. A mirror that was added
+    since has no record of the save, and is not asked: the deletion was decided without it.
 
     Raises:
         WaitTimeout: A rotation of this root does not end.
@@ -335,7 +336,8 @@ def _finish(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[
     for save in table.saves():
         if not save.released or (root / save.meta_path).exists():
             continue
-        if why_not_safe(table, mirrors, save.save_id) is not None:
+        asked = {record.mirror for record in table.records(save_id=save.save_id)}
+        if why_not_safe(table, [mirror for mirror in mirrors if mirror.url in asked], save.save_id) is not None:
             continue
         try:
             with exclusive(root / _stage_lock_name(save.step), timeout_s=0.0):
