@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager, load_checkpoint, stage_checkpoint_step
+from ckptmirror import CheckpointManager, ResumeInfo, TrainState, load_checkpoint, stage_checkpoint_step
 from ckptmirror.core.errors import (
     ConfigError,
     NotAuthorised,
@@ -20,12 +20,19 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.events import Event, StoreCalled
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.places.resolve import list_checkpoints
+from ckptmirror.flow.start.forget import forget_mirror
 from ckptmirror.stores import fsspec_any, open_store
 from ckptmirror.testing import GcsServerProcess
 from tests.kit.mirrors import memory_url
 from tests.kit.training import everything, new_state, running, same, train
 
 pytestmark = pytest.mark.long
+
+
+def resume_from(root: Path, url: str) -> tuple[ResumeInfo | None, TrainState]:
+    with running(root, MirrorSpec(url, required=False)) as manager:
+        state = new_state(seed=5)
+        return manager.resume(state), state
 
 
 @pytest.fixture(params=["gcsfs+gs", "fsspec+memory"])
@@ -58,9 +65,10 @@ def test_an_optional_mirror_through_fsspec_gets_every_save_and_gives_it_back(tmp
         staged = stage_checkpoint_step(url, step=2, dest=tmp_path / "eval", require_kind=kind)  # type: ignore[arg-type]
         assert same(load_checkpoint(staged.path).model, dict(saved["model"]))
     assert {call.operation for call in told if isinstance(call, StoreCalled) and call.mirror == url} >= {"upload"}
-    with running(tmp_path / "fresh", MirrorSpec(url, required=False)) as manager:
-        fresh = new_state(seed=5)
-        start = manager.resume(fresh)
+    with pytest.raises(StoreTemporary, match="not configured"):  # what the required one alone may have is not known
+        resume_from(tmp_path / "fresh", url)
+    forget_mirror(tmp_path / "fresh", required)
+    start, fresh = resume_from(tmp_path / "fresh", url)
     assert start is not None
     assert same(everything(fresh), saved)
 
