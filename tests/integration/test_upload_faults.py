@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ckptmirror.core import names
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload import record as upload_module
+from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.mirrors import bucket_url, object_names
 from tests.kit.roots import MirroredRoot, assert_arrived, make_pending
@@ -209,6 +211,25 @@ def test_a_session_that_holds_other_bytes_is_not_continued(server: GcsServerProc
     gs.upload()
     assert gs.states() == {"verified"}
     assert len(server.log("upload.start")) == 2
+
+
+def test_an_object_that_went_away_before_it_was_verified_is_sent_again_although_its_session_was_complete(
+    server: GcsServerProcess, gs: MirroredRoot
+) -> None:
+    meta = gs.commit(100, sidecars=False, sizes={"model_000100.pt": 20 * MIB})
+    gs.store.write("model_000100.pt", b"of somebody else", if_generation=0)
+    gs.store.script(StoreFault("upload", "model", when="after"))
+    claim = gs.table.claim("w", gs.mirrors[0].url, lease_s=300)
+    assert claim is not None
+    upload_module.upload_claimed(gs.context(), claim)
+    assert gs.records()[0].session is not None
+    name = names.tagged("model_000100.pt", meta.save_id)
+    info = gs.store.stat(name)
+    assert info is not None
+    gs.store.delete(name, generation=info.generation)
+    gs.upload()
+    assert gs.states() == {"verified"}, [record.last_error for record in gs.records()]
+    assert_arrived(gs, meta)
 
 
 # -- credentials -----------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class ArtifactUpload(Sending):
             hint="Another run writes to this prefix: give each run a prefix of its own.",
         )
 
-    def _create(self, name: str, digest: Digest, meta: Meta) -> ObjectInfo | None:
+    def _create(self, name: str, digest: Digest, meta: Meta) -> ObjectInfo:
         path = self._context.root / self._record.path
         try:
             source = files.FileSource(path)
@@ -98,7 +98,10 @@ class ArtifactUpload(Sending):
                 verify_file(path, digest)  # raises if it is our file that rotted since the commit
                 raise Temporary(f"{self._context.mirror.url} received other bytes than were sent: {error}") from error
         info = self._store.stat(name)
-        if info is not None and info.crc32c is None and info.generation == sent.generation:
+        if info is None:
+            self._context.table.set_session(self._claim, None)  # it would answer again that all was received
+            raise Temporary(f"{self._context.mirror.url} received {name}, and does not have it any more.")
+        if info.crc32c is None and info.generation == sent.generation:
             return replace(info, crc32c=digest.crc32c)  # such a store's upload() has just read the object back
         return info
 
