@@ -49,6 +49,14 @@ def half(table: Path) -> None:
     table.write_bytes(table.read_bytes()[: 3 * PAGE_BYTES])
 
 
+def the_list_of_mirrors(table: Path) -> None:
+    """A flipped byte in one fact; the pages are sound."""
+    connection = apsw.Connection(str(table))
+    connection.execute("UPDATE facts SET value = CAST(X'ca' || value AS BLOB) WHERE name = 'mirrors'")
+    assert connection.changes() == 1
+    connection.close()
+
+
 def a_directory(table: Path) -> None:
     table.unlink()
     table.mkdir()
@@ -127,7 +135,7 @@ def assert_goes_on(root: Path, url: str) -> None:
     assert {meta.step for meta in mirror_catalog(Mirror(url, True, store)).saves.values()} == {1, 2}
 
 
-@pytest.mark.parametrize("damage", [random_bytes, nothing, half], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", [random_bytes, nothing, half, the_list_of_mirrors], ids=lambda damage: damage.__name__)
 def test_a_trainer_moves_a_broken_table_aside_and_everything_is_mirrored(
     damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
