@@ -135,7 +135,9 @@ def assert_goes_on(root: Path, url: str) -> None:
     assert {meta.step for meta in mirror_catalog(Mirror(url, True, store)).saves.values()} == {1, 2}
 
 
-@pytest.mark.parametrize("damage", [random_bytes, nothing, half, the_list_of_mirrors], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    "damage", [random_bytes, nothing, half, the_list_of_mirrors], ids=lambda damage: damage.__name__
+)
 def test_a_trainer_moves_a_broken_table_aside_and_everything_is_mirrored(
     damage: Callable[[Path], None], tmp_path: Path
 ) -> None:

@@ -6,7 +6,8 @@ Rules:
 * Asked about are the whole saves of this disk and every released save of the table, not a count of what is pending:
   a row that is gone is pending nowhere.
 * An emergency snapshot is never mirrored. A save that rotation deleted was settled if its last records say so.
-* A save that is on a mirror and not on this disk can be sent to no other: one that was added later does not wait for it.
+* A save that is on a mirror and not on this disk can be sent to no other: a mirror that was added later waits for no
+  such save.
 * Counting what moves (``upload.workers.still_moving``) is for waiting; this is for the answer.
 """
 
