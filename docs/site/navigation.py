@@ -1,8 +1,8 @@
 """Reads the navigation of the site from the lists of links that the pages have anyway.
 
 Rules:
-* ``docs/README.md`` is the navigation: each ``##`` heading a group, each link to a page in it an entry, in this order
-  and under these words.
+* ``docs/README.md`` is the navigation: each ``##`` heading a group, each link to a page below it an entry, in this
+  order and under these words. Links above the first heading are not part of it.
 * A page named ``README.md`` deeper in ``docs/`` does the same for what it links to in its own folder.
 * A page that nobody lists is an error, of the build and of ``tests/integration/test_site.py``.
 """
@@ -23,7 +23,8 @@ def groups_of(page: str, text: str) -> dict[str, dict[str, str]]:
     folder = PurePosixPath(page).parent
     groups: dict[str, dict[str, str]] = {}
     seen: set[str] = set()
-    for part in re.split(r"^## ", text, flags=re.MULTILINE):
+    before, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
+    for part in parts if page == NAVIGATION else [before, *parts]:
         heading, _, body = part.partition("\n")
         for words, target in _LINK.findall(body):
             path = _joined(folder, target)
