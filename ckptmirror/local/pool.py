@@ -1,10 +1,9 @@
-"""Threads for work that a mirror may hold up: a pool that takes its jobs from one list, and one for a single call.
+"""Threads for work that a mirror may hold up: a few that take jobs from one list, and one for a single call.
 
 Rules:
-* Memory is bounded: a kept buffer a thread, however many jobs there are.
-* The first error ends the pool, and is raised in the caller's thread. Jobs that are under way look at ``stop``.
-* A person's interrupt ends it within ``STOP_WAIT_S``, whatever a mirror is doing: a thread that still waits for an
-  answer then is left behind (they are daemons).
+* The first error ends the work, and is raised in the caller's thread.
+* Ctrl-C ends it within ``STOP_WAIT_S``, whatever a mirror is doing: a thread that still waits for an answer then is
+  left behind. So they are daemons: the interpreter waits for every thread of a ``ThreadPoolExecutor`` before it exits.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
-
-from ckptmirror.local import files
 
 __all__ = ["STOP_WAIT_S", "begin", "is_over", "run_jobs"]
 
@@ -49,25 +46,26 @@ def is_over(future: Future[_Result], timeout_s: float) -> bool:
 
 def run_jobs(
     jobs: Sequence[_Job],
-    do: Callable[[_Job, memoryview], None],
+    do: Callable[[_Job], None],
     *,
     name: str,
     workers: int,
-    stop: threading.Event,
-    at_end: Callable[[], None],
+    stop: threading.Event | None = None,
+    at_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Do every job, in order of their begin; return once all are done.
 
     Args:
         jobs: What there is to do.
-        do: Does one of them, in a thread of the pool, with that thread's buffer.
+        do: Does one of them, in one of the threads.
         name: What the threads are called, before their number.
         workers: How many threads there are at most.
-        stop: No job begins once it is set. It is set by the first error and by an interrupt; ``do`` may set it too.
-        at_end: Called once no thread does anything any more, by the last of them: after an interrupt too.
+        stop: No job begins once it is set. The first error and Ctrl-C set it; ``do`` may set it too, and look at it.
+        at_end: Called once no thread does anything any more, by the last of them: after Ctrl-C too.
     """
     if not jobs:
         return
+    stopped = stop if stop is not None else threading.Event()
     lock = threading.Lock()
     remaining = iter(jobs)
     working = min(workers, len(jobs))
@@ -77,17 +75,15 @@ def run_jobs(
     def work() -> None:
         nonlocal working
         try:
-            with files.kept_buffer() as buffer:
-                while not stop.is_set():
-                    with lock:
-                        job = next(remaining, None)
-                    if job is None:
-                        return
-                    do(job, buffer)
+            while not stopped.is_set():
+                with lock:
+                    job = next(remaining, None)
+                if job is None:
+                    return
+                do(job)
         except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
-            with lock:
-                errors.append(error)
-            stop.set()
+            errors.append(error)
+            stopped.set()
         finally:
             with lock:
                 working -= 1
@@ -105,8 +101,8 @@ def run_jobs(
             threading.Thread(target=work, name=f"{name}-{number}", daemon=True).start()
         while not over.wait(_LOOK_S):
             pass
-    except BaseException:  # a person's interrupt
-        stop.set()
+    except BaseException:  # Ctrl-C
+        stopped.set()
         over.wait(STOP_WAIT_S)
         raise
     if errors:

@@ -57,7 +57,7 @@ PLANTED = {
     "places imports save": ("flow/places/catalog.py", "from ckptmirror.flow.save import commit"),
     "places imports upload": ("flow/places/mirrors.py", "from ckptmirror.flow.upload import record"),
     "save imports fetch": ("flow/save/commit.py", "from ckptmirror.flow.fetch import destination"),
-    "upload imports fetch": ("flow/upload/artifact.py", "from ckptmirror.flow.fetch import receive"),
+    "upload imports fetch": ("flow/upload/artifact.py", "from ckptmirror.flow.fetch import blocks"),
     "fetch imports start": ("flow/fetch/load_state.py", "from ckptmirror.flow.start import resume"),
     "fetch imports retention": ("flow/fetch/stage.py", "from ckptmirror.flow.retention import durability"),
     "retention imports status": ("flow/retention/rotation.py", "from ckptmirror.flow import status"),

@@ -20,7 +20,7 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.merging import merge_parts
-from ckptmirror.flow.fetch import receive, stage
+from ckptmirror.flow.fetch import blocks, stage
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.fetch.stage_progress import StageProgress
 from ckptmirror.flow.places.mirrors import Mirror
@@ -146,13 +146,13 @@ def test_files_larger_than_a_block_and_empty_files_arrive(place: Place) -> None:
         a.path: a.digest for a in meta.artifacts if a.path.startswith("dcp")
     }
     assert seen[-1] == StageProgress(200, sum(sizes.values()), 0, sum(sizes.values()))
-    assert max(length for _, _, length in place.spy.downloads) <= receive.CHUNK_SIZE_BYTES
+    assert max(length for _, _, length in place.spy.downloads) <= blocks.RANGE_BYTES
 
 
 def test_many_small_files_are_fetched_in_parallel(place: Place) -> None:
     place.save(200, ("dcp",), ranks=20)
-    barrier = threading.Barrier(receive.WORKERS)
-    first = iter(range(receive.WORKERS))
+    barrier = threading.Barrier(blocks.WORKERS)
+    first = iter(range(blocks.WORKERS))
 
     def meet(name: str, offset: int) -> None:
         if next(first, None) is not None:

@@ -23,7 +23,7 @@ from ckptmirror.core.errors import (
     LocalStorageUnwritable,
     StoreTemporary,
 )
-from ckptmirror.flow.fetch import receive, staging
+from ckptmirror.flow.fetch import blocks, staging
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step, stage_save
 from ckptmirror.flow.fetch.stage_progress import StageProgress
 from ckptmirror.flow.places.mirrors import Mirror
@@ -62,8 +62,8 @@ def test_an_interrupted_stage_continues_and_fetches_no_verified_block_again(plac
     seen: list[StageProgress] = []
     stage_checkpoint_step(place.mirror, step=200, dest=place.dest, on_progress=seen.append)
     whole_saves(place.dest)
-    assert place.spy.downloaded_bytes == size - 3 * receive.CHUNK_SIZE_BYTES
-    assert (seen[-1].kept_bytes, seen[-1].total_bytes) == (3 * receive.CHUNK_SIZE_BYTES, size)
+    assert place.spy.downloaded_bytes == size - 3 * blocks.RANGE_BYTES
+    assert (seen[-1].kept_bytes, seen[-1].total_bytes) == (3 * blocks.RANGE_BYTES, size)
 
 
 def test_a_block_that_rotted_in_the_temporary_is_fetched_again(place: Place) -> None:

@@ -11,12 +11,13 @@ import pytest
 
 from ckptmirror.core.codec import tombstone_to_bytes
 from ckptmirror.core.model import MIN_BLOCK_SIZE_BYTES, Tombstone
-from ckptmirror.flow.fetch.deep_read import WORKERS, FileToRead, ObjectToRead, read_all
+from ckptmirror.flow.fetch.blocks import WORKERS, FileToRead, ObjectToRead, read_all
 from ckptmirror.flow.verify.verify import Target, verify
 from ckptmirror.stores import memory, open_store
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.cli import LIMIT_S, assert_tells, run, start
 from tests.kit.faults import flip_bit
+from tests.kit.mirrors import SpyStore
 from tests.kit.roots import drained, make_mirrored, states
 from tests.kit.saves import put_on_mirror
 
@@ -96,21 +97,31 @@ def test_ctrl_c_ends_the_reading_of_a_slow_mirror_soon(server: GcsServerProcess,
 
 
 def test_an_interrupt_waits_for_no_reader_that_gets_no_answer(tmp_path: Path) -> None:
-    _, _, (meta,) = make_mirrored(tmp_path, 100, kinds=("model",))
-    readers = 16
-    reading, answer = threading.Barrier(readers), threading.Event()
+    memory.drop("verify-silent")
+    store = SpyStore(open_store("memory://verify-silent/run"))
+    root, _, (meta,) = make_mirrored(tmp_path, 100, kinds=("model",), ranks=WORKERS)
+    put_on_mirror(store, root, meta)  # type: ignore[arg-type]
+    reading, answer, left = threading.Barrier(WORKERS), threading.Event(), threading.Semaphore(0)
 
-    class Slow(FileToRead):
-        def fill(self, offset: int, length: int, buffer: memoryview) -> memoryview:
-            if reading.wait(60) == 0:
-                os.kill(os.getpid(), signal.SIGINT)
-            answer.wait()
-            return super().fill(offset, length, buffer)
+    def say_nothing(_name: str, _offset: int) -> None:
+        if reading.wait(60) == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        answer.wait()
+        left.release()
 
-    artifact = meta.artifacts[0]
+    store.before = say_nothing
+    infos = [store.stat(artifact.path) for artifact in meta.artifacts]
     with pytest.raises(KeyboardInterrupt):
-        read_all([Slow(tmp_path / "root" / artifact.path, artifact.digest)] * readers, workers=readers)
+        read_all(
+            [
+                ObjectToRead(store, info.name, info.generation, artifact.digest)  # type: ignore[arg-type]
+                for info, artifact in zip(infos, meta.artifacts, strict=True)
+                if info is not None
+            ]
+        )
     answer.set()
+    for _ in range(WORKERS):
+        assert left.acquire(timeout=60)
 
 
 def test_an_object_is_read_at_the_generation_that_was_listed(tmp_path: Path) -> None:
@@ -159,6 +170,5 @@ def test_memory_is_bounded_by_the_readers_whatever_there_is_to_read(tmp_path: Pa
     read_all(
         [FileToRead(root / a.path, a.digest) for a in meta.artifacts],
         on_bytes=lambda _count: readers.add(threading.current_thread().name),
-        workers=3,
     )
-    assert len(readers) <= 3
+    assert len(readers) <= WORKERS

@@ -43,6 +43,7 @@ from ckptmirror.core.errors import (
     RefusedOnlyCopy,
 )
 from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.flow.fetch.blocks import Incoming, ObjectToRead, receive
 from ckptmirror.flow.fetch.destination import (
     Destination,
     by_top,
@@ -52,7 +53,6 @@ from ckptmirror.flow.fetch.destination import (
     make_real_dirs,
     with_tag,
 )
-from ckptmirror.flow.fetch.receive import Incoming, receive
 from ckptmirror.flow.fetch.stage_progress import OnProgress, StageProgress
 from ckptmirror.flow.places.catalog import first_missing, mirror_catalog, objects_of
 from ckptmirror.flow.places.mirrors import Mirror
@@ -298,13 +298,13 @@ class Staging:
                     f"but {artifact.digest.crc32c:08x} was saved.",
                     hint="Stage the step from another mirror, or another step: see `ckptmirror ls`.",
                 )
-            tmp = self._tmp_of(artifact.path, meta.save_id)
-            incoming.append(Incoming(info.name, info.generation, artifact.digest, tmp))
+            source = ObjectToRead(self._mirror.store, info.name, info.generation, artifact.digest)
+            incoming.append(Incoming(source, self._tmp_of(artifact.path, meta.save_id)))
         self._check_space(incoming)
         for directory in dict.fromkeys(one.path.parent for one in incoming):
             make_real_dirs(self._dest, directory)
         try:
-            receive(self._mirror.store, incoming, on_bytes=self._counter(meta.step, incoming))
+            receive(incoming, on_bytes=self._counter(meta.step, incoming))
         except ObjectNotFound as error:
             raise self._went(meta, str(error)) from error
 
@@ -315,7 +315,7 @@ class Staging:
         )
 
     def _check_space(self, incoming: Sequence[Incoming]) -> None:
-        needed = sum(max(0, one.digest.size_bytes - _allocated_bytes(one.path)) for one in incoming)
+        needed = sum(max(0, one.source.digest.size_bytes - _allocated_bytes(one.path)) for one in incoming)
         found = os.statvfs(self._dest)
         free = found.f_bavail * found.f_frsize
         if needed > free:
@@ -325,7 +325,7 @@ class Staging:
             )
 
     def _counter(self, step: int, incoming: Sequence[Incoming]) -> Callable[[int, int], None]:
-        total = sum(one.digest.size_bytes for one in incoming)
+        total = sum(one.source.digest.size_bytes for one in incoming)
         counted = [0, 0]
 
         def count(received: int, kept: int) -> None:

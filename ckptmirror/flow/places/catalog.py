@@ -10,7 +10,6 @@ Rules:
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -291,21 +290,14 @@ def _read_metas(
     """
     answers: dict[str, Meta | Tombstone | CkptMirrorError] = {}
 
-    def read(info: ObjectInfo, _buffer: memoryview) -> None:
+    def read(info: ObjectInfo) -> None:
         key = (mirror.url, info.name, info.generation)
         answer = cache[key] if key in cache else _meta_or_reason(mirror.store, info.name)
         answers[info.name] = answer
         if not isinstance(answer, CkptMirrorError):
             cache[key] = answer
 
-    run_jobs(
-        wanted,
-        read,
-        name="ckptmirror-list",
-        workers=_READERS,
-        stop=threading.Event(),
-        at_end=lambda: None,
-    )
+    run_jobs(wanted, read, name="ckptmirror-list", workers=_READERS)
     refused = [answer for answer in answers.values() if isinstance(answer, NotAuthorised)]
     if refused and len(refused) == len(answers):
         raise refused[0]

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -177,19 +176,12 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
     files.make_dirs(temporary)
     guard = hang_guard(directory)
 
-    def bring(one: Artifact, _buffer: memoryview) -> None:
+    def bring(one: Artifact) -> None:
         copy = partial(_copy, directory / one.path, temporary / Path(one.path).name, one, meta)
         guard.call(copy, size_bytes=one.digest.size_bytes)
 
     try:
-        run_jobs(
-            meta.artifacts,
-            bring,
-            name="ckptmirror-bring",
-            workers=_WORKERS,
-            stop=threading.Event(),
-            at_end=lambda: None,
-        )
+        run_jobs(meta.artifacts, bring, name="ckptmirror-bring", workers=_WORKERS)
         for path in meta_paths(meta):
             data = guard.call(partial(files.read_limited, directory / path, META_LIMIT_BYTES))
             files.write_bytes(temporary / Path(path).name, data, save_id=meta.save_id)

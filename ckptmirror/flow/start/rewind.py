@@ -42,7 +42,7 @@ from ckptmirror.core.rewinding import Fork, fork_at
 from ckptmirror.core.start.attempts import count
 from ckptmirror.core.start.decide import Refuse, Try, Wish, next_move, run_of
 from ckptmirror.core.start.explain import unknown_reference
-from ckptmirror.flow.fetch.deep_read import FileToRead, read_all
+from ckptmirror.flow.fetch.blocks import FileToRead, read_all
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.save.commit import latest_target

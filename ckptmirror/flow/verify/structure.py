@@ -19,7 +19,7 @@ from ckptmirror.core.lineage import Standing
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.problems import Hindrance, Problem, facts_of, unexplained
 from ckptmirror.core.verification import State, standing_if_whole, worst
-from ckptmirror.flow.fetch.deep_read import Found
+from ckptmirror.flow.fetch.blocks import Finding
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, objects_of
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.resolve import by_run
@@ -59,7 +59,7 @@ class Subject:
     why: str = ""
     hindrance: Hindrance = ""
     is_missed: bool = False
-    faults: dict[str, Found] = field(default_factory=dict)
+    faults: dict[str, Finding] = field(default_factory=dict)
     objects: Mapping[str, ObjectInfo] = field(default_factory=dict)
     read_bytes: int = 0
 
@@ -107,7 +107,7 @@ class Subject:
         try:
             return bool(missed) and not self.still_there()
         except CkptMirrorError as error:  # it does not answer any more: then nobody knows
-            self.faults |= {path: Found(f"{fault.why}; {error}", "unreadable") for path, fault in missed.items()}
+            self.faults |= {path: Finding(f"{fault.why}; {error}", "unreadable") for path, fault in missed.items()}
             return False
 
     def is_named(self, name: str) -> bool:
@@ -143,7 +143,7 @@ def look_at_root(root: Path, step: int | None, notes: MutableSequence[str]) -> l
             if fault is not None:
                 why = fault.why.removeprefix(artifact.path).strip()
                 gone = not os.path.lexists(root / artifact.path)
-                subject.faults[artifact.path] = Found(why, "unreadable" if fault.unreadable else "damaged", gone)
+                subject.faults[artifact.path] = Finding(why, "unreadable" if fault.unreadable else "damaged", gone)
         if not subject.is_gone():
             subjects.append(subject)
     return subjects
@@ -180,15 +180,15 @@ def look_at_mirror(mirror: Mirror, step: int | None, notes: MutableSequence[str]
     return found
 
 
-def _fault_of(artifact: Artifact, info: ObjectInfo | None) -> Found | None:
+def _fault_of(artifact: Artifact, info: ObjectInfo | None) -> Finding | None:
     digest = artifact.digest
     other = f" (as {artifact.object})" if artifact.object is not None else ""
     if info is None:
-        return Found(f"is missing{other}", is_gone=True)
+        return Finding(f"is missing{other}", is_gone=True)
     if info.size_bytes != digest.size_bytes:
-        return Found(f"has {info.size_bytes} bytes instead of {digest.size_bytes}{other}")
+        return Finding(f"has {info.size_bytes} bytes instead of {digest.size_bytes}{other}")
     if info.crc32c is not None and info.crc32c != digest.crc32c:
-        return Found(f"has the crc32c {info.crc32c:08x}, saved was {digest.crc32c:08x}{other}")
+        return Finding(f"has the crc32c {info.crc32c:08x}, saved was {digest.crc32c:08x}{other}")
     return None
 
 

@@ -2,7 +2,7 @@
 
 Rules:
 * The structure first: the meta is valid, every file or object that it names is there, with its size, and with its
-  crc32c where the mirror keeps one. ``deep`` also reads every byte (``fetch.deep_read``).
+  crc32c where the mirror keeps one. ``deep`` also reads every byte (``fetch.blocks``).
 * Looking changes nothing, locks nothing, and may happen beside a trainer: what is deleted in order meanwhile is no
   damage.
 * Only ``deep``, only with the root given beside the mirror, and only of a mirror that the root's table knows and that
@@ -24,7 +24,7 @@ from shlex import quote
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound
-from ckptmirror.core.model import Artifact, Digest, Kind
+from ckptmirror.core.model import Artifact, Kind
 from ckptmirror.core.verification import (
     State,
     Verdict,
@@ -34,7 +34,7 @@ from ckptmirror.core.verification import (
     outcome,
     worst,
 )
-from ckptmirror.flow.fetch.deep_read import FileToRead, ObjectToRead, ToRead, read_all
+from ckptmirror.flow.fetch.blocks import FileToRead, ObjectToRead, read_all
 from ckptmirror.flow.fetch.destination import is_training_root
 from ckptmirror.flow.places.mirrors import Mirror, OnWait
 from ckptmirror.flow.places.reference import locate
@@ -230,18 +230,18 @@ def _read(
 ) -> None:
     """Read what the structure left no doubt about, place by place; a file that several saves name, once."""
     stores = {mirror.url: mirror.store for mirror in mirrors}
-    wanted: dict[str, dict[ToRead, list[tuple[Subject, Artifact]]]] = {}
-    sources: dict[tuple[str, str, Digest], ToRead] = {}
+    wanted: dict[str, dict[FileToRead | ObjectToRead, list[tuple[Subject, Artifact]]]] = {}
     for subject in subjects:
+        store = stores.get(subject.place)
         for artifact in subject.readable():
-            store, name = stores.get(subject.place), subject.name_of(artifact)
+            name = subject.name_of(artifact)
+            source: FileToRead | ObjectToRead
             if store is not None:
-                fresh: ToRead = ObjectToRead(store, name, subject.objects[name].generation, artifact.digest)
+                source = ObjectToRead(store, name, subject.objects[name].generation, artifact.digest)
             else:
-                fresh = FileToRead(Path(subject.place, name), artifact.digest)
-            source = sources.setdefault((subject.place, name, artifact.digest), fresh)
+                source = FileToRead(Path(subject.place, name), artifact.digest)
             wanted.setdefault(subject.place, {}).setdefault(source, []).append((subject, artifact))
-    total, done = sum(source.digest.size_bytes for source in sources.values()), 0
+    total, done = sum(source.digest.size_bytes for of_place in wanted.values() for source in of_place), 0
 
     def told(count: int) -> None:
         nonlocal done

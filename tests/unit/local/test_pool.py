@@ -13,36 +13,35 @@ from ckptmirror.core.errors import LocalStorageFull
 from ckptmirror.local.pool import run_jobs
 
 
-def pooled(jobs: list[int], do: Callable[[int, memoryview], None], **more: Any) -> threading.Event:
+def pooled(jobs: list[int], do: Callable[[int], None], **more: Any) -> threading.Event:
     """Run the jobs; return what is set once no thread is left."""
     ended = more.pop("ended", threading.Event())
-    run_jobs(jobs, do, name="pooled", **({"workers": 3, "stop": threading.Event(), "at_end": ended.set} | more))
+    run_jobs(jobs, do, name="pooled", **({"workers": 3, "at_end": ended.set} | more))
     return ended
 
 
-def test_every_job_is_done_once_by_no_more_threads_than_asked_for_each_with_one_buffer() -> None:
+def test_every_job_is_done_once_by_no_more_threads_than_asked_for() -> None:
     done: list[int] = []
-    buffers: dict[str, set[int]] = {}
+    threads: set[str] = set()
 
-    def do(job: int, buffer: memoryview) -> None:
+    def do(job: int) -> None:
         done.append(job)
-        buffers.setdefault(threading.current_thread().name, set()).add(id(buffer))
+        threads.add(threading.current_thread().name)
 
     assert pooled(list(range(50)), do).is_set()
     assert sorted(done) == list(range(50))
-    assert set(buffers) <= {"pooled-0", "pooled-1", "pooled-2"}
-    assert all(len(seen) == 1 for seen in buffers.values())
+    assert threads <= {"pooled-0", "pooled-1", "pooled-2"}
 
 
 def test_without_jobs_there_is_nothing_to_wait_for() -> None:
-    pooled([], lambda _job, _buffer: None)
+    pooled([], lambda _job: None)
 
 
 def test_the_first_error_is_raised_here_and_no_job_begins_after_it() -> None:
     begun: list[int] = []
     ended = threading.Event()
 
-    def do(job: int, _buffer: memoryview) -> None:
+    def do(job: int) -> None:
         begun.append(job)
         if job == 1:
             raise ValueError("no")
@@ -57,7 +56,7 @@ def test_whoever_works_may_stop_the_rest_without_an_error() -> None:
     stop = threading.Event()
     begun: list[int] = []
 
-    def do(job: int, _buffer: memoryview) -> None:
+    def do(job: int) -> None:
         begun.append(job)
         stop.set()
 
@@ -71,11 +70,11 @@ def test_an_error_at_the_end_is_raised_and_keeps_nobody_waiting() -> None:
     def full() -> None:
         raise LocalStorageFull("no room")
 
-    def do(_job: int, _buffer: memoryview) -> None:
+    def do(_job: int) -> None:
         pass
 
     with pytest.raises(LocalStorageFull):
-        run_jobs([1, 2], do, name="test", workers=2, stop=threading.Event(), at_end=full)
+        run_jobs([1, 2], do, name="test", workers=2, at_end=full)
 
 
 def test_an_interrupt_waits_for_all_threads_together_and_the_last_of_them_ends_the_work() -> None:
@@ -83,7 +82,7 @@ def test_an_interrupt_waits_for_all_threads_together_and_the_last_of_them_ends_t
     working = threading.Barrier(workers)
     answer, ended = threading.Event(), threading.Event()
 
-    def do(_job: int, _buffer: memoryview) -> None:
+    def do(_job: int) -> None:
         if working.wait(60) == 0:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         answer.wait()

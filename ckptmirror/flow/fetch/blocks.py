@@ -1,0 +1,353 @@
+"""Blocks: the bytes of many files and objects, each block compared with its checksum as it is read.
+
+``receive`` brings objects into temporaries. ``read_all`` keeps nothing, and says of each whether it is what was saved.
+
+Rules:
+* One queue of ranges for all of them, and a few threads (``local.pool``): one large file is read in parallel, and many
+  small ones too. A range is a run of whole blocks. Each thread has one buffer.
+* The generation of an object is pinned: bytes of two versions are never mixed.
+* A range of an object that does not verify is asked for again a bounded number of times: it may have broken on its way.
+* A file is read past the page cache where the file system allows, so that what rotted on the disk is seen.
+* The first error ends ``receive``, wrong bytes too (I9). What an interrupted call left in a temporary, and verifies, is
+  not fetched again. A temporary is sealed (fsynced and closed) once its last block is in; it gets no other name here.
+* Damage ends no ``read_all``: all of it is found. A mirror that stops answering ends the reading of that mirror.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeAlias, TypeVar
+
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, NotAuthorised, ObjectNotFound
+from ckptmirror.core.model import Digest
+from ckptmirror.core.verification import State
+from ckptmirror.local import direct_io
+from ckptmirror.local.checksums import crc32c
+from ckptmirror.local.listing import is_not_readable_now
+from ckptmirror.local.pool import run_jobs
+from ckptmirror.local.range_file import RangeFile
+from ckptmirror.stores.base import Store
+
+__all__ = ["RANGE_BYTES", "WORKERS", "FileToRead", "Finding", "Incoming", "ObjectToRead", "read_all", "receive"]
+
+WORKERS = 4
+RANGE_BYTES = direct_io.BUFFER_SIZE_BYTES
+_TRIES = 3
+_PAGE = 4096
+_Read: TypeAlias = Callable[[int, int, memoryview], int]
+_AnyItem = TypeVar("_AnyItem", bound="_Item")
+
+
+@dataclass(frozen=True)
+class FileToRead:
+    """A local file, and what its bytes must be."""
+
+    path: Path
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class ObjectToRead:
+    """An object of a mirror at one generation, and what its bytes must be."""
+
+    store: Store
+    name: str
+    generation: int
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """An object, and the temporary that receives it, in a directory that exists."""
+
+    source: ObjectToRead
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Why something did not read as it was saved.
+
+    Attributes:
+        state: ``damaged``; or nobody knows: ``unreadable``, ``refused``.
+        is_gone: It was there when it was listed, and is no more: it may have been deleted in order.
+    """
+
+    why: str
+    state: State = "damaged"
+    is_gone: bool = False
+
+
+def receive(incoming: Sequence[Incoming], *, on_bytes: Callable[[int, int], None]) -> None:
+    """Bring every object into its temporary; all of them are sealed on return.
+
+    ``on_bytes`` is called, by one thread at a time, with bytes just received and bytes just found in place.
+
+    Raises:
+        IntegrityError: The mirror keeps sending other bytes than were saved.
+        ObjectNotFound: An object went, or was replaced, meanwhile.
+        StoreTemporary: The mirror stopped answering; the temporaries stay, and the next call continues them.
+        LocalStorageFull: The disk filled up; the temporaries stay.
+    """
+    work = _Work([_Temporary(one) for one in incoming])
+
+    def bring(item: _Temporary, span: range, buffer: memoryview) -> None:
+        item.begin()
+        is_kept = item.file.continued and not work.wrong_blocks(item.digest, span, buffer, item.read_kept)
+        wrong = [] if is_kept else work.read(item, span, buffer)
+        if wrong:
+            raise IntegrityError(
+                f"{item.source.store.url}/{item.source.name} is not what was saved: block {wrong[0]} (at byte "
+                f"{wrong[0] * item.digest.block_size_bytes}) has another crc32c, {item.tries} times.",
+                hint="Stage the step from another mirror, or another step: see `ckptmirror ls`.",
+            )
+        item.end(wrong)
+        with work.telling:
+            on_bytes(0 if is_kept else len(span), len(span) if is_kept else 0)
+
+    work.run(bring)
+
+
+def read_all(
+    sources: Sequence[FileToRead | ObjectToRead], *, on_bytes: Callable[[int], None] = lambda _count: None
+) -> list[Finding | None]:
+    """Read everything of one place and say of each what is wrong with it, in order; None: it is what was saved.
+
+    ``on_bytes`` is called, by one thread at a time, with the number of bytes just read. A mirror that does not answer
+    any more raises nothing: what was not read by then is ``unreadable``.
+    """
+    items = [_File(one) if isinstance(one, FileToRead) else _Object(one) for one in sources]
+    work = _Work(items)
+    ended: list[CkptMirrorError] = []
+
+    def look(item: _Item, span: range, buffer: memoryview) -> None:
+        if item.found is not None:
+            return  # it is known already what is wrong with it
+        try:
+            item.begin()
+            wrong = work.read(item, span, buffer)
+        except (CkptMirrorError, OSError) as error:
+            item.found = item.explained(error)
+            if item.found is None:
+                if not isinstance(error, CkptMirrorError):
+                    raise
+                ended.append(error)  # of the mirror as a whole
+                work.stop.set()
+            return
+        item.end(wrong)
+        with work.telling:
+            on_bytes(len(span))
+
+    work.run(look)
+    return [item.outcome(ended[0] if ended else None) for item in items]
+
+
+class _Item:
+    """One file or object while it is read."""
+
+    tries = 1
+    range_bytes = RANGE_BYTES
+
+    def __init__(self, digest: Digest) -> None:
+        self.digest = digest
+        self.found: Finding | None = None
+        run = max(self.range_bytes // digest.block_size_bytes, 1) * digest.block_size_bytes
+        size = digest.size_bytes
+        self.spans = [range(begin, min(begin + run, size)) for begin in range(0, size, run)] or [range(0)]
+        self._wrong: list[int] = []
+        self._left = len(self.spans)
+        self._lock = threading.Lock()
+        self._is_open = False
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._is_open:
+                self.open()
+                self._is_open = True
+
+    def end(self, wrong: Sequence[int]) -> None:
+        """A span was read to its end, and these blocks of it are wrong."""
+        with self._lock:
+            self._wrong += wrong
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            self.complete()
+            self.end_reading()
+
+    def end_reading(self) -> None:
+        with self._lock:
+            was_open, self._is_open = self._is_open, False
+        if was_open:
+            self.close()
+
+    def outcome(self, ended: CkptMirrorError | None) -> Finding | None:
+        """What is wrong with it, in a reading that ``ended`` early or did not."""
+        if self.found is not None:
+            return self.found
+        if self._wrong:
+            number, more = min(self._wrong), len(self._wrong) - 1
+            others = f", and {more} more of {len(self.digest.blocks)} blocks" if more else ""
+            begin = number * self.digest.block_size_bytes
+            return Finding(f"block {number} (from byte {begin}) has another crc32c{others}")
+        if self._left and ended is not None:
+            state: State = "refused" if isinstance(ended, NotAuthorised) else "unreadable"
+            return Finding(f"it was not read to its end: {ended}", state)
+        return None
+
+    def open(self) -> None:
+        """Called once before the first read."""
+
+    def read(self, offset: int, length: int, buffer: memoryview) -> int:
+        """Read so much into the begin of ``buffer``; return how much there is."""
+        raise NotImplementedError
+
+    def complete(self) -> None:
+        """Called once after the last read, if nothing ended the reading before."""
+
+    def close(self) -> None:
+        """Called once after the last read."""
+
+    def explained(self, error: Exception) -> Finding | None:
+        """What an error of opening or reading says of these bytes; None if it says nothing of them."""
+        raise NotImplementedError
+
+
+class _File(_Item):
+    range_bytes = RANGE_BYTES // 2  # measured: twice as much at a time is slower from a disk
+
+    def __init__(self, source: FileToRead) -> None:
+        super().__init__(source.digest)
+        self._path = source.path
+        self._descriptor = -1
+
+    def open(self) -> None:
+        self._descriptor = direct_io.open_for_reading(self._path)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            self.close()
+            raise OSError(errno.ENXIO, "not a regular file")
+
+    def read(self, offset: int, length: int, buffer: memoryview) -> int:
+        whole_pages = min(len(buffer), -(-length // _PAGE) * _PAGE)  # direct reads are of whole pages
+        return min(direct_io.read_full(self._descriptor, buffer[:whole_pages], offset), length)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def explained(self, error: Exception) -> Finding | None:
+        if not isinstance(error, OSError):
+            return None
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            return Finding("it is gone", is_gone=True)
+        why = f"it cannot be read: {error.strerror or error}"
+        return Finding(why, "unreadable" if is_not_readable_now(error) else "damaged")
+
+
+class _Object(_Item):
+    tries = _TRIES
+
+    def __init__(self, source: ObjectToRead) -> None:
+        super().__init__(source.digest)
+        self.source = source
+
+    def read(self, offset: int, length: int, buffer: memoryview) -> int:
+        source = self.source
+        source.store.download(source.name, generation=source.generation, offset=offset, buffer=buffer[:length])
+        return length
+
+    def explained(self, error: Exception) -> Finding | None:
+        if isinstance(error, ObjectNotFound):
+            return Finding("it went, or was replaced, while it was read", is_gone=True)
+        return None
+
+
+class _Temporary(_Object):
+    """An object on its way into its temporary."""
+
+    file: RangeFile
+
+    def __init__(self, incoming: Incoming) -> None:
+        super().__init__(incoming.source)
+        self._path = incoming.path
+
+    def open(self) -> None:
+        self.file = RangeFile(self._path, self.digest.size_bytes)
+
+    def read(self, offset: int, length: int, buffer: memoryview) -> int:
+        super().read(offset, length, buffer)
+        self.file.write_at(offset, buffer[:length])
+        return length
+
+    def read_kept(self, offset: int, length: int, buffer: memoryview) -> int:
+        """Read what an earlier call left in the temporary."""
+        self.file.read_at(offset, buffer[:length])
+        return length
+
+    def complete(self) -> None:
+        self.file.seal()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class _Work(Generic[_AnyItem]):
+    """One call: what its threads share."""
+
+    def __init__(self, items: Sequence[_AnyItem]) -> None:
+        self._items = items
+        self.stop = threading.Event()
+        self.telling = threading.Lock()
+
+    def run(self, do: Callable[[_AnyItem, range, memoryview], None]) -> None:
+        """Have every span of every item done, and every item closed; raise the first error."""
+
+        def do_one(job: tuple[_AnyItem, range]) -> None:
+            with direct_io.kept_buffer() as buffer, contextlib.suppress(_StoppedError):
+                do(*job, buffer)
+
+        def close() -> None:
+            for item in self._items:
+                item.end_reading()
+
+        jobs = [(item, span) for item in self._items for span in item.spans]
+        run_jobs(jobs, do_one, name="ckptmirror-blocks", workers=WORKERS, stop=self.stop, at_end=close)
+
+    def read(self, item: _Item, span: range, buffer: memoryview) -> list[int]:
+        """Read a span as often as it takes; return the numbers of the blocks that stay wrong."""
+        wrong: list[int] = []
+        for _ in range(item.tries):
+            wrong = self.wrong_blocks(item.digest, span, buffer, item.read)
+            if not wrong:
+                break
+        return wrong
+
+    def wrong_blocks(self, digest: Digest, span: range, buffer: memoryview, read: _Read) -> list[int]:
+        """Read a span once, a buffer at a time; return the numbers of the blocks that have other checksums."""
+        size = digest.block_size_bytes
+        wrong: list[int] = []
+        crc = 0
+        for offset in span[:: len(buffer)]:
+            if self.stop.is_set():
+                raise _StoppedError
+            length = min(len(buffer), span.stop - offset)
+            if read(offset, length, buffer) < length:  # it ends too early
+                return [*wrong, *range(offset // size, -(-span.stop // size))]
+            for begin in range(offset, offset + length, size):  # a piece holds whole blocks, or lies in one
+                end = min(begin + size, offset + length)
+                crc = crc32c(buffer[begin - offset : end - offset], crc)
+                if end % size == 0 or end == digest.size_bytes:
+                    if crc != digest.blocks[begin // size]:
+                        wrong.append(begin // size)
+                    crc = 0
+        return wrong
+
+
+class _StoppedError(Exception):
+    """Another thread met what ends the work, or the caller was interrupted."""
