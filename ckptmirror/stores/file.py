@@ -147,8 +147,8 @@ class FileStore:
     def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
         """See :meth:`Store.download`."""
         with explained(f"{self.url}/{name}"), self._at(name, generation) as (descriptor, info):
-            # the disk is to be asked, not the page cache
-            os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_DONTNEED)
+            if not allow_direct(descriptor):  # the disk is to be asked, not the page cache
+                os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_DONTNEED)
             self._fill(descriptor, name, offset, buffer)
             if offset + len(buffer) == info.size_bytes:
                 self._place.settle(descriptor, _parts(name)[:-1])
