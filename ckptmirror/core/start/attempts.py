@@ -8,8 +8,9 @@ An attempt *fences* from its claim, and *counts* from its first committed save. 
    counted for the last start of this root. One of them that does not answer, or is not configured, is *silent*.
 3. An attempt counts if a committed save of it is on an answering mirror. A person's attempt counts once every mirror
    that it had to claim lists it, or this root saw that; while one of those is silent it is *doubtful*.
-4. Attempts that have saves on this disk or in the persistent directory alone count too, oldest first, each only while
-   it is a fast-forward of what counts by then. The others *ran apart*.
+4. Attempts that have saves on this disk or in the persistent directory alone count too, and those of which this root's
+   table recorded a save on a mirror that is silent now; oldest first, each only while it is a fast-forward of what
+   counts by then. The others *ran apart*.
 5. A *rival* is an attempt of another root, heard of in whatever way, newer than this root's newest attempt on the way
    of which a save is committed on a mirror: one that answers shows it, or this root's table recorded it.
 6. A commit on a mirror must be a fast-forward over all answering mirrors, else the attempt is fenced. An attempt that
@@ -94,7 +95,7 @@ def count(evidence: Evidence, *, mirrors_only: bool = False) -> Counted:
     here = [row for row in rows if row.sort != "mirror"]
     apart: set[str] = set()
     if not mirrors_only:
-        theirs = {one for row in here for one in _ids(row, Voice.COUNTS)} & known.keys()
+        theirs = {one for row in here for one in _ids(row, Voice.COUNTS) | _ids(row, Voice.UPLOADED)} & known.keys()
         mine = facts_of_rows(here)
         for attempt in sorted((known[one] for one in theirs - counting), key=_age):
             if is_fast_forward(list(known.values()), saves, counting, attempt.id):

@@ -31,6 +31,7 @@ theirs = by("theirs", 0, root=THERE)
 t100, t200, t300 = theirs.save(100), theirs.save(200), theirs.save(300)
 here_after_t200 = by("here after", 1, after=t200)
 there_after_a200 = by("there after", 1, after=a200, root=THERE)
+again = by("again", 1, after=a100)
 u300 = there_after_a200.save(300)
 
 OUTAGES = [
@@ -111,6 +112,11 @@ OUTAGES = [
         "a save brought from elsewhere keeps an older one of this root from being continued from",
         [disk([a, there_after_a200], saved=[a200], staged=[u300]), silent(M)],
         refuses(StoreTemporary, "started elsewhere"),
+    ),
+    Case(
+        "an attempt that is known to have saved on the silent mirror is not taken for one that never saved",
+        [disk([a, again], saved=[a100], staged=[again.save(200)], uploaded=[again]), silent(M)],
+        refuses(StoreTemporary, "Step 200, the newest that can be seen, may have come from elsewhere", M),
     ),
     Case(
         "a mirror that was taken out of the configuration is missed like a silent one",
