@@ -365,7 +365,7 @@ def stage(world: World, watch: Watch, draw: random.Random) -> None:
 
 
 def _has_anothers_object(world: World, place: MirrorPlace, save_id: str) -> bool:
-    """Whether an object of a save went away, and another save has taken its name since: it has the size of the first."""
+    """Whether an object of a save went away and another save took its name since, with the size of the first."""
     mine = {names.untagged(artifact.path) for artifact in world.truth[save_id].meta.artifacts}
     lost = [name for url, name in world.lost_objects if url == place.url and names.untagged(name) in mine]
     there = [info for name in lost if (info := place.behind.stat(name)) is not None]
