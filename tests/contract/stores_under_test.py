@@ -19,7 +19,6 @@ import numpy as np
 from ckptmirror.core.events import EventBus
 from ckptmirror.stores import (
     bounded,
-    faulty,
     fsspec_any,
     gs,
     memory,
@@ -34,6 +33,7 @@ from ckptmirror.stores.base import Store, Upload
 from ckptmirror.stores.gs_http import Endpoint, Limits
 from ckptmirror.stores.locations import BucketLocation
 from ckptmirror.testing import GcsServerProcess
+from tests.kit.faulty_store import FaultyStore
 from tests.kit.saves import BytesSource, digest_of
 
 BUCKET = "contract"
@@ -140,7 +140,7 @@ OPENERS: dict[str, Make] = {
         for word, decorator in (
             ("bounded", lambda store: bounded.BoundedStore(store, Path(f"/nowhere-{next(_numbers)}"))),
             ("retrying", retrying.RetryingStore),
-            ("faulty", faulty.FaultyStore),
+            ("faulty", FaultyStore),
             ("remembering", _remembering),
             ("throttled", lambda store: throttled.ThrottledStore(store, bytes_per_s=1e9, requests_per_s=1e6)),
             ("observed", lambda store: observed.ObservedStore(store, EventBus())),

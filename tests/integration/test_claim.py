@@ -26,9 +26,9 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
 from ckptmirror.ranks.single import SingleRank
 from ckptmirror.stores import open_store
-from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.claiming import claim_run, down, opened
+from tests.kit.faulty_store import FaultyStore, StoreFault
 from tests.kit.mirrors import memory_url
 from tests.kit.saves import make_save, put_on_mirror
 

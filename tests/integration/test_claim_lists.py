@@ -28,9 +28,9 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.start.claim import StartOver, check_of_run
 from ckptmirror.local import files
 from ckptmirror.stores.base import ObjectInfo
-from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from tests.kit.claiming import claim_run, down, drain_confirmation, opened
 from tests.kit.faults import of_a_later_version
+from tests.kit.faulty_store import FaultyStore, StoreFault
 from tests.kit.mirrors import memory_url, object_names
 from tests.kit.saves import FIRST_ATTEMPT, make_attempt, make_save, put_attempts, put_on_mirror
 

@@ -33,7 +33,7 @@ from ckptmirror.core.start.decide import Wish
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.start.bring import Bringer
 from ckptmirror.flow.start.leader import Node
-from ckptmirror.stores.faulty import FaultyStore, StoreFault
+from tests.kit.faulty_store import FaultyStore, StoreFault
 
 class ForEver(threading.Event):
     def wait(self, timeout=None):

@@ -15,7 +15,7 @@ from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.retention.rotator import Rotator
 from ckptmirror.flow.upload.workers import UploadWorkers
 from ckptmirror.stores import memory
-from ckptmirror.stores.faulty import FaultyStore, StoreFault
+from tests.kit.faulty_store import FaultyStore, StoreFault
 from tests.kit.mirrors import memory_url
 from tests.kit.training import new_state, saved_run, train
 

@@ -24,9 +24,9 @@ from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
 from ckptmirror.stores import open_store
-from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.claiming import start_node
+from tests.kit.faulty_store import StoreFault
 from tests.kit.mirrors import memory_url, object_names
 from tests.kit.roots import MirroredRoot
 from tests.kit.saves import make_attempt, make_save, put_attempts

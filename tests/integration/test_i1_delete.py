@@ -17,8 +17,8 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.flow.retention.reconcile import reconcile
 from ckptmirror.local.inventory import read_inventory
-from ckptmirror.stores.faulty import StoreFault
 from tests.kit.faults import flip_bit
+from tests.kit.faulty_store import StoreFault
 from tests.kit.mirrors import memory_url, object_names
 from tests.kit.roots import MirroredRoot, assert_refused, two_saves
 from tests.kit.saves import digest_of

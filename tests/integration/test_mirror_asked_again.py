@@ -34,10 +34,10 @@ from ckptmirror.local.lock import RootLock
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
-from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import GcsServerProcess
 from tests.kit.cli import run as cli
 from tests.kit.faults import faulty
+from tests.kit.faulty_store import StoreFault
 from tests.kit.mirrors import memory_url
 from tests.kit.roots import Place, whole_saves
 from tests.kit.training import new_state, running, same, saved_run, train

@@ -14,7 +14,7 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import ALL_NODES, Meta, new_id
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.places.catalog import mirror_catalog
-from ckptmirror.stores.faulty import StoreFault
+from tests.kit.faulty_store import StoreFault
 from tests.kit.mirrors import memory_url, object_names
 from tests.kit.roots import MirroredRoot
 from tests.kit.saves import bytes_of, make_save

@@ -25,9 +25,9 @@ from ckptmirror.flow.status import read_status
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores import open_store
-from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from tests.kit.claiming import start_node
 from tests.kit.faults import flip_bit
+from tests.kit.faulty_store import FaultyStore, StoreFault
 from tests.kit.roots import MirroredRoot, Place, names_in, whole_saves
 from tests.kit.saves import FIRST_ATTEMPT, bytes_of, make_attempt, make_save, put_attempts, put_on_mirror
 

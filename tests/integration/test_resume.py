@@ -24,10 +24,10 @@ from ckptmirror.flow.fetch.load import load_checkpoint
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import memory
-from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import GcsServerProcess
 from ckptmirror.testing.fixtures import GCS_BUCKET
 from tests.kit.faults import dead, faulty, flip_bit
+from tests.kit.faulty_store import StoreFault
 from tests.kit.roots import artifact, whole
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 

@@ -15,8 +15,8 @@ from ckptmirror.core.errors import ObjectNotFound, StoreTemporary
 from ckptmirror.core.events import Fenced, MirrorCommitted
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.stores import memory
-from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from tests.kit.faults import faulty, flip_bit
+from tests.kit.faulty_store import FaultyStore, StoreFault
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
 pytestmark = pytest.mark.long

@@ -17,8 +17,8 @@ from ckptmirror.flow.places.attempt_lists import read_local_attempts
 from ckptmirror.flow.start import bring, resume
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.stores import open_store
-from ckptmirror.stores.faulty import StoreFault
 from tests.kit.faults import faulty
+from tests.kit.faulty_store import StoreFault
 from tests.kit.roots import whole
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 

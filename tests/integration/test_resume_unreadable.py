@@ -26,8 +26,8 @@ from ckptmirror.flow.places.attempt_lists import read_local_attempts
 from ckptmirror.local import listing
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import open_store
-from ckptmirror.stores.faulty import StoreFault
 from tests.kit.faults import dead, faulty, flip_bit, of_a_later_version
+from tests.kit.faulty_store import StoreFault
 from tests.kit.roots import artifact, whole
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 

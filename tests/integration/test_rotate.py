@@ -22,8 +22,8 @@ from ckptmirror.flow.retention.rotation import finish_interrupted, rotate_root
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.local import crashpoints
 from ckptmirror.local.inventory import read_inventory
-from ckptmirror.stores.faulty import StoreFault
 from tests.kit.claiming import start_node
+from tests.kit.faulty_store import StoreFault
 from tests.kit.mirrors import memory_url
 from tests.kit.roots import MirroredRoot, assert_refused, two_saves
 from tests.kit.saves import make_attempt, put_attempts

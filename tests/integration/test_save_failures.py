@@ -30,9 +30,9 @@ from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.save import commit, save
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import memory
-from ckptmirror.stores.faulty import StoreFault
 from tests.integration.save_ranks_job import no_large_files
 from tests.kit.faults import faulty, refusing
+from tests.kit.faulty_store import StoreFault
 from tests.kit.roots import leftovers, whole
 from tests.kit.training import new_state, running, saved_run
 

@@ -14,8 +14,8 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload import record as upload_module
-from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import Fault, GcsServerProcess
+from tests.kit.faulty_store import StoreFault
 from tests.kit.mirrors import bucket_url, object_names
 from tests.kit.roots import MirroredRoot, assert_arrived, make_pending
 

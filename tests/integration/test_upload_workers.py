@@ -18,8 +18,8 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload import record as upload_module
 from ckptmirror.flow.upload.workers import UploadWorkers, free_dead_workers, still_moving
 from ckptmirror.local.uploads import UploadsTable
-from ckptmirror.stores.faulty import StoreFault
 from ckptmirror.testing import GcsServerProcess
+from tests.kit.faulty_store import StoreFault
 from tests.kit.mirrors import bucket_url, memory_url, object_names
 from tests.kit.roots import MirroredRoot, assert_arrived, no_confirm
 from tests.kit.saves import digest_of, make_save, put_object

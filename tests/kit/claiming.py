@@ -19,7 +19,7 @@ from ckptmirror.local.root_id import keep_root_id
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
-from ckptmirror.stores.faulty import FaultyStore
+from tests.kit.faulty_store import FaultyStore
 
 _AUTO = Wish()
 

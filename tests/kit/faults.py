@@ -24,7 +24,7 @@ from ckptmirror.core import sealed_json
 from ckptmirror.core.errors import StorePermanent
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local import crashpoints
-from ckptmirror.stores.faulty import FaultyStore, StoreFault
+from tests.kit.faulty_store import FaultyStore, StoreFault
 
 _NEEDS_NO_ROOM = (
     "dir.fsync",

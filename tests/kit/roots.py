@@ -27,8 +27,8 @@ from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.table_place import table_path
 from ckptmirror.local.uploads import Claim, UploadRecord, UploadsTable
 from ckptmirror.stores import open_store
-from ckptmirror.stores.faulty import FaultyStore
 from tests.kit.clock import HandClock
+from tests.kit.faulty_store import FaultyStore
 from tests.kit.mirrors import SpyStore
 from tests.kit.saves import FIRST_ATTEMPT, bytes_of, make_save, put_attempts, put_on_mirror
 

@@ -35,7 +35,7 @@ from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.start.policy import Policy
 from ckptmirror.local import crashpoints
-from ckptmirror.stores.faulty import StoreFault
+from tests.kit.faulty_store import StoreFault
 from tests.simulation.acting import acting, end_trainer, trainers_of
 from tests.simulation.misfortunes import (
     damage,

@@ -26,8 +26,8 @@ from ckptmirror.flow.start import survey
 from ckptmirror.local import crashpoints
 from ckptmirror.stores import memory, open_store
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
-from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from tests.kit.clock import HandClock
+from tests.kit.faulty_store import FaultyStore, StoreFault
 
 if TYPE_CHECKING:
     from tests.simulation.processes import Drainer, Trainer

@@ -16,12 +16,12 @@ from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.bounded import BoundedStore
 from ckptmirror.stores.decorator import StoreDecorator
-from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from ckptmirror.stores.file import FileStore
 from ckptmirror.stores.remembering import RememberingStore
 from ckptmirror.stores.retrying import RetryingStore
 from ckptmirror.stores.throttled import ThrottledStore
 from tests.contract.stores_under_test import BytesSource, pattern_bytes, upload_of
+from tests.kit.faulty_store import FaultyStore, StoreFault
 
 DATA = pattern_bytes(100_000)
 _numbers = itertools.count()

@@ -7,9 +7,9 @@ import pytest
 from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.core.events import Event, EventBus, StoreCalled
 from ckptmirror.stores import memory
-from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from ckptmirror.stores.observed import ObservedStore
 from tests.contract.stores_under_test import upload_of
+from tests.kit.faulty_store import FaultyStore, StoreFault
 
 
 def test_every_call_is_told_once_with_its_bytes_and_what_it_raised() -> None:

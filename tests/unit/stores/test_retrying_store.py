@@ -17,10 +17,10 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.stores import memory, open_store
 from ckptmirror.stores.base import Upload
-from ckptmirror.stores.faulty import FaultyStore, StoreFault
 from ckptmirror.stores.remembering import RememberingStore
 from ckptmirror.stores.retrying import RetryingStore
 from tests.contract.stores_under_test import pattern_bytes, upload_of
+from tests.kit.faulty_store import FaultyStore, StoreFault
 
 
 class Waits(list[float]):

@@ -1,4 +1,4 @@
-"""A store that fails as a script says: for tests and campaigns, never opened by a URL.
+"""A store that fails as a script says.
 
 Rules:
 * A fault names an operation and which of its calls suffers; the first armed fault that meets a call is the only one.
