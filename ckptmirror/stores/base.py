@@ -99,7 +99,7 @@ class Upload:
 
 @runtime_checkable
 class Store(Protocol):
-    """A mirror's objects below one prefix."""
+    """A mirror's objects below one prefix. What is derived from it has neither a local directory nor an identity."""
 
     @property
     def url(self) -> str:
@@ -114,7 +114,7 @@ class Store(Protocol):
     @property
     def local_directory(self) -> Path | None:
         """The directory of this machine that holds the objects, which need not exist yet; None where there is none."""
-        ...
+        return None
 
     def identity(self, expected: str | None = None) -> str | None:
         """Say which place this is: a text that stays with the objects and is met nowhere else.
@@ -132,7 +132,8 @@ class Store(Protocol):
         Raises:
             StoreTemporary: The place does not answer, or is not the expected one: its file system is not mounted.
         """
-        ...
+        del expected
+        return None
 
     def stat(self, name: str) -> ObjectInfo | None:
         """Ask the store about one object; None if there is none. Never answered from a cache."""

@@ -10,7 +10,7 @@ Rules:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,23 +45,9 @@ class BoundedStore(StoreDecorator):
         """See :meth:`Store.identity`."""
         return self._bounded(lambda: self._store.identity(expected))
 
-    def stat(self, name: str) -> ObjectInfo | None:
-        """See :meth:`Store.stat`."""
-        return self._bounded(lambda: self._store.stat(name))
-
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See :meth:`Store.list`. All of it is listed at once."""
         return iter(self._bounded(lambda: [*self._store.list(prefix)]))
-
-    def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """See :meth:`Store.read`."""
-        return self._bounded(lambda: self._store.read(name, generation=generation, limit_bytes=limit_bytes))
-
-    def write(
-        self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
-    ) -> ObjectInfo:
-        """See :meth:`Store.write`."""
-        return self._bounded(lambda: self._store.write(name, data, if_generation=if_generation, metadata=metadata))
 
     def upload(self, upload: Upload) -> ObjectInfo:
         """See :meth:`Store.upload`."""
@@ -93,9 +79,9 @@ class BoundedStore(StoreDecorator):
 
         self._bounded(run)
 
-    def delete(self, name: str, *, generation: int) -> None:
-        """See :meth:`Store.delete`."""
-        self._bounded(lambda: self._store.delete(name, generation=generation))
+    def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
+        del operation, name, size_bytes
+        return self._bounded(run)
 
     def _bounded(self, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
         return self._guard.call(run, limit_s=self._limit_s, size_bytes=size_bytes, ending=self._ending)

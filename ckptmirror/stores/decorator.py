@@ -1,18 +1,21 @@
-"""A store around a store: what retrying, remembering and faulty stores are made from.
+"""A store around a store: what bounded, observed, throttled, retrying and remembering stores are made from.
 
 Rules:
-* It passes everything on. A decorator overrides the methods that it changes, and nothing else.
-* Calls that meet objects go through ``_behind``, so that a decorator can look first at what it is about to ask.
+* It passes everything on. A decorator overrides what it changes, and nothing else.
+* Each call that meets objects goes through ``_call``, so that a decorator states in one place what it does around all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
 
 __all__ = ["StoreDecorator"]
+
+_Result = TypeVar("_Result")
 
 
 class StoreDecorator:
@@ -20,6 +23,18 @@ class StoreDecorator:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+
+    def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
+        """Make one call of the store behind.
+
+        Args:
+            operation: The method's name.
+            name: The object; of a listing, its prefix.
+            run: Makes the call; may be called again after an error.
+            size_bytes: How many bytes of the caller's are moved.
+        """
+        del operation, name, size_bytes
+        return run()
 
     @property
     def url(self) -> str:
@@ -42,33 +57,41 @@ class StoreDecorator:
 
     def stat(self, name: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""
-        return self._behind().stat(name)
+        return self._call("stat", name, lambda: self._store.stat(name))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See :meth:`Store.list`."""
-        return self._behind().list(prefix)
+        return self._call("list", prefix, lambda: self._store.list(prefix))
 
     def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
         """See :meth:`Store.read`."""
-        return self._behind().read(name, generation=generation, limit_bytes=limit_bytes)
+        return self._call("read", name, lambda: self._store.read(name, generation=generation, limit_bytes=limit_bytes))
 
     def write(
         self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
     ) -> ObjectInfo:
         """See :meth:`Store.write`."""
-        return self._behind().write(name, data, if_generation=if_generation, metadata=metadata)
+
+        def run() -> ObjectInfo:
+            return self._store.write(name, data, if_generation=if_generation, metadata=metadata)
+
+        return self._call("write", name, run, len(data))
 
     def upload(self, upload: Upload) -> ObjectInfo:
         """See :meth:`Store.upload`."""
-        return self._behind().upload(upload)
+        return self._call("upload", upload.name, lambda: self._store.upload(upload), upload.digest.size_bytes)
 
     def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
         """See :meth:`Store.download`."""
-        self._behind().download(name, generation=generation, offset=offset, buffer=buffer)
+
+        def run() -> None:
+            self._store.download(name, generation=generation, offset=offset, buffer=buffer)
+
+        self._call("download", name, run, len(buffer))
 
     def delete(self, name: str, *, generation: int) -> None:
         """See :meth:`Store.delete`."""
-        self._behind().delete(name, generation=generation)
+        self._call("delete", name, lambda: self._store.delete(name, generation=generation))
 
     def stop_retrying(self) -> None:
         """Until a start asks patiently nothing that fails is tried again, by no store behind: an end is waited for."""
@@ -83,6 +106,3 @@ class StoreDecorator:
     def close(self) -> None:
         """Close the store behind."""
         self._store.close()
-
-    def _behind(self) -> Store:
-        return self._store

@@ -35,7 +35,7 @@ from ckptmirror.core.errors import (
     StorePermanent,
     StoreTemporary,
 )
-from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
+from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
 from ckptmirror.stores.fsspec_find import find
 from ckptmirror.stores.locations import BucketLocation, is_object_name, parse_location
 
@@ -91,7 +91,7 @@ class _OfThread(threading.local):
     process = 0
 
 
-class FsspecStore:
+class FsspecStore(Store):
     """A mirror in a file system of fsspec.
 
     Args:
@@ -114,14 +114,6 @@ class FsspecStore:
     def capabilities(self) -> Capabilities:
         """None of them."""
         return Capabilities(False, False, False, False, False)
-
-    @property
-    def local_directory(self) -> None:
-        """None: no directory of this machine holds the objects."""
-
-    def identity(self, expected: str | None = None) -> None:
-        """See :meth:`Store.identity`. None: the URL names one place."""
-        del expected
 
     # -- asking ---------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from ckptmirror.core.errors import (
     StorePermanent,
     StoreTemporary,
 )
-from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
+from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
 from ckptmirror.stores.gs_auth import CREDENTIALS_VARIABLE, GoogleTokens, tokens_for
 from ckptmirror.stores.gs_download import download
 from ckptmirror.stores.gs_http import (
@@ -69,7 +69,7 @@ def open(url: str) -> GsStore:
     return GsStore(parse_location(url, _BUCKET_PATTERN))
 
 
-class GsStore:
+class GsStore(Store):
     """A mirror in a bucket.
 
     Args:
@@ -114,14 +114,6 @@ class GsStore:
     def capabilities(self) -> Capabilities:
         """All of them."""
         return Capabilities(True, True, True, True, True)
-
-    @property
-    def local_directory(self) -> None:
-        """None: no directory holds the objects."""
-
-    def identity(self, expected: str | None = None) -> None:
-        """See :meth:`Store.identity`. None: the URL names one place."""
-        del expected
 
     @property
     def _changes(self) -> Changes:

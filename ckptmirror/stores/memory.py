@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptmirror.core.errors import IntegrityError, ObjectNotFound, PreconditionFailed, StorePermanent, StoreTemporary
 from ckptmirror.local.checksums import crc32c
-from ckptmirror.stores.base import Capabilities, ObjectInfo, Upload
+from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
 from ckptmirror.stores.locations import BucketLocation, parse_location
 
 __all__ = ["SCHEMES", "MemoryStore", "drop", "normalise", "open"]
@@ -62,7 +62,7 @@ _buckets: dict[str, _Bucket] = {}
 _buckets_lock = threading.Lock()
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """A mirror in this process's memory."""
 
     def __init__(self, location: BucketLocation) -> None:
@@ -79,14 +79,6 @@ class MemoryStore:
     def capabilities(self) -> Capabilities:
         """All of them."""
         return Capabilities(True, True, True, True, True)
-
-    @property
-    def local_directory(self) -> None:
-        """None: no directory holds the objects."""
-
-    def identity(self, expected: str | None = None) -> None:
-        """See :meth:`Store.identity`. None: the URL names one place."""
-        del expected
 
     def stat(self, name: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""

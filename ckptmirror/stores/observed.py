@@ -4,20 +4,24 @@ Rules:
 * An event is told when the call is over, whether it went well or not; what is told decides nothing.
 * It sits next to the store itself, inside the retrying one: every try is told.
 * A listing is told once, when its last object was yielded or it failed.
+* The bytes of an upload are those of the object; a continued session sends fewer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ckptmirror.core.events import EventBus, StoreCalled
-from ckptmirror.stores.base import ObjectInfo, Store, Upload
+from ckptmirror.stores.base import ObjectInfo, Store
 from ckptmirror.stores.decorator import StoreDecorator
 
 __all__ = ["ObservedStore"]
+
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -41,11 +45,6 @@ class ObservedStore(StoreDecorator):
         self._bus = bus
         self._clock = clock
 
-    def stat(self, name: str) -> ObjectInfo | None:
-        """See :meth:`Store.stat`."""
-        with self._told("stat", name):
-            return self._store.stat(name)
-
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See :meth:`Store.list`."""
         with self._told("list", prefix):
@@ -58,27 +57,9 @@ class ObservedStore(StoreDecorator):
             call.size_bytes = len(data)
             return data, info
 
-    def write(
-        self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
-    ) -> ObjectInfo:
-        """See :meth:`Store.write`."""
-        with self._told("write", name, len(data)):
-            return self._store.write(name, data, if_generation=if_generation, metadata=metadata)
-
-    def upload(self, upload: Upload) -> ObjectInfo:
-        """See :meth:`Store.upload`. The bytes told are those of the object; a continued session sends fewer."""
-        with self._told("upload", upload.name, upload.digest.size_bytes):
-            return self._store.upload(upload)
-
-    def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
-        """See :meth:`Store.download`."""
-        with self._told("download", name, len(buffer)):
-            self._store.download(name, generation=generation, offset=offset, buffer=buffer)
-
-    def delete(self, name: str, *, generation: int) -> None:
-        """See :meth:`Store.delete`."""
-        with self._told("delete", name):
-            self._store.delete(name, generation=generation)
+    def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
+        with self._told(operation, name, size_bytes):
+            return run()
 
     @contextmanager
     def _told(self, operation: str, name: str, size_bytes: int = 0) -> Iterator[_Call]:

@@ -11,12 +11,15 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.decorator import StoreDecorator
 
 __all__ = ["RememberingStore"]
+
+_Result = TypeVar("_Result")
 
 
 class RememberingStore(StoreDecorator):
@@ -38,8 +41,9 @@ class RememberingStore(StoreDecorator):
         """See :meth:`Store.identity`."""
         return self._store.identity(expected if expected is not None else self._recall())
 
-    def _behind(self) -> Store:
-        """The store behind, once it is known to be the right place."""
+    def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
+        """Make the call once the store behind is known to be the right place."""
+        del operation, name, size_bytes
         if not self._is_met:  # two threads may come here at once: what is remembered first stands for both
             expected = self._recall()
             found = self._store.identity(expected)
@@ -51,4 +55,4 @@ class RememberingStore(StoreDecorator):
                     hint="Mount it. A mirror that was made anew on purpose needs a URL of its own.",
                 )
             self._is_met = found is not None or self._store.local_directory is None
-        return self._store
+        return run()

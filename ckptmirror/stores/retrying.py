@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -96,27 +96,13 @@ class RetryingStore(StoreDecorator):
 
     def identity(self, expected: str | None = None) -> str | None:
         """See :meth:`Store.identity`."""
-        return self._call(lambda: self._store.identity(expected), StoreHangs)
-
-    def stat(self, name: str) -> ObjectInfo | None:
-        """See :meth:`Store.stat`."""
-        return self._call(lambda: self._store.stat(name))
+        return self._retried(lambda: self._store.identity(expected), StoreHangs)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See :meth:`Store.list`. Each page is retried by itself."""
         listing = _Listing(self._store, prefix)
-        while (info := self._call(listing.next)) is not None:
+        while (info := self._retried(listing.next)) is not None:
             yield info
-
-    def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """See :meth:`Store.read`."""
-        return self._call(lambda: self._store.read(name, generation=generation, limit_bytes=limit_bytes))
-
-    def write(
-        self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
-    ) -> ObjectInfo:
-        """See :meth:`Store.write`."""
-        return self._call(lambda: self._store.write(name, data, if_generation=if_generation, metadata=metadata))
 
     def upload(self, upload: Upload) -> ObjectInfo:
         """See :meth:`Store.upload`."""
@@ -127,15 +113,7 @@ class RetryingStore(StoreDecorator):
             session = learned
             upload.on_session(learned)
 
-        return self._call(lambda: self._store.upload(replace(upload, session=session, on_session=keep)))
-
-    def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
-        """See :meth:`Store.download`."""
-        self._call(lambda: self._store.download(name, generation=generation, offset=offset, buffer=buffer))
-
-    def delete(self, name: str, *, generation: int) -> None:
-        """See :meth:`Store.delete`."""
-        self._call(lambda: self._store.delete(name, generation=generation))
+        return self._retried(lambda: self._store.upload(replace(upload, session=session, on_session=keep)))
 
     def stop_retrying(self) -> None:
         """End the waits between tries, and retry nothing more."""
@@ -153,7 +131,11 @@ class RetryingStore(StoreDecorator):
         self._is_over.set()
         super().close()
 
-    def _call(self, operation: Callable[[], _Result], retried: type[StoreTemporary] = StoreTemporary) -> _Result:
+    def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
+        del operation, name, size_bytes
+        return self._retried(run)
+
+    def _retried(self, operation: Callable[[], _Result], retried: type[StoreTemporary] = StoreTemporary) -> _Result:
         try:
             return self._try(operation)
         except retried as error:

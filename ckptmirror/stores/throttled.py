@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from ckptmirror.core.errors import ConfigError, StoreTemporary
 from ckptmirror.stores.base import ObjectInfo, Source, Store, Upload
@@ -25,6 +26,7 @@ __all__ = ["Budget", "ThrottledStore"]
 _BURST_S = 1.0
 _LARGEST_PIECE_BYTES = 1024 * 1024
 _SMALLEST_PIECE_BYTES = 4096
+_Result = TypeVar("_Result")
 
 
 class Budget:
@@ -86,23 +88,24 @@ class ThrottledStore(StoreDecorator):
     def upload(self, upload: Upload) -> ObjectInfo:
         """See :meth:`Store.upload`."""
         if self._bytes is None:
-            return self._behind().upload(upload)
+            return super().upload(upload)
         source = _PaidSource(upload.source, self._pay_bytes, self._bytes.piece_bytes)
-        return self._behind().upload(replace(upload, source=source))
+        return super().upload(replace(upload, source=source))
 
     def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
         """See :meth:`Store.download`."""
         self._pay_bytes(len(buffer))
-        self._behind().download(name, generation=generation, offset=offset, buffer=buffer)
+        super().download(name, generation=generation, offset=offset, buffer=buffer)
 
     def close(self) -> None:
         """End all waits, and close the store behind."""
         self._closed.set()
         self._store.close()
 
-    def _behind(self) -> Store:
+    def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
+        del operation, name, size_bytes
         self._pay(self._requests, 1)
-        return self._store
+        return run()
 
     def _pay_bytes(self, size_bytes: int) -> None:
         self._pay(self._bytes, size_bytes)
