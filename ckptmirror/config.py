@@ -134,22 +134,26 @@ class Setting:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("root", None, "the directory on local disk that the run saves to", _path, flag="--root"),
-    Setting("mirrors", (), "where every save is mirrored to", _mirrors, _listed, flag="--mirror"),
-    Setting("kinds", SAVED_KINDS, "what a save writes", checks.kinds, _listed),
+    Setting("mirrors", (), "the mirrors that get a copy of every save", _mirrors, _listed, flag="--mirror"),
+    Setting("kinds", SAVED_KINDS, "the kinds that a save writes", checks.kinds, _listed),
     Setting(
         "mode",
         "async",
         "`async`: a save returns after the host copy; `blocking`: after the commit",
         checks.one_of("async", "blocking"),
     ),
-    Setting("state_dir", None, "node-local directory of the uploads table, for a root on a network file system", _path),
-    Setting("persistent_dir", None, "where emergency snapshots are copied to: a disk that outlives the machine", _path),
+    Setting(
+        "state_dir", None, "node-local directory for the uploads table, if the root is on a network file system", _path
+    ),
+    Setting(
+        "persistent_dir", None, "where emergency snapshots are copied to, on a disk that outlives the machine", _path
+    ),
     Setting("workers_per_mirror", 2, "upload threads for each mirror", checks.whole(1), _number),
-    Setting("timeout_s", 600.0, "limit of every wait for another rank, in seconds", checks.above_0, _number),
+    Setting("timeout_s", 600.0, "how long a rank waits for another rank, in seconds", checks.above_0, _number),
     Setting(
         "retention.keep_last",
         None,
-        "keep the newest so many steps on local disk; `none` keeps all",
+        "keep this many of the newest steps on local disk; `none` keeps all",
         checks.whole(1, none=True),
         _number,
         flag="--keep-last",
@@ -157,17 +161,26 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "retention.keep_every",
         None,
-        "also steps divisible by this",
+        "also keep steps divisible by this",
         checks.whole(1, none=True),
         _number,
         flag="--keep-every",
     ),
     Setting(
-        "retention.keep_best", 0, "also so many steps with the best metric", checks.whole(0), _number, "--keep-best"
+        "retention.keep_best",
+        0,
+        "also keep this many steps with the best metric",
+        checks.whole(0),
+        _number,
+        "--keep-best",
     ),
-    Setting("retention.metric", None, "a name that is given to `save(metrics=…)`", checks.text, flag="--metric"),
+    Setting("retention.metric", None, "a name that you pass in `save(metrics=…)`", checks.text, flag="--metric"),
     Setting(
-        "retention.mode", "min", "whether the least or the greatest is best", checks.one_of("min", "max"), flag="--mode"
+        "retention.mode",
+        "min",
+        "whether the smallest or the largest value is best",
+        checks.one_of("min", "max"),
+        flag="--mode",
     ),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
