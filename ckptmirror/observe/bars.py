@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["Bar", "BarKind", "Outcome"]
+__all__ = ["Bar", "BarKind", "Outcome", "ended_bar"]
 
 BarKind = Literal[
     "attempt",
@@ -62,3 +62,15 @@ class Bar:
     def is_moment(self) -> bool:
         """Whether it took no time that is known."""
         return self.end_s is not None and self.end_s <= self.begin_s
+
+
+def ended_bar(kind: BarKind, at_s: float, took_s: float = 0.0, **facts: Any) -> Bar:
+    """Return a bar that ended at ``at_s`` and took ``took_s`` seconds: without them a moment.
+
+    Args:
+        kind: What it was.
+        at_s: As ``Bar.end_s``.
+        took_s: Less than 0, by a clock that was set back, counts as 0.
+        **facts: The other attributes of the bar.
+    """
+    return Bar(kind=kind, begin_s=at_s - max(0.0, took_s), end_s=at_s, until_s=at_s, **facts)

@@ -20,7 +20,7 @@ from typing import Any
 from ckptmirror.core import events
 from ckptmirror.core.clock_jumps import Jump, LaidClock, Reading
 from ckptmirror.core.journal import JournalEntry, utc_seconds
-from ckptmirror.observe.bars import Bar, BarKind, Outcome
+from ckptmirror.observe.bars import Bar, BarKind, Outcome, ended_bar
 from ckptmirror.observe.history import History
 from ckptmirror.observe.timeline_uploads import forgotten_saves, upload_bars
 
@@ -106,37 +106,8 @@ def _saves_without_events(history: History, clock: LaidClock, known: set[tuple[B
         if save.created_s is not None and (kind, save.save_id) not in known:
             at_s = clock.of_wall(save.created_s)
             reason = "from the save's meta, to the second"
-            found.append(_moment(kind, at_s, step=save.step, save_id=save.save_id, reason=reason))
+            found.append(ended_bar(kind, at_s, step=save.step, save_id=save.save_id, reason=reason))
     return found
-
-
-def _moment(
-    kind: BarKind,
-    at_s: float,
-    took_s: float = 0.0,
-    *,
-    outcome: Outcome = "done",
-    step: int | None = None,
-    rank: int | None = None,
-    mirror: str | None = None,
-    save_id: str = "",
-    by: str = "",
-    reason: str = "",
-) -> Bar:
-    """Return a bar that ended at ``at_s`` and took ``took_s`` seconds."""
-    return Bar(
-        kind=kind,
-        begin_s=at_s - max(0.0, took_s),
-        end_s=at_s,
-        until_s=at_s,
-        outcome=outcome,
-        step=step,
-        rank=rank,
-        mirror=mirror,
-        save_id=save_id,
-        by=by,
-        reason=reason,
-    )
 
 
 def _with_attempts(bars: Sequence[Bar]) -> list[Bar]:
@@ -151,6 +122,17 @@ def _with_attempts(bars: Sequence[Bar]) -> list[Bar]:
         else:
             placed.append(bar)
     return placed
+
+
+_SHARED = ("step", "rank", "mirror", "save_id", "reason")
+_ONE_BAR_EACH: dict[type[events.Event], tuple[BarKind, Outcome]] = {
+    events.EmergencySaved: ("emergency", "done"),
+    events.MirrorCommitted: ("mirror_commit", "done"),
+    events.SaveRotated: ("rotation", "done"),
+    events.RotationRefused: ("rotation", "refused"),
+    events.Fenced: ("fence", "refused"),
+    events.SaveGone: ("gone", "failed"),
+}
 
 
 class _Building:
@@ -183,43 +165,16 @@ class _Building:
                 self._see_attempt(at_s, one)
             case events.StageStarted() | events.StageFinished() | events.StageFailed():
                 self._see_stage(at_s, one)
-            case events.EmergencySaved():
-                self._add(
-                    "emergency", at_s, one, event.duration_s, step=event.step, rank=event.rank, save_id=event.save_id
-                )
-            case events.MirrorCommitted():
-                self._add("mirror_commit", at_s, one, step=event.step, mirror=event.mirror, save_id=event.save_id)
-            case events.SaveRotated():
-                self._add(
-                    "rotation", at_s, one, event.duration_s, step=event.step, save_id=event.save_id, reason=event.reason
-                )
-            case _:
-                self._see_trouble(at_s, one)
-
-    def _see_trouble(self, at_s: float, one: JournalEntry) -> None:
-        event = one.event
-        match event:
-            case events.RotationRefused():
-                self._add("rotation", at_s, one, outcome="refused", **_of_save(event), reason=event.reason)
             case events.MirrorUnreachable():
-                self._add(
-                    "unreachable",
-                    at_s,
-                    one,
-                    outcome="refused" if event.refused else "failed",
-                    step=event.step,
-                    mirror=event.mirror,
-                    reason=event.reason,
-                )
+                self._add("unreachable", at_s, one, outcome="refused" if event.refused else "failed")
             case events.StopRequested():
-                self._add("stop", at_s - max(0.0, event.age_s), one, rank=event.rank, reason=event.reason)
-            case events.Fenced():
-                self._add("fence", at_s, one, outcome="refused", reason=event.reason)
+                self._add("stop", at_s - max(0.0, event.age_s), one)
             case events.CopyBroken():
                 reason = f"{event.place}: {event.reason}" if event.place else event.reason
-                self._add("broken_copy", at_s, one, outcome="failed", **_of_save(event), reason=reason)
-            case events.SaveGone():
-                self._add("gone", at_s, one, outcome="failed", **_of_save(event), reason=event.reason)
+                self._add("broken_copy", at_s, one, outcome="failed", reason=reason)
+            case _ if type(event) in _ONE_BAR_EACH:
+                kind, outcome = _ONE_BAR_EACH[type(event)]
+                self._add(kind, at_s, one, getattr(event, "duration_s", 0.0), outcome=outcome)
             case _:  # nothing that a timeline shows
                 return
 
@@ -227,20 +182,18 @@ class _Building:
         """Pair each end with its host copy: the next save may be copied before the end of the last one is told."""
         event = one.event
         assert isinstance(event, events.HostCopied | events.SaveCommitted | events.SaveFailed | events.SaveSkipped)
-        facts = {"step": event.step, "rank": event.rank}
         waiting = self._copied.setdefault((one.writer, event.rank, event.step), deque())
         if isinstance(event, events.HostCopied):
-            self._add("host_copy", at_s, one, event.duration_s, **facts)
-            waiting.append(_open_bar("commit", at_s, one, **facts))
+            self._add("host_copy", at_s, one, event.duration_s)
+            waiting.append(_open_bar("commit", at_s, one))
             return
         begun = waiting.popleft() if waiting else None
         if isinstance(event, events.SaveFailed | events.SaveSkipped):
-            took_s = at_s - begun.begin_s if begun is not None else 0.0
-            self._add("commit", at_s, one, took_s, outcome="failed", **facts, reason=event.reason)
+            self._add("commit", at_s, one, at_s - begun.begin_s if begun is not None else 0.0, outcome="failed")
             return
         if begun is not None:
             self._name_host_copy(begun, event.save_id)
-        self._add("commit", at_s, one, event.duration_s, **facts, save_id=event.save_id)
+        self._add("commit", at_s, one, event.duration_s)
 
     def _name_host_copy(self, begun: Bar, save_id: str) -> None:
         """Write the save's id, which was not agreed on then, into the bar of its host copy."""
@@ -258,10 +211,9 @@ class _Building:
                 self._end_attempt(begun, at_s - event.duration_s, "done", "the next began in the same process")
             where = event.place if "://" in event.place else None
             reason = "from scratch" if event.step is None else f"continues from step {event.step} ({event.place})"
-            bar = _moment("resume", at_s, event.duration_s, step=event.step, mirror=where, save_id=event.save_id)
-            self._bars.append(replace(bar, by=one.by, reason=reason, attempt=event.attempt))
-            facts = {"step": event.step, "reason": reason, "attempt": event.attempt}
-            self._attempts[one.writer] = _open_bar("attempt", at_s, one, **facts)
+            facts = {"reason": reason, "attempt": event.attempt}
+            self._add("resume", at_s, one, event.duration_s, mirror=where, **facts)
+            self._attempts[one.writer] = _open_bar("attempt", at_s, one, save_id="", **facts)
         elif isinstance(event, events.AttemptEnded) and begun is not None:
             left = f", {event.pending} files pending" if event.pending else ""
             self._end_attempt(begun, at_s, "failed" if event.status == "incomplete" else "done", event.status + left)
@@ -279,23 +231,13 @@ class _Building:
         if isinstance(event, events.StageStarted):
             if begun is not None:
                 self._give_up(begun)
-            self._stages[key] = _open_bar("stage", at_s, one, step=event.step, mirror=event.mirror)
+            self._stages[key] = _open_bar("stage", at_s, one)
             return
         took_s = at_s - begun.begin_s if begun is not None else getattr(event, "duration_s", 0.0)
-        failed = isinstance(event, events.StageFailed)
-        self._add(
-            "stage",
-            at_s,
-            one,
-            took_s,
-            outcome="failed" if failed else "done",
-            step=event.step,
-            mirror=event.mirror,
-            reason=event.reason if isinstance(event, events.StageFailed) else "",
-        )
+        self._add("stage", at_s, one, took_s, outcome="failed" if isinstance(event, events.StageFailed) else "done")
 
     def _add(self, kind: BarKind, at_s: float, one: JournalEntry, took_s: float = 0.0, **facts: Any) -> None:
-        self._bars.append(_moment(kind, at_s, took_s, by=one.by, **facts))
+        self._bars.append(ended_bar(kind, at_s, took_s, by=one.by, **(_facts(one.event) | facts)))
 
     def _give_up(self, bar: Bar) -> None:
         later = [at_s for at_s in self._starts if at_s > bar.begin_s]
@@ -303,8 +245,10 @@ class _Building:
 
 
 def _open_bar(kind: BarKind, at_s: float, one: JournalEntry, **facts: Any) -> Bar:
-    return Bar(kind=kind, begin_s=at_s, end_s=None, until_s=at_s, outcome="unfinished", by=one.by, **facts)
+    known = _facts(one.event) | facts
+    return Bar(kind=kind, begin_s=at_s, end_s=None, until_s=at_s, outcome="unfinished", by=one.by, **known)
 
 
-def _of_save(event: events.RotationRefused | events.CopyBroken | events.SaveGone) -> dict[str, Any]:
-    return {"step": event.step, "save_id": event.save_id}
+def _facts(event: events.Event) -> dict[str, Any]:
+    """What an event and a bar both have."""
+    return {name: getattr(event, name) for name in _SHARED if hasattr(event, name)}

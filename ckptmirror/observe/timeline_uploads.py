@@ -16,11 +16,11 @@ from ckptmirror.core import names
 from ckptmirror.core.journal import utc_seconds
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.local.uploads import Transition
-from ckptmirror.observe.bars import Bar, BarKind
+from ckptmirror.observe.bars import Bar, ended_bar
 
-__all__ = ["FORGOTTEN", "When", "forgotten_saves", "upload_bars"]
+__all__ = ["forgotten_saves", "upload_bars"]
 
-FORGOTTEN = "the local save was deleted"
+_FORGOTTEN = "the local save was deleted"
 When = Callable[[float, float], float]
 """Lays a wall clock's time, given a moment that it cannot lie before."""
 
@@ -104,7 +104,7 @@ def upload_bars(transitions: Iterable[Transition], when: When, last_s: float) ->
             upload.begin_anew()
         upload.see(one, at_s)
         if one.new is RecordState.VERIFIED and _is_meta(one.path):
-            bars.append(_moment("mirror_commit", one, at_s, mirror=one.mirror))
+            bars.append(ended_bar("mirror_commit", at_s, step=one.step, save_id=one.save_id, mirror=one.mirror))
     bars += [bar for upload in known.values() if (bar := upload.bar(last_s)) is not None]
     return bars
 
@@ -113,22 +113,9 @@ def forgotten_saves(transitions: Iterable[Transition], when: When) -> dict[str, 
     """Return, by save id, the moments at which the table forgot a save since rotation had deleted it."""
     found: dict[str, Bar] = {}
     for one, at_s in _laid(transitions, when):
-        if one.new is None and one.reason == FORGOTTEN:
-            found[one.save_id] = _moment("rotation", one, at_s, reason=one.reason)
+        if one.new is None and one.reason == _FORGOTTEN:
+            found[one.save_id] = ended_bar("rotation", at_s, step=one.step, save_id=one.save_id, reason=one.reason)
     return found
-
-
-def _moment(kind: BarKind, one: Transition, at_s: float, *, mirror: str | None = None, reason: str = "") -> Bar:
-    return Bar(
-        kind=kind,
-        begin_s=at_s,
-        end_s=at_s,
-        until_s=at_s,
-        step=one.step,
-        mirror=mirror,
-        save_id=one.save_id,
-        reason=reason,
-    )
 
 
 def _laid(transitions: Iterable[Transition], when: When) -> Iterable[tuple[Transition, float]]:
