@@ -55,10 +55,9 @@ def _files(count: int) -> str:
 
 def telling_bus(root: Path, verb: str) -> events.EventBus:
     """Return a bus that says on stderr why files wait, once for each mirror and sort of fault; it keeps the journal."""
-    from ckptmirror.observe.journal import Journal
+    from ckptmirror.observe.journal import bus_with_journal
 
-    bus = events.EventBus()
-    bus.subscribe(Journal(root, verb))
+    bus = bus_with_journal(root, verb)
     told: set[tuple[str, str]] = set()
 
     def tell(event: events.Event) -> None:

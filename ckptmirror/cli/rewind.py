@@ -17,7 +17,6 @@ from ckptmirror.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckptmirror.core.events import EventBus
     from ckptmirror.core.lineage import SaveFacts
     from ckptmirror.flow.start.rewind import RewindPlan, Rewound
 
@@ -63,6 +62,7 @@ def command(
         )
     from ckptmirror.flow.drain import confirm
     from ckptmirror.flow.start.rewind import plan_rewind, rewind
+    from ckptmirror.observe.journal import bus_with_journal
 
     reference = step if step is not None else str(save)
     plan = plan_rewind(root, reference, mirrors=mirrors)
@@ -73,21 +73,12 @@ def command(
             print_json(_facts(root, plan, None, (), plan.silent))
         return 0
     with progress("rewind") as pace:
-        rewound = rewind(root, reference, mirrors=mirrors, bus=_journal(root), on_progress=pace)
+        rewound = rewind(root, reference, mirrors=mirrors, bus=bus_with_journal(root, "rewind"), on_progress=pace)
         confirm(root, rewound.save_id, plan.places)
     if as_json:
         print_json(_facts(root, plan, rewound, rewound.told, rewound.untold))
     _tell(root, rewound)
     return 0
-
-
-def _journal(root: Path) -> EventBus:
-    from ckptmirror.core.events import EventBus
-    from ckptmirror.observe.journal import Journal
-
-    bus = EventBus()
-    bus.subscribe(Journal(root, "rewind"))
-    return bus
 
 
 def _print_plan(plan: RewindPlan) -> None:

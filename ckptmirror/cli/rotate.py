@@ -15,7 +15,6 @@ from ckptmirror.cli._options import json_option, print_json, root_option, settin
 from ckptmirror.core.errors import RefusedOnlyCopy, UsageError
 
 if TYPE_CHECKING:
-    from ckptmirror.core.events import EventBus
     from ckptmirror.flow.retention.rotation import RotationReport
 
 
@@ -67,6 +66,7 @@ def command(
     """
     from ckptmirror.config import load_settings
     from ckptmirror.flow.retention.rotation import rotate_root
+    from ckptmirror.observe.journal import bus_with_journal
 
     is_of_the_settings = root == (settings()["root"] or Path()).absolute()
     environ = None if is_of_the_settings else {"CKPTMIRROR_CONFIG": os.devnull}  # what else they say is of another run
@@ -82,7 +82,7 @@ def command(
         _print_plan(plan)
     for warning in plan.plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    report = plan if dry_run else rotate_root(root, retention, bus=_journal(root))
+    report = plan if dry_run else rotate_root(root, retention, bus=bus_with_journal(root, "rotate"))
     if as_json:
         print_json(_facts(report, dry_run))
     if dry_run:
@@ -93,15 +93,6 @@ def command(
     if report.refused:
         print("  " + with_places(RefusedOnlyCopy.hint, {"root": root}), file=sys.stderr)
     return RefusedOnlyCopy.exit_code if report.refused else 0
-
-
-def _journal(root: Path) -> EventBus:
-    from ckptmirror.core.events import EventBus
-    from ckptmirror.observe.journal import Journal
-
-    bus = EventBus()
-    bus.subscribe(Journal(root, "rotate"))
-    return bus
 
 
 def _print_plan(plan: RotationReport) -> None:

@@ -94,9 +94,8 @@ def _journal(dest: Path) -> EventBus:
     from ckptmirror.core.events import EventBus
     from ckptmirror.flow.fetch.destination import is_training_root
 
-    bus = EventBus()
-    if is_training_root(dest):
-        from ckptmirror.observe.journal import Journal
+    if not is_training_root(dest):
+        return EventBus()
+    from ckptmirror.observe.journal import bus_with_journal
 
-        bus.subscribe(Journal(dest, "stage"))
-    return bus
+    return bus_with_journal(dest, "stage")

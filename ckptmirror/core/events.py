@@ -2,7 +2,7 @@
 
 Rules:
 * Events are values, told after the fact. No decision hangs on a listener.
-* A listener's error never reaches the emitter: it is kept, and reported once per listener.
+* A listener's error never reaches the emitter: it is reported, once per listener.
 * Events come from several threads. Listeners are called in the emitter's thread, in the order of their subscription, so
   they must be quick and may not block.
 """
@@ -10,8 +10,8 @@ Rules:
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptmirror.core.model import Kind
@@ -19,7 +19,6 @@ from ckptmirror.core.model import Kind
 __all__ = [
     "AttemptDecided",
     "AttemptEnded",
-    "AttemptFencedEvent",
     "CopyBroken",
     "EmergencySaved",
     "Event",
@@ -38,7 +37,6 @@ __all__ = [
     "SaveGone",
     "SaveRotated",
     "SaveSkipped",
-    "SaveStarted",
     "StageFailed",
     "StageFinished",
     "StageStarted",
@@ -50,15 +48,6 @@ __all__ = [
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
     """Something happened."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaveStarted(Event):
-    """A rank was asked to save."""
-
-    step: int
-    kinds: tuple[Kind, ...]
-    rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,9 +217,6 @@ class Fenced(Event):
     reason: str = ""
 
 
-AttemptFencedEvent = Fenced
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageStarted(Event):
     """A step is being brought from a mirror."""
@@ -324,12 +310,9 @@ class EventBus:
         on_failure: Called once for each listener that fails, the first time; it may log, for instance.
     """
 
-    KEPT_FAILURES = 100
-
     def __init__(self, on_failure: Callable[[ListenerFailure], None] | None = None) -> None:
         self._lock = threading.Lock()
         self._listeners: tuple[tuple[object, Listener], ...] = ()
-        self._failures: deque[ListenerFailure] = deque(maxlen=self.KEPT_FAILURES)
         self._reported: set[object] = set()
         self._on_failure = on_failure
 
@@ -352,23 +335,12 @@ class EventBus:
             try:
                 listener(event)
             except Exception as error:  # noqa: BLE001 - no error of a listener may reach who emits
-                self._keep(key, ListenerFailure(listener, event, error))
+                self._report(key, ListenerFailure(listener, event, error))
 
-    def failures(self) -> list[ListenerFailure]:
-        """Return the last failures of listeners, oldest first."""
+    def _report(self, key: object, failure: ListenerFailure) -> None:
         with self._lock:
-            return list(self._failures)
-
-    def _keep(self, key: object, failure: ListenerFailure) -> None:
-        with self._lock:
-            self._failures.append(failure)
-            first = key not in self._reported
+            is_first = key not in self._reported
             self._reported.add(key)
-            report = self._on_failure if first else None
-        if report is None:
-            return
-        try:
-            report(failure)
-        except Exception as error:  # noqa: BLE001 - the reporter is a listener too: kept, not raised
-            with self._lock:
-                self._failures.append(ListenerFailure(failure.listener, failure.event, error))
+        if is_first and self._on_failure is not None:
+            with suppress(Exception):  # who reports is a listener too
+                self._on_failure(failure)

@@ -24,10 +24,11 @@ from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, line_of
 from ckptmirror.local.line_file import append_line
 from ckptmirror.local.uploads.lease_clock import BootClock
+from ckptmirror.observe.log import log_failure
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "bus_with_journal"]
 
-_IN_THE_TABLE = (events.SaveStarted, events.RecordVerified, events.RecordFailed)
+_IN_THE_TABLE = (events.RecordVerified, events.RecordFailed)
 _UNREACHABLE_EVERY_S = 60.0
 _REFUSED_EVERY_S = 3600.0
 _KEYS_KEPT = 1000
@@ -119,3 +120,10 @@ class Journal:
             self._told_at.clear()
         self._told_at[key] = now_s
         return True
+
+
+def bus_with_journal(root: Path, by: str) -> events.EventBus:
+    """Return the bus of a verb that acts on a root: what happens is written into the root's journal."""
+    bus = events.EventBus(log_failure)
+    bus.subscribe(Journal(root, by))
+    return bus

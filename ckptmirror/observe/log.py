@@ -24,7 +24,6 @@ _REPEAT_S = 60.0
 _log = logging.getLogger("ckptmirror.events")
 
 LINES: Mapping[type[events.Event], tuple[int, str]] = {
-    events.SaveStarted: (logging.DEBUG, "step %(step)d: save of %(kind)s begins (rank %(rank)d)"),
     events.HostCopied: (logging.INFO, "step %(step)d: copied to host memory in %(duration_s).3f s (rank %(rank)d)"),
     events.SaveCommitted: (
         logging.INFO,
