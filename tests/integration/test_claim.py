@@ -41,9 +41,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     """Start an attempt on a root: it claims the run for the newest save of the lineage, and loads nothing."""
     nodes: list[Node] = []
 
-    def start_one(root: str, *urls: str) -> Node:
+    def start_one(root: str, *urls: str, retention: Retention = Retention()) -> Node:  # noqa: B008
         bus = events.EventBus()
-        node = Node(tmp_path / root, [MirrorSpec(url) for url in urls], Retention(), bus)
+        node = Node(tmp_path / root, [MirrorSpec(url) for url in urls], retention, bus)
         nodes.append(node)
         bringer = Bringer(node, Wish(), bus)
         node.start(bringer.claim(bringer.next()))
@@ -100,6 +100,18 @@ def test_i11_an_older_attempt_is_fenced_and_commits_nothing_more(
     assert second.save_id not in there.saves
     assert read_status(old.root).trainer["status"] == "fenced"
     assert new.fenced() is None
+
+
+def test_i11_an_older_attempt_learns_of_its_successor_before_it_rotates(start: Callable[..., Node]) -> None:
+    url, other = memory_url(), memory_url()
+    old = start("old", url, other, retention=Retention(keep_last=1))
+    commit_on(old, 100)
+    assert old.wait_mirrored(None, 30.0)
+    start("new", url, other)
+    assert old._rotator is not None
+    old._rotator.wake()
+    wait_for(old.fenced, old)
+    wait_for(lambda: read_status(old.root).trainer["status"] == "fenced", old)
 
 
 def test_i11_save_raises_once_the_attempt_is_fenced(start: Callable[..., Node]) -> None:

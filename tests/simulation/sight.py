@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_from_bytes, meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError
+from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.local.uploads import UploadsTable
 from tests.simulation.reference import KnownAttempt, SeenSave, View, is_forward, on_the_way
@@ -194,8 +195,9 @@ def view_from(world: World, host: Host) -> View:
     lost_here = disk.attempts is None
     completed = set(disk.attempts.completed) if disk.attempts is not None else set()
     continued = {attempts[one].parent[3] for one in completed if one in attempts and attempts[one].parent is not None}  # type: ignore[index]
-    ours = {i for i in disk.metas if world.truth[i].made_on == (host.number, host.disks_lost)} | continued
-    here = {m.attempt.id for m in disk.every if m.staged_from is None or m.save_id in continued or lost_here}
+    ours = {i for i in disk.readable if world.truth[i].made_on == (host.number, host.disks_lost)} | continued
+    of_this_disk = continued | _sent(host)
+    here = {m.attempt.id for m in disk.every if m.staged_from is None or m.save_id in of_this_disk or lost_here}
     silent_urls = {place.url for place in world.mirrors if place.down and place.required}
     counting = {m.attempt.id for seen in answering.values() for m in seen.every} & attempts.keys()
     counting |= {one for one, a in attempts.items() if a.by_person and _is_taken(a, completed, answering)}
@@ -252,6 +254,16 @@ def _has_rival(world: World, host: Host, attempts: dict[str, KnownAttempt], coun
     way, _ = on_the_way(attempts.values(), counting)
     reached = max((attempts[one].number for one in way if attempts[one].root == mine and one in saved), default=-1)
     return any(one.root not in ("", mine) and one.number > reached for one in attempts.values())
+
+
+def _sent(host: Host) -> set[str]:
+    """The saves of which the host's table says that they are committed on a mirror."""
+    try:
+        with UploadsTable.open(host.root / names.TABLE_NAME, read_only=True) as table:
+            records = table.records(state=RecordState.VERIFIED)
+    except CkptMirrorError:
+        return set()
+    return {record.save_id for record in records if record.role == "meta"}
 
 
 _CONTENT = frozenset({"model", "optim", "extra", "tensors", "dcp"})

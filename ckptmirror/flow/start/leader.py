@@ -23,7 +23,15 @@ from pathlib import Path
 from shlex import quote
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import BrokenTable, CkptMirrorError, DeadlinePassed, LocalStorageFull, NoTable, Temporary
+from ckptmirror.core.errors import (
+    AttemptFenced,
+    BrokenTable,
+    CkptMirrorError,
+    DeadlinePassed,
+    LocalStorageFull,
+    NoTable,
+    Temporary,
+)
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.places.catalog import Catalog, local_catalog
@@ -322,8 +330,22 @@ class Node:
         return self.rotate()
 
     def _rotate_by_policy(self) -> None:
-        if self.retention.keep_last is not None:
+        if self.retention.keep_last is not None and self._is_newest():
             self.rotate()
+
+    def _is_newest(self) -> bool:
+        """Ask each required mirror, as the rotation itself will, whether a newer attempt has started."""
+        if self.claim is None or self.fenced() is not None:
+            return False
+        for mirror in (mirror for mirror in self.mirrors if mirror.required):
+            try:
+                self.claim.confirm(mirror)
+            except AttemptFenced as error:
+                self._on_fenced(self.claim, str(error))
+                return False
+            except CkptMirrorError as error:
+                _log.debug("%s does not say whether a newer attempt has started: %s", mirror.url, error)
+        return True
 
     def rotate(self, *, dry_run: bool = False) -> RotationReport:
         """Rotate now, without waiting."""
