@@ -68,12 +68,16 @@ def run_jobs(
     stopped = stop if stop is not None else threading.Event()
     lock = threading.Lock()
     remaining = iter(jobs)
-    working = min(workers, len(jobs))
     errors: list[BaseException] = []
     over = threading.Event()
+    awaited = set(range(min(workers, len(jobs))))  # threads that have not begun
+    working = len(awaited)
 
-    def work() -> None:
-        nonlocal working
+    def work(number: int) -> None:
+        with lock:
+            if number not in awaited:
+                return  # Ctrl-C came while it was started
+            awaited.remove(number)
         try:
             while not stopped.is_set():
                 with lock:
@@ -85,24 +89,32 @@ def run_jobs(
             errors.append(error)
             stopped.set()
         finally:
-            with lock:
-                working -= 1
-                is_last = not working
-            if is_last:
-                try:
-                    at_end()
-                except BaseException as error:  # noqa: BLE001 - raised again below, unless there was one before
-                    errors.append(error)
-                finally:
-                    over.set()
+            leave(1)
+
+    def leave(threads: int) -> None:
+        nonlocal working
+        with lock:
+            working -= threads
+            is_last = threads and not working
+        if is_last:
+            try:
+                at_end()
+            except BaseException as error:  # noqa: BLE001 - raised again below, unless there was one before
+                errors.append(error)
+            finally:
+                over.set()
 
     try:
-        for number in range(working):
-            threading.Thread(target=work, name=f"{name}-{number}", daemon=True).start()
+        for number in sorted(awaited):
+            threading.Thread(target=work, args=[number], name=f"{name}-{number}", daemon=True).start()
         while not over.wait(_LOOK_S):
             pass
     except BaseException:  # Ctrl-C
         stopped.set()
+        with lock:
+            not_begun = len(awaited)
+            awaited.clear()
+        leave(not_begun)
         over.wait(STOP_WAIT_S)
         raise
     if errors:

@@ -92,3 +92,17 @@ def test_an_interrupt_waits_for_all_threads_together_and_the_last_of_them_ends_t
     assert not ended.is_set()
     answer.set()
     assert ended.wait(60)
+
+
+def test_an_interrupt_while_threads_are_started_ends_the_work_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            if self.name == "pooled-1":
+                raise KeyboardInterrupt
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    ended = threading.Event()
+    with pytest.raises(KeyboardInterrupt):
+        pooled(list(range(50)), lambda _job: None, ended=ended)
+    assert ended.wait(60)
