@@ -28,6 +28,7 @@ from ckptmirror.flow.fetch.stage import stage_checkpoint_step, stage_save
 from ckptmirror.flow.fetch.stage_progress import StageProgress
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.resolve import find_local_checkpoint_steps
+from ckptmirror.local.trash import move_to_trash
 from ckptmirror.stores import open_store
 from tests.kit.faults import flip_bit
 from tests.kit.mirrors import SpyStore, nothing
@@ -194,6 +195,18 @@ def test_foreign_files_under_our_names_stay_and_the_other_names_are_used(place: 
     staged = stage_checkpoint_step(place.mirror, step=200, dest=place.dest)
     assert staged.path == place.dest / f"model_000200-{meta.save_id[:8]}.pt"
     assert (place.dest / "model_000200.pt").read_bytes() == b"precious"
+
+
+def test_a_foreign_directory_under_the_name_of_a_file_that_was_to_be_replaced_stays(place: Place) -> None:
+    meta = place.save(200, ("model",))
+    stage_checkpoint_step(place.mirror, step=200, dest=place.dest)
+    move_to_trash(place.dest, place.dest / "meta_000200.json")  # a replacement that was cut short
+    (place.dest / "model_000200.pt").unlink()
+    (place.dest / "model_000200.pt").mkdir()
+    (place.dest / "model_000200.pt" / "mine").write_bytes(b"precious")
+    staged = stage_checkpoint_step(place.mirror, step=200, dest=place.dest)
+    assert staged.path == place.dest / f"model_000200-{meta.save_id[:8]}.pt"
+    assert (place.dest / "model_000200.pt" / "mine").read_bytes() == b"precious"
 
 
 def test_a_destination_whose_names_are_all_taken_is_occupied(place: Place) -> None:

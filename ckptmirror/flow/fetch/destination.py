@@ -15,30 +15,30 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta, DestinationOccupied, IntegrityError
 from ckptmirror.core.model import Artifact, Meta, top_names
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.trash import parsed_in_trash
-from ckptmirror.local import crashpoints, files
+from ckptmirror.local import files
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import LocalSave, read_inventory
+from ckptmirror.local.listing import Listing
 
 __all__ = [
     "ByTop",
     "Destination",
+    "below_top",
     "by_top",
-    "in_tree",
     "is_training_root",
-    "make_durable",
+    "make_control_dir",
     "make_real_dirs",
     "with_tag",
 ]
-
-_META_LIMIT_BYTES = 64 * 1024 * 1024
 
 ByTop = Mapping[str, Sequence[Artifact]]
 
@@ -59,6 +59,11 @@ def by_top(artifacts: Iterable[Artifact]) -> dict[str, list[Artifact]]:
     for artifact in artifacts:
         grouped.setdefault(artifact.path.partition("/")[0], []).append(artifact)
     return grouped
+
+
+def below_top(artifacts: Iterable[Artifact]) -> set[str]:
+    """Return the artifacts' paths below the name directly below the root; "" for one that is that file itself."""
+    return {artifact.path.partition("/")[2] for artifact in artifacts}
 
 
 def make_control_dir(root: Path) -> None:
@@ -115,7 +120,7 @@ class Destination:
             if parsed is None or parsed.role != "meta":
                 continue
             try:
-                meta = meta_from_bytes(files.read_limited(entry, _META_LIMIT_BYTES))
+                meta = meta_from_bytes(files.read_limited(entry, META_LIMIT_BYTES))
             except (BrokenMeta, IntegrityError, FileNotFoundError):
                 continue
             if meta.step == self.step:
@@ -130,14 +135,12 @@ class Destination:
         return max(mine, key=lambda meta: len(meta.artifacts)) if mine else None
 
     def _named_by_trash(self) -> Iterator[tuple[str, set[str]]]:
-        named: dict[str, list[Artifact]] = {}
-        for meta in self.trashed_metas():
-            if self._replaces in (None, meta.save_id):
-                for artifact in meta.artifacts:
-                    named.setdefault(artifact.path.partition("/")[0], []).append(artifact)
-        for name, artifacts in named.items():
-            if (self.root / name).is_dir() or any(self.has_sizes(name, [artifact]) for artifact in artifacts):
-                yield name, _below(artifacts)
+        metas = [meta for meta in self.trashed_metas() if self._replaces in (None, meta.save_id)]
+        for name, artifacts in by_top(artifact for meta in metas for artifact in meta.artifacts).items():
+            below = below_top(artifacts)
+            is_file = below == {""}
+            if any(self.has_sizes(name, [one]) for one in artifacts) if is_file else (self.root / name).is_dir():
+                yield name, below
 
     # -- names ----------------------------------------------------------------------------------------------
 
@@ -178,40 +181,25 @@ class Destination:
 
     def holds(self, name: str, artifacts: Sequence[Artifact]) -> bool:
         """Whether these artifacts lie under a top name, byte for byte (their own tops do not count)."""
+        if not self.has_sizes(name, artifacts):
+            return False
         try:
-            for path, artifact in self._files(name, artifacts):
-                verify_file(path, artifact.digest)
+            for artifact in artifacts:
+                verify_file(self.root / _moved(artifact, name), artifact.digest)
         except (FileNotFoundError, NotADirectoryError, IntegrityError):
             return False
         return True
 
     def has_sizes(self, name: str, artifacts: Sequence[Artifact]) -> bool:
-        """Whether each artifact lies under a top name with exactly its size."""
-        try:
-            for path, artifact in self._files(name, artifacts):
-                found = path.lstat()
-                if not stat.S_ISREG(found.st_mode) or found.st_size != artifact.digest.size_bytes:
-                    return False
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+        """Whether each artifact lies under a top name with exactly its size; never through a link."""
+        listing = Listing(self.root)
+        return not any(listing.fault_of(_moved(a, name), a.digest.size_bytes) for a in artifacts)
 
-    def _files(self, name: str, artifacts: Sequence[Artifact]) -> Iterator[tuple[Path, Artifact]]:
-        """Yield each artifact's path under a top name; one that could only be reached through a link is not found."""
-        path = self.root / name
-        below = _below(artifacts)
-        if below != {""} and not below <= set(in_tree(path)):
-            raise FileNotFoundError(f"{path} lacks files.")
-        for artifact in artifacts:
-            inner = artifact.path.partition("/")[2]
-            yield (path / inner if inner else path), artifact
-
-    def strangers(self, name: str, below: set[str]) -> list[str]:
+    def strangers(self, name: str, below: Collection[str]) -> list[str]:
         """Return what lies in a directory besides ``below``; it was not put there by ckptmirror."""
-        path = self.root / name
-        if path.is_symlink() or not path.is_dir():
-            return []
-        return sorted(set(in_tree(path)) - below)
+        listing = Listing(self.root)
+        found = listing.files_below(name) if listing.is_dir(name) else []
+        return sorted({path.partition("/")[2] for path in found} - set(below))
 
     # -- the trash ------------------------------------------------------------------------------------------
 
@@ -222,9 +210,7 @@ class Destination:
             return
         condemned = Destination(self.root, self.step, replaces=self._replaces).condemned
         for name, below in sorted(condemned.items()):
-            paths = [name]
-            if self.strangers(name, below):
-                paths = sorted(f"{name}/{inner}" for inner in below)
+            paths = sorted(f"{name}/{inner}" for inner in below) if self.strangers(name, below) else [name]
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     files.move_to_trash(self.root, self.root / path)
@@ -237,35 +223,10 @@ class Destination:
                 files.remove_tree_in_trash(self.root, entry)
 
 
-def _below(artifacts: Iterable[Artifact]) -> set[str]:
-    return {artifact.path.partition("/")[2] for artifact in artifacts}
-
-
-def in_tree(directory: Path) -> Iterator[str]:
-    """Yield the relative path of everything below a directory that is not itself a real directory.
-
-    Raises:
-        NotADirectoryError: ``directory`` is a file or a link.
-    """
-    if not stat.S_ISDIR(directory.lstat().st_mode):
-        raise NotADirectoryError(f"{directory} is not a directory.")
-    for parent, below, leaves in os.walk(directory):
-        inner = Path(parent).relative_to(directory)
-        yield from (str(inner / name) for name in leaves)
-        yield from (str(inner / name) for name in below if (Path(parent) / name).is_symlink())
-
-
-def make_durable(path: Path) -> None:
-    """Fsync a file or a whole directory that another call, or another program, wrote."""
-    if path.is_dir():
-        files.fsync_tree(path)
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        with crashpoints.around("file.fsync"):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _moved(artifact: Artifact, name: str) -> str:
+    """The artifact's path under another top name."""
+    _, slash, below = artifact.path.partition("/")
+    return name + slash + below
 
 
 def make_real_dirs(root: Path, directory: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Literal
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import CheckpointNotFound, ConfigError, KindMismatch
-from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.model import Kind, Meta
 from ckptmirror.flow.fetch.destination import is_training_root, make_control_dir
 from ckptmirror.flow.fetch.stage_progress import OnProgress, StageProgress
 from ckptmirror.flow.fetch.staging import Staging, wanted_artifacts
@@ -182,7 +182,7 @@ def stage_save(
         bus = bus or events.EventBus()
         staging = Staging(mirror, dest, refresh or repair, on_progress, bus)
         try:
-            return _bring(staging, meta, wanted, kinds, refresh)
+            return staging.bring(meta, wanted, kinds, replaces=refresh)
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             bus.emit(events.StageFailed(mirror=mirror.url, step=meta.step, kinds=tuple(kinds), reason=reason))
@@ -192,18 +192,6 @@ def stage_save(
 def _waiting(meta: Meta, root: Path) -> OnHeld:
     """Return what says that this stage waits for another process."""
     return lambda who: saying(_log, meta).warning("step %d waits for another process in %s: %s", meta.step, root, who)
-
-
-def _bring(staging: Staging, meta: Meta, wanted: Sequence[Artifact], kinds: Sequence[Kind], refresh: bool) -> Meta:
-    place = staging.destination(meta)
-    stale, repairs = staging.judge(place, meta) if refresh else ([], [])
-    staged = staging.bring(place, meta, wanted, kinds, stale)
-    place.finish_replacing()
-    for other in repairs:
-        again = staging.destination(other)
-        staging.bring(again, other, [], (), [])
-        again.finish_replacing()
-    return staged
 
 
 def _check_run(dest: Path, meta: Meta, mirror: Mirror, *, repair: bool = False) -> None:

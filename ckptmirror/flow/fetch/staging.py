@@ -42,14 +42,13 @@ from ckptmirror.core.errors import (
     ObjectNotFound,
     RefusedOnlyCopy,
 )
-from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.model import Artifact, Digest, Kind, Meta
 from ckptmirror.flow.fetch.blocks import Incoming, ObjectToRead, receive
 from ckptmirror.flow.fetch.destination import (
     Destination,
+    below_top,
     by_top,
-    in_tree,
     is_training_root,
-    make_durable,
     make_real_dirs,
     with_tag,
 )
@@ -62,7 +61,6 @@ from ckptmirror.local import files
 from ckptmirror.local.inventory import LocalSave
 
 __all__ = ["Staging", "wanted_artifacts"]
-
 
 _log = logging.getLogger("ckptmirror.stage")
 
@@ -95,7 +93,15 @@ def _is_main(artifact: Artifact, kinds: Sequence[Kind]) -> bool:
 
 
 class Staging:
-    """What one call of :func:`stage_save` does, under the step's lock."""
+    """Brings saves of a mirror into a directory; the caller holds the lock of their step.
+
+    Args:
+        mirror: Where they are.
+        dest: The directory.
+        refresh: Whether what the directory holds of a save is verified by checksum, not by size.
+        on_progress: Called now and then, from other threads, by one at a time.
+        bus: Told when a download starts and ends, and of a copy in the directory that is broken.
+    """
 
     def __init__(
         self, mirror: Mirror, dest: Path, refresh: bool, on_progress: OnProgress | None, bus: events.EventBus
@@ -107,12 +113,28 @@ class Staging:
         self._on_progress = on_progress
         self._bus = bus
 
-    def destination(self, meta: Meta) -> Destination:
-        """Look at the directory, for bringing in this save."""
-        return Destination(self._dest, meta.step, replaces=meta.save_id if self._in_training else None)
+    def bring(self, meta: Meta, wanted: Sequence[Artifact], kinds: Sequence[Kind], *, replaces: bool = False) -> Meta:
+        """Have ``wanted``, and whatever the directory holds of the save already, whole, under one meta.
 
-    def judge(self, place: Destination, meta: Meta) -> tuple[list[LocalSave], list[Meta]]:
-        """Say which other saves of the step are to go, and which are the mirror's own and to be verified.
+        Args:
+            meta: The mirror's.
+            wanted: What :func:`wanted_artifacts` returned for these kinds.
+            kinds: Which kinds.
+            replaces: Whether stale saves of the step go, and its other saves are verified and repaired too.
+
+        Returns:
+            The save's meta in the directory.
+        """
+        place = Destination(self._dest, meta.step, replaces=meta.save_id if self._in_training else None)
+        stale, others = self._judged(place, meta) if replaces else ([], [])
+        staged = self._bring(place, meta, wanted, kinds, stale)
+        place.finish_replacing()
+        for other in others:
+            self.bring(other, [], ())
+        return staged
+
+    def _judged(self, place: Destination, meta: Meta) -> tuple[list[LocalSave], list[Meta]]:
+        """Which other saves of the step are to go, and which are the mirror's own and are to be verified.
 
         Raises:
             RefusedOnlyCopy: A stale save is not whole on this mirror, and not a mere copy of this mirror's.
@@ -130,11 +152,11 @@ class Staging:
                     f"{save.meta_path} is save {save.meta.save_id[:8]}, which {self._mirror.url} does not hold whole: "
                     "it stays."
                 )
-        others = {save.meta.save_id for save in place.saves} & current - {meta.save_id}
         if self._in_training and stale:
             listed = ", ".join(save.meta_path.name for save in stale)
             _log.info("%s: stale, but a trainer saves here: it stays until rotation may delete it", listed)
             stale = []
+        others = {save.meta.save_id for save in place.saves} & current - {meta.save_id}
         return stale, [catalog.saves[save_id] for save_id in sorted(others)]
 
     def _holds(self, there: Meta, here: Meta) -> bool:
@@ -142,99 +164,89 @@ class Staging:
         store = self._mirror.store
         named = {names.untagged(artifact.path): artifact for artifact in there.artifacts}
         objects = objects_of(store, there)
-        for artifact in here.artifacts:
-            copy = named.get(names.untagged(artifact.path))
+        for path, digest in _digests(here).items():
+            copy = named.get(path)
             info = objects.get(copy.object_name) if copy is not None else None
-            if copy is None or info is None or copy.digest != artifact.digest:
+            if copy is None or info is None or copy.digest != digest:
                 return False
             crc32c = info.crc32c if info.crc32c is not None else read_back_crc32c(store, info)
-            if (info.size_bytes, crc32c) != (artifact.digest.size_bytes, artifact.digest.crc32c):
+            if (info.size_bytes, crc32c) != (digest.size_bytes, digest.crc32c):
                 return False
         return True
 
-    def bring(
+    def _bring(
         self, place: Destination, meta: Meta, wanted: Sequence[Artifact], kinds: Sequence[Kind], stale: list[LocalSave]
     ) -> Meta:
-        """Have ``wanted``, and whatever the directory holds of this save already, whole, under one meta."""
         same = place.find(meta.save_id)
-        if meta.partial and same is not None and not self._refresh and self._has(place, same.meta, wanted):
+        if meta.partial and same is not None and not self._refresh and _has(place, same.meta, wanted):
             return same.meta  # it may name kinds that the mirror has lost since
-        twins = [save for save in place.saves if save.meta.save_id == meta.save_id and save is not same]
         if self._refresh or not self._in_training:  # on refresh the one that stays is verified
+            twins = [save for save in place.saves if save.meta.save_id == meta.save_id and save is not same]
             stale = [*stale, *twins]  # of two metas of one save, one goes
         held = same.meta if same is not None else place.interrupted(meta.save_id)
-        arriving = by_top(self._with_held(meta, wanted, held))
-        tag = place.choose_tag(meta.save_id, arriving, same)
-        missing = {
-            top: artifacts
-            for top, artifacts in arriving.items()
-            if not self._is_here(place, with_tag(top, meta.save_id, tag), artifacts, same, tag)
-        }
-        for top, artifacts in missing.items():
-            self._check_no_stranger(place, with_tag(top, meta.save_id, tag), artifacts)
-        new = self._new_meta(meta, [a for some in arriving.values() for a in some], kinds, held, tag)
+        artifacts = self._with_held(meta, wanted, held)
+        tag = place.choose_tag(meta.save_id, by_top(artifacts), same)
+        missing = {}
+        for top, below in by_top(artifacts).items():
+            name = with_tag(top, meta.save_id, tag)
+            if not self._is_here(place, name, below, same if same is not None and same.meta.tag == tag else None):
+                missing[name] = below
+                if strangers := place.strangers(name, below_top(below)):
+                    what = f"{self._dest / name} holds {strangers[0]}"
+                    raise DestinationOccupied(f"{what}, which is not part of the checkpoint.")
+        new = self._new_meta(meta, artifacts, kinds, held, tag)
         if same is not None and _says_the_same(same.meta, new):
             new = same.meta  # a trainer's own always does
             if not missing:
                 self._put_aside(stale)
                 return new
+        arriving = [artifact for below in missing.values() for artifact in below]
+        url, size_bytes = self._mirror.url, sum(artifact.digest.size_bytes for artifact in arriving)
         started = time.monotonic()
-        size_bytes = sum(a.digest.size_bytes for some in missing.values() for a in some)
-        self._bus.emit(
-            events.StageStarted(mirror=self._mirror.url, step=meta.step, kinds=new.kinds, size_bytes=size_bytes)
-        )
-        self._receive(meta, [a for some in missing.values() for a in some])
-        self._publish(place, meta, list(missing), same, stale, new)
+        self._bus.emit(events.StageStarted(mirror=url, step=meta.step, kinds=new.kinds, size_bytes=size_bytes))
+        if arriving:
+            self._receive(meta, arriving)
+        self._publish(place, list(missing), same, stale, new)
+        duration_s = time.monotonic() - started
         self._bus.emit(
             events.StageFinished(
-                mirror=self._mirror.url,
-                step=meta.step,
-                kinds=new.kinds,
-                size_bytes=size_bytes,
-                duration_s=time.monotonic() - started,
+                mirror=url, step=meta.step, kinds=new.kinds, size_bytes=size_bytes, duration_s=duration_s
             )
         )
         return new
 
-    def _has(self, place: Destination, held: Meta, wanted: Sequence[Artifact]) -> bool:
-        """Whether the directory's own meta names all that is wanted, and it lies there."""
-        named = {names.untagged(artifact.path): artifact.digest for artifact in held.artifacts}
-        tops = {with_tag(top, held.save_id, held.tag): artifacts for top, artifacts in by_top(wanted).items()}
-        is_named = all(named.get(artifact.path) == artifact.digest for artifact in wanted)
-        return is_named and all(place.has_sizes(top, artifacts) for top, artifacts in tops.items())
-
     def _with_held(self, meta: Meta, wanted: Sequence[Artifact], held: Meta | None) -> list[Artifact]:
         """``wanted``, and what the directory's own meta of this save names."""
         on_mirror = _untagged(meta)
-        paths = {names.untagged(a.path) for a in held.artifacts} if held is not None else set()
+        paths = set(_digests(held)) if held is not None else set()
         beyond = paths - {a.path for a in on_mirror}
         if beyond:
             raise RefusedOnlyCopy(
-                f"{self._dest} holds {sorted(beyond)[0]} of save {meta.save_id[:8]}, "
-                f"which {self._mirror.url} does not have."
+                f"{self._dest} holds {min(beyond)} of save {meta.save_id[:8]}, which {self._mirror.url} does not have."
             )
         both = paths | {a.path for a in wanted}
         return [a for a in on_mirror if a.path in both]
 
-    def _is_here(
-        self, place: Destination, name: str, artifacts: Sequence[Artifact], same: LocalSave | None, tag: str
-    ) -> bool:
-        """Whether what lies under a top name may stay: our own by size (on refresh by checksum), or by checksum."""
-        if same is not None and same.meta.tag == tag:
-            here = {names.untagged(a.path): a.digest for a in same.meta.artifacts}
-            if all(here.get(a.path) == a.digest for a in artifacts):
-                whole = self._verified(place, name, artifacts) if self._refresh else place.has_sizes(name, artifacts)
-                if not whole and place.has_sizes(name, artifacts):
-                    reason = f"{name} does not have the checksums of its meta"
-                    self._bus.emit(
-                        events.CopyBroken(
-                            step=place.step, save_id=same.meta.save_id, place=str(self._dest), reason=reason
-                        )
-                    )
-                return whole
-        if not os.path.lexists(self._dest / name) or not self._verified(place, name, artifacts):
+    def _is_here(self, place: Destination, name: str, artifacts: Sequence[Artifact], same: LocalSave | None) -> bool:
+        """Whether what lies under a top name may stay: what ``same`` names by size, on refresh and else by checksum."""
+        if same is not None:
+            named = _digests(same.meta)
+            if all(named.get(a.path) == a.digest for a in artifacts):
+                if not place.has_sizes(name, artifacts):
+                    return False
+                if not self._refresh or self._verified(place, name, artifacts):
+                    return True
+                reason = f"{name} does not have the checksums of its meta"
+                save_id, where = same.meta.save_id, str(self._dest)
+                self._bus.emit(events.CopyBroken(step=place.step, save_id=save_id, place=where, reason=reason))
+                return False
+        path = self._dest / name
+        if not os.path.lexists(path) or not self._verified(place, name, artifacts):
             return False
-        make_durable(self._dest / name)
+        if path.is_dir():  # another call, or program, wrote it
+            files.fsync_tree(path)
+        else:
+            files.fsync_file(path)
         return True
 
     def _verified(self, place: Destination, name: str, artifacts: Sequence[Artifact]) -> bool:
@@ -243,12 +255,6 @@ class Staging:
             total = sum(artifact.digest.size_bytes for artifact in artifacts)
             self._on_progress(StageProgress(place.step, 0, 0, total, checking=name))
         return place.holds(name, artifacts)
-
-    def _check_no_stranger(self, place: Destination, name: str, artifacts: Sequence[Artifact]) -> None:
-        """A directory that is to make room for its whole copy must hold nothing of anyone else's."""
-        strangers = place.strangers(name, {a.path.partition("/")[2] for a in artifacts})
-        if strangers:
-            raise DestinationOccupied(f"{self._dest / name} holds {strangers[0]}, which is not part of the checkpoint.")
 
     def _new_meta(
         self, meta: Meta, artifacts: Sequence[Artifact], kinds: Sequence[Kind], held: Meta | None, tag: str
@@ -282,13 +288,25 @@ class Staging:
         return tmp / below if below else tmp
 
     def _receive(self, meta: Meta, artifacts: Sequence[Artifact]) -> None:
-        if not artifacts:
-            return
+        try:
+            incoming = self._found_on_mirror(meta, artifacts)
+            self._check_space(incoming)
+            for directory in dict.fromkeys(one.path.parent for one in incoming):
+                make_real_dirs(self._dest, directory)
+            receive(incoming, on_bytes=self._counter(meta.step, incoming))
+        except ObjectNotFound as error:
+            raise CheckpointNotFound(
+                f"Step {meta.step} was whole on {self._mirror.url} when it was chosen, but is no more: {error}.",
+                hint="It was removed meanwhile, perhaps by retention. List what there is with `ckptmirror ls`.",
+            ) from error
+
+    def _found_on_mirror(self, meta: Meta, artifacts: Sequence[Artifact]) -> list[Incoming]:
+        """Ask the mirror, now, for the objects of these artifacts."""
         asked = replace(meta, artifacts=tuple(artifacts))
         objects = objects_of(self._mirror.store, asked)
         missing = first_missing(asked, objects)
         if missing is not None:
-            raise self._went(meta, missing)
+            raise ObjectNotFound(missing)
         incoming = []
         for artifact in artifacts:
             info = objects[artifact.object_name]
@@ -300,19 +318,7 @@ class Staging:
                 )
             source = ObjectToRead(self._mirror.store, info.name, info.generation, artifact.digest)
             incoming.append(Incoming(source, self._tmp_of(artifact.path, meta.save_id)))
-        self._check_space(incoming)
-        for directory in dict.fromkeys(one.path.parent for one in incoming):
-            make_real_dirs(self._dest, directory)
-        try:
-            receive(incoming, on_bytes=self._counter(meta.step, incoming))
-        except ObjectNotFound as error:
-            raise self._went(meta, str(error)) from error
-
-    def _went(self, meta: Meta, reason: str) -> CheckpointNotFound:
-        return CheckpointNotFound(
-            f"Step {meta.step} was whole on {self._mirror.url} when it was chosen, but is no more: {reason}.",
-            hint="It was removed meanwhile, perhaps by retention. List what there is with `ckptmirror ls`.",
-        )
+        return incoming
 
     def _check_space(self, incoming: Sequence[Incoming]) -> None:
         needed = sum(max(0, one.source.digest.size_bytes - _allocated_bytes(one.path)) for one in incoming)
@@ -342,8 +348,7 @@ class Staging:
     def _publish(
         self,
         place: Destination,
-        meta: Meta,
-        tops: Sequence[str],
+        arriving: Sequence[str],
         same: LocalSave | None,
         stale: Sequence[LocalSave],
         new: Meta,
@@ -352,17 +357,14 @@ class Staging:
         earlier = [same] if same is not None else []
         keeps_its_name = same is not None and same.meta.tag == new.tag
         ours = {*place.condemned} | {name for save in (*earlier, *stale) for name in place.names_of(save)}
-        waiting = []
-        for top in tops:
-            final = self._dest / with_tag(top, meta.save_id, new.tag)
-            if final.name in ours and os.path.lexists(final):
-                waiting.append((top, final))
-            else:
-                self._publish_one(top, final, meta.save_id, new)
+        waiting = [name for name in arriving if name in ours and os.path.lexists(self._dest / name)]
+        for name in arriving:
+            if name not in waiting:
+                self._publish_one(place, name, new)
         self._put_aside(stale if keeps_its_name else [*earlier, *stale])
-        for top, final in waiting:
-            files.move_to_trash(self._dest, final)
-            self._publish_one(top, final, meta.save_id, new)
+        for name in waiting:
+            files.move_to_trash(self._dest, self._dest / name)
+            self._publish_one(place, name, new)
         files.fsync_dir(self._dest)
         if same is None or new is not same.meta:
             meta_path = self._dest / names.SaveName(new.step, new.tag).meta
@@ -375,22 +377,32 @@ class Staging:
         if replaced:
             files.fsync_dir(self._dest)
 
-    def _publish_one(self, top: str, final: Path, save_id: str, new: Meta) -> None:
-        tmp = self._tmp_of(top, save_id)
-        if tmp.is_dir():
-            ours = {a.path.partition("/")[2] for a in new.artifacts if a.path.partition("/")[0] == final.name}
-            for stray in sorted(set(in_tree(tmp)) - ours):
-                files.move_to_trash(self._dest, tmp / stray)
-            files.publish_dir(tmp, final)
-        else:
-            files.rename_noreplace(tmp, final)
+    def _publish_one(self, place: Destination, name: str, new: Meta) -> None:
+        tmp = self._tmp_of(names.untagged(name), new.save_id)
+        if not tmp.is_dir():
+            files.rename_noreplace(tmp, self._dest / name)
+            return
+        for stray in place.strangers(tmp.name, below_top(by_top(new.artifacts)[name])):
+            files.move_to_trash(self._dest, tmp / stray)
+        files.publish_dir(tmp, self._dest / name)
+
+
+def _digests(meta: Meta) -> dict[str, Digest]:
+    """The files that a meta names, by untagged path."""
+    return {names.untagged(artifact.path): artifact.digest for artifact in meta.artifacts}
+
+
+def _has(place: Destination, held: Meta, wanted: Sequence[Artifact]) -> bool:
+    """Whether the directory's own meta names all that is wanted, and it lies there."""
+    named = _digests(held)
+    return all(named.get(artifact.path) == artifact.digest for artifact in wanted) and all(
+        place.has_sizes(with_tag(top, held.save_id, held.tag), artifacts) for top, artifacts in by_top(wanted).items()
+    )
 
 
 def _says_the_same(standing: Meta, new: Meta) -> bool:
     """Whether the meta that stands names the same files for the same kinds."""
-    return set(standing.kinds) == set(new.kinds) and {(a.path, a.digest) for a in standing.artifacts} == {
-        (a.path, a.digest) for a in new.artifacts
-    }
+    return (set(standing.kinds), standing.tag, _digests(standing)) == (set(new.kinds), new.tag, _digests(new))
 
 
 def _allocated_bytes(path: Path) -> int:
