@@ -13,12 +13,12 @@ import binascii
 import dataclasses
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from ckptmirror.core.crc import combine_blocks
 from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.field_checks import Fields
-from ckptmirror.core.merging import merge_emergency, merge_parts, missing_ranks
 from ckptmirror.core.meta_checks import check_meta
 from ckptmirror.core.model import (
     ALL_NODES,
@@ -35,23 +35,14 @@ from ckptmirror.core.model import (
     Tombstone,
 )
 from ckptmirror.core.names import MAX_STEP
-from ckptmirror.core.plain_values import finite_metrics, plain_values
 from ckptmirror.core.sealed_json import VERSION, open_sealed, printable, seal
 
 __all__ = [
-    "MAX_ARTIFACTS",
-    "MAX_ATTEMPTS",
     "attempts_from_bytes",
     "attempts_to_bytes",
-    "finite_metrics",
-    "merge_emergency",
-    "merge_parts",
     "meta_from_bytes",
     "meta_or_tombstone_from_bytes",
     "meta_to_bytes",
-    "missing_ranks",
-    "plain_values",
-    "tombstone_from_bytes",
     "tombstone_to_bytes",
 ]
 
@@ -77,8 +68,8 @@ def meta_to_bytes(meta: Meta) -> bytes:
     """Return the one JSON form of ``meta``.
 
     Raises:
-        BrokenMeta: It would not be read back: a value is not plain (see :func:`plain_values` and
-            :func:`finite_metrics`), or something in it contradicts itself.
+        BrokenMeta: It would not be read back: a value is not plain (see :mod:`ckptmirror.core.plain_values`), or
+            something in it contradicts itself.
     """
     document = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta)}
     document["attempt"] = _attempt_document(meta.attempt)
@@ -88,9 +79,7 @@ def meta_to_bytes(meta: Meta) -> bytes:
         document[name] = dict(document[name])
     if meta.staged_from is None:
         del document["partial"]  # a save is all of itself
-    data = seal(_META, document)
-    _meta_from_fields(Fields(document))
-    return data
+    return _sealed(_META, document, _meta_from_fields)
 
 
 def meta_from_bytes(data: bytes) -> Meta:
@@ -118,7 +107,7 @@ def _meta_from_fields(fields: Fields) -> Meta:
     staged_from = fields.text_or_none("staged_from")
     meta = Meta(
         run_id=fields.id("run_id"),
-        attempt=_attempt(fields.value("attempt"), "attempt"),
+        attempt=_attempt(Fields(fields.value("attempt"), "attempt")),
         step=fields.integer("step", 0, MAX_STEP),
         save_id=fields.id("save_id"),
         save_number=fields.integer("save_number", 1, _MAX_NUMBER),
@@ -127,7 +116,7 @@ def _meta_from_fields(fields: Fields) -> Meta:
         nodes=nodes,
         node=fields.integer("node", ALL_NODES if nodes > 1 else 0, nodes - 1),
         artifacts=tuple(
-            _artifact(item, f"artifacts[{index}]")
+            _artifact(Fields(item, f"artifacts[{index}]"))
             for index, item in enumerate(fields.array("artifacts", MAX_ARTIFACTS))
         ),
         tag=fields.text("tag", 8),
@@ -175,8 +164,7 @@ def _artifact_document(artifact: Artifact) -> dict[str, Any]:
     }
 
 
-def _artifact(document: Any, where: str) -> Artifact:
-    fields = Fields(document, where)
+def _artifact(fields: Fields) -> Artifact:
     rank = fields.value("rank")
     if rank is not None and (type(rank) is not int or not 0 <= rank < _MAX_RANKS):
         raise fields.refuse("rank", "is neither null nor a rank")
@@ -231,18 +219,7 @@ def tombstone_to_bytes(tombstone: Tombstone) -> bytes:
     """
     document = {field.name: getattr(tombstone, field.name) for field in dataclasses.fields(tombstone)}
     document["kinds"] = list(tombstone.kinds)
-    data = seal(_TOMBSTONE, document)
-    _tombstone_from_fields(Fields(document))
-    return data
-
-
-def tombstone_from_bytes(data: bytes) -> Tombstone:
-    """Read a tombstone.
-
-    Raises:
-        BrokenMeta: It is not valid.
-    """
-    return _tombstone_from_fields(_opened(data, _TOMBSTONE))
+    return _sealed(_TOMBSTONE, document, _tombstone_from_fields)
 
 
 def _tombstone_from_fields(fields: Fields) -> Tombstone:
@@ -274,9 +251,7 @@ def attempts_to_bytes(attempts: AttemptList) -> bytes:
         "completed": sorted(set(attempts.completed)),
         "forgotten": sorted(set(attempts.forgotten)),
     }
-    data = seal(_ATTEMPTS, document, _ATTEMPTS_VERSION)
-    _attempts_from_fields(Fields(document))
-    return data
+    return _sealed(_ATTEMPTS, document, _attempts_from_fields, _ATTEMPTS_VERSION)
 
 
 def attempts_from_bytes(data: bytes) -> AttemptList:
@@ -291,11 +266,11 @@ def attempts_from_bytes(data: bytes) -> AttemptList:
 def _attempts_from_fields(fields: Fields) -> AttemptList:
     run_id = fields.id("run_id")
     items = fields.array("attempts", MAX_ATTEMPTS)
-    required = _texts(fields, "required", _MAX_MIRRORS) if fields.has("required") else ()
-    completed = _texts(fields, "completed", MAX_ATTEMPTS) if fields.has("completed") else ()
-    forgotten = _texts(fields, "forgotten", _MAX_MIRRORS) if fields.has("forgotten") else ()
+    required = _texts(fields, "required", _MAX_MIRRORS)
+    completed = _texts(fields, "completed", MAX_ATTEMPTS)
+    forgotten = _texts(fields, "forgotten", _MAX_MIRRORS)
     fields.end()
-    attempts = [_entry(item, f"attempts[{index}]") for index, item in enumerate(items)]
+    attempts = [_entry(Fields(item, f"attempts[{index}]")) for index, item in enumerate(items)]
     if len({attempt.id for attempt in attempts}) != len(attempts):
         raise BrokenMeta("attempts names an attempt twice.")
     ordered = tuple(sorted(attempts, key=lambda attempt: (attempt.number, attempt.id)))
@@ -303,7 +278,8 @@ def _attempts_from_fields(fields: Fields) -> AttemptList:
 
 
 def _texts(fields: Fields, key: str, max_items: int) -> tuple[str, ...]:
-    values = fields.array(key, max_items)
+    """Take a list of URLs or ids; it is empty where an older version wrote none."""
+    values = fields.array(key, max_items) if fields.has(key) else []
     for value in values:
         if not isinstance(value, str) or not 0 < len(value) <= _MAX_URL or not value.isprintable():
             raise fields.refuse(key, "has an item that is not printable text")
@@ -318,13 +294,12 @@ def _entry_document(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _entry(document: Any, where: str) -> Attempt:
+def _entry(fields: Fields) -> Attempt:
     """Read an attempt of a list, which says more of it than a meta does."""
-    fields = Fields(document, where)
     by_person = fields.boolean("by_person", default=False)
     root = fields.text_or_none("root", 32) if fields.has("root") else None
-    required = _texts(fields, "required", _MAX_MIRRORS) if fields.has("required") else ()
-    return dataclasses.replace(_attempt_of(fields, where), by_person=by_person, root=root or "", required=required)
+    required = _texts(fields, "required", _MAX_MIRRORS)
+    return dataclasses.replace(_attempt(fields), by_person=by_person, root=root or "", required=required)
 
 
 def _attempt_document(attempt: Attempt) -> dict[str, Any]:
@@ -337,16 +312,12 @@ def _attempt_document(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _attempt(document: Any, where: str) -> Attempt:
-    return _attempt_of(Fields(document, where), where)
-
-
-def _attempt_of(fields: Fields, where: str) -> Attempt:
+def _attempt(fields: Fields) -> Attempt:
     parent = fields.value("parent")
     attempt = Attempt(
         id=fields.id("id"),
         number=fields.integer("number", 0, _MAX_NUMBER),
-        parent=None if parent is None else _save_ref(parent, f"{where}.parent"),
+        parent=None if parent is None else _save_ref(Fields(parent, fields.name("parent"))),
         decided=fields.boolean("decided"),
     )
     fields.end()
@@ -355,8 +326,7 @@ def _attempt_of(fields: Fields, where: str) -> Attempt:
     return attempt
 
 
-def _save_ref(document: Any, where: str) -> SaveRef:
-    fields = Fields(document, where)
+def _save_ref(fields: Fields) -> SaveRef:
     ref = SaveRef(
         attempt=fields.id("attempt"),
         number=fields.integer("number", 1, _MAX_NUMBER),
@@ -365,6 +335,12 @@ def _save_ref(document: Any, where: str) -> SaveRef:
     )
     fields.end()
     return ref
+
+
+def _sealed(name: str, document: dict[str, Any], read: Callable[[Fields], object], version: int = VERSION) -> bytes:
+    data = seal(name, document, version)
+    read(Fields(document))
+    return data
 
 
 def _opened(data: bytes, format_name: str, newest: int = VERSION) -> Fields:

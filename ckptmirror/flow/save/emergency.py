@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.core import events, names
-from ckptmirror.core.codec import meta_to_bytes, plain_values
+from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, NameTaken, WaitTimeout
 from ckptmirror.core.model import Attempt, Meta
+from ckptmirror.core.plain_values import plain_values
 from ckptmirror.flow.save.emergency_files import note_path, read_note, write_note
 from ckptmirror.flow.save.handle import SaveHandle
 from ckptmirror.flow.save.persistent_dir import keep_copy

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmirror.core import replicas
-from ckptmirror.core.codec import finite_metrics, plain_values
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable, RankFailed, RanksDiffer, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName, parse_name
+from ckptmirror.core.plain_values import finite_metrics, plain_values
 from ckptmirror.core.replicas import Digests, Held
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.local.saying import saying
