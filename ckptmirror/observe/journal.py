@@ -5,7 +5,8 @@ Rules:
   At ``FILE_LIMIT_BYTES`` the file becomes ``events.older.jsonl``, in place of the one before.
 * Who emits an event neither waits for the disk's answer (nothing is fsynced) nor ever sees an error: a line that cannot
   be written is lost, the first loss is logged, and the numbers of the lines show the gap.
-* What the uploads table's history has is not written twice. What repeats itself is written once in a while.
+* What the uploads table's history has is not written twice, and single calls to a mirror, which are many, not at all.
+  What repeats itself is written once in a while.
 * The root's control directory is not made here: where it is gone, the root is gone.
 """
 
@@ -28,7 +29,7 @@ from ckptmirror.observe.log import log_failure
 
 __all__ = ["Journal", "bus_with_journal"]
 
-_IN_THE_TABLE = (events.RecordVerified, events.RecordFailed)
+_NOT_WRITTEN = (events.RecordVerified, events.RecordFailed, events.StoreCalled)
 _UNREACHABLE_EVERY_S = 60.0
 _REFUSED_EVERY_S = 3600.0
 _KEYS_KEPT = 1000
@@ -72,7 +73,7 @@ class Journal:
 
     def __call__(self, event: events.Event) -> None:
         """Write one event."""
-        if isinstance(event, _IN_THE_TABLE) or not self._lock.acquire(timeout=_WAIT_S):
+        if isinstance(event, _NOT_WRITTEN) or not self._lock.acquire(timeout=_WAIT_S):
             return
         try:
             if os.getpid() != self._pid:  # a forked child is a writer of its own

@@ -89,6 +89,12 @@ def test_what_the_uploads_table_keeps_is_not_written_twice(root: Path) -> None:
     assert not (root / names.EVENTS_NAME).exists()
 
 
+def test_single_calls_to_a_mirror_do_not_crowd_out_what_a_timeline_shows(root: Path) -> None:
+    journal = Journal(root, "trainer")
+    journal(events.StoreCalled(mirror=URL, operation="stat", name="meta_000001.json"))
+    assert not (root / names.EVENTS_NAME).exists()
+
+
 def test_what_repeats_itself_is_written_once_in_a_while(root: Path) -> None:
     clock = HandClock()
     journal = Journal(root, "trainer", boot=clock)
