@@ -69,8 +69,7 @@ class Pace:
                 self._samples.clear()
             self._moved_bytes = moved
             self._samples.append((now_s, moved))
-            while len(self._samples) > 2 and self._samples[1][0] <= now_s - WINDOW_S:
-                self._samples.popleft()
+            self._forget(now_s)
 
     def doing(self, what: str) -> None:
         """Say what goes on, until bytes move."""
@@ -88,20 +87,21 @@ class Pace:
             now_s = self._clock()
             self._waits = {wait.mirror: (wait.reason, now_s + wait.retry_in_s) for wait in waits}
 
+    def _forget(self, now_s: float) -> None:
+        """Forget what was before the window, but for the last of it."""
+        while len(self._samples) > 1 and self._samples[1][0] <= now_s - WINDOW_S:
+            self._samples.popleft()
+
     def speed(self) -> float | None:
         """Return bytes per second; None while nothing can be said."""
         with self._lock:
-            return self._speed()
-
-    def _speed(self) -> float | None:
-        now_s = self._clock()
-        recent = [sample for sample in self._samples if sample[0] > now_s - WINDOW_S]
-        before = [sample for sample in self._samples if sample[0] <= now_s - WINDOW_S]
-        first = before[-1] if before else recent[0]
-        begin_s = max(first[0], now_s - WINDOW_S)
-        if now_s - begin_s < (_SHORTEST_S if self._moved_bytes else _FIRST_BYTES_S):
-            return None
-        return (self._moved_bytes - first[1]) / (now_s - begin_s)
+            now_s = self._clock()
+            self._forget(now_s)
+            first_s, first_bytes = self._samples[0]
+            took_s = min(now_s - first_s, WINDOW_S)
+            if took_s < (_SHORTEST_S if self._moved_bytes else _FIRST_BYTES_S):
+                return None
+            return (self._moved_bytes - first_bytes) / took_s
 
     def amount_text(self) -> str:
         """Return how much is there: ``1.2 GiB of 4.0 GiB``."""
