@@ -56,7 +56,7 @@ class History:
     problems: tuple[str, ...] = field(default=())
 
 
-def read_history(root: Path, state_dir: Path | None = None) -> History:
+def read_history(root: Path) -> History:
     """Gather the history of a root.
 
     Raises:
@@ -70,7 +70,7 @@ def read_history(root: Path, state_dir: Path | None = None) -> History:
     told, broken = told_from_lines(lines)
     transitions: list[Transition] = []
     try:
-        transitions = _transitions(root, state_dir)
+        transitions = _transitions(root)
     except (NoTable, BrokenTable) as error:
         if not told:
             raise
@@ -93,8 +93,8 @@ def read_history(root: Path, state_dir: Path | None = None) -> History:
     return History(tuple(told), tuple(transitions), saves, broken, tuple(problems))
 
 
-def _transitions(root: Path, state_dir: Path | None) -> list[Transition]:
-    path = table_path(root, state_dir)
+def _transitions(root: Path) -> list[Transition]:
+    path = table_path(root)
     if not path.exists():
         raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
     with UploadsTable.open(path, read_only=True) as table:

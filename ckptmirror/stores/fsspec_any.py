@@ -35,6 +35,7 @@ from ckptmirror.core.errors import (
     StorePermanent,
     StoreTemporary,
 )
+from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
 from ckptmirror.stores.fsspec_find import find
 from ckptmirror.stores.locations import BucketLocation, is_object_name, parse_location
@@ -208,8 +209,6 @@ class FsspecStore(Store):
         return info
 
     def _send(self, upload: Upload, file: Any) -> None:
-        from ckptmirror.local.checksums import crc32c
-
         buffer = memoryview(bytearray(min(_BLOCK_BYTES, max(1, upload.digest.size_bytes))))
         sent, crc = 0, 0
         while sent < upload.digest.size_bytes:
@@ -292,8 +291,6 @@ class FsspecStore(Store):
         return ObjectInfo(name, int(found["size"]), _generation(found), None)
 
     def _crc32c_of(self, info: ObjectInfo) -> int:
-        from ckptmirror.local.checksums import crc32c
-
         buffer = memoryview(bytearray(min(_BLOCK_BYTES, max(1, info.size_bytes))))
         crc = 0
         for offset in range(0, info.size_bytes, len(buffer)):

@@ -89,7 +89,7 @@ class GoogleTokens:
         self._lock = threading.Lock()
 
     def headers(self) -> dict[str, str]:
-        """See :meth:`Tokens.headers`."""
+        """Return the headers that authorise a request now."""
         with self._lock, token_errors():
             if self._credentials is None:
                 self._credentials = _default_credentials()
@@ -100,7 +100,11 @@ class GoogleTokens:
             return {name.title(): value for name, value in headers.items()}
 
     def refresh(self, refused: Mapping[str, str]) -> None:
-        """See :meth:`Tokens.refresh`."""
+        """Get other headers than those that were refused, unless another thread has done so already.
+
+        Raises:
+            NotAuthorised: There are no others.
+        """
         with self._lock, token_errors():
             if refused.get("Authorization") == f"Bearer {self._credentials.token}":
                 self._credentials.refresh(_request_token)

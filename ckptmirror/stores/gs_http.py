@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ckptmirror.core.errors import (
@@ -38,13 +38,15 @@ from ckptmirror.core.errors import (
 from ckptmirror.stores.gs_proxy import login_headers, proxy_setting, without_login
 from ckptmirror.stores.gs_trust import hint_for, tls_context, untrusted
 
+if TYPE_CHECKING:
+    from ckptmirror.stores.gs_auth import Anonymous, GoogleTokens
+
 __all__ = [
     "CONNECTION_ERRORS",
     "EMULATOR_VARIABLE",
     "ENDPOINT_VARIABLE",
     "Endpoint",
     "Limits",
-    "Tokens",
     "Transport",
     "error_for",
     "error_of",
@@ -66,22 +68,6 @@ class Limits:
 
     connect_s: float = 10.0
     io_s: float = 60.0
-
-
-class Tokens(Protocol):
-    """Where the Authorization header comes from."""
-
-    def headers(self) -> dict[str, str]:
-        """Return the headers that authorise a request now; empty for an anonymous one."""
-        ...
-
-    def refresh(self, refused: Mapping[str, str]) -> None:
-        """Get other headers than those that were refused, unless another thread has done so already.
-
-        Raises:
-            NotAuthorised: There are no others.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +184,7 @@ class _Kept(threading.local):
 class Transport:
     """Sends requests to one endpoint."""
 
-    def __init__(self, endpoint: Endpoint, tokens: Tokens, limits: Limits) -> None:
+    def __init__(self, endpoint: Endpoint, tokens: Anonymous | GoogleTokens, limits: Limits) -> None:
         self.endpoint = endpoint
         self.tokens = tokens
         self.limits = limits
