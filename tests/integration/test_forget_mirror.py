@@ -20,7 +20,7 @@ def test_no_start_waits_for_it_any_more(tmp_path: Path) -> None:
     fresh = tmp_path / "fresh"
     with running(fresh, left) as manager, pytest.raises(StoreTemporary, match="not configured any more") as waits:
         manager.resume(new_state())
-    assert "ckptmirror forget-mirror --url" in waits.value.hint
+    assert f"`ckptmirror forget-mirror --root {fresh} --url {gone}`" in waits.value.hint
     shutil.rmtree(tmp_path / "nfs" / "gone")
     planned = run("forget-mirror", "--root", tmp_path / "first", "--url", gone, "--dry-run")
     assert planned.returncode == 0, planned.stderr

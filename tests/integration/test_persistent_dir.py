@@ -131,7 +131,7 @@ def test_i9_a_copy_with_a_flipped_bit_is_passed_over_and_said(place: Place, capl
     assert info is not None
     assert (info.step, info.kind) == (3, "dcp")
     assert "crc32c" in next(line for line in info.passed_over if line.startswith("step 5"))
-    assert any("passed over step 5" in record.message for record in caplog.records)
+    assert any("skipped step 5" in record.message for record in caplog.records)
 
 
 def test_of_two_copies_the_newer_comes_back_and_the_older_where_it_is_broken(place: Place) -> None:

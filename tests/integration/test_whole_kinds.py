@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,6 +199,22 @@ def test_stage_brings_the_kind_that_the_mirror_has_and_says_why_not_the_other(pl
     with pytest.raises(IntegrityError, match=r"model_000200\.pt is missing"):
         stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="model")
     assert stage_checkpoint_step(place.mirror, step="latest", dest=place.dest).kind == "dcp"
+
+
+def test_beside_an_older_save_of_the_step_the_newer_one_is_staged_in_its_whole_kind(place: Place) -> None:
+    older, newer = place.save(number=1), place.save(number=2)
+    remove(place, place.on_mirror(newer), "__0_0.distcp")
+
+    def staged(dest: str, **more: Any) -> Meta:
+        stage_checkpoint_step(place.mirror, step=200, dest=place.dest / dest, **more)
+        (held,) = whole_saves(place.dest / dest).values()
+        return held
+
+    held = staged("any")
+    assert (held.save_id, held.kinds) == (newer.save_id, ("model",))
+    with pytest.raises(IntegrityError, match="is broken"):
+        staged("dcp", require_kind="dcp")
+    assert staged("superseded", require_kind="dcp", superseded=True).save_id == older.save_id
 
 
 def test_a_kind_that_the_save_never_had_is_still_another_mistake(place: Place) -> None:

@@ -7,8 +7,10 @@ Rules:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from shlex import quote
 from typing import Literal
 
 from ckptmirror.core.errors import (
@@ -39,8 +41,10 @@ __all__ = [
     "person_in_doubt",
     "rival_may_have_saved",
     "unknown_reference",
+    "with_root",
 ]
 
+_LACKS_ROOT = re.compile(r"`ckptmirror (rewind|forget-mirror)(?![^`]*--root)")
 NOT_CONFIGURED = "is not configured any more"
 _REFUSES = "does not accept these credentials"
 
@@ -69,6 +73,11 @@ def named(attempt: Attempt) -> str:
     return f"attempt {attempt.number} ({attempt.id[:8]})"
 
 
+def with_root(text: str, root: str) -> str:
+    """Return a sentence whose commands name the root that they are about, ready to be pasted."""
+    return _LACKS_ROOT.sub(lambda found: f"{found[0]} --root {quote(root)}", text)
+
+
 def missing_word(row: Row | None) -> str:
     """Return why the word of a place is missing; None: nobody configured it."""
     if row is None or row.reach is Reach.DROPPED:
@@ -85,7 +94,8 @@ def not_answering(why: str, silent: Mapping[str, str], *, may_go_back: bool = Fa
         silent: What each of them does: "does not answer (...)".
         may_go_back: Whether a person may decide without them: they are optional mirrors.
     """
-    gone = "if it is gone for good, take it out of the run with `ckptmirror forget-mirror --url URL`"
+    url = next(iter(silent)) if len(silent) == 1 else "URL"
+    gone = f"if it is gone for good, take it out of the run with `ckptmirror forget-mirror --url {quote(url)}`"
     if may_go_back:
         gone = "go back on purpose with policy=<step>"
     told = f"{why}{'; '.join(f'{place} {phrase}' for place, phrase in silent.items())}."

@@ -129,14 +129,22 @@ def choose(
     there = sorted({k for s, k in table if s == step})
     current = lineage_of(catalog).current
     in_order = sorted(READ_ORDER, key=lambda k: (step, k) not in current)  # what was only let in comes last
+    broken: IntegrityError | None = None
+    damaged = {problem.save_id for problem in catalog.problems.values() if problem.step == step}
     for wanted in (kind,) if kind is not None else in_order:
-        if wanted in there:
-            if not superseded:
-                _mind_what_is_broken(catalog, table[step, wanted], wanted, is_asked_for=asked != "latest")
+        if wanted in there and (broken is None or table[step, wanted].save_id in damaged):
+            try:
+                if not superseded:
+                    _mind_what_is_broken(catalog, table[step, wanted], wanted, is_asked_for=asked != "latest")
+            except IntegrityError as error:
+                broken = broken or error  # the save that is broken in this kind may be whole in the other
+                continue
             if kind is None:
                 _tell_of_a_broken_kind(catalog, table[step, wanted], wanted)
                 _tell_of_a_later_save(table, step, wanted)
             return table[step, wanted], wanted
+    if broken is not None:
+        raise broken
     if there:
         _refuse_a_broken_kind(catalog, step, kind)
         what = f"kind {kind}" if kind is not None else "kind dcp or model"

@@ -31,7 +31,7 @@ from ckptmirror.core.start.decide import (
     run_of,
 )
 from ckptmirror.core.start.evidence import DISK
-from ckptmirror.core.start.explain import Notice
+from ckptmirror.core.start.explain import Notice, with_root
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
 from ckptmirror.flow.places.catalog import MetaCache
@@ -143,6 +143,8 @@ class Bringer:
         move = next_move(seen.evidence, self._wish, self._tried)
         for notice in move.notices:
             self._say(notice)
+        if isinstance(move, Refuse):
+            move.error.hint = with_root(move.error.hint, str(self._node.root))
         return move
 
     def reject(self, proposal: Proposal, reason: str, *, touched: bool, unreadable: bool = False) -> None:
@@ -191,7 +193,7 @@ class Bringer:
         if now:
             newest = max(now, key=lambda attempt: (attempt.number, attempt.id))
             raise StartOver(f"attempt {newest.number} ({newest.id[:8]}) has started meanwhile")
-        move = next_move(seen.evidence, self._wish, self._tried)
+        move = self._move(seen)
         if isinstance(move, Refuse):
             raise move.error
         if isinstance(chosen, Try) and (not isinstance(move, Try) or move.save.save_id != chosen.save.save_id):
@@ -263,12 +265,13 @@ class Bringer:
         return all(catalog is not None and meta.save_id in catalog.whole for catalog in catalogs)
 
     def _say(self, notice: Notice) -> None:
-        """Log what is passed over, once."""
+        """Log a notice, once."""
         if notice.line in self._said:
             return
         self._said.append(notice.line)
         log = _log.error if notice.level == "error" else _log.warning
-        log("passed over %s", notice.line)
+        line = with_root(notice.line, str(self._node.root))
+        log("skipped %s" if notice.step is not None else "%s", line)
         if notice.step is not None:
             self._bus.emit(
                 events.CopyBroken(step=notice.step, save_id=notice.save_id, place=notice.place, reason=notice.line)

@@ -37,6 +37,7 @@ from ckptmirror.core.model import AttemptList, Meta, new_id
 from ckptmirror.core.problems import facts_of
 from ckptmirror.core.start.attempts import Claim, Verdict, drained_list, may_commit, may_drain, mirror_list
 from ckptmirror.core.start.decide import run_of
+from ckptmirror.core.start.explain import with_root
 from ckptmirror.flow.places.attempt_lists import attempts_here, check_run, not_one_run, note_met, read_mirror_attempts
 from ckptmirror.flow.places.catalog import MetaCache, rebuild_attempts
 from ckptmirror.flow.places.mirrors import Mirror
@@ -84,11 +85,14 @@ class _Places:
         """
         verdict = may_drain((seen or self.survey()).evidence, mirror.url, facts_of(meta))
         if verdict.may == "wait":
-            raise waiting(verdict)
+            raise waiting(verdict, self._root)
         if verdict.may == "fenced":
             raise StorePermanent(
                 f"Step {meta.step} is superseded, and is not committed on {mirror.url}: {verdict.why}.",
-                hint=f"Take it up with `ckptmirror rewind --save {meta.save_id[:8]}`, or leave it on this disk.",
+                hint=with_root(
+                    f"To continue from it, run `ckptmirror rewind --save {meta.save_id[:8]}`; else leave it here.",
+                    str(self._root),
+                ),
             )
 
 
@@ -100,12 +104,12 @@ def _list_of(mirror: Mirror) -> int | str:
         return str(error)
 
 
-def waiting(verdict: Verdict) -> StoreTemporary:
+def waiting(verdict: Verdict, root: Path) -> StoreTemporary:
     """Return the error of a commit that waits for silent mirrors."""
     rival = f" (attempt {verdict.rival.number}, {verdict.rival.id[:8]})" if verdict.rival is not None else ""
     return StoreTemporary(
         f"Nothing is committed before {', '.join(verdict.waits_for)} answers: {verdict.why}{rival}.",
-        hint="If it is gone for good, take it out of the run with `ckptmirror forget-mirror --url URL`.",
+        hint=with_root("If it is gone for good, take it out with `ckptmirror forget-mirror --url URL`.", str(root)),
     )
 
 
@@ -212,7 +216,7 @@ class RunClaim:
                 return
             verdict = may_commit(self._places.survey().evidence, self.attempt.id)
             if verdict.may == "wait":
-                raise waiting(verdict)
+                raise waiting(verdict, self.root)
             if verdict.may == "fenced":
                 raise self._fence(f"On {mirror.url} {verdict.why}.")
             self._may_commit.add(mirror.url)

@@ -61,7 +61,7 @@ DEFECTS = [
     Case(  # step 0
         "the whole run is on a required mirror that is not configured any more",
         [disk(), mirror(M), dropped(N)],
-        refuses(StoreTemporary, f"{N} is not configured any more", "ckptmirror forget-mirror --url URL"),
+        refuses(StoreTemporary, f"{N} is not configured any more", f"ckptmirror forget-mirror --url {N}"),
     ),
     Case(  # 100 was resumed; 500 is on M
         "mirrors [M, N] became [N], which was away while the run went on",

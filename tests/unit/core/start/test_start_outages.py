@@ -122,7 +122,7 @@ OUTAGES = [
         "a mirror that was taken out of the configuration is missed like a silent one",
         [disk([a], saved=[a200]), mirror(M, [a, there_after_a200], [a200]), dropped(N)],
         refuses(
-            StoreTemporary, f"{N} is not configured any more", "configured again", "ckptmirror forget-mirror --url URL"
+            StoreTemporary, f"{N} is not configured any more", "configured again", f"ckptmirror forget-mirror --url {N}"
         ),
     ),
     Case(
