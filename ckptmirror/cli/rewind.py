@@ -17,7 +17,7 @@ from ckptmirror.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckptmirror.core.lineage import SaveFacts
+    from ckptmirror.core.start.lineage import SaveFacts
     from ckptmirror.flow.start.rewind import RewindPlan, Rewound
 
 

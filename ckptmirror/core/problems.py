@@ -17,8 +17,8 @@ from ckptmirror.core.errors import (
     NotAuthorised,
     Temporary,
 )
-from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
 from ckptmirror.core.model import Attempt, Kind, Meta, Tombstone
+from ckptmirror.core.start.lineage import Lineage, SaveFacts, lineage
 
 __all__ = [
     "DISK",

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptmirror.core.errors import ConfigError
-from ckptmirror.core.lineage import Standing
 from ckptmirror.core.model import Kind
+from ckptmirror.core.start.lineage import Standing
 
 __all__ = ["MirrorSafety", "Retention", "RotationPlan", "SaveStatus", "plan_rotation"]
 

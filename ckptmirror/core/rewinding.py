@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ckptmirror.core.lineage import Lineage, SaveFacts, lineage
 from ckptmirror.core.model import Attempt, SaveRef
+from ckptmirror.core.start.lineage import Lineage, SaveFacts, lineage
 
 __all__ = ["Fork", "fork_at"]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Literal
 
-from ckptmirror.core.lineage import SaveFacts, Standing, lineage
 from ckptmirror.core.model import SAVED_KINDS, Attempt, Kind
+from ckptmirror.core.start.lineage import SaveFacts, Standing, lineage
 
 __all__ = [
     "Outcome",

@@ -5,7 +5,7 @@ writes the paths of what shares memory with the model, with the average or with 
 container as one before it.
 
 Rules:
-* A save and a load walk in the same order (``formats.giving``).
+* A save and a load walk in the same order (``formats.restore``).
 * Looking costs little where nothing is shared: addresses are compared first, bytes only if two are the same.
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ckptmirror.formats.asking import state_of
 from ckptmirror.formats.buffers import is_array
-from ckptmirror.formats.inside import any_in, takes_state
 from ckptmirror.formats.memory import Taken
 from ckptmirror.formats.rank_files import is_mapping, is_sequence
 from ckptmirror.formats.shards import local_of
+from ckptmirror.formats.state_tree import state_of
+from ckptmirror.formats.tree_queries import any_in, takes_state
 
 __all__ = ["KEY", "aliases_in", "aliases_of", "in_order"]
 

@@ -59,8 +59,8 @@ __all__ = [
     "check_plain_values",
     "load_directory",
     "read_directory_metadata",
+    "read_full_directory",
     "read_tree",
-    "read_whole_directory",
 ]
 
 METADATA_LIMIT_BYTES = 1 << 30
@@ -179,7 +179,7 @@ def load_directory(
     return LoadReport(step, tuple(loaded), tuple(missing))
 
 
-def read_whole_directory(directory: Path) -> dict[str, Any]:
+def read_full_directory(directory: Path) -> dict[str, Any]:
     """Return the whole state in host memory, without live objects: ``{"model": ..., "optimizer": ...}``, if there.
 
     Raises:

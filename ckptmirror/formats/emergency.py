@@ -23,7 +23,7 @@ from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.capture import capture_local
 from ckptmirror.formats.live import load_model, warn_missing, warn_unused
-from ckptmirror.formats.model import whole_optimizer
+from ckptmirror.formats.model import full_optimizer
 from ckptmirror.formats.names import shard_again
 from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer, plan_optimizer
@@ -125,7 +125,7 @@ def load_emergency(
         if shared.tree()["optimizer"] is None:
             missing.append(warn_missing("optimizer", "it starts without history"))
         else:
-            optimizer = whole_optimizer(shared, ("optimizer",), state.model)
+            optimizer = full_optimizer(shared, ("optimizer",), state.model)
             plans = plan_optimizer(state.model, state.optimizer, optimizer)
             refuse_other_order(plans, optimizer, lambda: takes_schedule(state, saved.get("extra"), exclude))
     elif "optimizer" not in exclude and shared.tree()["optimizer"] is not None:

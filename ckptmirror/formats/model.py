@@ -127,10 +127,10 @@ def read_optimizer(
     if not files:
         return None
     source = RankFiles({writer: root / path for writer, path in files.items()}, rank)
-    return whole_optimizer(source, (), module)
+    return full_optimizer(source, (), module)
 
 
-def whole_optimizer(source: RankFiles, at: tuple[str, ...], module: torch.nn.Module) -> dict[str, Any]:
+def full_optimizer(source: RankFiles, at: tuple[str, ...], module: torch.nn.Module) -> dict[str, Any]:
     """Return the optimizer that lies at ``at`` in the files of ``source``."""
     tree = source.tree()
     for key in at:
@@ -138,8 +138,8 @@ def whole_optimizer(source: RankFiles, at: tuple[str, ...], module: torch.nn.Mod
     if not isinstance(tree, dict) or "state" not in tree or "param_groups" not in tree:
         raise IntegrityError("The optimizer's file has no state and param_groups.")
     owners = owners_of(tree["state"], module)
-    state = {name: source.whole((*at, "state", name), owners.get(name)) for name in tree["state"]}
-    return {"state": state, "param_groups": source.whole((*at, "param_groups"))}
+    state = {name: source.full_value((*at, "state", name), owners.get(name)) for name in tree["state"]}
+    return {"state": state, "param_groups": source.full_value((*at, "param_groups"))}
 
 
 def _optimizer_files(meta: Meta, name: SaveName) -> dict[int, str]:

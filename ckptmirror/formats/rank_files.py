@@ -80,7 +80,7 @@ class RankFiles:
                     value = value[key] if _has(value, key) else None
                 yield value
 
-    def whole(self, path: tuple[Key, ...], like: Any = None) -> Any:
+    def full_value(self, path: tuple[Key, ...], like: Any = None) -> Any:
         """Return what is at ``path``, its pieces put together.
 
         Args:

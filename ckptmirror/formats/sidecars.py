@@ -23,20 +23,20 @@ from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.aliases import aliases_in
 from ckptmirror.formats.artifacts import write_json, write_pt
-from ckptmirror.formats.asking import state_of
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
-from ckptmirror.formats.giving import Giver
-from ckptmirror.formats.inside import any_in, takes_state
+from ckptmirror.formats.dataloader_state import has_position, knows_its_position, warn_left_alone
 from ckptmirror.formats.learning_rates import follow_schedulers
 from ckptmirror.formats.live import warn_missing, warn_unused
 from ckptmirror.formats.memory import Taken, same
 from ckptmirror.formats.optimizer_state import optimizers_of
-from ckptmirror.formats.positions import has_position, knows_its_position, warn_left_alone
 from ckptmirror.formats.rank_files import RankFiles
+from ckptmirror.formats.restore import Restorer
 from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import cut, piece_of
+from ckptmirror.formats.state_tree import state_of
 from ckptmirror.formats.tensor_bytes import digest32, has_plain_bytes
+from ckptmirror.formats.tree_queries import any_in, takes_state
 from ckptmirror.formats.versions import versions_in
 
 __all__ = ["is_scheduled", "load_extra", "load_sidecars", "takes_schedule", "tensor_list", "write_sidecars"]
@@ -246,7 +246,7 @@ class _Loader:
         source = self.source if name in self.tree else self.source.of(0)
         tree = self.tree if name in self.tree else self._tree(0)
         above = len(self.at)
-        giver = Giver(
+        restorer = Restorer(
             source,
             self.taken,
             here,
@@ -256,17 +256,17 @@ class _Loader:
         try:
             if name == "extra":
                 self.taken.take(state_of(self.state.ema, "ema"), "the average")  # the extra may hold something of it
-                giver.give_values(target, (*self.at, name), name)
+                restorer.restore_values(target, (*self.at, name), name)
             elif name == "dataloader":
-                giver.give_objects(target, (*self.at, name), name, has_position)
+                restorer.restore_objects(target, (*self.at, name), name, has_position)
             else:
-                giver.give_objects(target, (*self.at, name), name)
+                restorer.restore_objects(target, (*self.at, name), name)
         except RecursionError as error:
             raise UsageError(
                 f"The saved {name} is nested too deep to be loaded from here, below what else this thread has called.",
                 hint=f"Call sys.setrecursionlimit(n) first: it is {sys.getrecursionlimit()}.",
             ) from error
-        self.missing += giver.missing
+        self.missing += restorer.missing
 
     def _count_positions(self) -> None:
         if dropped := self._dropped():
@@ -305,7 +305,7 @@ class _Loader:
         if not self.own:
             self._lacks("rng", "random generators of this rank; they stay as they are")
             return
-        absent = load_rng(self.source.whole((*self.at, "rng")))
+        absent = load_rng(self.source.full_value((*self.at, "rng")))
         self.loaded.append("rng")
         self.missing += [f"rng.{name}: the save has it, this process has not" for name in absent]
 

@@ -60,7 +60,7 @@ def check_state(state: TrainState) -> None:
     """
     from torch.nn import Module
 
-    from ckptmirror.formats.inside import has
+    from ckptmirror.formats.tree_queries import has
 
     if not isinstance(state.model, Module):
         hint = "Pass the module itself, TrainState(model=model): each save asks it for its state_dict()."

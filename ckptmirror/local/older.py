@@ -21,8 +21,8 @@ from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError
+from ckptmirror.core.legacy_meta import LegacyMeta, legacy_meta_from_bytes
 from ckptmirror.core.model import Kind
-from ckptmirror.core.older import OlderMeta, older_meta_from_bytes
 from ckptmirror.local.files import read_limited
 
 __all__ = ["OlderCheckpoint", "find_older"]
@@ -51,7 +51,7 @@ class OlderCheckpoint:
     step: int
     kind: Kind
     name: str
-    meta: OlderMeta = field(default_factory=OlderMeta)
+    meta: LegacyMeta = field(default_factory=LegacyMeta)
     extras: tuple[str, ...] = ()
     size_bytes: int = 0
     why: str = ""
@@ -78,7 +78,7 @@ class OlderCheckpoint:
 class _Beside:
     """What lies beside the checkpoints: of ``meta.json`` what it says, or why it cannot be trusted."""
 
-    meta: OlderMeta | None
+    meta: LegacyMeta | None
     fault: str
     has_extra: bool
     extras: frozenset[int]
@@ -150,7 +150,7 @@ def _judged(root: Path, name: str, parsed: names.ParsedName, beside: _Beside) ->
         step=step,
         kind=kind,
         name=name,
-        meta=meta or OlderMeta(),
+        meta=meta or LegacyMeta(),
         extras=tuple(_extras(root, name, step, kind, beside)),
         size_bytes=sum(map(_size_of, _files(root / name))),
         why=why,
@@ -189,12 +189,12 @@ def _extras(root: Path, name: str, step: int, kind: Kind, beside: _Beside) -> It
         yield _EXTRA
 
 
-def _meta_at(path: Path) -> tuple[OlderMeta | None, str]:
+def _meta_at(path: Path) -> tuple[LegacyMeta | None, str]:
     """Read a ``meta.json``; None if there is none, and why it cannot be trusted."""
     if not os.path.lexists(path):
         return None, ""
     try:
-        return older_meta_from_bytes(read_limited(path, _META_LIMIT_BYTES)), ""
+        return legacy_meta_from_bytes(read_limited(path, _META_LIMIT_BYTES)), ""
     except BrokenMeta as error:
         return None, error.message
     except (CkptMirrorError, OSError) as error:

@@ -17,11 +17,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats import TrainState
-from ckptmirror.formats.dcp_read import read_whole_directory
+from ckptmirror.formats.dcp_read import read_full_directory
 from ckptmirror.formats.live import load_model
 from ckptmirror.formats.names import live_values
+from ckptmirror.formats.read_full import read_full
 from ckptmirror.formats.versions import checked, for_live, from_text, plain_model
-from ckptmirror.formats.whole import read_whole
 from tests.kit.formats import KINDS, load, same_bits, save
 
 
@@ -172,7 +172,7 @@ def test_a_checkpoint_without_a_model_at_hand_carries_the_versions(kind: Kind, t
     for extra in tmp_path.glob("extra_*"):
         extra.unlink()
     into = both()
-    into.load_state_dict(read_whole(tmp_path, meta, kind)[0])
+    into.load_state_dict(read_full(tmp_path, meta, kind)[0])
     same_bits(dict(live_values(state.model)), dict(into.state_dict()))
 
 
@@ -266,4 +266,4 @@ def test_a_broken_text_of_versions_is_an_error(text: Any) -> None:
 
 def test_the_optimizer_and_the_model_of_a_directory_are_all_that_is_read_from_it(tmp_path: Path) -> None:
     save("dcp", tmp_path, TrainState(model=both()))
-    assert read_whole_directory(tmp_path / "dcp_000200").keys() == {"model"}
+    assert read_full_directory(tmp_path / "dcp_000200").keys() == {"model"}

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from ckptmirror import LoadedCheckpoint, TrainState, load_checkpoint, resolve_checkpoint_reference
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UnsafePickle, UsageError
-from ckptmirror.formats.older_optimizers import optimizer_key_counts
+from ckptmirror.formats.legacy_optimizers import optimizer_key_counts
 from ckptmirror.formats.train_state import PARTS
 from tests.kit.faults import flip_bit
-from tests.kit.legacy import make_training, named, save_dcp, save_older, write_meta
+from tests.kit.legacy import make_training, named, save_dcp, save_legacy, write_meta
 from tests.kit.roots import content
 from tests.kit.training import everything, new_state, running, same, saved_run
 
@@ -114,7 +114,7 @@ def test_keys_that_came_after_a_checkpoint_are_off_and_told_of(tmp_path: Path, t
         state.training_config = {"width": 6, "gate": True}
         manager.resume(state)
         manager.save(1, state).wait()
-    save_older(tmp_path / "old", 200)
+    save_legacy(tmp_path / "old", 200)
     off = {"gate": False, "window": 0}
     loaded = load_checkpoint(tmp_path / "new", new_config_keys=off)
     assert loaded.meta.training_config == {"width": 6, "gate": True, "window": 0}
@@ -139,7 +139,7 @@ def test_a_start_at_the_path_of_a_save_keeps_the_kind_that_it_names(kind: str, t
 
 def test_a_start_at_the_path_of_anothers_checkpoint_is_refused_with_the_way_out(tmp_path: Path) -> None:
     saved_run(tmp_path / "other", (1,))
-    save_older(tmp_path / "old", 200)
+    save_legacy(tmp_path / "old", 200)
     for path, why in (
         (tmp_path / "other" / "dcp_000001", "does not lie in"),
         (tmp_path / "old" / "dist_ckpt_000200", "no lineage"),
@@ -157,7 +157,7 @@ def test_training_goes_on_from_an_older_writers_checkpoint_as_it_would_have(
     inside: bool, tmp_path: Path, told: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer, scheduler = make_training()
-    save_older(tmp_path / "old", 200, inside=inside)
+    save_legacy(tmp_path / "old", 200, inside=inside)
     expected = go_on(model, optimizer, scheduler=scheduler)
     with running(tmp_path / "new") as manager:
         extra = {"epoch": 0, "added_since": 5}
@@ -186,7 +186,7 @@ def test_an_older_model_file_is_loaded_with_its_optimizer(tmp_path: Path) -> Non
 
 
 def test_another_architecture_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    save_older(tmp_path / "old", 200)
+    save_legacy(tmp_path / "old", 200)
     with running(tmp_path / "new") as manager:
         state = live()
         state.model[2] = nn.Linear(6, 3)
@@ -199,7 +199,7 @@ def test_another_architecture_is_refused_before_anything_is_written(tmp_path: Pa
 
 
 def test_parts_that_are_left_out_stay_and_what_nothing_takes_is_told(tmp_path: Path) -> None:
-    save_older(tmp_path / "old", 200)
+    save_legacy(tmp_path / "old", 200)
     with running(tmp_path / "new") as manager:
         state = live()
         manager.resume(state)
@@ -210,7 +210,7 @@ def test_parts_that_are_left_out_stay_and_what_nothing_takes_is_told(tmp_path: P
 
 
 def test_extra_state_that_may_not_be_unpickled_is_refused_with_two_ways_out(tmp_path: Path) -> None:
-    save_older(tmp_path / "old", 200)
+    save_legacy(tmp_path / "old", 200)
     torch.save({"rng": numpy.random.get_state()}, tmp_path / "old" / "dist_ckpt_000200" / "extra_state.pt")
     with running(tmp_path / "new") as manager:
         state = live()

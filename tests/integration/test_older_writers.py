@@ -32,7 +32,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.flow.drain import push
 from ckptmirror.stores import open_store
 from tests.kit.cli import run
-from tests.kit.legacy import make_training, named, save_dcp, save_older, write_meta
+from tests.kit.legacy import make_training, named, save_dcp, save_legacy, write_meta
 from tests.kit.roots import make_mirrored
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts
 from tests.kit.training import running, same
@@ -56,7 +56,7 @@ def about_older(told: pytest.LogCaptureFixture) -> list[str]:
 def test_an_older_dcp_directory_is_found_resolved_and_loaded(
     name: str, inside: bool, tmp_path: Path, told: pytest.LogCaptureFixture
 ) -> None:
-    saved = save_older(tmp_path, 200, name, inside=inside)
+    saved = save_legacy(tmp_path, 200, name, inside=inside)
     expected = CheckpointReference(tmp_path, 200, "dcp")
     meta = tmp_path / name / "meta.json" if inside else tmp_path / "meta.json"
     for reference in (tmp_path / name, tmp_path, meta):
@@ -109,7 +109,7 @@ def test_a_directory_of_tensors_alone_is_a_model_and_one_entry_around_all_is_tak
 
 
 def test_what_lies_inside_a_directory_comes_before_what_lies_beside_it(tmp_path: Path) -> None:
-    save_older(tmp_path, 200)
+    save_legacy(tmp_path, 200)
     torch.save({"epoch": 1}, tmp_path / "extra_000200.pt")
     write_meta(tmp_path, step=200, config={"width": 1})
     loaded = load_checkpoint(tmp_path)
@@ -119,7 +119,7 @@ def test_what_lies_inside_a_directory_comes_before_what_lies_beside_it(tmp_path:
 
 def test_of_several_steps_the_meta_beside_them_speaks_for_the_one_that_it_names(tmp_path: Path) -> None:
     for step in (100, 200):
-        save_older(tmp_path, step, inside=False)  # the second meta.json replaces the first
+        save_legacy(tmp_path, step, inside=False)  # the second meta.json replaces the first
     assert find_local_checkpoint_steps(tmp_path) == [200]
     assert resolve_checkpoint_reference(tmp_path).step == 200
     earlier = load_checkpoint(tmp_path / "dist_ckpt_000100")  # named by its path: by a person's decision
@@ -133,7 +133,7 @@ def test_of_several_steps_the_meta_beside_them_speaks_for_the_one_that_it_names(
 
 def test_a_step_without_metadata_or_without_a_meta_is_not_advertised(tmp_path: Path) -> None:
     for step in (100, 200, 300, 400):
-        save_older(tmp_path, step)
+        save_legacy(tmp_path, step)
     (tmp_path / "dist_ckpt_000100" / ".metadata").unlink()
     (tmp_path / "dist_ckpt_000200" / "meta.json").unlink()
     (tmp_path / "dist_ckpt_000300" / ".metadata").write_bytes(b"")  # as after a loss of power
@@ -151,7 +151,7 @@ def test_a_step_without_metadata_or_without_a_meta_is_not_advertised(tmp_path: P
     [("{", "not JSON"), ("[]", "no JSON object"), ('{"step": "200"}', "its step"), ('{"step": 7}', "7")],
 )
 def test_a_meta_that_is_broken_or_of_another_step_is_refused(text: str, why: str, tmp_path: Path) -> None:
-    save_older(tmp_path, 200)
+    save_legacy(tmp_path, 200)
     (tmp_path / "dist_ckpt_000200" / "meta.json").write_text(text)
     with pytest.raises(BrokenMeta, match=why):
         load_checkpoint(tmp_path / "dist_ckpt_000200")
@@ -164,7 +164,7 @@ def test_a_newer_one_that_is_not_whole_is_not_passed_by_in_silence(
     tmp_path: Path, told: pytest.LogCaptureFixture
 ) -> None:
     for step in (100, 200):
-        save_older(tmp_path, step)
+        save_legacy(tmp_path, step)
     (tmp_path / "dist_ckpt_000200" / ".metadata").unlink()
     assert resolve_checkpoint_reference(tmp_path).step == 100
     assert any("passed over" in line and "dist_ckpt_000200" in line for line in told.messages)
@@ -185,7 +185,7 @@ def test_i2_what_ckptmirror_left_without_its_meta_is_never_an_older_writers(tmp_
 
 
 def test_a_missing_file_of_tensors_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
-    save_older(tmp_path, 200)
+    save_legacy(tmp_path, 200)
     (tmp_path / "dist_ckpt_000200" / "__0_0.distcp").unlink()
     with pytest.raises(IntegrityError, match=r"__0_0\.distcp"):
         load_checkpoint(tmp_path)
@@ -199,9 +199,9 @@ class _Hostile:
 def test_i10_nothing_of_an_older_writer_is_unpickled_without_the_allow_list(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_older(tmp_path / "extra", 200)
+    save_legacy(tmp_path / "extra", 200)
     torch.save({"epoch": _Hostile()}, tmp_path / "extra" / "dist_ckpt_000200" / "extra_state.pt")
-    save_older(tmp_path / "metadata", 200)
+    save_legacy(tmp_path / "metadata", 200)
     (tmp_path / "metadata" / "dist_ckpt_000200" / ".metadata").write_bytes(pickle.dumps(_Hostile()))
     (tmp_path / "model").mkdir()
     torch.save({"w": _Hostile()}, tmp_path / "model" / "model_000200.pt")
@@ -213,7 +213,7 @@ def test_i10_nothing_of_an_older_writer_is_unpickled_without_the_allow_list(
 
 
 def test_no_link_of_an_older_writers_folder_is_followed(tmp_path: Path) -> None:
-    save_older(tmp_path / "elsewhere", 200)
+    save_legacy(tmp_path / "elsewhere", 200)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "dist_ckpt_000200").symlink_to(tmp_path / "elsewhere" / "dist_ckpt_000200")
     assert find_local_checkpoint_steps(tmp_path / "here") == []
@@ -234,7 +234,7 @@ def test_no_link_of_an_older_writers_folder_is_followed(tmp_path: Path) -> None:
 
 
 def test_a_save_of_ours_comes_before_any_of_an_older_writer(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
-    save_older(tmp_path, 900)
+    save_legacy(tmp_path, 900)
     make_save(tmp_path, 100)
     assert resolve_checkpoint_reference(tmp_path).step == 100
     assert resolve_resume_path(tmp_path) == tmp_path / "dcp_000100"
@@ -245,7 +245,7 @@ def test_a_save_of_ours_comes_before_any_of_an_older_writer(tmp_path: Path, told
 
 def test_a_stage_of_the_same_step_leaves_an_older_writers_directory_as_it_is(tmp_path: Path) -> None:
     _, url, (meta,) = make_mirrored(tmp_path, 200, kinds=("dcp",))
-    saved = save_older(tmp_path / "eval", 200, "dcp_000200")
+    saved = save_legacy(tmp_path / "eval", 200, "dcp_000200")
     staged = stage_checkpoint_step(url, step=200, dest=tmp_path / "eval")
     assert staged.path.name == f"dcp_000200-{meta.save_id[:8]}"
     assert same(load_checkpoint(tmp_path / "eval" / "dcp_000200").model, dict(saved["model"]))
@@ -253,7 +253,7 @@ def test_a_stage_of_the_same_step_leaves_an_older_writers_directory_as_it_is(tmp
 
 
 def test_a_start_never_continues_from_an_older_writer_by_itself(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
-    save_older(tmp_path, 200)
+    save_legacy(tmp_path, 200)
     assert resolve_resume_path(tmp_path) is None
     assert any("nothing to resume" in line and "dist_ckpt_000200" in line for line in told.messages)
     model, optimizer, _ = make_training()
@@ -262,7 +262,7 @@ def test_a_start_never_continues_from_an_older_writer_by_itself(tmp_path: Path, 
 
 
 def test_push_and_ls_and_verify_say_what_it_is(tmp_path: Path) -> None:
-    save_older(tmp_path / "old", 200)
+    save_legacy(tmp_path / "old", 200)
     with pytest.raises(CheckpointNotFound, match="dist_ckpt_000200 is of an older writer") as refused:
         push(tmp_path / "old", f"file://{tmp_path}/mirror")
     assert "manager.load" in refused.value.hint
@@ -275,7 +275,7 @@ def test_push_and_ls_and_verify_say_what_it_is(tmp_path: Path) -> None:
 
 
 def test_on_a_mirror_it_is_listed_and_not_brought(tmp_path: Path) -> None:
-    save_older(tmp_path / "old", 200)
+    save_legacy(tmp_path / "old", 200)
     url = f"file://{tmp_path}/mirror"
     open_store(url).identity()
     shutil.copytree(tmp_path / "old" / "dist_ckpt_000200", tmp_path / "mirror" / "dist_ckpt_000200")

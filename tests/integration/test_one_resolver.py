@@ -33,7 +33,7 @@ from ckptmirror.flow.places.reference import locate
 from ckptmirror.flow.places.select import choosable, choose
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
-from tests.kit.legacy import save_older
+from tests.kit.legacy import save_legacy
 from tests.kit.training import new_state, running, saved_run
 
 pytestmark = pytest.mark.long
@@ -71,7 +71,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     flip_bit(folder / "broken" / "meta_000003.json", 40)
     saved_run(folder / "short", (4,))
     (folder / "short" / "model_000004.pt").write_bytes(b"short")
-    save_older(folder / "old", 200)
+    save_legacy(folder / "old", 200)
     (folder / "link").symlink_to(root / "dcp_000001")
     (folder / "notes.txt").write_text("hello")
     (folder / "empty").mkdir()

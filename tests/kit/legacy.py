@@ -54,7 +54,7 @@ def write_meta(place: Path, **values: Any) -> None:
     (place / "meta.json").write_text(json.dumps(values))
 
 
-def save_older(root: Path, step: int, name: str = "", *, seed: int = 0, inside: bool = True) -> dict[str, Any]:
+def save_legacy(root: Path, step: int, name: str = "", *, seed: int = 0, inside: bool = True) -> dict[str, Any]:
     """A whole older checkpoint of one step: DCP, ``meta.json``, extra state; return what was saved."""
     model, optimizer, scheduler = make_training(seed, steps=3)
     tree = named(model, optimizer)

@@ -1,7 +1,7 @@
 """An independent, tiny reading of LINEAGE.md and of the rules of a start: what a start may come to.
 
 Rules:
-* Written from the documents, not from the package: it shares nothing with ``core.lineage`` or ``core.start``.
+* Written from the documents, not from the package: it shares nothing with ``core.start.lineage`` or ``core.start``.
 * It is told what can be seen from where the start happens, and names every outcome that is allowed, and why.
 """
 

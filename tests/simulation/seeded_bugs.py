@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ckptmirror.core import lineage
 from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.core.model import Digest, Meta
 from ckptmirror.core.retention import MirrorSafety
-from ckptmirror.core.start import decide
+from ckptmirror.core.start import decide, lineage
 from ckptmirror.flow.retention import reconcile, rotation
 from ckptmirror.flow.save import commit
 from ckptmirror.flow.start import claim

@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 
-from ckptmirror.core.lineage import SaveFacts
 from ckptmirror.core.model import Attempt, AttemptList
 from ckptmirror.core.start import attempts as rules
 from ckptmirror.core.start import decide
 from ckptmirror.core.start.decide import Refuse, Try, Wish
 from ckptmirror.core.start.evidence import Copy, Evidence, Origin
+from ckptmirror.core.start.lineage import SaveFacts
 from tests.simulation.small_world import (
     AUTO,
     START_OVER,

@@ -2,7 +2,7 @@
 
 Rules:
 * A state is a value, and so is everything in it.
-* ``standing_saves`` judges: it is written from the documents and shares nothing with ``core.lineage``.
+* ``standing_saves`` judges: it is written from the documents and shares nothing with ``core.start.lineage``.
 * An attempt saves one kind, at steps 1, 2 and 3.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
-from ckptmirror.core.lineage import SaveFacts
 from ckptmirror.core.model import Attempt, AttemptList, SaveRef
 from ckptmirror.core.start.decide import Wish
 from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Reach, Row, Voice
+from ckptmirror.core.start.lineage import SaveFacts
 
 URLS = ("A", "B")
 AUTO, START_OVER = Wish(), Wish("scratch", force=True)

@@ -23,9 +23,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckptmirror.core.lineage import Lineage, SaveFacts, is_fast_forward, lineage, merge_attempts, next_number
 from ckptmirror.core.model import KINDS, Attempt, AttemptList
 from ckptmirror.core.start.evidence import Evidence, ListFound, Reach, Row, Voice
+from ckptmirror.core.start.lineage import Lineage, SaveFacts, is_fast_forward, lineage, merge_attempts, next_number
 
 __all__ = [
     "Claim",

@@ -48,7 +48,6 @@ from ckptmirror.core.errors import (
     RefusedOnlyCopy,
     UsageError,
 )
-from ckptmirror.core.lineage import SaveFacts, lineage
 from ckptmirror.core.model import KINDS, Attempt, Kind
 from ckptmirror.core.start import explain
 from ckptmirror.core.start.attempts import Counted, count, is_own, rival_of
@@ -63,6 +62,7 @@ from ckptmirror.core.start.evidence import (
     Voice,
 )
 from ckptmirror.core.start.explain import Notice
+from ckptmirror.core.start.lineage import SaveFacts, lineage
 
 __all__ = ["MakeRoom", "Move", "Outcome", "Refuse", "Result", "Scratch", "Try", "Wish", "next_move", "run_of"]
 

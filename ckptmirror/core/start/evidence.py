@@ -17,8 +17,8 @@ from enum import StrEnum
 from types import UnionType
 from typing import Any, Literal, TypeVar
 
-from ckptmirror.core.lineage import SaveFacts
 from ckptmirror.core.model import Attempt, Kind
+from ckptmirror.core.start.lineage import SaveFacts
 
 __all__ = [
     "DISK",

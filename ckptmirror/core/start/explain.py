@@ -23,9 +23,9 @@ from ckptmirror.core.errors import (
     Temporary,
     UsageError,
 )
-from ckptmirror.core.lineage import Lineage
 from ckptmirror.core.model import Attempt
 from ckptmirror.core.start.evidence import Hindrance, Reach, Row
+from ckptmirror.core.start.lineage import Lineage
 
 __all__ = [
     "NOT_CONFIGURED",

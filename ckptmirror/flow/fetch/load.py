@@ -78,13 +78,13 @@ def load_checkpoint(
 
 
 def _load(root: Path, found: CheckpointReference, map_location: str) -> LoadedCheckpoint:
-    from ckptmirror.formats.whole import read_extra, read_whole
+    from ckptmirror.formats.read_full import read_extra, read_full
 
     meta = meta_of(root, found)
     for artifact in meta.artifacts_of(found.kind):
         verify_file(root / artifact.path, artifact.digest)
     try:
-        model, optimizer = read_whole(root, meta, found.kind, map_location)
+        model, optimizer = read_full(root, meta, found.kind, map_location)
         extra = read_extra(root, meta, map_location)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         # Values that are allowed, in an order that no save has: it is the file, not the caller.
@@ -93,10 +93,10 @@ def _load(root: Path, found: CheckpointReference, map_location: str) -> LoadedCh
 
 
 def _load_older(found: CheckpointReference, map_location: str) -> LoadedCheckpoint:
-    from ckptmirror.formats.older import read_older
+    from ckptmirror.formats.legacy import read_legacy
 
     one = look_up_older(found)
-    state = read_older(one.path, one.kind, one.extra, map_location)
+    state = read_legacy(one.path, one.kind, one.extra, map_location)
     return LoadedCheckpoint(state.model, state.optimizer, state.extra or None, meta_of_older(one), one.kind)
 
 

@@ -163,12 +163,12 @@ def _load(
     assert isinstance(found.dir, Path)
     if meta is not None:
         return load_kind(found.dir, meta, found.kind, state, ranks, exclude)
-    from ckptmirror.formats.older import load_older, read_older
+    from ckptmirror.formats.legacy import load_legacy, read_legacy
 
     one = look_up_older(found)
     wants_extra = bool(set(PARTS) - {"model", "optimizer"} - exclude)
-    return load_older(
-        read_older(one.path, one.kind, one.extra if wants_extra else None),
+    return load_legacy(
+        read_legacy(one.path, one.kind, one.extra if wants_extra else None),
         one.path,
         state,
         step=one.step,

@@ -26,8 +26,8 @@ from ckptmirror.core.errors import (
     ObjectNotFound,
     Temporary,
 )
-from ckptmirror.core.lineage import attempts_of_metas, merge_attempts
 from ckptmirror.core.model import Attempt, AttemptList, new_id
+from ckptmirror.core.start.lineage import attempts_of_metas, merge_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local import files
 from ckptmirror.local.checksums import crc32c

@@ -25,9 +25,9 @@ from ckptmirror.core.errors import (
     StorePermanent,
     StoreTemporary,
 )
-from ckptmirror.core.lineage import Lineage, attempts_of_metas, lineage
 from ckptmirror.core.model import Artifact, AttemptList, Kind, Meta, Tombstone
 from ckptmirror.core.problems import Hindrance, Problem, facts_of
+from ckptmirror.core.start.lineage import Lineage, attempts_of_metas, lineage
 from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local.inventory import Item, read_inventory

@@ -18,9 +18,9 @@ from shlex import quote
 from typing import Literal
 
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch, UsageError
-from ckptmirror.core.lineage import Lineage, SaveFacts
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.problems import Candidate, facts_of, first_in_line, not_readable, passed_by, strangers
+from ckptmirror.core.start.lineage import Lineage, SaveFacts
 from ckptmirror.flow.places.catalog import Catalog
 from ckptmirror.local.saying import saying
 

@@ -26,7 +26,7 @@ from ckptmirror.ranks.base import Ranks
 
 if TYPE_CHECKING:
     from ckptmirror.formats.base import Snapshot, WriteContext
-    from ckptmirror.formats.held import LeftOut
+    from ckptmirror.formats.replica_sums import LeftOut
     from ckptmirror.formats.train_state import TrainState
     from ckptmirror.ranks.host_copy import HostCopier, Lease
 
@@ -189,7 +189,7 @@ class Copied:
     def of(cls, live: Snapshot, copier: HostCopier, said: SaveMetadata | None) -> Copied:
         """Copy ``live`` to host memory."""
         from ckptmirror.formats.capture import snapshot_from_tree, snapshot_tree
-        from ckptmirror.formats.held import sum_left_out
+        from ckptmirror.formats.replica_sums import sum_left_out
 
         lease = copier.copy({**snapshot_tree(live), "left_out": sum_left_out(live)})
         tree = dict(lease.tree)
@@ -200,7 +200,7 @@ class Copied:
 def write_files(copied: Copied, context: WriteContext) -> tuple[list[Artifact], list[Held]]:
     """Write and seal a rank's files; return them, and what the rank holds."""
     from ckptmirror.formats import get_format
-    from ckptmirror.formats.held import held_by
+    from ckptmirror.formats.replica_sums import held_by
     from ckptmirror.formats.sidecars import write_sidecars
 
     written = [artifact for kind in context.kinds for artifact in get_format(kind).write(copied.snapshot, context)]
@@ -295,7 +295,7 @@ def reserve_for(copier: HostCopier, kinds: Sequence[Kind], state: TrainState, ra
 
 def import_formats(kinds: Sequence[Kind]) -> None:
     """Import what writes these kinds: some modules can no longer be imported once the interpreter has begun to end."""
-    from ckptmirror.formats import get_format, held, sidecars  # noqa: F401
+    from ckptmirror.formats import get_format, replica_sums, sidecars  # noqa: F401
     from ckptmirror.ranks import host_copy  # noqa: F401
 
     for kind in kinds:

@@ -16,8 +16,8 @@ from shlex import quote
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_to_bytes
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, PreconditionFailed, Temporary
-from ckptmirror.core.lineage import merge_attempts
 from ckptmirror.core.model import AttemptList, new_id
+from ckptmirror.core.start.lineage import merge_attempts
 from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
 from ckptmirror.local import files

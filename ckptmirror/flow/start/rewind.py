@@ -35,13 +35,13 @@ from ckptmirror.core.errors import (
     NoTable,
     Temporary,
 )
-from ckptmirror.core.lineage import SaveFacts
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.rewinding import Fork, fork_at
 from ckptmirror.core.start.attempts import count
 from ckptmirror.core.start.decide import Refuse, Try, Wish, next_move, run_of
 from ckptmirror.core.start.explain import unknown_reference
+from ckptmirror.core.start.lineage import SaveFacts
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
 from ckptmirror.flow.retention.reconcile import forget_brought

@@ -26,7 +26,6 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.lineage import attempts_of_metas
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.problems import Problem as FoundProblem
 from ckptmirror.core.problems import facts_of, unexplained
@@ -42,6 +41,7 @@ from ckptmirror.core.start.evidence import (
     Row,
     Voice,
 )
+from ckptmirror.core.start.lineage import attempts_of_metas
 from ckptmirror.flow.places.attempt_lists import met_here, read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.places.catalog import Catalog, MetaCache, local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, counting, counting_rows

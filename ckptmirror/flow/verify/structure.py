@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError
-from ckptmirror.core.lineage import Standing
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.problems import Hindrance, Problem, facts_of, unexplained
+from ckptmirror.core.start.lineage import Standing
 from ckptmirror.core.verification import State, standing_if_whole, worst
 from ckptmirror.flow.fetch.blocks import Finding
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, objects_of

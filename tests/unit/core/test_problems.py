@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ckptmirror.core.lineage import SaveFacts, lineage
 from ckptmirror.core.model import Artifact, Attempt, Digest, Kind, Meta, SaveRef, Tombstone
 from ckptmirror.core.problems import (
     DISK,
@@ -13,6 +12,7 @@ from ckptmirror.core.problems import (
     strangers,
     unexplained,
 )
+from ckptmirror.core.start.lineage import SaveFacts, lineage
 
 A = Attempt("aa" * 16, 0, None)
 BOTH: tuple[Kind, ...] = ("dcp", "model")

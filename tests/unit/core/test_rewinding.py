@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckptmirror.core.lineage import SaveFacts
 from ckptmirror.core.model import Attempt, SaveRef
 from ckptmirror.core.rewinding import Fork, fork_at
+from ckptmirror.core.start.lineage import SaveFacts
 
 A1, A2, A3 = (SaveFacts(f"a{n}", "A", n, n * 100, ("dcp",)) for n in (1, 2, 3))
 B1 = SaveFacts("b1", "B", 1, 300, ("dcp",))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckptmirror.core.lineage import SaveFacts, Standing
 from ckptmirror.core.model import Attempt, Kind, SaveRef
+from ckptmirror.core.start.lineage import SaveFacts, Standing
 from ckptmirror.core.verification import (
     State,
     Verdict,

@@ -25,7 +25,7 @@ from ckptmirror.formats.artifacts import ArtifactStream
 from ckptmirror.formats.capture import capture
 from ckptmirror.formats.dcp_check import check_entries, check_ranges
 from ckptmirror.formats.dcp_files import DirectoryWriter
-from ckptmirror.formats.dcp_read import read_directory_metadata, read_whole_directory
+from ckptmirror.formats.dcp_read import read_directory_metadata, read_full_directory
 from ckptmirror.formats.unpickle import loads_metadata
 from tests.kit.formats import SAVE_ID, context, files_below, load, make_state, same_bits, save, train
 
@@ -318,14 +318,14 @@ def test_an_empty_state_dict_entry_and_number_keys_survive(tmp_path: Path) -> No
 
 def test_the_whole_state_is_read_without_a_model(saved: Saved) -> None:
     directory, _, state = saved
-    tree = read_whole_directory(directory)
+    tree = read_full_directory(directory)
     same_bits(get_model_state_dict(state.model), tree["model"])
     expected = get_optimizer_state_dict(state.model, state.optimizer)
     same_bits(expected["state"], tree["optimizer"]["state"])
     same_bits(expected["param_groups"], tree["optimizer"]["param_groups"])
     (directory / "__0_0.distcp").unlink()
     with pytest.raises(IntegrityError, match="missing"):
-        read_whole_directory(directory)
+        read_full_directory(directory)
 
 
 def test_a_tensor_of_an_absurd_size_is_an_integrity_error(saved: Saved, tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_a_model_without_tensors_comes_back(tmp_path: Path) -> None:
     assert start.missing == ()
     assert state.extra is not None
     assert state.extra["critic"].weight.eq(2.0).all()
-    assert read_whole_directory(tmp_path / "dcp_000001")["model"] == {}
+    assert read_full_directory(tmp_path / "dcp_000001")["model"] == {}
     with pytest.raises(UsageError, match="holds no model"), CheckpointManager(tmp_path) as manager:
         manager.resume(TrainState(model=torch.nn.Linear(2, 2)))
 

@@ -17,11 +17,11 @@ from ckptmirror.core.model import Kind
 from ckptmirror.formats.artifacts import ArtifactStream, write_pt
 from ckptmirror.formats.capture import capture
 from ckptmirror.formats.plain import MARK, decode, encode
+from ckptmirror.formats.read_full import read_extra
 from ckptmirror.formats.shards import Piece, Region, fill, read_pieces
 from ckptmirror.formats.sidecars import tensor_list, write_sidecars
 from ckptmirror.formats.tensor_bytes import byte_view, compact, digest32, sum32, sum32_there
 from ckptmirror.formats.unpickle import load_pt
-from ckptmirror.formats.whole import read_extra
 from ckptmirror.local.checksums import crc32c, verify_file
 from tests.kit.formats import SAVE_ID, context, load, make_state, same_bits, save, train
 

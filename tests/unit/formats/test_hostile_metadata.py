@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats.dcp_read import read_directory_metadata, read_whole_directory
+from ckptmirror.formats.dcp_read import read_directory_metadata, read_full_directory
 from ckptmirror.formats.unpickle import loads_metadata
 from tests.kit.formats import make_state, save
 from tests.kit.hostile_files import (
@@ -122,13 +122,13 @@ def test_a_tensor_of_a_petabyte_in_a_file_of_ten_bytes_is_refused(directory: Pat
     metadata.storage_data[MetadataIndex(index.fqn, torch.Size([0]))] = metadata.storage_data.pop(index)
     _write(directory, metadata)
     with pytest.raises(IntegrityError, match="too short"):
-        read_whole_directory(directory)
+        read_full_directory(directory)
     next(iter(metadata.storage_data.values())).length = 10**18
     for info in metadata.storage_data.values():
         info.length = 10**18
     _write(directory, metadata)
     with pytest.raises(IntegrityError, match=r"ends at byte|overlaps"):
-        read_whole_directory(directory)
+        read_full_directory(directory)
 
 
 def test_a_place_in_the_state_that_is_100000_names_deep_is_refused(directory: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_place_in_the_state_that_is_100000_names_deep_is_refused(directory: Pa
     metadata.planner_data["model.inner.weight"] = ("model",) * 100_000
     _write(directory, metadata)
     with pytest.raises(IntegrityError, match="deep"):
-        read_whole_directory(directory)
+        read_full_directory(directory)
 
 
 def _saved(value: Any) -> bytes:
@@ -169,7 +169,7 @@ def test_a_tensor_of_a_dcp_directory_is_checked_before_torch_loads_it(
     path.write_bytes(path.read_bytes() + what)
     _write(directory, metadata)
     with pytest.raises(IntegrityError, match=why):
-        read_whole_directory(directory)
+        read_full_directory(directory)
     assert not (directory.parent / "owned").exists()
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptmirror.core.errors import CkptMirrorError
-from ckptmirror.core.lineage import SaveFacts
 from ckptmirror.core.model import Attempt, Kind, SaveRef
 from ckptmirror.core.start.decide import MakeRoom, Move, Outcome, Refuse, Result, Scratch, Try, Wish, next_move
 from ckptmirror.core.start.evidence import (
@@ -29,6 +28,7 @@ from ckptmirror.core.start.evidence import (
     evidence_from_json,
     evidence_to_json,
 )
+from ckptmirror.core.start.lineage import SaveFacts
 from tests.unit.core.core_builders import id_of
 
 HERE, THERE, ELSEWHERE = (id_of(f"root {name}") for name in ("here", "there", "elsewhere"))

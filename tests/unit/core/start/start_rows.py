@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptmirror.core.lineage import SaveFacts
 from ckptmirror.core.model import Attempt, SaveRef
 from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Reach, Row, Voice
+from ckptmirror.core.start.lineage import SaveFacts
 
 HERE, ELSEWHERE = "this root", "another root"
 BOTH = ("gs://a", "gs://b")

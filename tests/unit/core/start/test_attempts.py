@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import pytest
 from start_rows import BOTH, ELSEWHERE, HERE, evidence, place, ref, save, silent
 
-from ckptmirror.core.lineage import SaveFacts
 from ckptmirror.core.model import Attempt
 from ckptmirror.core.start.attempts import claim_from, count, may_commit, may_drain, mirror_list, rival_of
 from ckptmirror.core.start.evidence import DISK, Heard, ListFound, Row, Voice
+from ckptmirror.core.start.lineage import SaveFacts
 
 A1, A2, A3, B1 = save("a1", 100), save("a2", 200), save("a3", 300), save("b1", 200)
 A = Attempt("A", 0, None, root=ELSEWHERE)

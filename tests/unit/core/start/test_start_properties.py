@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ckptmirror.core.lineage import SaveFacts
 from ckptmirror.core.model import Attempt
 from ckptmirror.core.start import attempts, decide
 from ckptmirror.core.start.decide import MakeRoom, Move, Outcome, Refuse, Result, Scratch, Try, Wish, next_move
@@ -28,6 +27,7 @@ from ckptmirror.core.start.evidence import (
     evidence_from_json,
     evidence_to_json,
 )
+from ckptmirror.core.start.lineage import SaveFacts
 from tests.unit.core.start.worlds import Root, World, worlds
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from ckptmirror.core.lineage import SaveFacts, merge_attempts
 from ckptmirror.core.model import Attempt, AttemptList, Kind, SaveRef
 from ckptmirror.core.start.attempts import claim_from, count, drained_list, may_commit, may_drain, mirror_list
 from ckptmirror.core.start.decide import Scratch, Try, Wish, next_move
@@ -37,6 +36,7 @@ from ckptmirror.core.start.evidence import (
     Row,
     Voice,
 )
+from ckptmirror.core.start.lineage import SaveFacts, merge_attempts
 from tests.unit.core.core_builders import id_of
 from tests.unit.core.start.builders import KEPT, RUN, M, N, O
 

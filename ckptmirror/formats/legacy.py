@@ -3,7 +3,7 @@
 Rules:
 * The same safe loaders as for our own files. What they refuse is refused here, whatever it is of: nothing is left out
   in silence.
-* The layout is told by keys: ``model``, optimizers (``older_optimizers``), and the rest, which is extra state. A tree
+* The layout is told by keys: ``model``, optimizers (``legacy_optimizers``), and the rest, which is extra state. A tree
   of tensors alone is a model; one entry around all (``{"app": {...}}``) is taken off.
 * Every rank reads the whole into host memory, and takes what it holds of each tensor.
 * Extra state was written once for all ranks. Random generators are not given back: whose they were is not told.
@@ -24,9 +24,9 @@ from ckptmirror.core.model import Kind
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.formats.capture import HAS_OPTIMIZER
 from ckptmirror.formats.dcp_read import read_tree
+from ckptmirror.formats.legacy_optimizers import Found, Group, find_optimizer, groups_of, is_optimizer_key, joined
 from ckptmirror.formats.live import load_model, warn_missing, warn_unused
 from ckptmirror.formats.names import shard_again
-from ckptmirror.formats.older_optimizers import Found, Group, find_optimizer, groups_of, is_optimizer_key, joined
 from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer
 from ckptmirror.formats.plain import decode
@@ -35,7 +35,7 @@ from ckptmirror.formats.sidecars import load_extra, takes_schedule
 from ckptmirror.formats.unpickle import load_pt
 from ckptmirror.formats.versions import Versions, plain_model
 
-__all__ = ["OlderState", "load_older", "read_older"]
+__all__ = ["LegacyState", "load_legacy", "read_legacy"]
 
 _log = logging.getLogger("ckptmirror.older")
 _MODEL = "model"
@@ -58,7 +58,7 @@ _COUNTERS = frozenset({"step", "global_step"})
 
 
 @dataclass(frozen=True)
-class OlderState:
+class LegacyState:
     """What a checkpoint holds.
 
     Attributes:
@@ -79,7 +79,7 @@ class OlderState:
         return joined(self.optimizers)
 
 
-def read_older(path: Path, kind: Kind, extra: Path | None, map_location: str = "cpu") -> OlderState:
+def read_legacy(path: Path, kind: Kind, extra: Path | None, map_location: str = "cpu") -> LegacyState:
     """Read a checkpoint of an older writer whole.
 
     Args:
@@ -111,7 +111,7 @@ def _extra_state(path: Path, map_location: str) -> Any:
         raise UnsafePickle(error.message, hint=_WITHOUT_EXTRA) from error
 
 
-def _sorted_out(tree: Any, path: Path) -> OlderState:
+def _sorted_out(tree: Any, path: Path) -> LegacyState:
     if isinstance(tree, Mapping) and len(tree) == 1:
         (inner,) = tree.values()
         if isinstance(inner, Mapping) and isinstance(inner.get(_MODEL), Mapping):
@@ -121,17 +121,17 @@ def _sorted_out(tree: Any, path: Path) -> OlderState:
     if isinstance(tree.get(_MODEL), Mapping):
         model = tree[_MODEL]
     elif tree and all(isinstance(value, torch.Tensor) for value in tree.values()):
-        return OlderState(*plain_model(tree, str(path)))
+        return LegacyState(*plain_model(tree, str(path)))
     else:
         there = ", ".join(map(str, list(tree)[:8])) or "nothing"
         raise UsageError(f'{path} holds no "{_MODEL}"; it holds {there}.', hint="Read it with torch.")
     rest = {str(key): value for key, value in tree.items() if key != _MODEL}
     extra = {key: value for key, value in rest.items() if not is_optimizer_key(key)}
-    return OlderState(*plain_model(model, str(path)), groups_of(rest), extra)
+    return LegacyState(*plain_model(model, str(path)), groups_of(rest), extra)
 
 
-def load_older(
-    found: OlderState, path: Path, state: Any, *, step: int, rank: int, world_size: int, exclude: frozenset[str]
+def load_legacy(
+    found: LegacyState, path: Path, state: Any, *, step: int, rank: int, world_size: int, exclude: frozenset[str]
 ) -> LoadReport:
     """Load a checkpoint of an older writer into ``state`` (a ``TrainState``); what it lacks is reported.
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmirror.core.errors import LineageError
-from ckptmirror.core.lineage import (
+from ckptmirror.core.model import Attempt, AttemptList, Kind, SaveRef
+from ckptmirror.core.start.lineage import (
     Lineage,
     SaveFacts,
     attempts_of_metas,
@@ -19,7 +20,6 @@ from ckptmirror.core.lineage import (
     merge_attempts,
     next_number,
 )
-from ckptmirror.core.model import Attempt, AttemptList, Kind, SaveRef
 
 DCP: tuple[Kind, ...] = ("dcp",)
 MODEL: tuple[Kind, ...] = ("model",)

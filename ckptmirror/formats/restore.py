@@ -2,7 +2,7 @@
 
 Rules:
 * A save and a load walk the same containers: an object's state is taken wherever it lies in dicts, lists, tuples and
-  deques (``formats.asking``), and :class:`Giver` gives it back at the same place.
+  deques (``formats.state_tree``), and :class:`Restorer` gives it back at the same place.
 * Tensors and arrays are filled in place where shape and dtype agree, DTensors as they are sharded here; dicts, lists,
   deques, sets and byte arrays keep their identity; all else is replaced, and where something else may hold what is
   replaced, that is reported.
@@ -30,7 +30,13 @@ from torch.distributed.tensor import DTensor
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.formats.aliases import in_order
 from ckptmirror.formats.buffers import fill_buffer, is_buffer
-from ckptmirror.formats.inside import (
+from ckptmirror.formats.live import Check, load_model, warn_missing, warn_unused
+from ckptmirror.formats.memory import Taken, holds, same
+from ckptmirror.formats.names import live_parameters
+from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like
+from ckptmirror.formats.rank_files import RankFiles, is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.shards import Piece, fill, local_of, piece_of, region_of
+from ckptmirror.formats.tree_queries import (
     any_in,
     any_leaf,
     beside,
@@ -43,22 +49,16 @@ from ckptmirror.formats.inside import (
     takes_values,
     unlike_pieces,
 )
-from ckptmirror.formats.live import Check, load_model, warn_missing, warn_unused
-from ckptmirror.formats.memory import Taken, holds, same
-from ckptmirror.formats.names import live_parameters
-from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like
-from ckptmirror.formats.rank_files import RankFiles, is_mapping, is_sequence, rebuilt
-from ckptmirror.formats.shards import Piece, fill, local_of, piece_of, region_of
 from ckptmirror.formats.versions import Versions
 
-__all__ = ["Giver"]
+__all__ = ["Restorer"]
 
 log = logging.getLogger(__name__)
 
 Path_ = tuple[Hashable, ...]
 
 
-class Giver:
+class Restorer:
     """Gives what lies in the files of ``source`` to live values; ``missing`` collects what could not be given.
 
     Args:
@@ -84,7 +84,7 @@ class Giver:
         self.aliased = aliased
         self.missing: list[str] = []
 
-    def give(self, now: Any, path: Path_, where: str) -> Any:
+    def restore(self, now: Any, path: Path_, where: str) -> Any:
         """Return the live value after it was given what is saved at ``path``: itself wherever that is possible.
 
         Raises:
@@ -93,33 +93,33 @@ class Giver:
         """
         saved = self.source.value(path)
         if takes_state(now):
-            self._give_object(now, saved, path, where)
+            self._restore_object(now, saved, path, where)
             return now
         if isinstance(now, torch.Tensor) and isinstance(saved, (torch.Tensor, Piece)):
-            return self._give_tensor(now, saved, path, where)
+            return self._restore_tensor(now, saved, path, where)
         if (is_mapping(now) or is_sequence(now)) and type(now) is type(saved):
-            return self._give_container(now, saved, path, where)
+            return self._restore_container(now, saved, path, where)
         if is_buffer(now, saved):
-            return self._give_buffer(now, saved, path, where)
+            return self._restore_buffer(now, saved, path, where)
         if (alive := kind_alive(now)) is not None:
             raise _cannot_take(where, alive, saved)
         if dist.is_available() and dist.is_initialized() and any_leaf(saved, _is_piece):
             line = f"{where} was saved sharded; nothing here says how to shard it, so every rank holds all of it"
             log.warning("%s", line)
             self.missing.append(line)
-        return self._replaced(now, self.source.whole(path), where)
+        return self._replaced(now, self.source.full_value(path), where)
 
-    def give_values(self, now: dict[str, Any], path: Path_, where: str) -> None:
+    def restore_values(self, now: dict[str, Any], path: Path_, where: str) -> None:
         """Give the user's own dict its values; whatever the save lacks stays in it and is reported."""
         saved = self.source.value(path)
         if not isinstance(saved, Mapping):
             raise IntegrityError(f"The save holds a {type(saved).__name__} in the place of {where}.")
         for key in in_order(now, saved):
-            now[key] = self.give(now.get(key), (*path, key), f"{where}.{key}")
+            now[key] = self.restore(now.get(key), (*path, key), f"{where}.{key}")
         for key in [key for key in now if key not in saved]:
             self.lacks(f"{where}.{key}")
 
-    def give_objects(self, now: Any, path: Path_, where: str, takes: Callable[[Any], bool] | None = None) -> None:
+    def restore_objects(self, now: Any, path: Path_, where: str, takes: Callable[[Any], bool] | None = None) -> None:
         """Give the object ``now``, or those in a container of them, their state; the containers stay as they are.
 
         Args:
@@ -135,11 +135,11 @@ class Giver:
         takes = takes or takes_state
         saved = self.source.value(path)
         if takes(now):
-            self._give_object(now, saved, path, where)
+            self._restore_object(now, saved, path, where)
         elif is_mapping(now) and is_mapping(saved):
             for key, value in now.items():
                 if key in saved:
-                    self.give_objects(value, (*path, key), f"{where}.{key}", takes)
+                    self.restore_objects(value, (*path, key), f"{where}.{key}", takes)
                 elif any_in(value, takes):
                     self.lacks(f"{where}.{key}")
             for key in [key for key in saved if key not in now]:
@@ -149,7 +149,7 @@ class Giver:
                 raise _other_number(where, len(saved), len(now), kind_alive(now))
             for index, (value, item) in enumerate(zip(now, saved, strict=True)):
                 if item is not None:
-                    self.give_objects(value, (*path, index), f"{where}[{index}]", takes)
+                    self.restore_objects(value, (*path, index), f"{where}[{index}]", takes)
                 elif any_in(value, takes):
                     self.lacks(f"{where}[{index}]")
         elif any_in(now, takes):
@@ -157,7 +157,7 @@ class Giver:
         elif saved is not None:
             self.unused(where)
 
-    def _give_object(self, target: Any, saved: Any, path: Path_, where: str) -> None:
+    def _restore_object(self, target: Any, saved: Any, path: Path_, where: str) -> None:
         if isinstance(target, torch.amp.GradScaler) and saved and not target.is_enabled():
             self.unused(where)  # it would take nothing, and say nothing
             return
@@ -190,11 +190,11 @@ class Giver:
                 self.versions(path),
             )
         elif isinstance(target, torch.optim.Optimizer) and (keyed := parameters_by_key(target, saved)) is not None:
-            load_by_key(target, self.source.whole(path, sharded_like(keyed, saved)), where)
+            load_by_key(target, self.source.full_value(path, sharded_like(keyed, saved)), where)
         else:
             like = target.state_dict() if may_be_sharded(saved) else None
             self._check_shards(saved, like, where)
-            target.load_state_dict(self.source.whole(path, like))
+            target.load_state_dict(self.source.full_value(path, like))
 
     def _memory_check(self, module: torch.nn.Module, path: Path_, where: str) -> Check:
         """Return what refuses to fill a tensor of ``module`` that another part of the state has, with other values."""
@@ -229,7 +229,7 @@ class Giver:
                     hint="Let the object make its state before it is loaded, or load without this part of the state.",
                 )
 
-    def _give_tensor(self, now: torch.Tensor, saved: torch.Tensor | Piece, path: Path_, where: str) -> Any:
+    def _restore_tensor(self, now: torch.Tensor, saved: torch.Tensor | Piece, path: Path_, where: str) -> Any:
         first = saved if isinstance(saved, Piece) else piece_of(saved)
         if now.is_meta and isinstance(now, DTensor):
             raise UsageError(f"{where} is on the meta device here: give it memory before loading.")
@@ -249,7 +249,7 @@ class Giver:
         value = self._fresh(now, path)
         return value if self.taken.owner_of(now) is not None else self._replaced(now, value, where)
 
-    def _give_buffer(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
+    def _restore_buffer(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
         """Fill a set, an array or a byte array."""
         if self.taken.knows(now) or self.taken.owner_of_buffer(now) is not None:
             return now if self.aliased(path) and same(now, saved) else self._fresh(now, path)
@@ -270,9 +270,9 @@ class Giver:
 
     def _fresh(self, now: Any, path: Path_) -> Any:
         """Return the saved value in memory of its own, sharded as ``now`` is and on its devices."""
-        return beside(now, self.source.whole(path, now))
+        return beside(now, self.source.full_value(path, now))
 
-    def _give_container(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
+    def _restore_container(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
         if not isinstance(now, tuple):
             if self.taken.knows(now):
                 holds_objects = any_in(now, takes_state)  # which can only be filled
@@ -282,13 +282,13 @@ class Giver:
                     raise _saved_as_two(where, now)
                 return self._fresh(now, path)
             self.taken.remember(now, saved)
-        give = self._give_mapping if is_mapping(now) else self._give_sequence
+        give = self._restore_mapping if is_mapping(now) else self._restore_sequence
         return give(now, saved, path, where)
 
-    def _give_mapping(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
+    def _restore_mapping(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
         given = {}
         for key in saved:  # no comprehension: it would be one frame more for each level
-            given[key] = self.give(now.get(key), (*path, key), f"{where}.{key}")
+            given[key] = self.restore(now.get(key), (*path, key), f"{where}.{key}")
         named = type(now) in (dict, OrderedDict)
         for key, value in now.items():
             if key not in saved and ((named and type(key) is str) or kind_alive(value) is not None):
@@ -303,17 +303,17 @@ class Giver:
             vars(now).update(vars(saved))  # the versions of modules whose state it is
         return now
 
-    def _give_sequence(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
+    def _restore_sequence(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
         if len(now) != len(saved) and (alive := kind_alive(now)) is not None:
             raise _other_number(where, len(saved), len(now), alive)
         live = list(now)
         if all(map(is_plain, live)) and not any_leaf(saved, _is_piece):
-            given = list(self.source.whole(path))
+            given = list(self.source.full_value(path))
         else:
             given = []
             for index in range(len(saved)):
                 value = live[index] if index < len(live) else None
-                given.append(self.give(value, (*path, index), f"{where}[{index}]"))
+                given.append(self.restore(value, (*path, index), f"{where}[{index}]"))
         if isinstance(now, tuple):
             return rebuilt(saved, given)
         if isinstance(now, deque) and now.maxlen != saved.maxlen:

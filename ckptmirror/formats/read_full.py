@@ -16,16 +16,16 @@ import torch
 from ckptmirror.core.errors import KindMismatch
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.names import SaveName
-from ckptmirror.formats.dcp_read import read_whole_directory
+from ckptmirror.formats.dcp_read import read_full_directory
 from ckptmirror.formats.plain import decode
 from ckptmirror.formats.rank_files import RankFiles, is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.unpickle import load_pt
 from ckptmirror.formats.versions import attached, plain_model
 
-__all__ = ["read_extra", "read_whole"]
+__all__ = ["read_extra", "read_full"]
 
 
-def read_whole(
+def read_full(
     root: Path, meta: Meta, kind: Kind, map_location: str = "cpu"
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the model, and the optimizer state if it is there, of one kind of a save whose files lie in ``root``.
@@ -36,13 +36,13 @@ def read_whole(
     """
     name = SaveName(meta.step, meta.tag)
     if kind == "dcp":
-        tree = read_whole_directory(root / name.dcp_dir)
+        tree = read_full_directory(root / name.dcp_dir)
         return _moved(tree["model"], map_location), _moved(tree.get("optimizer"), map_location)
     if kind != "model":
         raise KindMismatch(f"Kind {kind} is read by the ranks that wrote it: resume from it.")
     model, versions = plain_model(load_pt(root / name.model), name.model)
     files = _rank_files(root, meta, {rank: name.optim(rank) for rank in range(meta.world_size)})
-    optimizer = files.whole(()) if files is not None else None
+    optimizer = files.full_value(()) if files is not None else None
     plain = {key: decode(value) for key, value in model.items()}
     return _moved(attached(plain, versions), map_location), _moved(optimizer, map_location)
 
@@ -51,7 +51,7 @@ def read_extra(root: Path, meta: Meta, map_location: str = "cpu") -> dict[str, A
     """Return the extra state that rank 0 wrote; None if the files are not there (``stage`` without ``--full``)."""
     name = SaveName(meta.step, meta.tag)
     files = _rank_files(root, meta, {rank: name.extra(rank) for rank in range(meta.world_size)})
-    extra = files.whole(()) if files is not None else None
+    extra = files.full_value(()) if files is not None else None
     return _moved(extra, map_location) if isinstance(extra, dict) else None
 
 

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from ckptmirror.formats.asking import state_of
 from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.state_tree import state_of
 
 __all__ = ["has_position", "knows_its_position", "position_of", "warn_left_alone"]
 

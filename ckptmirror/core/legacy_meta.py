@@ -17,14 +17,14 @@ from typing import Any
 from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.names import MAX_STEP
 
-__all__ = ["OlderMeta", "older_meta_from_bytes"]
+__all__ = ["LegacyMeta", "legacy_meta_from_bytes"]
 
 _STEP_KEYS = ("step", "global_step")
 _CONFIG_KEYS = ("training_config", "config")
 
 
 @dataclass(frozen=True, slots=True)
-class OlderMeta:
+class LegacyMeta:
     """What a ``meta.json`` says.
 
     Attributes:
@@ -49,7 +49,7 @@ class OlderMeta:
         return {key: float(value) for key, value in items if _is_number(value)}
 
 
-def older_meta_from_bytes(data: bytes) -> OlderMeta:
+def legacy_meta_from_bytes(data: bytes) -> LegacyMeta:
     """Read a ``meta.json``.
 
     Raises:
@@ -65,7 +65,7 @@ def older_meta_from_bytes(data: bytes) -> OlderMeta:
     for step in found:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP or step != found[0]:
             raise BrokenMeta(f"meta.json says that its step is {' and '.join(map(repr, found))[:80]}.")
-    return OlderMeta(found[0] if found else None, values)
+    return LegacyMeta(found[0] if found else None, values)
 
 
 def _is_number(value: Any) -> bool:

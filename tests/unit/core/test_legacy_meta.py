@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from ckptmirror.core.errors import BrokenMeta
-from ckptmirror.core.older import older_meta_from_bytes
+from ckptmirror.core.legacy_meta import legacy_meta_from_bytes
 from ckptmirror.core.training_config import _patch_missing_config_keys
 
 
 def test_a_meta_of_free_json_is_passed_on_and_its_step_and_config_are_found():
-    found = older_meta_from_bytes(
+    found = legacy_meta_from_bytes(
         b'{"global_step": 7, "config": {"a": 1}, "metrics": {"x": 2, "y": "z", "n": NaN}, "b": []}'
     )
     assert (found.step, found.training_config, found.metrics) == (7, {"a": 1}, {"x": 2.0})
     assert found.values["b"] == []
-    assert older_meta_from_bytes(b"{}").step is None
-    assert older_meta_from_bytes(b'{"step": null, "metrics": 3}').metrics == {}
+    assert legacy_meta_from_bytes(b"{}").step is None
+    assert legacy_meta_from_bytes(b'{"step": null, "metrics": 3}').metrics == {}
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_meta_of_free_json_is_passed_on_and_its_step_and_config_are_found():
 )
 def test_a_meta_whose_step_is_none_or_that_is_no_object_is_broken(text: str):
     with pytest.raises(BrokenMeta):
-        older_meta_from_bytes(text.encode())
+        legacy_meta_from_bytes(text.encode())
 
 
 def test_keys_that_a_config_lacks_are_off_and_what_it_says_stands():

@@ -1,7 +1,7 @@
 """Asking live values for what to save of them: the state of objects, wherever they lie, and values as they are.
 
 Rules:
-* A save and a load walk the same containers (see ``formats.giving``).
+* A save and a load walk the same containers (see ``formats.restore``).
 * Of a module its versions are taken along, to be saved beside its values.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ckptmirror.core.errors import UsageError
-from ckptmirror.formats.inside import has, takes_state
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import state_by_key
 from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.tree_queries import has, takes_state
 from ckptmirror.formats.versions import clean_versions, to_text
 
 __all__ = ["state_of"]
