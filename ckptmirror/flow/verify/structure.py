@@ -29,8 +29,6 @@ from ckptmirror.stores.base import ObjectInfo
 
 __all__ = ["Subject", "look_at_mirror", "look_at_root"]
 
-_STATE_OF: Mapping[Hindrance, State] = {"": "damaged", "unreadable": "unreadable", "refused": "refused"}
-
 
 @dataclass
 class Subject:
@@ -45,14 +43,14 @@ class Subject:
         is_missed: Whether nothing is there at all, and the table says that it was.
         faults: What is wrong with single artifacts, by path.
         objects: On a mirror: what it says of each object that the meta names.
-        still_there: Asks whether the meta is there at this moment.
+        exists: Asks whether something of this name is in the place at this moment.
     """
 
     place: str
     name: str
     step: int | None
     standing: Standing
-    still_there: Callable[[], bool]
+    exists: Callable[[str], bool]
     meta: Meta | None = None
     address: str = ""
     save_id: str = ""
@@ -73,26 +71,34 @@ class Subject:
         """Its kinds; none if the meta cannot be read."""
         return self.meta.kinds if self.meta is not None else ()
 
+    @property
+    def artifacts(self) -> tuple[Artifact, ...]:
+        """What its meta names; nothing if the meta cannot be read."""
+        return self.meta.artifacts if self.meta is not None else ()
+
+    @property
+    def _is_broken(self) -> bool:
+        """Whether something is wrong with it as a whole."""
+        return bool(self.why) and not self.faults
+
     def name_of(self, artifact: Artifact) -> str:
         """Under which name an artifact lies in the place."""
         return artifact.object_name if self.is_on_mirror else artifact.path
 
     def state(self) -> State:
         """Say how it stands, by what is known so far."""
-        of_all: list[State] = [_STATE_OF[self.hindrance]] if self.why and not self.faults else []
+        of_all: list[State] = [self.hindrance or "damaged"] if self._is_broken else []
         return worst([*of_all, *(fault.state for fault in self.faults.values())])
 
     def whole_kinds(self) -> tuple[Kind, ...]:
         """The kinds that are whole, by what is known so far."""
-        if self.meta is None or (self.why and not self.faults):
+        if self.meta is None or self._is_broken:
             return ()
-        return self.meta.kinds_without(a for a in self.meta.artifacts if a.path in self.faults)
+        return self.meta.kinds_without(a for a in self.artifacts if a.path in self.faults)
 
     def readable(self) -> list[Artifact]:
         """The artifacts that are there as the structure wants them."""
-        if self.meta is None or (self.why and not self.faults):
-            return []
-        return [artifact for artifact in self.meta.artifacts if artifact.path not in self.faults]
+        return [] if self._is_broken else [a for a in self.artifacts if a.path not in self.faults]
 
     def is_meta_beside(self, other: Subject) -> bool:
         """Whether it is a mere broken meta, and ``other`` a whole save of its step in the same place."""
@@ -105,7 +111,7 @@ class Subject:
         """Whether the save was deleted, as a whole and meta first, since it was looked at."""
         missed = {path: fault for path, fault in self.faults.items() if fault.is_gone}
         try:
-            return bool(missed) and not self.still_there()
+            return bool(missed) and not self.exists(self.name)
         except CkptMirrorError as error:  # it does not answer any more: then nobody knows
             self.faults |= {path: Finding(f"{fault.why}; {error}", "unreadable") for path, fault in missed.items()}
             return False
@@ -117,8 +123,7 @@ class Subject:
         if self.meta is None:
             mine, other = names.parse_name(Path(self.name).name), names.parse_name(name)
             return mine is not None and other is not None and (mine.step, mine.tag) == (other.step, other.tag)
-        tops = {self.name_of(a).partition("/")[0] for a in self.meta.artifacts}
-        return name in tops
+        return name in {self.name_of(artifact).partition("/")[0] for artifact in self.artifacts}
 
 
 def look_at_root(root: Path, step: int | None, notes: MutableSequence[str]) -> list[Subject]:
@@ -132,21 +137,17 @@ def look_at_root(root: Path, step: int | None, notes: MutableSequence[str]) -> l
         raise CheckpointNotFound(f"{root} is not a directory.", hint="Check --root.")
     catalog = local_catalog(root)
     _note_strays(catalog, step, notes)
+    subjects = _subjects(catalog, step, lambda name: os.path.lexists(root / name))
     listing = Listing(root)
-    subjects = []
-    for subject in _subjects(catalog, step):
-        path = Path(subject.name) if Path(subject.name).is_absolute() else root / subject.name
-        subject.address = str(path)
-        subject.still_there = lambda path=path: os.path.lexists(path)  # type: ignore[misc]
-        for artifact in subject.meta.artifacts if subject.meta is not None else ():
+    for subject in subjects:
+        subject.address = str(root / subject.name)
+        for artifact in subject.artifacts:
             fault = listing.fault_of(artifact.path, artifact.digest.size_bytes)
             if fault is not None:
                 why = fault.why.removeprefix(artifact.path).strip()
-                gone = not os.path.lexists(root / artifact.path)
-                subject.faults[artifact.path] = Finding(why, "unreadable" if fault.unreadable else "damaged", gone)
-        if not subject.is_gone():
-            subjects.append(subject)
-    return subjects
+                is_gone = not subject.exists(artifact.path)
+                subject.faults[artifact.path] = Finding(why, "unreadable" if fault.unreadable else "damaged", is_gone)
+    return [subject for subject in subjects if not subject.is_gone()]
 
 
 def look_at_mirror(mirror: Mirror, step: int | None, notes: MutableSequence[str]) -> list[Subject]:
@@ -160,24 +161,19 @@ def look_at_mirror(mirror: Mirror, step: int | None, notes: MutableSequence[str]
     if step is not None and catalog.attempts is None:
         catalog = mirror_catalog(mirror)  # the lost list is rebuilt from all metas
     _note_strays(catalog, step, notes)
-    subjects = _subjects(catalog, step)
-    listed = {info.name: info for info in mirror.store.list()} if step is None and subjects else {}
-    found = []
+    store, directory = mirror.store, mirror.store.local_directory
+    subjects = _subjects(catalog, step, lambda name: store.stat(name) is not None)
+    subjects = [subject for subject in subjects if subject.meta is not None or subject.exists(subject.name)]
+    listed = {info.name: info for info in store.list()} if step is None and subjects else {}
     for subject in subjects:
-        name, directory = subject.name, mirror.store.local_directory
-        subject.address = f"{mirror.url}/{name}" if directory is None else str(directory / name)
-        subject.still_there = lambda name=name: mirror.store.stat(name) is not None  # type: ignore[misc]
-        if subject.meta is None and not subject.still_there():
-            continue
+        subject.address = f"{mirror.url}/{subject.name}" if directory is None else str(directory / subject.name)
         if subject.meta is not None:
-            subject.objects = listed if step is None else objects_of(mirror.store, subject.meta)
-            for artifact in subject.meta.artifacts:
-                fault = _fault_of(artifact, subject.objects.get(artifact.object_name))
-                if fault is not None:
-                    subject.faults[artifact.path] = fault
-        if not subject.is_gone():
-            found.append(subject)
-    return found
+            subject.objects = listed if step is None else objects_of(store, subject.meta)
+        for artifact in subject.artifacts:
+            fault = _fault_of(artifact, subject.objects.get(artifact.object_name))
+            if fault is not None:
+                subject.faults[artifact.path] = fault
+    return [subject for subject in subjects if not subject.is_gone()]
 
 
 def _fault_of(artifact: Artifact, info: ObjectInfo | None) -> Finding | None:
@@ -192,38 +188,36 @@ def _fault_of(artifact: Artifact, info: ObjectInfo | None) -> Finding | None:
     return None
 
 
-def _subjects(catalog: Catalog, step: int | None) -> list[Subject]:
+def _subjects(catalog: Catalog, step: int | None, exists: Callable[[str], bool]) -> list[Subject]:
     """Every save of a place, whole or not, by step, attempt and number."""
-    found = []
+
+    def add(name: str, standing: Standing, meta: Meta | None, problem: Problem) -> None:
+        found.append(
+            Subject(
+                place=catalog.place,
+                name=name,
+                step=meta.step if meta is not None else _step_of(name, problem),
+                standing=standing,
+                exists=exists,
+                meta=meta,
+                save_id=meta.save_id if meta is not None else problem.save_id,
+                why=problem.why,
+                hindrance=problem.hindrance,
+            )
+        )
+
+    found: list[Subject] = []
     for one in by_run(catalog):
         standing = lineage_of(one).standing_by_save()
         for meta in one.whole.values():
-            found.append(_subject(catalog, _meta_name(catalog, meta), meta.step, standing[meta.save_id], meta))
+            add(_meta_name(catalog, meta), standing[meta.save_id], meta, Problem(why=""))
     saves = [facts_of(meta) for meta in catalog.whole.values()]
     decided = [attempt for attempt in attempts_of(catalog) if attempt.decided]
     for name, problem in catalog.problems.items():
-        standing_of_it: Standing = "unknown"
-        if problem.meta is not None:
-            standing_of_it = standing_if_whole(decided, saves, facts_of(problem.meta))
-        found.append(_subject(catalog, name, _step_of(name, problem), standing_of_it, problem.meta, problem))
-    found = [subject for subject in found if step is None or subject.step == step]
-    return sorted(found, key=_in_order)
-
-
-def _subject(
-    catalog: Catalog, name: str, step: int | None, standing: Standing, meta: Meta | None, problem: Problem | None = None
-) -> Subject:
-    return Subject(
-        place=catalog.place,
-        name=name,
-        step=step,
-        standing=standing,
-        still_there=lambda: True,
-        meta=meta,
-        save_id=meta.save_id if meta is not None else problem.save_id if problem is not None else "",
-        why=problem.why if problem is not None else "",
-        hindrance=problem.hindrance if problem is not None else "",
-    )
+        broken = problem.meta
+        placed = standing_if_whole(decided, saves, facts_of(broken)) if broken is not None else "unknown"
+        add(name, placed, broken, problem)
+    return sorted((subject for subject in found if step is None or subject.step == step), key=_in_order)
 
 
 def _step_of(name: str, problem: Problem) -> int | None:

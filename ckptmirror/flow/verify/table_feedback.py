@@ -78,8 +78,8 @@ class Table:
         return mirror
 
     def save_of(self, subject: Subject) -> SaveRow | None:
-        """What the table knows of the save whose meta cannot be read; None if it knows nothing."""
-        if self._table is None:
+        """What the table knows of a save whose meta cannot be read; None if it knows nothing, or the meta was read."""
+        if self._table is None or subject.meta is not None:
             return None
         with contextlib.suppress(CkptMirrorError):
             saves = self._table.saves()
@@ -120,7 +120,7 @@ class Table:
                         name=name,
                         step=record.step,
                         standing=standing.get(record.save_id, "unknown"),
-                        still_there=lambda: True,
+                        exists=lambda _name: True,
                         save_id=record.save_id,
                         why="its meta is gone from the mirror",
                         is_missed=True,

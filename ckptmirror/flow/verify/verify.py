@@ -166,7 +166,7 @@ def verify(
             _read(subjects, mirrors, on_progress)
             subjects = [subject for subject in subjects if not subject.is_gone()]
         for subject in subjects:
-            row = table.save_of(subject) if subject.meta is None else None
+            row = table.save_of(subject)
             twins = [one for one in subjects if row and (one.place, one.save_id) == (subject.place, row.save_id)]
             if any(twin.state() == "whole" for twin in twins):
                 subject.standing = "replaced"  # by another meta of the same save
@@ -292,7 +292,7 @@ def _is_spare(subject: Subject, everything: Sequence[Subject], table: Table) -> 
 
 def _mend(subject: Subject, everything: Sequence[Subject], table: Table) -> str:
     """The command that mends a damaged copy, if a good one is known."""
-    row = table.save_of(subject) if subject.meta is None else None
+    row = table.save_of(subject)
     save_id = row.save_id if row is not None else subject.save_id
     if subject.step is None or not save_id:
         return ""
