@@ -10,9 +10,10 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "exchange_result"]
 
 T = TypeVar("T")
 
@@ -81,3 +82,17 @@ class Ranks(Protocol):
     def close(self) -> None:
         """Free the channel. Needs no other rank."""
         ...
+
+
+def exchange_result(ranks: Ranks, work: Callable[[], T], *, what: str) -> list[T]:
+    """Do ``work`` on this rank, give its result to all ranks and return every rank's, by rank.
+
+    Raises:
+        BaseException: What ``work`` raised here; else the same as :meth:`Ranks.exchange`.
+    """
+    try:
+        result = work()
+    except BaseException as error:
+        ranks.exchange(None, what=what, error=error)  # raises it again, once the others know
+        raise
+    return ranks.exchange(result, what=what)

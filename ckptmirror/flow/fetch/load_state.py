@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from ckptmirror.flow.places.select import choose
 from ckptmirror.formats.train_state import PARTS, left_out
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.listing import Fault, is_not_readable_now
-from ckptmirror.ranks.base import Ranks
+from ckptmirror.ranks.base import Ranks, exchange_result
 
 if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadReport
@@ -76,24 +77,19 @@ def load_state(
         IntegrityError: A file is not what was saved.
         UsageError: It is on a mirror, or does not fit.
     """
-    found: CheckpointReference | None = None
-    failure: BaseException | None = None
-    if ranks.is_leader:
-        try:
-            found = _resolve(root, reference)
-            on_this_disk(found, reference)
-        except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
-            failure = error
-    answers = ranks.exchange(found, what="resolve a reference", error=failure)
-    given = next(one for one in answers if one is not None)
+
+    def resolve() -> CheckpointReference | None:
+        if not ranks.is_leader:
+            return None
+        found = _resolve(root, reference)
+        on_this_disk(found, reference)
+        return found
+
+    resolved = exchange_result(ranks, resolve, what="resolve a reference")
+    given = next(one for one in resolved if one is not None)
     meta = _verified(ranks, given) if given.save_id is not None else None
-    report: LoadReport | None = None
-    try:
-        report = _load(ranks, given, meta, state, exclude)
-    except BaseException as error:  # noqa: BLE001 - the same
-        failure = error
-    ranks.exchange(None, what="load a checkpoint", error=failure)
-    assert report is not None
+    load = partial(_load, ranks, given, meta, state, exclude)
+    report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
     missing = (*report.missing, *left_out(state, exclude))
     for part in missing:
         saying(_log, given, rank=ranks.rank).warning("step %d: %s", report.step, part)
@@ -141,18 +137,19 @@ def _resolve(root: Path, reference: Reference) -> CheckpointReference:
 
 def _verified(ranks: Ranks, found: CheckpointReference) -> Meta:
     """Return the meta, once the ranks have verified every byte of the save together."""
-    assert isinstance(found.dir, Path)
+    root = found.dir
+    assert isinstance(root, Path)
+
     meta: Meta | None = None
-    fault = None
-    failure: BaseException | None = None
-    try:
-        meta = meta_of(found.dir, found)
-        fault = check_share(found.dir, ranks, meta, found.kind)
-    except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
-        failure = error
-    for vote in ranks.exchange(fault, what="verify a checkpoint", error=failure):
-        if vote is not None:
-            raise IntegrityError(f"Step {found.step} cannot be loaded: {vote.why}.")
+
+    def check() -> Fault | None:
+        nonlocal meta
+        meta = meta_of(root, found)
+        return check_share(root, ranks, meta, found.kind)
+
+    for fault in exchange_result(ranks, check, what="verify a checkpoint"):
+        if fault is not None:
+            raise IntegrityError(f"Step {found.step} cannot be loaded: {fault.why}.")
     assert meta is not None
     return meta
 
