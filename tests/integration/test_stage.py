@@ -20,7 +20,7 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.merging import merge_parts
-from ckptmirror.flow.fetch import blocks, stage
+from ckptmirror.flow.fetch import blocks, destination, stage
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.fetch.stage_progress import StageProgress
 from ckptmirror.flow.places.mirrors import Mirror
@@ -183,6 +183,18 @@ def test_a_staged_step_is_returned_at_once_without_a_download(place: Place) -> N
     assert stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp") == first
     assert stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp", refresh=True) == first
     assert place.spy.downloads == []
+
+
+def test_a_staged_step_is_returned_without_being_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.save()
+    first = stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp")
+
+    def read(path: Path, _digest: object) -> None:
+        raise AssertionError(f"{path} was read")
+
+    monkeypatch.setattr(destination, "verify_file", read)
+    assert stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp") == first
+    stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="model")
 
 
 def test_another_kind_of_a_staged_save_joins_its_meta(place: Place) -> None:

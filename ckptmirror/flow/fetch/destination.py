@@ -16,6 +16,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from ckptmirror.core import names
@@ -153,10 +154,10 @@ class Destination:
             DestinationOccupied: All names are taken by what ckptmirror did not put there.
         """
         tags = ["", save_id[:8]]
-        begun = [tag for tag in tags if self._is_begun(save_id, tag, arriving)]
-        candidates = [*([same.meta.tag] if same is not None else []), *begun, *tags]
+        here = [same.meta.tag] if same is not None else []
+        begun = (tag for tag in tags if self._is_begun(save_id, tag, arriving))  # found by reading: only if need be
         in_the_way: list[str] = []
-        for tag in dict.fromkeys(candidates):
+        for tag in chain(here, begun, tags):
             in_the_way = list(self._in_the_way(save_id, tag, arriving, same))
             if not in_the_way:
                 return tag
