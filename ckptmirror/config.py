@@ -47,7 +47,7 @@ def _path(given: Any) -> Path:
     try:
         return Path(checks.directory_path(str(given))).expanduser()
     except RuntimeError as error:
-        raise checks.wrong_value(given, "a path; nobody of that name has a home directory") from error
+        raise checks.wrong_value(given, "a path; there is no user of that name") from error
 
 
 def _mirrors(given: Any) -> tuple[MirrorSpec, ...]:

@@ -94,7 +94,7 @@ def root_option(function: _Decorated) -> _Decorated:
         "--root",
         type=DIRECTORY,
         callback=resolve,
-        help="The directory that the trainer saves to; DIR says the same.  [default: the setting root, else here]",
+        help="The directory that the trainer saves to; same as DIR.  [default: the setting root, else here]",
     )
     return _placed("DIR", click.Path(file_okay=False))(option(function))
 
@@ -106,7 +106,7 @@ def mirror_option(function: _Decorated) -> _Decorated:
         found: str | None = _one_of(context, "URL", "--mirror", mirror)
         return found
 
-    what = "The mirror, such as gs://bucket/run-17; URL says the same.  [default: from the setting mirrors]"
+    what = "The mirror, such as gs://bucket/run-17; same as URL.  [default: from the setting mirrors]"
     option = click.option("--mirror", metavar="URL", callback=resolve, help=what)
     return _placed("URL", click.STRING)(option(function))
 

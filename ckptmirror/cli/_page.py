@@ -26,7 +26,7 @@ _HEADS = ("begin (UTC)", "took", "what", "step", "rank", "mirror", "attempt", "o
 def page(timeline: Timeline, heading: str, drawn: str) -> str:
     """Return the page, with the SVG text ``drawn`` in it."""
     notes = [summary(timeline)]
-    notes += [f"The wall clock was set by {jump.by_s:+.1f} s at {utc_text(jump.at_s)}." for jump in timeline.jumps]
+    notes += [f"The wall clock was changed by {jump.by_s:+.1f} s at {utc_text(jump.at_s)}." for jump in timeline.jumps]
     notes += timeline.problems
     if timeline.lost_lines:
         notes.append(f"{timeline.lost_lines} lines of the journal are missing or cannot be read.")

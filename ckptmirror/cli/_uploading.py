@@ -45,7 +45,7 @@ def _held_text(held: Sequence[Held]) -> str:
     """Say which file is waited for longest."""
     last = max(held, key=lambda one: one.left_s)
     more = f" and {_files(len(held) - 1)} more" if len(held) > 1 else ""
-    until = f"taken over in {duration_text(last.left_s)} unless it goes on"
+    until = f"taken over in {duration_text(last.left_s)} unless it continues"
     return f"waiting for {last.holder}, which is sending {last.path}{more}; {until}"
 
 
@@ -98,13 +98,13 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
         print(f"failed: {line}", file=sys.stderr)
     if report.failed:
         again = with_places("`ckptmirror drain`", given)
-        print(f"Mend the cause; then {again} tries what failed once more.", file=sys.stderr)
+        print(f"Fix the cause; then {again} tries what failed once more.", file=sys.stderr)
     for url, count in report.left.items():
-        print(f"{count} files wait for {url}, which is no mirror of {root} any more.", file=sys.stderr)
+        print(f"{count} files wait for {url}, which is no longer a mirror of {root}.", file=sys.stderr)
     if report.emergency_step is not None:
         print(f"ckptmirror: {on_no_mirror(report.emergency_step, report.emergency_copy)}.", file=sys.stderr)
     if report.pending:
-        print(f"{report.pending} files are still pending; the same command carries on.", file=sys.stderr)
+        print(f"{report.pending} files are still pending; the same command continues.", file=sys.stderr)
     for url, reason in report.refused.items():
         print(f"ckptmirror: {url}: {reason}\n  {with_places(NotAuthorised.hint, given)}", file=sys.stderr)
     for url, error in report.unasked.items():

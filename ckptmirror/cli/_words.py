@@ -53,4 +53,4 @@ def age_text(at_utc: str, now_s: float | None = None) -> str:
 def on_no_mirror(step: int, copy: Path | None) -> str:
     """Say what an emergency snapshot that is newer than all else means for who gives this machine back."""
     where = "on this disk alone" if copy is None else f"on this disk and in {copy}"
-    return f"the newest state, step {step}, is an emergency snapshot {where}; the next start goes on from it"
+    return f"the newest state, step {step}, is an emergency snapshot {where}; the next start continues from it"

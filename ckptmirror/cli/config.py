@@ -13,12 +13,12 @@ from ckptmirror.cli._options import json_option, print_json, settings
 
 
 @exit_codes(10)
-@click.command(short_help="Show every setting, its value, and where that comes from.")
+@click.command(short_help="Show every setting, its value, and where it comes from.")
 @json_option
 def command(as_json: bool) -> int:
-    """Show every setting, its value, and where that comes from: the default, a line of the file, or a variable.
+    """Show every setting, its value, and where the value comes from: the default, a line of the file, or a variable.
 
-    With a setting that is wrong it says which, where, and what would be right, and exits with 10.
+    If a setting is wrong, it says which one, where, and what would be right, and exits with 10.
 
     \b
     Examples:

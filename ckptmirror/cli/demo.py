@@ -42,28 +42,28 @@ FIRST_DISK = "first-disk.svg"
 class FalseSentence(CkptMirrorError):
     """The demo would have told something that is not so."""
 
-    hint = "The files of this demo are kept; the log of every process lies beside them."
+    hint = "The files of this demo are kept; the log of every process is beside them."
 
 
 @exit_codes()
-@click.command(short_help="Tell the whole story on this machine, in about a minute.")
+@click.command(short_help="Show everything on this machine, in about a minute.")
 @click.option(
     "--mirror",
     metavar="URL",
-    help="Tell it with a mirror of yours, such as gs://bucket/prefix or a directory.  [default: a server beside it]",
+    help="Use a mirror of yours, such as gs://bucket/prefix or a directory.  [default: a server beside it]",
 )
 @click.option("--keep", is_flag=True, help="Keep the files and objects of the demo, and say where they are.")
 @click.option(
     "--timeline",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.svg",
-    help="Draw into this file what happened until the disk is lost.  [default: no file]",
+    help="Draw a timeline, until the disk is lost, into this file.  [default: no file]",
 )
 def command(mirror: str | None, keep: bool, timeline: Path | None) -> int:
-    """Train, be killed, resume, rotate, lose the disk, be preempted, stage and evaluate, in about a minute.
+    """Train, get killed, resume, rotate, lose the disk, get preempted, stage and evaluate, in about a minute.
 
-    Needs two processes' worth of CPU, no GPU and no cloud: a strict Google Cloud Storage server runs beside it.
-    With --mirror it works there instead, under a new prefix; it touches nothing else, and removes what it made.
+    Needs the CPU of two processes, no GPU and no cloud: it starts a strict Google Cloud Storage server of its own.
+    With --mirror, it uses that mirror instead, under a new prefix, touches nothing else, and removes what it created.
 
     \b
     Examples:
@@ -76,10 +76,10 @@ def command(mirror: str | None, keep: bool, timeline: Path | None) -> int:
     _leave_settings(with_server=place is None)
     if place is not None:
         place.check_empty()
-        print(f"Everything lies under {place.url}. Nothing else there is touched.", flush=True)
+        print(f"Everything is under {place.url}. Nothing else there is touched.", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="ckptmirror-demo-"))
     told = False
-    again = "the same command begins anew" + (f", elsewhere; {place.left}" if place is not None else "")
+    again = "the same command starts over" + (f", elsewhere; {place.left}" if place is not None else "")
     with told_when_interrupted(again):
         try:
             with _server(folder) if place is None else contextlib.nullcontext() as server:
@@ -197,7 +197,7 @@ class Story:
 
     def rotated(self) -> None:
         """Rotation kept the newest two, and the one whose upload failed."""
-        self.say("Rotation was told to keep the last two steps.")
+        self.say("Rotation is set to keep the last two steps.")
         if self.server is not None:
             self.kept_for_its_failed_upload()
         self.cli("rotate", "--root", str(self.root), "--keep-last", "2")
@@ -216,7 +216,7 @@ class Story:
         self.forgive_uploads()
         drained = self.cli("drain", "--root", str(self.root))
         self.check(
-            drained.returncode == 0, "the mirror is mended, `ckptmirror drain` finishes: " + drained.stdout.strip()
+            drained.returncode == 0, "the mirror is repaired, `ckptmirror drain` finishes: " + drained.stdout.strip()
         )
 
     def disk_lost(self) -> None:

@@ -22,7 +22,7 @@ from ckptmirror.cli._uploading import print_report, showing, telling_bus
     metavar="URL",
     help="Only this mirror (may be repeated).  [default: all of the root's]",
 )
-@seconds_option("--timeout", "timeout_s", "Stop waiting then; what is pending stays so.", default=float("inf"))
+@seconds_option("--timeout", "timeout_s", "Stop waiting after this time; the rest stays pending.", default=float("inf"))
 @json_option
 def command(root: Path, mirrors: tuple[str, ...], timeout_s: float, as_json: bool) -> int:
     """Upload and verify what is pending, with or without a live trainer.

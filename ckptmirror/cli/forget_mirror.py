@@ -14,14 +14,14 @@ from ckptmirror.cli._options import json_option, print_json, root_option
 @exit_codes(3, 5, 10, 11)
 @click.command("forget-mirror", short_help="Take a mirror that is gone for good out of the run.")
 @root_option
-@click.option("--url", required=True, metavar="URL", help="The mirror; it need not answer.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option("--url", required=True, metavar="URL", help="The mirror; it does not have to answer.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be done.")
 @json_option
 def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
-    """Take a mirror that is gone for good out of the run: no start waits for its word any more.
+    """Take a mirror that is gone for good out of the run: no start waits for it any longer.
 
-    Starts and drains wait for each required mirror of the run, since it may hold what is newer. What it alone holds is
-    given up by this. Nothing is deleted, here or there.
+    Starts and drains wait for each required mirror of the run, because it may hold something newer. With this command
+    you give up whatever only that mirror holds. Nothing is deleted, here or there.
 
     \b
     Examples:
@@ -46,9 +46,9 @@ def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
         return 0
     verb = "would be" if dry_run else "is"
     left = ", ".join(done.left) or "none"
-    print(f"{done.url} {verb} no required mirror of the run any more; its required mirrors: {left}")
+    print(f"{done.url} {verb} no longer a required mirror of the run; its required mirrors: {left}")
     for one, why in done.untold.items():
-        print(f"{one} does not answer ({why}); the next start tells it", file=sys.stderr)
+        print(f"{one} does not answer ({why}); the next start records it there", file=sys.stderr)
     if done.is_configured:
         print(
             f"take {done.url} out of the trainer's mirrors too, else its next start requires it again", file=sys.stderr

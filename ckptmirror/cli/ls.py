@@ -27,9 +27,9 @@ _COLUMNS = (*SAVE_COLUMNS, Column("AGE", only_for_people=True), Column("WHY"))
 @click.option("--mirror", metavar="URL", help="A mirror, as URL.  [default: see above]")
 @json_option
 def command(place: str | None, root: Path | None, mirror: str | None, as_json: bool) -> int:
-    """List the saves of a directory or a mirror: current, replaced, superseded, and what is incomplete, with why.
+    """List the saves of a directory or a mirror: current, replaced, superseded, and incomplete, with the reason.
 
-    Without DIR or URL: the first mirror that is set, else the root that is set, else this directory.
+    Without DIR or URL, it lists the first mirror in the settings, else the root in the settings, else this directory.
 
     \b
     Examples:

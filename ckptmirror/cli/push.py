@@ -28,15 +28,15 @@ from ckptmirror.cli._uploading import print_report, showing, telling_bus
 @click.option(
     "--state-dir",
     type=DIRECTORY,
-    help="Where the pending-uploads table is to lie: a directory on this node's own disk, for a root on a network file "
+    help="Where to put the pending-uploads table: a directory on this node's own disk, for a root on a network file "
     "system. Later verbs follow the root's note of it.  [default: in the root]",
 )
-@seconds_option("--timeout", "timeout_s", "Stop waiting then; what is pending stays so.", default=float("inf"))
+@seconds_option("--timeout", "timeout_s", "Stop waiting after this time; the rest stays pending.", default=float("inf"))
 @json_option
 def command(
     root: Path, mirror: str | None, step: int | None, state_dir: Path | None, timeout_s: float, as_json: bool
 ) -> int:
-    """Mirror whole saves of a root to a mirror, verified; what is there already is not sent again.
+    """Copy whole saves of a root to a mirror, and verify them. What is already there is not sent again.
 
     \b
     Examples:

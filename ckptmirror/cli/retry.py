@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @exit_codes(3, 6, 10, 11)
-@click.command(short_help="Make uploads that failed for good pending again.")
+@click.command(short_help="Make uploads that failed permanently pending again.")
 @root_option
 @click.option(
     "--mirror", "mirrors", multiple=True, metavar="URL", help="Only this mirror (may be repeated).  [default: all]"
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 @step_option("Only the saves of this step.  [default: all]")
 @json_option
 def command(root: Path, mirrors: tuple[str, ...], step: int | None, as_json: bool) -> int:
-    """Make uploads that failed for good pending again, once their cause is mended.
+    """Make uploads that failed permanently pending again, once you have fixed the cause.
 
-    Sends nothing itself: a trainer that runs does within seconds, else `ckptmirror drain` does.
+    Sends nothing itself: a running trainer does so within seconds; otherwise, run `ckptmirror drain`.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def command(root: Path, mirrors: tuple[str, ...], step: int | None, as_json: boo
         for reason in dict.fromkeys(file.reason for file in files):
             print(f"  had failed: {reason}", file=sys.stderr)
         if not files[0].is_served:
-            print(f"  {url} is no mirror of {root} any more: nobody sends them", file=sys.stderr)
+            print(f"  {url} is no longer a mirror of {root}: nothing sends them", file=sys.stderr)
     print(_what_next(root, retried), file=sys.stderr)
     return 0
 

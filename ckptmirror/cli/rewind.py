@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 @exit_codes(3, 5, 6, 7, 10, 11, 12)
-@click.command(short_help="Let the run go on from an older save.")
+@click.command(short_help="Continue the run from an older save.")
 @root_option
 @step_option("Go back to this step; it or --save is required.")
 @click.option(
     "--save",
     metavar="ID",
-    help="Go to this save (8 digits of its id or more), also a superseded one; it or --step is required.",
+    help="Go to this save (at least 8 digits of its id), which may be superseded; it or --step is required.",
 )
 @click.option(
     "--mirror",
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 def command(
     root: Path, step: int | None, save: str | None, mirrors: tuple[str, ...], dry_run: bool, as_json: bool
 ) -> int:
-    """Let the run go on from an older save: the next start of the trainer continues there.
+    """Continue the run from an older save: the next start of the trainer continues there.
 
     Records a new attempt here and on the mirrors. Nothing is deleted: later saves become superseded, and stay until
-    rotation or retention removes them; `--save` with the id of one goes back to it. A trainer must not be running
-    here, and one of this run that runs elsewhere stops committing. The save is brought to this disk if it is not here,
-    and every checksum of it is verified first.
+    rotation or retention removes them. To return to one of them, pass its id to `--save`. No trainer may be running
+    here; a trainer of this run on another machine stops committing. If the save is not on this disk, it is brought
+    here. Every checksum of it is verified first.
 
     \b
     Examples:
@@ -82,11 +82,11 @@ def command(
 
 
 def _print_plan(plan: RewindPlan) -> None:
-    print(f"go on from  {_line(plan.save)}: on {', '.join(plan.places)}")
+    print(f"continue from {_line(plan.save)}: on {', '.join(plan.places)}")
     for save in plan.fork.superseded:
-        print(f"supersede   {_line(save)}")
+        print(f"supersede     {_line(save)}")
     for save in plan.fork.restored:
-        print(f"take up     {_line(save)}")
+        print(f"restore       {_line(save)}")
     for url, reason in plan.silent.items():
         print(f"warning: {url} does not answer ({reason}): what it alone holds was not seen", file=sys.stderr)
     sys.stdout.flush()
@@ -97,8 +97,10 @@ def _line(save: SaveFacts) -> str:
 
 
 def _tell(root: Path, rewound: Rewound) -> None:
-    told = f", which {', '.join(rewound.told)} knows" if rewound.told else ""
-    print(f"attempt {rewound.attempt} goes on from step {rewound.step} ({rewound.save_id[:8]}){told}", file=sys.stderr)
+    told = f", recorded on {', '.join(rewound.told)}" if rewound.told else ""
+    print(
+        f"attempt {rewound.attempt} continues from step {rewound.step} ({rewound.save_id[:8]}){told}", file=sys.stderr
+    )
     _warn(rewound.untold)
     if undo := _undo(root, rewound.before):
         print(f"nothing was deleted; to undo it: `{undo}`", file=sys.stderr)
@@ -107,7 +109,7 @@ def _tell(root: Path, rewound: Rewound) -> None:
 def _warn(untold: Mapping[str, str]) -> None:
     for url, reason in untold.items():
         print(
-            f"warning: {url} does not know it yet ({reason}): the next start here, or the same command, tells it. "
+            f"warning: {url} has not recorded it yet ({reason}): the next start here, or the same command, does. "
             "Until then do not start the run elsewhere.",
             file=sys.stderr,
         )

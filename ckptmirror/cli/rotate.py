@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     metavar="N",
     help="Keep the N best steps by --metric.  [default: retention.keep_best]",
 )
-@click.option("--metric", metavar="NAME", help="What --keep-best goes by.  [default: retention.metric]")
-@click.option("--mode", type=click.Choice(["min", "max"]), help="What is best.  [default: retention.mode]")
+@click.option("--metric", metavar="NAME", help="The metric that --keep-best uses.  [default: retention.metric]")
+@click.option(
+    "--mode", type=click.Choice(["min", "max"]), help="Which value of the metric is best.  [default: retention.mode]"
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and delete nothing.")
 @json_option
 def command(
@@ -55,9 +57,9 @@ def command(
 ) -> int:
     """Delete local saves that are verified, now, on every required mirror. Everything else is kept, with the reason.
 
-    What an option does not say, the setting of its name under retention says, if the settings name this very root (or
-    none, and it is the directory here); keep-last has to be one of them.
-    The plan is printed first. Exit code 7 says that something was kept because it may be the only copy.
+    Options that you leave out come from the settings under retention, if the settings name this same root (or if they
+    name none, and the root is the current directory). keep-last must be set in one of the two.
+    The plan is printed first. Exit code 7 means that something was kept because it may be the only copy.
 
     \b
     Examples:
@@ -75,7 +77,7 @@ def command(
     retention = load_settings({f"retention.{name}": given for name, given in flags.items()}, environ=environ).retention
     if retention.keep_last is None:
         raise UsageError(
-            "Nothing says how many steps to keep.", hint="Pass --keep-last N, or set retention.keep_last for the run."
+            "It is not set how many steps to keep.", hint="Pass --keep-last N, or set retention.keep_last for the run."
         )
     plan = rotate_root(root, retention, dry_run=True)
     if not as_json:

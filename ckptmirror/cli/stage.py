@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 @exit_codes(3, 4, 5, 6, 7, 10, 11, 12)
-@click.command(short_help="Bring a step from a mirror to this host, verified.")
-@step_option("Which step; latest: the newest of the lineage.", latest=True, required=True)
+@click.command(short_help="Download a step from a mirror, verified.")
+@step_option("The step; latest means the newest of the lineage.", latest=True, required=True)
 @click.option(
     "--kind",
     type=click.Choice(["dcp", "model"]),
-    help="Which kind; never replaced by another.  [default: dcp, then model]",
+    help="The kind; you never get another one.  [default: dcp, then model]",
 )
 @mirror_option
-@click.option("--dest", type=DIRECTORY, default=Path(), help="Where to.  [default: here]")
-@click.option("--full", is_flag=True, help="Also optimizer, extra and tensors files.")
+@click.option("--dest", type=DIRECTORY, default=Path(), help="The directory to download into.  [default: here]")
+@click.option("--full", is_flag=True, help="Also download the optimizer, extra and tensors files.")
 @click.option("--refresh", is_flag=True, help="Verify what is staged, and replace stale copies of this step.")
 @click.option("--superseded", is_flag=True, help="Allow a save that is off the lineage.")
-@seconds_option("--wait", "wait_s", "Wait so long for the step to appear.", default=0.0)
+@seconds_option("--wait", "wait_s", "Wait up to this long for the step to appear.", default=0.0)
 @json_option
 def command(
     step: int | str,
@@ -50,7 +50,7 @@ def command(
     wait_s: float,
     as_json: bool,
 ) -> int:
-    """Bring a step from a mirror to this host, every block verified, and print its path.
+    """Download a step from a mirror, verify every block, and print its path.
 
     \b
     Examples:

@@ -38,13 +38,16 @@ _COLUMNS = (
 @exit_codes(6, 7, 8, 10, 11)
 @click.command(short_help="Say how much training is not yet safe.")
 @root_option
-@click.option("--exit-code", "with_code", is_flag=True, help="Exit with 0 only if all is safe, else with 8, 7 or 6.")
+@click.option(
+    "--exit-code", "with_code", is_flag=True, help="Exit with 0 only if everything is safe, else with 8, 7 or 6."
+)
 @json_option
 def command(root: Path, with_code: bool, as_json: bool) -> int:
-    """Say how much training is not yet safe. Reads the local disk only; a trainer may be running.
+    """Say how much training is not yet safe. Reads only the local disk; a trainer may be running.
 
-    With --exit-code, for a monitor: 8 says that uploads are pending or failed, 7 that this disk holds the only copy and
-    no upload will change that, 6 that something on it is damaged. Without, what could be told ends with 0.
+    With --exit-code, for a monitor, the exit code is 8 if uploads are pending or failed, 7 if this disk holds the only
+    copy and no upload will change that, and 6 if something on the disk is damaged. Without it, the exit code is 0 if
+    the status could be read.
 
     \b
     Examples:
@@ -80,7 +83,7 @@ def _verdict(status: Status) -> tuple[int, str]:
     """Return the exit code and the first line: what is not safe, the worst first."""
     error, sentence = _safety(status)
     if status.problems:
-        error, more = IntegrityError, "`ckptmirror verify` says what is damaged here, and what mends it"
+        error, more = IntegrityError, "`ckptmirror verify` says what is damaged here, and what repairs it"
         sentence = f"{sentence}; {more}"
     return error.exit_code if error is not None else 0, sentence
 
@@ -91,7 +94,7 @@ def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
     if status.unsafe_files:
         failed = f", {status.failed_files} of them failed" if status.failed_files else ""
         what = f"{status.unsafe_files} files ({size(status.unsafe_bytes)})"
-        mended = "; mend their cause, then `ckptmirror drain`" if failed else ""
+        mended = "; fix the cause, then `ckptmirror drain`" if failed else ""
         return DeadlinePassed, f"NOT SAFE: {what} are not verified on every required mirror{failed}{mended}"
     if status.unasked and not status.unsettled:
         silent = ", ".join(status.unasked)

@@ -27,20 +27,20 @@ def _checked_out(_context: click.Context, _parameter: click.Parameter, out: Path
 
 
 @exit_codes(6, 10)
-@click.command(short_help="Say, or draw, what happened when.")
+@click.command(short_help="List, or draw, what happened when.")
 @root_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
     callback=_checked_out,
     metavar="FILE.svg|.html",
-    help="Draw it into this one file; an older one is replaced.  [default: lines on stdout]",
+    help="Draw into this one file; an existing file is replaced.  [default: lines on stdout]",
 )
 @json_option
 def command(root: Path, out: Path | None, as_json: bool) -> int:
-    """Say what happened when: saves, uploads, commits on the mirrors, rotations, stages, attempts.
+    """Show what happened when: saves, uploads, commits on the mirrors, rotations, stages, attempts.
 
-    Reads the local disk only; a trainer may be running. Without --out and --json, one line for each.
+    Reads only the local disk; a trainer may be running. Without --out and --json, it prints one line per event.
 
     \b
     Examples:

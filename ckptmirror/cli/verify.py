@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ERROR_OF = {"damaged": IntegrityError, "unreadable": Temporary, "refused": NotAuthorised}
 _HINTS = {
-    "damaged": "Each line ends with the command that mends it, where a good copy is known.",
+    "damaged": "Each line ends with the command that repairs it, if a good copy is known.",
     "unreadable": "Try the same command again; `ckptmirror verify --verbose` logs what happens.",
     "refused": NotAuthorised.hint,
 }
@@ -49,12 +49,12 @@ def command(
 ) -> int:
     """Check every save of a root or a mirror: is all of it there, as the metas and the listing say?
 
-    REFERENCE is a directory, a mirror's URL, or one save in either. With --root and --mirror both are checked; then,
-    with --deep, what is damaged on a mirror of that root becomes pending again, and is sent once more. Nothing else is
-    changed, and a trainer may be running. Without any of them: the mirror in CKPTMIRROR_MIRROR, else the root in
-    CKPTMIRROR_ROOT, else this directory.
+    REFERENCE is a directory, a mirror's URL, or one save in either. With --root and --mirror, both are checked; if you
+    add --deep, files that are damaged on a mirror of that root become pending again, and are sent once more. Nothing
+    else is changed, and a trainer may be running. Without any of them, it checks the mirror in CKPTMIRROR_MIRROR, else
+    the root in CKPTMIRROR_ROOT, else this directory.
 
-    Exit code 6 says that something current is damaged.
+    Exit code 6 means that a current save is damaged.
 
     \b
     Examples:
@@ -125,7 +125,7 @@ def _state(save: VerifiedSave, deep: bool) -> Cell:
         wrong += f"; in kind {'+'.join(save.whole_kinds)} it is whole"
     if state != "damaged":
         return f"not read: {wrong}", "yellow"
-    return f"DAMAGED: {wrong} -> {save.mend or 'nothing known here mends it'}", "red"
+    return f"DAMAGED: {wrong} -> {save.mend or 'no command known here repairs it'}", "red"
 
 
 def _tell(found: Verification) -> int:

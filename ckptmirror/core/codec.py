@@ -151,7 +151,7 @@ def _artifact_document(artifact: Artifact) -> dict[str, Any]:
     try:
         blocks = base64.b64encode(struct.pack(f">{len(digest.blocks)}I", *digest.blocks)).decode("ascii")
     except struct.error as error:
-        raise BrokenMeta(f"A block of {artifact.path[:80]!a} has a crc32c that is no 32-bit number.") from error
+        raise BrokenMeta(f"A block of {artifact.path[:80]!a} has a crc32c that is not a 32-bit number.") from error
     return {
         "path": artifact.path,
         "kinds": list(artifact.kinds),

@@ -123,7 +123,7 @@ class NoTable(ConfigError):
 class NewerTable(ConfigError):
     """The pending-uploads table was written by a newer version of ckptmirror."""
 
-    hint = "Use that newer version here; the table is left as it is."
+    hint = "Use that newer version here; the table was not changed."
 
 
 class ForeignTable(ConfigError):
@@ -133,7 +133,7 @@ class ForeignTable(ConfigError):
 
 
 class StepBehind(UsageError):
-    """A save at a step lower than this attempt's last save is a rewind, and a rewind is a new attempt."""
+    """A save at a lower step than this attempt's last save is a rewind, which needs a new attempt."""
 
     hint = "Start again with manager.resume(state, policy=<step or reference>)."
 
@@ -163,15 +163,15 @@ class BrokenMeta(IntegrityError):
 
 
 class NewerFormat(BrokenMeta):
-    """A file is of a later version than this ckptmirror reads: it is not broken, and is never replaced."""
+    """A file was written by a later version of ckptmirror than this one; it is not broken, and is never replaced."""
 
     hint = "A newer ckptmirror wrote it: use that one."
 
 
 class BrokenTable(IntegrityError):
-    """The pending-uploads table, or a row of it, does not read back as it was written."""
+    """The pending-uploads table, or one of its rows, is damaged."""
 
-    hint = "Nothing is deleted meanwhile. The next start of the trainer moves the table aside and makes it anew."
+    hint = "Nothing is deleted meanwhile. The next start of the trainer moves the table aside and rebuilds it."
 
 
 class UnsafePickle(IntegrityError):
@@ -205,13 +205,13 @@ class TableLocked(CkptMirrorError):
 
     exit_code = 11
     temporary = True
-    hint = "Try again in a moment; `ckptmirror status` shows who writes."
+    hint = "Try again in a moment; `ckptmirror status` shows which process writes."
 
 
 class ClaimLost(CkptMirrorError):
     """Another worker holds this upload record now, so this one changed nothing."""
 
-    hint = "Nothing is wrong: the record is in another worker's hands."
+    hint = "Nothing is wrong: another worker now handles the record."
 
 
 class AttemptFenced(CkptMirrorError):
@@ -222,7 +222,7 @@ class AttemptFenced(CkptMirrorError):
 
 
 class NameTaken(CkptMirrorError):
-    """A path that was to be created exists already."""
+    """A path that should be created already exists."""
 
     exit_code = 7
     hint = "Nothing was replaced. Look at what is there with `ckptmirror ls`."
@@ -264,15 +264,15 @@ class DeadlinePassed(CkptMirrorError):
 
 
 class RankFailed(CkptMirrorError):
-    """Another rank failed, so this one cannot go on."""
+    """Another rank failed, so this one cannot continue."""
 
-    hint = "Read the first error in the log of the rank that is named."
+    hint = "Read the first error in the log of that rank."
 
 
 class BackgroundSaveFailed(CkptMirrorError):
     """An earlier save failed in the background."""
 
-    hint = "The training state is intact: mend the cause and save again."
+    hint = "The training state is intact: fix the cause and save again."
 
 
 # -- the local disk ------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class StoreTemporary(Temporary):
 class StoreHangs(StoreTemporary):
     """The file system of a mirror or of the persistent directory hangs."""
 
-    hint = "Look with `mount` and `stat` what it lies on: a server may be down."
+    hint = "Find out with `mount` and `stat` which server it needs: it may be down."
 
 
 class StorePermanent(CkptMirrorError):

@@ -60,7 +60,7 @@ def legacy_meta_from_bytes(data: bytes) -> LegacyMeta:
     except (ValueError, RecursionError) as error:
         raise BrokenMeta(f"meta.json is not JSON: {str(error)[:200]}") from error
     if not isinstance(values, dict):
-        raise BrokenMeta("meta.json is no JSON object.")
+        raise BrokenMeta("meta.json is not a JSON object.")
     found = [values[key] for key in _STEP_KEYS if values.get(key) is not None]
     for step in found:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP or step != found[0]:

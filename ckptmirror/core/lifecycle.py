@@ -43,11 +43,11 @@ TRANSITIONS: Mapping[tuple[RecordState, RecordState], str] = MappingProxyType(
         (_S.UPLOADING, _S.SKIPPED): "A policy leaves this save out; what was sent so far is abandoned.",
         (_S.FAILED, _S.SKIPPED): "A policy leaves this save out.",
         (_S.VERIFIED, _S.SKIPPED): "A policy leaves this save out; the object is an orphan that retention ages out.",
-        (_S.PENDING, _S.REMOVED): "A tombstone of this save stands on the mirror.",
-        (_S.UPLOADING, _S.REMOVED): "A tombstone of this save stands on the mirror.",
+        (_S.PENDING, _S.REMOVED): "The mirror has a tombstone of this save.",
+        (_S.UPLOADING, _S.REMOVED): "The mirror has a tombstone of this save.",
         (_S.VERIFIED, _S.REMOVED): "Retention removed the save from the mirror and left a tombstone.",
-        (_S.FAILED, _S.REMOVED): "A tombstone of this save stands on the mirror.",
-        (_S.SKIPPED, _S.REMOVED): "A tombstone of this save stands on the mirror.",
+        (_S.FAILED, _S.REMOVED): "The mirror has a tombstone of this save.",
+        (_S.SKIPPED, _S.REMOVED): "The mirror has a tombstone of this save.",
     }
 )
 

@@ -42,7 +42,7 @@ def check_meta(meta: Meta) -> None:
     _check_names_apart("object", [artifact.object_name for artifact in meta.artifacts])
     emergency_dirs = {artifact.path.partition("/")[0] for artifact in meta.artifacts if "emergency" in artifact.kinds}
     if len(emergency_dirs) > 1:
-        raise BrokenMeta("artifacts lie in more than one emergency directory.")
+        raise BrokenMeta("artifacts are in more than one emergency directory.")
 
 
 def _check_artifact(meta: Meta, artifact: Artifact, where: str) -> None:

@@ -372,7 +372,7 @@ def _with_tag(path: str, tag: str) -> str:
     if parsed is None or parsed.role not in _TAGGABLE:
         raise UsageError(f"{path!r} is not a name of a save.")
     if tag and parsed.tag not in ("", tag):
-        raise UsageError(f"{path!r} carries the tag of another save than {tag}.")
+        raise UsageError(f"{path!r} carries the tag of a save other than {tag}.")
     return build_name(replace(parsed, tag=tag)) + slash + below
 
 

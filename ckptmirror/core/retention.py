@@ -205,7 +205,7 @@ def _wanted_steps(counted: Sequence[SaveStatus], retention: Retention) -> tuple[
     if steps:
         wanted[steps[0]] = "it is the newest of the lineage"
     if regular:
-        wanted.setdefault(regular[0], "it is the newest of the lineage that is no emergency snapshot")
+        wanted.setdefault(regular[0], "it is the newest of the lineage that is not an emergency snapshot")
     best, warnings = _best_steps(counted, retention)
     for step in best:
         wanted.setdefault(step, f"it is among the best {retention.keep_best} by {retention.metric}")

@@ -150,8 +150,8 @@ def drain(
     with _Opened(table) as held:
         if not table.knows_mirrors():
             raise Temporary(
-                f"The table of {root} was just made and does not know the mirrors yet.",
-                hint="Start the trainer, which tells it, or name the mirror with `ckptmirror push --mirror URL`.",
+                f"The table of {root} was just made and does not know its mirrors yet.",
+                hint="Start the trainer, which knows them, or name the mirror with `ckptmirror push --mirror URL`.",
             )
         limited = {spec.url: spec for spec in mirror_specs(limits)}
         specs = [replace(limited.get(row.url, MirrorSpec(row.url)), required=row.required) for row in table.mirrors()]
@@ -165,7 +165,7 @@ def drain(
         wanted = {spec.url for spec in mirror_specs(only)}
         if unknown := wanted - {spec.url for spec in specs}:
             raise ConfigError(
-                f"{', '.join(sorted(unknown))} is no mirror of {root}.",
+                f"{', '.join(sorted(unknown))} is not a mirror of {root}.",
                 hint="Use `ckptmirror push --mirror URL` to add a mirror.",
             )
         served = [spec for spec in specs if not wanted or spec.url in wanted]
@@ -212,7 +212,7 @@ def push(
 
         older = [one for one in find_older(root) if step in (None, one.step)]
         if older:
-            what = f"{older[-1].path} is of an older writer and has no checksums: no mirror is given it as it is."
+            what = f"{older[-1].path} is a legacy checkpoint and has no checksums: it is not mirrored as it is."
             raise CheckpointNotFound(f"{root} holds no whole save{of_step}. {what}", hint=ADOPT_HINT)
         raise CheckpointNotFound(f"{root} holds no whole save{of_step}.")
     check_place(root, state_dir)

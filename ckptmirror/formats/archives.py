@@ -87,7 +87,7 @@ def check_archive(read_at: ReadAt, size_bytes: int) -> Archive:
     try:
         records = _records(read_at, size_bytes)
     except (struct.error, UnicodeDecodeError) as error:
-        raise IntegrityError("It is no whole archive.") from error
+        raise IntegrityError("It is not a whole archive.") from error
     found = records.get("data.pkl")
     if found is None:
         raise IntegrityError("It is an archive without data.pkl.")
@@ -105,7 +105,7 @@ def _records(read_at: ReadAt, size_bytes: int) -> dict[str, _Record]:
     begin, length, count = _directory(read_at, size_bytes)
     data = read_at(begin, length)
     if len(data) != length:
-        raise IntegrityError("It is no whole archive.")
+        raise IntegrityError("It is not a whole archive.")
     found: dict[str, _Record] = {}
     places: list[tuple[int, int]] = []
     at, top = 0, None
@@ -123,7 +123,7 @@ def _records(read_at: ReadAt, size_bytes: int) -> dict[str, _Record]:
             raise UnsafePickle(f"The record {name[-80:]!a} is compressed or encrypted, which torch does not write.")
         own_top, slash, below = name.partition("/")
         if not slash or (top is not None and own_top != top):
-            raise IntegrityError(f"The record {name[:80]!a} does not lie in the archive's directory.")
+            raise IntegrityError(f"The record {name[:80]!a} is not in the archive's directory.")
         top = own_top
         if below in found:
             raise IntegrityError(f"The record {below[:80]!a} is there twice.")
@@ -141,17 +141,17 @@ def _directory(read_at: ReadAt, size_bytes: int) -> tuple[int, int, int]:
     at = size_bytes - _END.size
     magic, disk, disk_2, here, count, length, begin, comment = _END.unpack(read_at(max(at, 0), _END.size))
     if magic != b"PK\5\6" or comment or disk or disk_2 or here != count:
-        raise IntegrityError("It is no archive as torch.save writes it, or it was cut short.")
+        raise IntegrityError("It is not an archive as torch.save writes it, or it was cut short.")
     locator = read_at(at - _LOCATOR_64.size, _LOCATOR_64.size) if at >= _LOCATOR_64.size else b""
     if locator[:4] == b"PK\6\7":
         at -= _LOCATOR_64.size + _END_64.size
         if _LOCATOR_64.unpack(locator)[2] != at:
-            raise IntegrityError("The directory of the archive does not lie at its end.")
+            raise IntegrityError("The directory of the archive is not at its end.")
         magic, rest, _, _, disk, disk_2, here, count, length, begin = _END_64.unpack(read_at(at, _END_64.size))
         if magic != b"PK\6\6" or rest != _END_64.size - 12 or disk or disk_2 or here != count:
             raise IntegrityError("The directory of the archive is broken.")
     if begin + length != at or length > _MAX_DIRECTORY_BYTES:
-        raise IntegrityError("The directory of the archive is too large, or does not lie at its end.")
+        raise IntegrityError("The directory of the archive is too large, or is not at its end.")
     return begin, length, count
 
 
@@ -183,7 +183,7 @@ def _check_apart(places: list[tuple[int, int]], end: int) -> None:
     before = 0
     for begin, stop in sorted(places):
         if begin < before:
-            raise UnsafePickle("Two records of the archive lie in one place.")
+            raise UnsafePickle("Two records of the archive are in one place.")
         before = stop
     if before > end:
         raise IntegrityError("A record reaches past the end of the archive.")
@@ -246,7 +246,7 @@ class _TorchRules(PickleRules):
     def persistent(self, identifier: Any) -> Made:
         parts = identifier.items if isinstance(identifier, Made) and identifier.kind == "tuple" else []
         if len(parts) != 5 or parts[0] != "storage" or not isinstance(parts[1], Global):
-            raise UnsafePickle("It asks for a persistent object that is no storage.")
+            raise UnsafePickle("It asks for a persistent object that is not a storage.")
         key, count = parts[2], parts[4]
         size_bytes = self._sizes_bytes.get(key) if isinstance(key, str) else None
         if size_bytes is None or type(count) is not int:
@@ -271,7 +271,7 @@ def _check_view(arguments: list[Any]) -> None:
     storage, offset, size, stride = arguments[:4] if len(arguments) >= 4 else (None, None, None, None)
     shapes = [shape.items for shape in (size, stride) if isinstance(shape, Made) and shape.kind == "tuple"]
     if not isinstance(storage, Made) or storage.size_bytes is None or len(shapes) != 2:
-        raise IntegrityError("It makes a tensor over something that is no storage.")
+        raise IntegrityError("It makes a tensor over something that is not a storage.")
     if any(type(number) is not int or number < 0 for number in (offset, *shapes[0], *shapes[1])):
         raise IntegrityError("It makes a tensor with a shape that is none.")
     if len(shapes[0]) != len(shapes[1]):

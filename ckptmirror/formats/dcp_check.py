@@ -113,7 +113,7 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, storage: Mapping[Meta
         if not (_is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(size)) or any(
             o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)
         ):
-            raise IntegrityError(f"{where}: a piece of {name} lies outside its shape {tuple(size)}.")
+            raise IntegrityError(f"{where}: a piece of {name} is outside its shape {tuple(size)}.")
         info = storage.get(MetadataIndex(name, offsets))
         if info is None:
             raise IntegrityError(f"{where}: the piece of {name} at {tuple(offsets)} was planned but not written.")

@@ -29,7 +29,7 @@ class TooDeep(UnsafePickle):
 
 
 def max_depth() -> int:
-    """Return how many containers may lie in one another."""
+    """Return how many containers may contain one another."""
     return min(sys.getrecursionlimit() // _FRAMES_PER_LEVEL, _MOST)
 
 

@@ -127,7 +127,9 @@ def find_optimizer(found: _Saved, state: Any) -> Found:
             reasons.append(f"{count} of {len(found.optimizers)}: {error.message}")
             continue
         left = [
-            f"group {place} is no optimizer's" for place, group in enumerate(first, 1) if not _is_optimizer(group.state)
+            f"group {place} is not of an optimizer"
+            for place, group in enumerate(first, 1)
+            if not _is_optimizer(group.state)
         ]
         if count < len(found.optimizers):
             left.append(f"of {len(found.optimizers)} groups of optimizer keys the first {count} fit; the rest is left")
@@ -151,7 +153,7 @@ def _check_no_doubt(taken: Sequence[Mapping[str, Any]], every: Sequence[Mapping[
         raise _Doubt("no group is an optimizer's.")
     listed = [key for group in every for key in _params(group) if isinstance(key, str)]
     if len(set(listed)) < len(listed):
-        raise _Doubt("a parameter lies in several groups of optimizer keys.")
+        raise _Doubt("a parameter is in several groups of optimizer keys.")
     if len(taken) < len(every) and any(_is_positional(group) for group in every):
         raise _Doubt("state that goes by positions could be that of any of them.")
 
@@ -172,7 +174,7 @@ def _by_name(groups: Sequence[Group], model: Mapping[str, Any], state: Any) -> d
         groups = [Group(group.name, _named(group.state, one, state.model)) for group, one in pairs]
     listed = [key for group in groups for key in _params(group.state)]
     if len(set(listed)) < len(listed):
-        raise _Doubt("a parameter lies in several of the groups.")
+        raise _Doubt("a parameter is in several of the groups.")
     return joined(groups) or {}
 
 
@@ -189,9 +191,7 @@ def _check_calls(groups: Sequence[Group], optimizers: Any) -> None:
     saved = [group.name for group in groups]
     live = [str(name) for name in optimizers] if isinstance(optimizers, Mapping) else [None] * len(saved)
     if saved != live:
-        raise _Doubt(
-            "its state goes by positions, and the optimizers are called otherwise, or not by name, on one side."
-        )
+        raise _Doubt("its state goes by positions, and the optimizers have other names, or none, on one side.")
 
 
 def _check_param_names(params: Mapping[str, Any], named: Sequence[str]) -> None:
@@ -208,12 +208,12 @@ def _named(group: Mapping[str, Any], one: Any, module: torch.nn.Module) -> dict[
     names = {id(parameter): name for name, parameter in reversed(list(live_parameters(module)))}
     lists = [list(params["params"]) for params in group["param_groups"]]
     if [len(params) for params in lists] != [len(live["params"]) for live in one.param_groups]:
-        raise _Doubt("its state goes by positions, and the parameters are grouped otherwise here.")
+        raise _Doubt("its state goes by positions, and the parameters are grouped differently here.")
     by_key: dict[str, str] = {}
     for params, live in zip(lists, one.param_groups, strict=True):
         for key, parameter in zip(params, live["params"], strict=True):
             if str(key) in by_key or id(parameter) not in names:
-                raise _Doubt("its state goes by positions, and one position is told twice.")
+                raise _Doubt("its state goes by positions, and one position appears twice.")
             by_key[str(key)] = names[id(parameter)]
             _check_shapes(group, key, parameter)
     for told in group["param_groups"]:

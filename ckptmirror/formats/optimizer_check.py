@@ -97,13 +97,13 @@ def refuse_strays(one: Any, raw: Mapping[Any, Any], keys: Mapping[Any, str], *, 
     for key in (*strays, *covered):
         if not isinstance(key, str) or key in names:
             raise UsageError(
-                f"The optimizer has state under the key {key!r}, which is no parameter's and would not come back.",
+                f"The optimizer has state under the key {key!r}, which is not a parameter's and would not be restored.",
                 hint=_IN_EXTRA,
             )
     if strays and several:
         raise UsageError(
-            f"An optimizer has state under {some(sorted(map(str, strays)))}, which is no parameter's: with several "
-            "optimizers a load could not tell whose it is.",
+            f"An optimizer has state under {some(sorted(map(str, strays)))}, which is not a parameter's: with several "
+            "optimizers, a load could not tell which one it belongs to.",
             hint=_IN_EXTRA,
         )
 

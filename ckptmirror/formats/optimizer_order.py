@@ -1,7 +1,7 @@
 """The order of an optimizer's parameter groups: its state goes by names, what a scheduler keeps goes by positions.
 
 Rules:
-* Groups, or optimizers in a list, may come in another order than they were saved in as long as no scheduler is given
+* Groups, or optimizers in a list, may are not in the order in which they were saved as long as no scheduler is given
   the rates of the others.
 """
 
@@ -33,7 +33,7 @@ def refuse_other_order(
         return
     groups = [_title(group, index) for index, group in enumerate(saved["param_groups"])]
     raise UsageError(
-        "The optimizer's parameter groups come in another order than they were saved in, and a scheduler goes by the "
+        "The optimizer's parameter groups are not in the order in which they were saved, and a scheduler goes by the "
         f"order. Saved: {'; '.join(groups)}. Here: {'; '.join(groups[index] for index in order)}.",
         hint='Build them in the saved order, or load without the scheduler: exclude=("scheduler",).',
     )

@@ -242,7 +242,7 @@ def _plan(
         if not indices and position < len(groups) and not groups[position].get("params"):
             indices = {position}
         if len(indices) != 1:
-            raise _mismatch(f"the parameters of group {position} lie in {len(indices)} saved groups")
+            raise _mismatch(f"the parameters of group {position} are in {len(indices)} saved groups")
         index = indices.pop()
         if extra := sorted(set(groups[index].get("params", ())) - set(found)):
             raise _mismatch(f"saved group {index} also holds {some(extra)}")
@@ -287,7 +287,7 @@ def _apply(
         elif state and parameter.requires_grad:
             lacking.append(str(name))
     if lacking:
-        _log.warning("the save holds no %s state of %s, which begins anew", where, some(lacking))
+        _log.warning("the save holds no %s state of %s, which restarts", where, some(lacking))
 
 
 def _live_names(one: Any, plan: Plan) -> Iterator[tuple[torch.Tensor, str]]:

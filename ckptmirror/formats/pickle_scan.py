@@ -34,7 +34,7 @@ _MAX_KEY_VALUES = 100_000  # of one key; a position of a game or a row of a tabl
 _MAX_KEY_DEPTH = 16  # hashing a tuple recurses in C, without a check
 _FREE_WORK = 10_000_000  # a second; beyond it one for each byte: a key has at least as many as it has values
 _NOTHING: Final = object()  # under a number that nobody gave; a list takes a tenth of what a dict takes
-_SHOWN_BYTES = 1 << 16  # longer texts name nothing, and are passed over
+_SHOWN_BYTES = 1 << 16  # longer texts name nothing, and are skipped
 
 
 class PickleRules:
@@ -193,7 +193,7 @@ class _Scan:
         if not isinstance(arguments, Made) or arguments.kind != "tuple":
             raise IntegrityError(f"The pickle calls something without a tuple at byte {self.at}.")
         if not isinstance(called, Global):
-            raise UnsafePickle(f"It calls what is no global at byte {self.at}.")
+            raise UnsafePickle(f"It calls something that is not a global at byte {self.at}.")
         is_leaf = self.rules.check_call(called, arguments.items)
         made = self.make("object", [] if is_leaf else [called, arguments])
         for argument in arguments.items:

@@ -250,7 +250,7 @@ def _decode_ordered(value: dict[str, Any]) -> OrderedDict[Any, Any]:
 def _carrying(ordered: OrderedDict[Any, Any], metadata: Iterable[Any]) -> OrderedDict[Any, Any]:
     of_modules = OrderedDict((name, dict(of)) for name, of in metadata)
     if any(type(item) not in _VERSIONS for of in of_modules.values() for item in of.values()):
-        raise IntegrityError("The save holds versions of modules that are no numbers nor text.")
+        raise IntegrityError("The save holds versions of modules that are neither numbers nor text.")
     ordered._metadata = of_modules  # type: ignore[attr-defined]  # as torch does it
     return ordered
 

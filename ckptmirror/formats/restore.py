@@ -113,7 +113,7 @@ class Restorer:
         """Give the user's own dict its values; whatever the save lacks stays in it and is reported."""
         saved = self.source.value(path)
         if not isinstance(saved, Mapping):
-            raise IntegrityError(f"The save holds a {type(saved).__name__} in the place of {where}.")
+            raise IntegrityError(f"The save holds a {type(saved).__name__} in place of {where}.")
         for key in in_order(now, saved):
             now[key] = self.restore(now.get(key), (*path, key), f"{where}.{key}")
         for key in [key for key in now if key not in saved]:

@@ -100,7 +100,7 @@ def read_pieces(tree: Any) -> Any:
             if not len(shape) == len(offsets) == len(sizes) or any(
                 o < 0 or o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)
             ):
-                raise ValueError(f"offsets {offsets} and sizes {sizes} do not lie in {shape}")
+                raise ValueError(f"offsets {offsets} and sizes {sizes} are not inside {shape}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise IntegrityError(f"The save holds a broken shard: {error}") from error
         return Piece(Region(shape, offsets, sizes), data)

@@ -6,7 +6,7 @@ Rules:
   so; on fewer ranks, the positions of those that are gone are reported. All else (scheduler, scaler, EMA, the user's
   extra) is shared: a new rank takes rank 0's. Where each rank had an extra of its own after all, that is reported.
 * All that is loaded shares the account of what has its values already: memory may belong to several parts.
-* A part that the save lacks, or that the state here lacks, is reported and logged, never passed over in silence.
+* A part that the save lacks, or that the state here lacks, is reported and logged, never skipped in silence.
 """
 
 from __future__ import annotations

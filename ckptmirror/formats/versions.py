@@ -178,4 +178,4 @@ def _plain(values: Any, name: str) -> dict[str, Any]:
 
 @functools.cache
 def _warn(name: str, keys: str) -> None:
-    _log.warning("the metadata of %s in its state is not saved where it is no number nor text: %s", name, keys)
+    _log.warning("the metadata of %s in its state is not saved unless it is a number or text: %s", name, keys)

@@ -73,7 +73,7 @@ def fsync_file(path: Path) -> None:
     """Make the bytes of one regular file durable; not its name (see :func:`fsync_dir`).
 
     Raises:
-        LocalStorageUnwritable: There is no such file, or a link stands in its place.
+        LocalStorageUnwritable: There is no such file, or a link is in its place.
         IntegrityError: The device failed.
     """
     with explained("make durable", path):

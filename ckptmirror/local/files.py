@@ -109,7 +109,7 @@ def read_limited(path: Path, limit_bytes: int) -> bytes:
     try:
         size_bytes = os.fstat(descriptor).st_size
         if size_bytes > limit_bytes:
-            raise IntegrityError(f"{path} has {size_bytes} bytes; more than {limit_bytes} is not believed.")
+            raise IntegrityError(f"{path} has {size_bytes} bytes; the limit is {limit_bytes}.")
         pieces = []
         remaining = limit_bytes + 1
         while remaining and (piece := os.read(descriptor, min(remaining, size_bytes + 1))):

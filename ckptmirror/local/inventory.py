@@ -138,7 +138,7 @@ def _sort_in(reading: _Reading, name: str) -> None:
     parsed = names.parse_name(name)
     match parsed.role if parsed is not None else None:
         case None:
-            reading.foreign.append(Item(reading.root / name, "not a name of ours"))
+            reading.foreign.append(Item(reading.root / name, "not a name that ckptmirror uses"))
         case "tmp":
             reading.temporaries.append(reading.root / name)
         case "meta":

@@ -91,7 +91,7 @@ def _why_unwritable(path: Path, code: int | None) -> str | None:
         case errno.ENOENT:
             return "the directory it belongs to does not exist"
         case errno.ELOOP:
-            return "a symbolic link stands in its place, and links are not followed"
+            return "a symbolic link is in its place, and links are not followed"
         case errno.EXDEV:
             return "it would have to go to another file system, or it is in one of the lower layers of an overlay"
         case errno.ENAMETOOLONG | errno.EFBIG | errno.EISDIR | errno.ENOTEMPTY | errno.EBUSY:

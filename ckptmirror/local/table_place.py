@@ -65,9 +65,9 @@ def table_path(root: Path, state_dir: Path | None = None) -> Path:
             return inside
         if not Path(note.path).exists():
             raise NoTable(
-                f"The pending-uploads table of {root} lies in {note.path} on {note.host}; there is none here.",
+                f"The pending-uploads table of {root} is in {note.path} on {note.host}; there is none here.",
                 hint="Use the machine that has it. If it is lost, start the trainer with its state_dir: the table is "
-                "made anew, and disk and mirrors are asked.",
+                "rebuilt from disk and mirrors.",
             )
         return Path(note.path)
     wanted = state_dir.absolute() / inside.name
@@ -78,7 +78,7 @@ def table_path(root: Path, state_dir: Path | None = None) -> Path:
     present = Path(note.path) if note is not None else inside
     if present.resolve() != wanted.resolve() and _tells_of(present, root):
         raise ConfigError(
-            f"The pending-uploads table of {root} lies at {present}, not at {wanted}.",
+            f"The pending-uploads table of {root} is at {present}, not at {wanted}.",
             hint=f"Leave state_dir out. To move the table, stop the trainer and move {present}* to {wanted.parent}.",
         )
     return wanted
@@ -123,7 +123,7 @@ def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | No
         table = _open_own(root, path, clock)
     except BrokenTable as error:
         aside = UploadsTable.set_aside(path)
-        _log.error("%s It lies now at %s; its facts are gathered anew from disk and mirrors.", error, aside)
+        _log.error("%s It is now at %s; its facts are gathered again from disk and mirrors.", error, aside)
         table = _open_own(root, path, clock)
     try:
         note_place(root, path)
@@ -187,8 +187,8 @@ def _read_note(root: Path) -> _Note | None:
         return None
     except (ValueError, TypeError, RecursionError, IntegrityError) as error:
         raise ConfigError(
-            f"{path} does not say where the pending-uploads table lies: {error}",
-            hint="Start the trainer with its state_dir, which writes it anew.",
+            f"{path} does not say where the pending-uploads table is: {error}",
+            hint="Start the trainer with its state_dir, which rewrites it.",
         ) from error
     return note
 

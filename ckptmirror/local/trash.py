@@ -60,7 +60,7 @@ def _below_root(root: Path, path: Path) -> Path:
     try:
         below = path.relative_to(root)
     except ValueError:
-        raise UsageError(f"{path} does not lie below {root}: it is not moved to its trash.") from None
+        raise UsageError(f"{path} is not below {root}: it is not moved to its trash.") from None
     in_control = below.parts[:1] == (names.CONTROL_DIR,)
     if not below.parts or ".." in below.parts or (in_control and (len(below.parts) < 2 or below.parts[1] == "trash")):
         raise UsageError(f"{path} cannot be moved to the trash of {root}.")
@@ -93,7 +93,7 @@ def remove_tree_in_trash(root: Path, path: Path) -> None:
         UsageError: It does not lie in the trash.
     """
     if path.parent != root / names.TRASH_DIR:
-        raise UsageError(f"{path} does not lie in the trash of {root}: it is not deleted.")
+        raise UsageError(f"{path} is not in the trash of {root}: it is not deleted.")
     with _directory(root, names.CONTROL_DIR, "trash") as trash_fd, explained("delete", path):
         if trash_fd is not None:
             _remove(trash_fd, path.name, 0)

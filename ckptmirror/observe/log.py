@@ -32,7 +32,7 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
     events.SaveFailed: (logging.ERROR, "step %(step)d: the save failed and left nothing behind: %(reason)s"),
     events.SaveSkipped: (
         logging.ERROR,
-        "step %(step)d: SKIPPED, the disk has no room for it, and training goes on: %(reason)s; see "
+        "step %(step)d: SKIPPED, the disk has no room for it, and training continues: %(reason)s; see "
         "`ckptmirror status%(at_root)s`",
     ),
     events.EmergencySaved: (
@@ -42,7 +42,7 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
     events.RecordVerified: (logging.DEBUG, "step %(step)d: %(path)s verified on %(mirror)s"),
     events.RecordFailed: (
         logging.ERROR,
-        "step %(step)d: %(path)s on %(mirror)s failed: %(reason)s; mend the cause, then `ckptmirror retry%(at_root)s`",
+        "step %(step)d: %(path)s on %(mirror)s failed: %(reason)s; fix the cause, then `ckptmirror retry%(at_root)s`",
     ),
     events.MirrorCommitted: (logging.INFO, "step %(step)d: complete on %(mirror)s"),
     events.MirrorUnreachable: (logging.WARNING, "%(mirror)s does not take uploads now, trying on: %(reason)s"),
@@ -55,9 +55,9 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
     events.AttemptDecided: (logging.DEBUG, "attempt %(attempt)d starts at step %(step)s from %(place)s"),
     events.AttemptEnded: (logging.INFO, "attempt %(attempt)d ended: %(status)s, %(pending)d files pending"),
     events.Fenced: (logging.DEBUG, "attempt %(attempt)d is fenced: %(reason)s"),
-    events.StageStarted: (logging.INFO, "step %(step)d: %(size_bytes)d bytes are brought from %(mirror)s"),
-    events.StageFinished: (logging.INFO, "step %(step)d: brought from %(mirror)s in %(duration_s).2f s, verified"),
-    events.StageFailed: (logging.WARNING, "step %(step)d: could not be brought from %(mirror)s: %(reason)s"),
+    events.StageStarted: (logging.INFO, "step %(step)d: %(size_bytes)d bytes are being staged from %(mirror)s"),
+    events.StageFinished: (logging.INFO, "step %(step)d: staged from %(mirror)s in %(duration_s).2f s, verified"),
+    events.StageFailed: (logging.WARNING, "step %(step)d: could not be staged from %(mirror)s: %(reason)s"),
     events.CopyBroken: (logging.DEBUG, "step %(step)d: the copy in %(place)s is broken: %(reason)s"),
     events.StopRequested: (logging.DEBUG, "rank %(rank)d acts on a request to stop: %(reason)s"),
     events.StoreCalled: (logging.DEBUG, "%(mirror)s: %(operation)s %(object)s, %(duration_s).3f s %(error)s"),

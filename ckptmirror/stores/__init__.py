@@ -96,7 +96,7 @@ def _read(url: str) -> tuple[ModuleType, str]:
         from ckptmirror.stores.url_mistakes import is_web_address
 
         if is_web_address(url):
-            raise ConfigError("A bucket's web address is no mirror.")
+            raise ConfigError("A bucket's web address is not a mirror.")
     module = _module_for(url)
     return module, str(module.normalise(_with_scheme(url)))
 

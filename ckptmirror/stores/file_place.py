@@ -45,7 +45,7 @@ __all__ = ["LOCK_FILE", "Place", "explained", "fsync_found", "fsync_names", "lin
 LOCK_FILE = ".ckptmirror.lock"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_POLL_S = 0.02
-_MOUNT_HINT = "Is its file system mounted? A mirror that was made anew on purpose needs a URL of its own."
+_MOUNT_HINT = "Is its file system mounted? If you recreated the mirror on purpose, give it a new URL."
 _TYPO_HINT = "Correct the mirror's URL, or mount its file system. The first to save there (a trainer, a push) makes it."
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _PERMANENT = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EXDEV, errno.EFBIG)
@@ -61,7 +61,7 @@ def explained(what: str) -> Iterator[None]:
         if error.errno in _UNWRITABLE:
             raise NotAuthorised(message, hint="Make the mirror's directory accessible to this user.") from error
         if error.errno in _PERMANENT:
-            raise StorePermanent(message, hint="Look for a file or link that stands in the way.") from error
+            raise StorePermanent(message, hint="Look for a file or link in its place.") from error
         raise StoreTemporary(message, hint="Check that the file system is mounted, healthy, and has space.") from error
 
 
@@ -127,7 +127,7 @@ class Place:
             except BucketNotFound:
                 raise error from None
         if expected not in (None, identity):
-            raise self._vanished("another mirror stands in its place")
+            raise self._vanished("another mirror is in its place")
         return identity
 
     @contextmanager
@@ -183,7 +183,7 @@ class Place:
             hint = _MOUNT_HINT
         else:
             known = self._id.decode("ascii", "replace")
-            hint = f"{_MOUNT_HINT} If only {LOCK_FILE} was removed or made anew there, let it hold {known} again."
+            hint = f"{_MOUNT_HINT} If only {LOCK_FILE} was removed or recreated there, write {known} into it again."
         return StoreTemporary(f"The mirror directory {self._root} is not there ({why}): is it mounted?", hint=hint)
 
     def _recognise(self, root: int, make: bool) -> None:
@@ -191,14 +191,14 @@ class Place:
         identity = _read_id(root)
         if identity is None:
             if known is not None:
-                raise self._vanished("a directory without its lock file stands in its place")
+                raise self._vanished("a directory without its lock file is in its place")
             self._refuse_empty_mount_point()
             if not make:
                 return
             self._make_lock_file(root)
             identity = _read_id(root)
         if self._id not in (None, identity):
-            raise self._vanished("another mirror stands in its place")
+            raise self._vanished("another mirror is in its place")
         if identity is not None and re.fullmatch(b"[0-9a-f]{32}", identity):
             self._id = identity
         elif make:

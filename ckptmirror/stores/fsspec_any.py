@@ -204,7 +204,7 @@ class FsspecStore(Store):
         info = self._at(upload.name, None)
         if (info.size_bytes, self._crc32c_of(info)) != (size_bytes, upload.digest.crc32c):
             self.delete(upload.name, generation=info.generation)
-            raise IntegrityError(f"{self.url}/{upload.name}: other bytes arrived than were sent.")
+            raise IntegrityError(f"{self.url}/{upload.name}: the bytes that arrived are not those that were sent.")
         upload.on_progress(size_bytes)
         return info
 

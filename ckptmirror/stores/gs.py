@@ -258,7 +258,7 @@ class GsStore(Store):
     def _compared(self, name: str, resource: Mapping[str, Any], size_bytes: int, crc32c: int) -> ObjectInfo:
         info = self._info(resource)
         if (info.name, info.size_bytes, info.crc32c) != (name, size_bytes, crc32c):
-            raise IntegrityError(f"{self.url}/{name}: the service stored other bytes than were sent.")
+            raise IntegrityError(f"{self.url}/{name}: the service stored bytes other than those sent.")
         return info
 
     def delete(self, name: str, *, generation: int) -> None:

@@ -295,9 +295,9 @@ def read_json(response: http.client.HTTPResponse) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise StoreTemporary("An answer is no JSON: it was cut short, or something between changed it.") from error
+        raise StoreTemporary("An answer is not JSON: it was cut short, or something between changed it.") from error
     if not isinstance(value, dict):
-        raise StoreTemporary("An answer is no JSON object.")
+        raise StoreTemporary("An answer is not a JSON object.")
     return value
 
 

@@ -21,7 +21,7 @@ from ckptmirror.core.errors import ConfigError
 __all__ = ["CA_VARIABLES", "UNTRUSTED_HINT", "ca_bundle", "hint_for", "tls_context", "untrusted"]
 
 CA_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
-UNTRUSTED_HINT = f"Set {CA_VARIABLES[0]} to a file with the certificate of whoever signed the server's."
+UNTRUSTED_HINT = f"Set {CA_VARIABLES[0]} to a file with the certificate that signed the server's."
 
 
 def _named() -> tuple[str, str] | None:

@@ -52,7 +52,7 @@ class RememberingStore(StoreDecorator):
             if found != expected:
                 raise StoreTemporary(
                     f"{self.url} is not the mirror that was used before: is it mounted?",
-                    hint="Mount it. A mirror that was made anew on purpose needs a URL of its own.",
+                    hint="Mount it. If you recreated the mirror on purpose, give it a new URL.",
                 )
             self._is_met = found is not None or self._store.local_directory is None
         return run()

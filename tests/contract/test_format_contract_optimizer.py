@@ -229,7 +229,7 @@ def kept(key: Any, value: int) -> tuple[nn.Linear, Keeping]:
 @pytest.mark.parametrize("key", [("global", 0), 99, 0, "weight"], ids=str)
 def test_state_under_a_key_that_could_not_be_told_is_refused(kind: Kind, key: Any, tmp_path: Path) -> None:
     model, optimizer = kept(key, 3)
-    with pytest.raises(UsageError, match=r"has state under the key .*, which is no parameter's") as refused:
+    with pytest.raises(UsageError, match=r"has state under the key .*, which is not a parameter's") as refused:
         save(kind, tmp_path, TrainState(model=model, optimizer=optimizer))
     assert "extra" in refused.value.hint
     assert list(tmp_path.rglob("*.pt")) == []
@@ -251,7 +251,7 @@ def test_named_state_of_an_only_optimizer_comes_back_and_of_several_is_refused(k
     load(kind, tmp_path, meta, TrainState(model=other, optimizer=fresh))
     assert fresh.state["calls"] == {"n": 3}
     two = [Keeping([model.weight], lr=0.1).keep("calls", 1), Keeping([model.bias], lr=0.1)]
-    with pytest.raises(UsageError, match="state under calls, which is no parameter's: with several"):
+    with pytest.raises(UsageError, match="state under calls, which belongs to no parameter: with several"):
         save(kind, tmp_path, TrainState(model=model, optimizer=two))
 
 

@@ -59,7 +59,7 @@ def test_the_demo_on_a_bucket_removes_what_it_made_and_nothing_else(
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        place = re.search(r"Everything lies under (\S+)\. ", done.stdout)
+        place = re.search(r"Everything is under (\S+)\. ", done.stdout)
         assert place
         assert place[1].startswith(f"{URL}/ckptmirror-demo-")
         assert f"it continued from step 60 of {place[1]}/run" in done.stdout
@@ -151,7 +151,7 @@ def test_an_interrupted_demo_does_not_promise_to_continue_and_says_where_its_obj
     process = start("demo", "--mirror", tmp_path / "nfs", env={"TMPDIR": str(tmp_path)})
     try:
         assert process.stdout is not None
-        found = re.search(r"Everything lies under (\S+)\.", process.stdout.readline())
+        found = re.search(r"Everything is under (\S+)\.", process.stdout.readline())
         assert found
         assert "trains" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
@@ -160,7 +160,7 @@ def test_an_interrupted_demo_does_not_promise_to_continue_and_says_where_its_obj
         process.kill()
     assert process.returncode == 130
     assert "continues" not in stderr
-    said = f"the same command begins anew, elsewhere; what it made may be under {found[1]}, and `rm -r "
+    said = f"the same command starts over, elsewhere; what it made may be under {found[1]}, and `rm -r "
     assert said in stderr.splitlines()[-1]
 
 

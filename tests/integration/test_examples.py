@@ -3,7 +3,7 @@
 Rules:
 * ``<!-- example: name -->`` stands above a block that is run; ``after other`` in it names an example, of another page,
   that is run first. The examples of one page are run in order, in one folder.
-* ``needs program`` at its end names what must be installed; without it the example is passed over.
+* ``needs program`` at its end names what must be installed; without it the example is skipped.
 * ``/tmp/try`` in an example is that folder; its scripts lie there by their name, ``first_run.py``.
 * ``<!-- not run: reason -->`` stands above one that is not.
 * ``<!-- file: path -->`` stands above a file that test_contributing.py puts into a copy of the package.

@@ -18,7 +18,7 @@ def test_no_start_waits_for_it_any_more(tmp_path: Path) -> None:
     (tmp_path / "nfs").mkdir()
     saved_run(tmp_path / "first", (1, 2), gone, left)
     fresh = tmp_path / "fresh"
-    with running(fresh, left) as manager, pytest.raises(StoreTemporary, match="not configured any more") as waits:
+    with running(fresh, left) as manager, pytest.raises(StoreTemporary, match="no longer configured") as waits:
         manager.resume(new_state())
     assert f"`ckptmirror forget-mirror --root {fresh} --url {gone}`" in waits.value.hint
     shutil.rmtree(tmp_path / "nfs" / "gone")

@@ -141,7 +141,7 @@ def test_a_start_at_the_path_of_anothers_checkpoint_is_refused_with_the_way_out(
     saved_run(tmp_path / "other", (1,))
     save_legacy(tmp_path / "old", 200)
     for path, why in (
-        (tmp_path / "other" / "dcp_000001", "does not lie in"),
+        (tmp_path / "other" / "dcp_000001", "is not in"),
         (tmp_path / "old" / "dist_ckpt_000200", "no lineage"),
     ):
         with running(tmp_path / "root") as manager, pytest.raises(UsageError, match=why) as refused:
@@ -266,7 +266,7 @@ def test_the_first_count_of_optimizer_keys_that_loads_wins(tmp_path: Path) -> No
     tree = {**named(model, first, second), "optimizer_2": {"lr_history": [0.1, 0.2]}}
     state, found = load_two(tmp_path / "3", tree, lambda _, one, other: [one, other])
     assert "optimizer" in found.loaded
-    assert any("group 3 is no optimizer's" in line for line in found.missing)
+    assert any("group 3 is not of an optimizer" in line for line in found.missing)
     assert go_on(state.model, *state.optimizer) == go_on(model, first, second)
 
     model, first, second = two_optimizers(0)

@@ -104,10 +104,10 @@ def test_a_mirror_inside_the_root_or_around_it_is_refused_whether_or_not_it_exis
     training_root(root)
     (tmp_path / "alias").symlink_to("outer")
     for inside in (f"{root}/mirror", f"{tmp_path}/alias/root/not/there/yet"):
-        with pytest.raises(ConfigError, match="lies inside the root"):
+        with pytest.raises(ConfigError, match="is inside the root"):
             node_of(root, f"file://{inside}")
     for around in (tmp_path / "outer", tmp_path / "alias"):
-        with pytest.raises(ConfigError, match="lies inside the mirror"):
+        with pytest.raises(ConfigError, match="is inside the mirror"):
             node_of(root, f"file://{around}")
 
 

@@ -45,7 +45,7 @@ def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def about_older(told: pytest.LogCaptureFixture) -> list[str]:
-    return [line for line in told.messages if "of an older writer and has no checksums" in line]
+    return [line for line in told.messages if "is a legacy checkpoint and has no checksums" in line]
 
 
 # -- what is found ----------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_a_step_without_metadata_or_without_a_meta_is_not_advertised(tmp_path: P
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("{", "not JSON"), ("[]", "no JSON object"), ('{"step": "200"}', "its step"), ('{"step": 7}', "7")],
+    [("{", "not JSON"), ("[]", "not a JSON object"), ('{"step": "200"}', "its step"), ('{"step": 7}', "7")],
 )
 def test_a_meta_that_is_broken_or_of_another_step_is_refused(text: str, why: str, tmp_path: Path) -> None:
     save_legacy(tmp_path, 200)
@@ -167,7 +167,7 @@ def test_a_newer_one_that_is_not_whole_is_not_passed_by_in_silence(
         save_legacy(tmp_path, step)
     (tmp_path / "dist_ckpt_000200" / ".metadata").unlink()
     assert resolve_checkpoint_reference(tmp_path).step == 100
-    assert any("passed over" in line and "dist_ckpt_000200" in line for line in told.messages)
+    assert any("skipped" in line and "dist_ckpt_000200" in line for line in told.messages)
 
 
 def test_i2_what_ckptmirror_left_without_its_meta_is_never_an_older_writers(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_start_never_continues_from_an_older_writer_by_itself(tmp_path: Path, 
 
 def test_push_and_ls_and_verify_say_what_it_is(tmp_path: Path) -> None:
     save_legacy(tmp_path / "old", 200)
-    with pytest.raises(CheckpointNotFound, match="dist_ckpt_000200 is of an older writer") as refused:
+    with pytest.raises(CheckpointNotFound, match="dist_ckpt_000200 is a legacy checkpoint") as refused:
         push(tmp_path / "old", f"file://{tmp_path}/mirror")
     assert "manager.load" in refused.value.hint
     assert not (tmp_path / "old" / ".ckptmirror").exists()
@@ -281,5 +281,5 @@ def test_on_a_mirror_it_is_listed_and_not_brought(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "old" / "dist_ckpt_000200", tmp_path / "mirror" / "dist_ckpt_000200")
     assert [(line.step, line.standing) for line in list_checkpoints(url)] == [(200, "older")]
     for reference in (url, f"{url}/dist_ckpt_000200"):
-        with pytest.raises(CheckpointNotFound, match="of an older writer"):
+        with pytest.raises(CheckpointNotFound, match="a legacy checkpoint"):
             resolve_checkpoint_reference(reference)

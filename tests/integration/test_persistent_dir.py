@@ -293,7 +293,7 @@ def test_a_directory_that_was_not_there_any_more_is_said(place: Place) -> None:
         info = manager.resume(new_state())
     assert info is not None
     assert info.step == 3
-    assert any("is a file system not mounted?" in line for line in info.passed_over)
+    assert any("is a mount missing?" in line for line in info.passed_over)
 
 
 def test_nothing_comes_back_where_this_disk_has_something_newer(place: Place) -> None:
@@ -350,7 +350,7 @@ def test_i8_a_persistent_directory_that_fails_takes_nothing_from_the_snapshot(
 
 @pytest.mark.parametrize("inside", ["root/kept", "."])
 def test_a_persistent_directory_that_goes_with_the_root_is_refused(tmp_path: Path, inside: str) -> None:
-    with pytest.raises(ConfigError, match="lie in one another"):
+    with pytest.raises(ConfigError, match="contain one another"):
         CheckpointManager(tmp_path / "root", persistent_dir=tmp_path / inside)
 
 

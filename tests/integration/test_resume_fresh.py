@@ -111,7 +111,7 @@ def test_a_copy_staged_for_evaluation_forbids_step_0_where_no_mirror_is_given(tm
             for path in (root / names.CONTROL_DIR).glob("uploads.db*"):
                 path.unlink()
         stage_checkpoint_step(url, step=1, dest=root, require_kind="model")
-        told = f"{url} is not configured any more" if root.name == "own" else "lacks files of the save"
+        told = f"{url} is no longer configured" if root.name == "own" else "lacks files of the save"
         with running(root) as manager, pytest.raises((RefusedOnlyCopy, StoreTemporary), match=told):
             manager.resume(new_state())
 

@@ -1,4 +1,4 @@
-"""Resume while a mirror is silent, takes nothing or is not configured any more: nothing newer is left behind unseen."""
+"""Resume while a mirror is silent, takes nothing or is no longer configured: nothing newer is left behind unseen."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_mirror_that_is_taken_out_of_the_list_is_missed_like_one_that_is_silen
         handle = manager.save(4, state).wait()
         assert manager._node is not None
         manager._node.wait_mirrored(handle.save_id, 2.0)
-    with running(tmp_path / "first", other) as manager, pytest.raises(StoreTemporary, match="not configured any more"):
+    with running(tmp_path / "first", other) as manager, pytest.raises(StoreTemporary, match="no longer configured"):
         manager.resume(new_state())
 
 

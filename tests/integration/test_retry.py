@@ -92,7 +92,7 @@ def test_of_a_mirror_that_is_none_any_more_it_says_that_nobody_sends(tmp_path: P
     require(root, kept)
     ended = run("retry", "--root", root, "--mirror", gone)
     assert ended.returncode == 0
-    assert f"{gone} is no mirror of {root} any more: nobody sends them" in ended.stderr
+    assert f"{gone} is no longer a mirror of {root}: nothing sends them" in ended.stderr
     with UploadsTable.open(table_path(root), read_only=True) as table:
         assert not table.records(state=RecordState.FAILED)
 
@@ -101,7 +101,7 @@ def test_bad_input_is_a_sentence_a_hint_and_an_exit_code(tmp_path: Path) -> None
     root, _ = make_pending(tmp_path, f"file://{tmp_path}/mirror", 100, 200, kinds=("model",))
     assert_tells(run("retry", "--root", root, "--step", "150"), 3, "knows no save of step 150", "100, 200")
     assert_tells(
-        run("retry", "--root", root, "--mirror", "gs://other/run"), 10, "is no mirror of", "Its mirrors: file:"
+        run("retry", "--root", root, "--mirror", "gs://other/run"), 10, "is not a mirror of", "Its mirrors: file:"
     )
     assert_tells(run("retry", "--root", root, "--mirror", "nothing"), 10, "URL")
     assert_tells(run("retry", "--root", tmp_path / "none"), 10, "no pending-uploads table")

@@ -87,7 +87,7 @@ def test_later_saves_are_superseded_here_and_there_and_nothing_is_deleted(tmp_pa
     ended = run("rewind", "--root", root, "--step", "100")
     assert ended.returncode == 0
     assert [line.split()[:3] for line in ended.stdout.splitlines()] == [
-        ["go", "on", "from"],
+        ["continue", "from", "step"],
         ["supersede", "step", "200"],
         ["supersede", "step", "300"],
     ]
@@ -237,7 +237,7 @@ def test_a_dry_run_prints_the_plan_and_records_nothing(tmp_path: Path) -> None:
     listed = (root / names.ATTEMPTS_NAME).read_bytes()
     ended = run("rewind", "--root", root, "--step", "100", "--dry-run")
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "supersede   step 200" in ended.stdout
+    assert "supersede     step 200" in ended.stdout
     assert (root / names.ATTEMPTS_NAME).read_bytes() == listed
     assert content(tmp_path / "mirror") == there
     assert [path for path in sorted(root.rglob("*")) if "uploads.db" not in path.name] == [
@@ -259,7 +259,7 @@ def test_a_mistyped_mirror_or_root_makes_nothing(tmp_path: Path) -> None:
     new, url = tmp_path / "new", f"file://{tmp_path}/typo"
     assert_tells(run("rewind", "--root", new, "--step", "100", "--mirror", url), 10, "does not exist")
     (tmp_path / "typo").mkdir()
-    with pytest.raises(CheckpointNotFound, match="tells of no run"):
+    with pytest.raises(CheckpointNotFound, match="names no run"):
         rewind(new, 100, mirrors=[url])
     assert not new.exists()
     assert list((tmp_path / "typo").iterdir()) == []

@@ -87,7 +87,7 @@ def test_a_mirror_that_the_table_does_not_know_changes_no_record(tmp_path: Path)
     found = verify(Target(root, (other,)), deep=True)
     assert found.pending_again == 0
     assert pending(root) == set()
-    assert f"{other} is no mirror of {root}: no upload record was changed" in found.notes
+    assert f"{other} is not a mirror of {root}: no upload record was changed" in found.notes
     assert found.saves[1].mend == f"ckptmirror push --root {root} --mirror {other} --step 100"
     mend(found)
     assert verify(Target(mirrors=(other,)), deep=True).saves[-1].verdict.state == "whole"
@@ -119,7 +119,7 @@ def test_an_object_that_was_put_there_anew_and_is_right_is_a_note(tmp_path: Path
     path.write_bytes(data)
     found = verify(Target(root, (url,)), deep=True)
     assert (found.outcome, found.pending_again) == ("whole", 0)
-    assert any("put there anew since they were verified" in note for note in found.notes)
+    assert any("rewritten there since they were verified" in note for note in found.notes)
 
 
 def test_what_a_worker_mended_meanwhile_is_left_alone(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_no_copy_that_was_seen_to_be_damaged_is_named_as_the_good_one(tmp_path: 
     found = verify(Target(root, (url,)), deep=True)
     assert [one.mend for one in found.saves] == ["", ""]
     ended = run("verify", "--root", root, "--mirror", url, "--deep")
-    assert ended.stdout.count("nothing known here mends it") == 2
+    assert ended.stdout.count("no command known here repairs it") == 2
 
 
 def test_broken_metas_are_mended_here_and_there(tmp_path: Path) -> None:

@@ -338,7 +338,9 @@ def may_commit(evidence: Evidence, attempt: str) -> Verdict:
     if counted.silent and attempt not in counted.counting:
         rival = rival_of(evidence, counted, attempt)
         if rival is not None:
-            return Verdict("wait", "a rival may have saved where nobody answers", tuple(counted.silent), rival)
+            return Verdict(
+                "wait", "another root may have saved on a mirror that is silent", tuple(counted.silent), rival
+            )
     if not is_fast_forward(list(counted.known.values()), counted.saves, counted.counting, attempt):
         newest = counted.order.way[0]
         return Verdict("fenced", f"attempt {newest.number} ({newest.id[:8]}) has committed, and did not start from it")
@@ -370,5 +372,5 @@ def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:
     if silent:
         rival = rival_of(evidence, counted, save.attempt)
         if rival is not None:
-            return Verdict("wait", "a rival may have saved where nobody answers", silent, rival)
+            return Verdict("wait", "another root may have saved on a mirror that is silent", silent, rival)
     return may_commit(evidence, save.attempt)

@@ -263,7 +263,7 @@ class _Start:
     def _check_places(self) -> None:
         for row in self._all.rows:
             if row.listed is ListFound.NEWER and row.answers:
-                raise NewerFormat(f"The list of attempts of {row.place} is of a later version: {row.why}")
+                raise NewerFormat(f"The list of attempts of {row.place} was written by a later version: {row.why}")
         told = any(row.answers and row.listed is ListFound.TOLD for row in self._all.mirrors())
         if self._all.disk.listed is ListFound.BROKEN and not told:
             raise BrokenMeta(
@@ -310,7 +310,7 @@ class _Start:
             raise self._none_loaded(repr(self._wish.reference))
         if self._unheard:
             raise explain.not_answering(
-                "Nothing can be seen that the run could be continued from, and it may be where nobody answers; "
+                "There is nothing here to continue the run from, but a mirror that does not answer may have something; "
                 "starting at step 0 might fork the run: ",
                 self._unheard,
             )
@@ -349,11 +349,9 @@ class _Start:
             if decided is not None and _age(one) < _age(decided):
                 continue
             if one.id in saved and one.id not in have:
-                found.append(f"{explain.named(one)} has saved, and nothing of it is there any more")
+                found.append(f"{explain.named(one)} has saved, but nothing of it is left")
             elif one.parent is not None and one.parent.save_id not in self._whole:
-                found.append(
-                    f"{explain.named(one)} continued from step {one.parent.step}, and that save is not there any more"
-                )
+                found.append(f"{explain.named(one)} continued from step {one.parent.step}, but that save is gone")
         return found
 
     # -- rule 4 ----------------------------------------------------------------------------------------------
@@ -499,7 +497,7 @@ class _Start:
         return next((save.step for save in self._counted.saves if save.save_id == outcome.save_id), -1)
 
     def _line(self, outcome: Outcome) -> str:
-        verb = "cannot be brought now: " if outcome.result in _NOT_BROUGHT else ""
+        verb = "cannot be fetched now: " if outcome.result in _NOT_BROUGHT else ""
         return f"step {self._step_of(outcome)} (save {outcome.save_id[:8]}, {outcome.place}): {verb}{outcome.reason}"
 
     # -- rules 6, 8 and 9: may this one be continued from? ---------------------------------------------------
@@ -670,7 +668,7 @@ def _run_to_continue(evidence: Evidence, wish: Wish) -> str | None:
     raise RefusedOnlyCopy(
         f"{row.place} has an emergency snapshot of step {copy.save.step}, and neither this disk nor a mirror says "
         "whether it is of this run.",
-        hint=f"To continue from it give policy={copy.save.save_id[:8]!r}. To begin another run give it a "
+        hint=f"To continue from it, give policy={copy.save.save_id[:8]!r}. To begin another run, give it a "
         "persistent_dir of its own, or policy='scratch' with force=True.",
     )
 

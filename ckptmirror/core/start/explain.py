@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _LACKS_ROOT = re.compile(r"`ckptmirror (rewind|forget-mirror)(?![^`]*--root)")
-NOT_CONFIGURED = "is not configured any more"
+NOT_CONFIGURED = "is no longer configured"
 _REFUSES = "does not accept these credentials"
 
 
@@ -110,7 +110,7 @@ def rival_may_have_saved(
 ) -> StoreTemporary | NotAuthorised:
     """Return the error of a start while another root's attempt may have saved where nobody answers."""
     return not_answering(
-        f"The run was started elsewhere ({named(rival)}), and may have saved since where nobody answers now: ",
+        f"The run was started elsewhere ({named(rival)}), and may since have saved where no mirror answers now: ",
         silent,
         may_go_back=may_go_back,
     )
@@ -145,13 +145,13 @@ def emergency_needs_ranks(step: int, saved_by: int, ranks: int) -> RefusedOnlyCo
 def not_one_run(error: LineageError | str, places: Iterable[str]) -> ConfigError:
     """Return the error of places that tell of several runs, or contradict one another."""
     return ConfigError(
-        f"{', '.join(places)} do not tell of one run: {error}",
+        f"{', '.join(places)} do not belong to one run: {error}",
         hint="Give each run a root, a mirror prefix and a persistent directory of its own.",
     )
 
 
 def unknown_reference(reference: str) -> UsageError:
-    """Return the error of a policy that is no reference."""
+    """Return the error of a policy that is not a reference."""
     return UsageError(
         f"{reference!r} is neither a step, nor 'latest', nor at least 8 digits of a save id.",
         hint="List steps and save ids with `ckptmirror ls`.",
@@ -166,7 +166,7 @@ def missing_step(step: int, order: Lineage) -> CheckpointNotFound:
     if aside:
         return CheckpointNotFound(
             f"Step {step} is off the lineage: training continued from another save.",
-            hint=f"Resume it all the same by its save id: {', '.join(save.save_id[:8] for save in aside)}.",
+            hint=f"Resume it anyway by its save id: {', '.join(save.save_id[:8] for save in aside)}.",
         )
     there_is = f"The nearest are {', '.join(map(str, nearest))}." if nearest else "There is no save at all."
     return CheckpointNotFound(f"There is no save of step {step}. {there_is}")
@@ -183,7 +183,7 @@ def never_step_0(what: Sequence[str], *, asked: bool) -> RefusedOnlyCopy:
     if asked:
         return RefusedOnlyCopy(
             f"Starting at step 0 would leave what is saved behind: {listed}",
-            hint="Add force=True to do it all the same (nothing is deleted), or resume without policy='scratch'.",
+            hint="Add force=True to do it anyway (nothing is deleted), or resume without policy='scratch'.",
         )
     return RefusedOnlyCopy(
         f"There are saves, but none of them can be resumed, and step 0 is never a silent fallback: {listed}",

@@ -88,7 +88,7 @@ def _load(root: Path, found: CheckpointReference, map_location: str) -> LoadedCh
         extra = read_extra(root, meta, map_location)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         # Values that are allowed, in an order that no save has: it is the file, not the caller.
-        raise IntegrityError(f"{found.path} does not hold together: {type(error).__name__}: {error}") from error
+        raise IntegrityError(f"{found.path} is inconsistent: {type(error).__name__}: {error}") from error
     return LoadedCheckpoint(model, optimizer, extra, meta, found.kind)
 
 
@@ -119,7 +119,5 @@ def meta_of(root: Path, found: CheckpointReference) -> Meta:
     """
     meta = local_catalog(root).saves.get(found.save_id or "")
     if meta is None:
-        raise CheckpointNotFound(
-            f"Step {found.step} (save {(found.save_id or '')[:8]}) is not whole in {root} any more."
-        )
+        raise CheckpointNotFound(f"Step {found.step} (save {(found.save_id or '')[:8]}) is no longer whole in {root}.")
     return meta

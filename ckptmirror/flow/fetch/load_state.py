@@ -128,7 +128,7 @@ def load_kind(
 
 def _resolve(root: Path, reference: Reference) -> CheckpointReference:
     if isinstance(reference, bool):
-        raise UsageError(f"{reference!r} is no reference.")
+        raise UsageError(f"{reference!r} is not a reference.")
     if isinstance(reference, int):
         meta, kind = choose(local_catalog(root), reference, staged=True)
         return CheckpointReference(root, meta.step, kind, meta.save_id, main_path(root, meta, kind))

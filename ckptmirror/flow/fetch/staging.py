@@ -296,8 +296,8 @@ class Staging:
             receive(incoming, on_bytes=self._counter(meta.step, incoming))
         except ObjectNotFound as error:
             raise CheckpointNotFound(
-                f"Step {meta.step} was whole on {self._mirror.url} when it was chosen, but is no more: {error}.",
-                hint="It was removed meanwhile, perhaps by retention. List what there is with `ckptmirror ls`.",
+                f"Step {meta.step} was whole on {self._mirror.url} when it was chosen, but no longer is: {error}.",
+                hint="It has since been removed, perhaps by retention. List what there is with `ckptmirror ls`.",
             ) from error
 
     def _found_on_mirror(self, meta: Meta, artifacts: Sequence[Artifact]) -> list[Incoming]:

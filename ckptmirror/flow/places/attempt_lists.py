@@ -80,7 +80,7 @@ def note_met(root: Path, run_id: str, attempts: Sequence[Attempt]) -> None:
         met = merge_attempts(met_here(root, run_id), AttemptList(run_id, tuple(attempts)))
         files.write_bytes(root / names.MET_NAME, attempts_to_bytes(met), save_id=new_id(), replace=True)
     except CkptMirrorError as error:
-        _log.error("the next start will not know that the run went on elsewhere: %s", error)
+        _log.error("the next start will not know that the run continued elsewhere: %s", error)
 
 
 def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[AttemptList | None, int]:
@@ -160,7 +160,7 @@ def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | 
 def not_one_run(root: Path, error: LineageError) -> ConfigError:
     """Return the error of a root and mirrors that tell of several runs."""
     return ConfigError(
-        f"{root} and its mirrors do not tell of one run: {error}",
+        f"{root} and its mirrors do not belong to one run: {error}",
         hint="Give each run a root and a mirror prefix of its own.",
     )
 

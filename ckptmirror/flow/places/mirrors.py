@@ -191,7 +191,9 @@ def set_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> None:
         pushed = [row.url for row in table.mirrors() if row.pushed and row.url not in urls]
     for url, count in left_behind(table, {*urls, *pushed}).items():
         saying(_log, mirror=url).error(
-            "%d files wait for %s, which is no mirror any more: they are not sent until it is one again", count, url
+            "%d files wait for %s, which is no longer a mirror: they are not sent until it is one again",
+            count,
+            url,
         )
     table.set_mirrors([*((spec.url, spec.required) for spec in specs), *((url, False) for url in pushed)], pushed)
 
@@ -230,7 +232,7 @@ class _Memory:
                     f"{self._note} is broken, so it is unknown which place {self._url} was: {error}",
                     hint=f"See that the mirror is mounted, then remove {self._note}.",
                 ) from error
-            _log.warning("%s is broken and is written anew from the pending-uploads table: %s", self._note, error)
+            _log.warning("%s is broken and is rewritten from the pending-uploads table: %s", self._note, error)
             files.write_bytes(self._note, self._sealed(kept), save_id=new_id(), replace=True)
             return kept
 
@@ -275,9 +277,9 @@ def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:
                 f"The mirror {mirror.url} is the root {root} itself, so it would hold no second copy.", hint=_ELSEWHERE
             )
         if chain[0] in there:
-            raise ConfigError(f"The mirror {mirror.url} lies inside the root {root}.", hint=_ELSEWHERE)
+            raise ConfigError(f"The mirror {mirror.url} is inside the root {root}.", hint=_ELSEWHERE)
         if there[0] in chain:
-            raise ConfigError(f"The root {root} lies inside the mirror {mirror.url}.", hint=_ELSEWHERE)
+            raise ConfigError(f"The root {root} is inside the mirror {mirror.url}.", hint=_ELSEWHERE)
         if there[0] in seen:
             raise ConfigError(
                 f"The mirrors {seen[there[0]]} and {mirror.url} are one directory, which would count as two copies.",
@@ -294,7 +296,7 @@ def check_destination(dest: Path, mirror: Mirror) -> None:
     """
     directory = mirror.store.local_directory
     if directory is not None and _chain_of_mirror(directory)[0] in _chain(dest):
-        raise ConfigError(f"{dest} lies in the mirror {mirror.url} itself.", hint="Choose another --dest.")
+        raise ConfigError(f"{dest} is inside the mirror {mirror.url} itself.", hint="Choose another --dest.")
 
 
 _Where = tuple[int, int, tuple[str, ...]]

@@ -68,11 +68,11 @@ def newest_older(root: Path, kind: Kind | None) -> CheckpointReference | None:
     whole = [one for one in found if not one.why]
     if not whole:
         for one in found[:1]:
-            raise CheckpointNotFound(f"{root} holds no checkpoint. {one.path} is of an older writer, but {one.why}.")
+            raise CheckpointNotFound(f"{root} holds no checkpoint. {one.path} is a legacy checkpoint, but {one.why}.")
         return None
     for one in found:
         if one.why and one.step >= max(other.step for other in whole):
-            _log.warning("passed over %s: %s", one.path, one.why)
+            _log.warning("skipped %s: %s", one.path, one.why)
     return _newest(root, kind, whole)
 
 
@@ -94,12 +94,12 @@ def _reference(one: OlderCheckpoint) -> CheckpointReference:
     if not one.is_loadable:
         error = BrokenMeta if one.is_broken else CheckpointNotFound
         raise error(
-            f"{one.path} is of an older writer, and nobody can say whether it is whole: {one.why}.",
+            f"{one.path} is a legacy checkpoint, and it cannot be told whether it is whole: {one.why}.",
             hint=f'If it is, put a meta.json with {{"step": {one.step}}} '
             + ("into it." if one.kind == "dcp" else "beside it."),
         )
     about = f" ({one.why})" if one.why else ""
-    _log.warning("%s is of an older writer and has no checksums%s: it is read as it lies there", one.path, about)
+    _log.warning("%s is a legacy checkpoint and has no checksums%s: it is read as it is", one.path, about)
     return CheckpointReference(one.root, one.step, one.kind, None, one.path)
 
 
@@ -113,7 +113,7 @@ def look_up_older(found: CheckpointReference) -> OlderCheckpoint:
         for one in find_older(found.dir):
             if one.name == found.path.name:
                 return one
-    raise CheckpointNotFound(f"{found.path} is not there any more.")
+    raise CheckpointNotFound(f"{found.path} is gone.")
 
 
 def older_steps(root: Path, kinds: Iterable[Kind]) -> set[int]:
@@ -151,6 +151,6 @@ def older_on_mirror(listed: Iterable[str]) -> list[tuple[int, str]]:
 def not_on_a_mirror(url: str, name: str) -> CheckpointNotFound:
     """Return the error for a reference to what an older writer left on a mirror."""
     return CheckpointNotFound(
-        f"{url}/{name} is of an older writer and has no checksums: nothing of it is brought from a mirror.",
+        f"{url}/{name} is a legacy checkpoint and has no checksums: ckptmirror does not fetch it from a mirror.",
         hint="Copy it to a disk with a tool of your own, and name it there.",
     )

@@ -75,7 +75,7 @@ def locate(reference: str | os.PathLike[str]) -> Located:
         target = os.fspath(path.readlink())
         parsed = names.parse_name(target)
         if parsed is None or parsed.role not in _RESUMABLE:
-            raise CheckpointNotFound(f"{path} points at {target}, which is no checkpoint beside it.")
+            raise CheckpointNotFound(f"{path} points at {target}, which is not a checkpoint beside it.")
         return Located(path.parent, target, parsed, path)
     parsed = _of_a_save(path.name)
     if parsed is not None and parsed.role == "legacy_meta":

@@ -108,7 +108,7 @@ def resolve_checkpoint_reference(
         CheckpointNotFound: There is nothing, or nothing that a valid meta names.
         KindMismatch: It is not of ``require_kind``.
         IntegrityError: It is there, but its meta is broken or a file is missing or of another size.
-        UsageError: It is no reference.
+        UsageError: It is not a reference.
     """
     if isinstance(reference, CheckpointReference):
         found = reference
@@ -153,7 +153,7 @@ def _latest(link: Path, root: Path, target: str, kind: Kind | None) -> Checkpoin
     with contextlib.suppress(CkptMirrorError):
         newest, _ = choose(local_catalog(root), "latest", staged=True)
         if newest.save_id != found.save_id and found.kind != "emergency":
-            saves = (found.step, (found.save_id or "of an older writer")[:8], newest.step, newest.save_id)
+            saves = (found.step, (found.save_id or "legacy")[:8], newest.step, newest.save_id)
             saying(_log, found).warning(
                 "%s names step %d (save %.8s); a reader would take step %d (save %.8s)", link, *saves
             )
@@ -181,7 +181,7 @@ def _named(root: Path, name: str, kind: Kind | None) -> CheckpointReference:
 
     if (found := named_older(root, name, kind)) is not None:
         return found
-    raise CheckpointNotFound(f"No valid meta names {root / name}, so nobody can say whether it is whole.")
+    raise CheckpointNotFound(f"No valid meta names {root / name}, so it cannot be told whether it is whole.")
 
 
 def _stem_of(name: str) -> tuple[int | None, str]:
@@ -265,7 +265,7 @@ def resolve_resume_path(root: Path | str) -> Path | None:
         from ckptmirror.flow.places.older import ADOPT_HINT, find_older
 
         for older in find_older(root)[-1:]:
-            _log.warning("nothing to resume in %s: %s is of an older writer. %s", root, older.path, ADOPT_HINT)
+            _log.warning("nothing to resume in %s: %s is a legacy checkpoint. %s", root, older.path, ADOPT_HINT)
         return None
 
     def rank(key: tuple[int, Kind]) -> tuple[int, int, int, int]:
@@ -380,7 +380,7 @@ def _listed_older(one: OlderCheckpoint) -> ListedCheckpoint:
         (one.kind,),
         "incomplete" if one.why else "older",
         size_bytes=one.size_bytes,
-        why=one.why or "of an older writer, without checksums",
+        why=one.why or "a legacy checkpoint, without checksums",
         metrics=one.meta.metrics,
         place=one.name,
     )

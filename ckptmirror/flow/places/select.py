@@ -194,8 +194,8 @@ def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_f
     for save in strangers(lineage_of(catalog), attempts_of(catalog)):
         if save.step >= meta.step and kind in save.kinds:
             saying(_log, save).warning(
-                "passed over step %d (save %s) in %s: no list there tells of its attempt, which went on elsewhere, or "
-                "was never told; name it by its path if it is right",
+                "skipped step %d (save %s) in %s: no list there has its attempt, which continued elsewhere, or "
+                "was never recorded; name it by its path if it is right",
                 save.step,
                 save.save_id[:8],
                 catalog.place,
@@ -210,7 +210,7 @@ def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_f
             continue
         where = name if name.startswith(catalog.place) else f"{catalog.place}/{name}"
         if not is_asked_for:  # one broken meta keeps nobody from the other steps
-            _log.warning("passed over %s: %s", where, problem.why)
+            _log.warning("skipped %s: %s", where, problem.why)
         elif problem.step == meta.step and problem.meta is None and not problem.hindrance:
             saying(_log, meta).warning(
                 "step %d is taken from the whole save %s; beside it %s is broken (%s): `ckptmirror verify %s` names "
@@ -225,7 +225,7 @@ def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_f
             raise not_readable(where, problem.why, problem.hindrance)
         elif problem.step == meta.step:
             raise IntegrityError(
-                f"The save of step {meta.step} that stands in {catalog.place} is broken ({where}: {problem.why}).",
+                f"The save of step {meta.step} in {catalog.place} is broken ({where}: {problem.why}).",
                 hint="Take it from another mirror, or take an older save of the step with --superseded.",
             )
 
@@ -259,7 +259,7 @@ def _missing(catalog: Catalog, step: int, steps: list[int]) -> CheckpointNotFoun
     aside = [s for s in (*order.superseded, *order.unknown) if s.step == step]
     if aside:
         return CheckpointNotFound(
-            f"Step {step} of {catalog.place} is superseded: training went on from an earlier save.",
+            f"Step {step} of {catalog.place} is superseded: training continued from an earlier save.",
             hint="Ask for it with `--superseded` (superseded=True), or list what is current with `ckptmirror ls`.",
         )
     removed = [t for t in catalog.tombstones.values() if t.step == step]

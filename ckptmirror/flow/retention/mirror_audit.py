@@ -164,7 +164,7 @@ def _ask(table: UploadsTable, mirror: Mirror) -> None:
         forget_verified(table, record, f"{record.object or record.path} is gone from the mirror, or another object now")
     if missed:
         saying(_log, mirror=mirror.url).error(
-            "%d objects that were verified on %s are there no more, and are sent again: %s …",
+            "%d objects that were verified on %s are gone, and are sent again: %s …",
             len(missed),
             mirror.url,
             missed[0].object or missed[0].path,
@@ -187,4 +187,4 @@ def forget_verified(table: UploadsTable, record: UploadRecord, reason: str) -> N
         try:
             table.unverify(one.save_id, one.path, one.mirror, reason)
         except (CheckpointNotFound, IllegalTransition) as error:  # rotated, or found missing by another, meanwhile
-            saying(_log, one).info("%s on %s is no longer to be there: %s", one.path, one.mirror, error)
+            saying(_log, one).info("%s is no longer kept on %s: %s", one.path, one.mirror, error)

@@ -222,7 +222,7 @@ def _why_gone(table: UploadsTable, mirrors: Sequence[Mirror], successor: Meta) -
     required = {mirror.url for mirror in mirrors if mirror.required}
     for there in table.standing(successor.save_id):
         if there.mirror in required and not (there.verified and there.committed):
-            return f"step {successor.step} is not on {there.mirror} any more"
+            return f"step {successor.step} is no longer on {there.mirror}"
     return None
 
 
@@ -260,7 +260,7 @@ def _delete(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) ->
         try:
             found = meta_from_bytes(files.read_limited(meta_path, META_LIMIT_BYTES)).save_id
         except FileNotFoundError:
-            return f"{meta_path.name} went away meanwhile: the next rotation looks what is left"
+            return f"{meta_path.name} has disappeared: the next rotation looks at what is left"
         if found == meta.save_id:
             pointed = _point_latest_elsewhere(root, meta, newest)
             with _put_back_on_failure(root) as moved:
@@ -273,7 +273,7 @@ def _delete(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) ->
                 files.fsync_dir(root)
     if found != meta.save_id:
         table.forget_save(meta.save_id)  # all of it went before the other got its names, and the mirrors have it
-        return f"somebody removed it meanwhile, and another save ({found[:8]}) has its names"
+        return f"somebody has removed it since, and another save ({found[:8]}) has its names"
     empty_trash(root)
     table.forget_save(meta.save_id)
     if not pointed:

@@ -60,4 +60,4 @@ class Rotator:
             except CkptMirrorError as error:
                 _log.error("nothing was rotated: %s", error)
             except Exception:  # noqa: BLE001 - nobody else would see it, and the next rotation may go well
-                _log.exception("nothing was rotated, for a reason that nobody foresaw")
+                _log.exception("nothing was rotated, because of an unexpected error")

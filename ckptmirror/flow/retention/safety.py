@@ -62,7 +62,7 @@ def why_not_same(table: UploadsTable, mirrors: Iterable[Mirror], meta: Meta) -> 
             continue
         records = table.records(save_id=meta.save_id, mirror=mirror.url)
         if {r.path: (r.size_bytes, r.crc32c) for r in records if r.role == "artifact"} != wanted:
-            return f"{mirror.url}: the records are not of the files that lie here"
+            return f"{mirror.url}: the records are not those of the files here"
     return None
 
 
@@ -122,7 +122,7 @@ def _why_object_differs(mirror: Mirror, record: UploadRecord) -> str | None:
         return f"{name} is not the object that was verified (its generation or size changed)"
     crc32c = info.crc32c if info.crc32c is not None else read_back_crc32c(mirror.store, info)
     if crc32c != record.crc32c:
-        return f"{name} has another crc32c than was verified"
+        return f"{name} has a crc32c other than the one that was verified"
     return None
 
 

@@ -112,7 +112,7 @@ def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], 
         table.release_save(meta.save_id)
     except CkptMirrorError as error:  # the save exists: whoever looks next over table and disk releases it
         saying(_log, meta).error(
-            "step %d is committed, but not given to the uploads yet: %s; `ckptmirror drain --root %s` sees to it, or "
+            "step %d is committed, but not handed to the uploads yet: %s; `ckptmirror drain --root %s` does that, or "
             "the next start",
             meta.step,
             error,

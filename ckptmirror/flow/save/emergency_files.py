@@ -98,7 +98,7 @@ def read_note(path: Path) -> Note:
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deep") from error
     if not isinstance(note, dict) or not isinstance(note.get("directory"), str):
-        raise ValueError(f"{path} is no note of an emergency snapshot")
+        raise ValueError(f"{path} is not a note of an emergency snapshot")
     persistent = note.get("persistent_dir")
     return Note(note["directory"], Path(persistent) if isinstance(persistent, str) else None)
 

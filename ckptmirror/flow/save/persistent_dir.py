@@ -73,7 +73,7 @@ def _open(root: Path, directory: Path) -> bool:
     here, there = root.resolve(), directory.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise ConfigError(
-            f"persistent_dir {directory} and root {root} lie in one another.",
+            f"persistent_dir {directory} and root {root} contain one another.",
             hint="Give a directory on a disk that outlives this machine, one for each run.",
         )
     refuse_fuse(directory, what="persistent_dir")
@@ -81,7 +81,7 @@ def _open(root: Path, directory: Path) -> bool:
     files.make_dirs(directory)
     if directory.stat().st_dev == root.stat().st_dev:
         _log.warning(
-            "persistent_dir %s lies on the same disk as root %s, and goes with it: is it mounted?", there, here
+            "persistent_dir %s is on the same disk as root %s, and is lost with it: is it mounted?", there, here
         )
     return is_new
 
@@ -166,7 +166,7 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
     name = meta_paths(meta)[0].partition("/")[0]
     if os.path.lexists(root / name) and (stray := _stray(root, name, meta)) is not None:
         raise DestinationOccupied(
-            f"{root / name} is broken, a whole copy of it lies in {directory}, and it cannot make room: {stray}.",
+            f"{root / name} is broken, a whole copy of it is in {directory}, and it cannot make room: {stray}.",
             hint=f"Move it out of {root / name}, and start again.",
         )
     temporary = root / names.tmp_name(name, meta.save_id)
@@ -198,7 +198,7 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
     with contextlib.suppress(NameTaken):  # it was taken on this disk
         write_note(root, meta.save_id, name, directory)
     empty_trash(root)
-    saying(_log, meta).info("the emergency snapshot of step %d was brought back from %s", meta.step, directory)
+    saying(_log, meta).info("the emergency snapshot of step %d was copied back from %s", meta.step, directory)
 
 
 def _stray(root: Path, name: str, meta: Meta) -> str | None:

@@ -2,7 +2,7 @@
 
 Rules:
 * Nothing is decided here, and nothing is written on a mirror before the claim.
-* What is passed over is in the log, in the events and in ``passed_over``, each thing once.
+* What is skipped is in the log, in the events and in ``passed_over``, each thing once.
 * A note in the root says what is being brought, so that a start that is killed there is continued by the next.
 """
 
@@ -97,9 +97,7 @@ class Bringer:
                 )
                 self._bus.emit(events.MirrorUnreachable(mirror=row.place, reason=row.why))
         if self._node.persistent_is_new and run_of(self.seen.evidence) is not None:
-            self._say(
-                Notice(f"{self._node.persistent_dir}, which was not there and was made: is a file system not mounted?")
-            )
+            self._say(Notice(f"{self._node.persistent_dir}, which did not exist and was created: is a mount missing?"))
 
     @property
     def chosen(self) -> Try | None:
@@ -192,18 +190,18 @@ class Bringer:
         now = {heard.attempt for row in seen.evidence.rows for heard in row.heard if heard.attempt.id not in before}
         if now:
             newest = max(now, key=lambda attempt: (attempt.number, attempt.id))
-            raise StartOver(f"attempt {newest.number} ({newest.id[:8]}) has started meanwhile")
+            raise StartOver(f"attempt {newest.number} ({newest.id[:8]}) has started since")
         move = self._move(seen)
         if isinstance(move, Refuse):
             raise move.error
         if isinstance(chosen, Try) and (not isinstance(move, Try) or move.save.save_id != chosen.save.save_id):
-            raise StartOver(f"step {chosen.save.step} is not the newest any more")
+            raise StartOver(f"step {chosen.save.step} is no longer the newest")
         if isinstance(chosen, Scratch) and not isinstance(move, Scratch):
             raise StartOver("there is a save now")
 
     def start_over(self, why: StartOver) -> None:
         """Look at every place once more, since something appeared."""
-        _log.warning("the start looks at every place once more: %s", why)
+        _log.warning("the start looks at every place again: %s", why)
         self._tried.clear()
         self.seen = self._survey()
 

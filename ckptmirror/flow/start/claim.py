@@ -312,4 +312,4 @@ class DrainConfirmation:
             try:
                 mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
             except PreconditionFailed as error:
-                raise Temporary(f"{mirror.url}/{names.WRITER_NAME} was changed meanwhile.") from error
+                raise Temporary(f"{mirror.url}/{names.WRITER_NAME} has been changed since.") from error

@@ -111,4 +111,4 @@ def _tell(mirror: Mirror, wanted: AttemptList, generation: int) -> None:
     try:
         mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
     except PreconditionFailed as error:
-        raise Temporary(f"{mirror.url}/{names.WRITER_NAME} was changed meanwhile.", hint="Try again.") from error
+        raise Temporary(f"{mirror.url}/{names.WRITER_NAME} has been changed since.", hint="Try again.") from error

@@ -284,7 +284,7 @@ class Node:
             try:  # nobody rotates between the look at the disk and the new records
                 held.enter_context(exclusive(self.root / ROTATE_LOCK_NAME, timeout_s=wait_s))
             except CkptMirrorError as error:
-                _log.warning("no record is mended now: %s", error)
+                _log.warning("no record is repaired now: %s", error)
                 return
             add_missing_records(self.table, self.specs, chosen(self._whole()))
 
@@ -300,8 +300,8 @@ class Node:
         if self.lock.lost and self._take_root_again():
             return
         aside = self._new_table()
-        where = f"It lies now at {aside}" if aside is not None else "Its file is gone"
-        _log.error("%s %s; its facts are gathered anew from disk and mirrors.", error, where)
+        where = f"It is now at {aside}" if aside is not None else "Its file is gone"
+        _log.error("%s %s; its facts are gathered again from disk and mirrors.", error, where)
 
     def _new_table(self) -> Path | None:
         aside = self.table.start_anew()
@@ -403,7 +403,7 @@ class Node:
         if lines and not stopped:
             raise DeadlinePassed(" ".join(lines), hint=f"Run `ckptmirror drain --root {quote(str(self.root))}`.")
         for line in lines:
-            _log.warning("%s `ckptmirror drain --root %s`, or the next start, sees to it.", line, quote(str(self.root)))
+            _log.warning("%s `ckptmirror drain --root %s`or the next start does it.", line, quote(str(self.root)))
 
     def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> dict[str, str]:
         """Wait for the uploads unless the run was stopped; return the mirrors that nobody asked, with why."""

@@ -33,11 +33,11 @@ def settled_policy(root: Path, policy: Policy) -> tuple[str | int, Kind | None]:
 
     found = resolve_checkpoint_reference(policy)
     if found.save_id is None:
-        raise UsageError(f"{found.path} is of an older writer: it is on no lineage to continue.", hint=ADOPT_HINT)
+        raise UsageError(f"{found.path} is a legacy checkpoint, which is on no lineage.", hint=ADOPT_HINT)
     if not isinstance(found.dir, Path) or not _is_same(found.dir, root):
         raise UsageError(
-            f"{policy} does not lie in {root}.",
-            hint="To go back, give its step or its save id: the copy is brought from a mirror. To take over another "
+            f"{policy} is not in {root}.",
+            hint="To go back, give its step or its save id: the copy is fetched from a mirror. To take over another "
             "run's values call manager.load(state, reference=...) after resume.",
         )
     if isinstance(policy, CheckpointReference):

@@ -123,7 +123,7 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
         seen = survey(root, opened, table, read_root_id(root))
     if run_of(seen.evidence) is None:
         where = ", ".join([str(root), *(mirror.url for mirror in opened)])
-        raise CheckpointNotFound(f"{where} tells of no run.", hint="Check --root and --mirror.")
+        raise CheckpointNotFound(f"{where} names no run.", hint="Check --root and --mirror.")
     move = next_move(seen.evidence, Wish(reference))
     if isinstance(move, Refuse):
         raise _with_verb(root, reference, seen, move.error)
@@ -308,7 +308,7 @@ def _table_of(root: Path, named: Sequence[MirrorSpec]) -> Iterator[UploadsTable 
         return
     try:
         if not table.knows_mirrors() and not named:
-            raise ConfigError(f"The table of {root} does not know the mirrors yet.", hint=hint)
+            raise ConfigError(f"The table of {root} does not know its mirrors yet.", hint=hint)
         yield table
     finally:
         table.close()

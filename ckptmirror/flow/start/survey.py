@@ -297,7 +297,7 @@ class _Rows:
     def _dropped_rows(self) -> list[Row]:
         configured = {mirror.url for mirror in self._mirrors}
         return [
-            Row(url, "mirror", Reach.DROPPED, "it is not configured any more", was_required=True)
+            Row(url, "mirror", Reach.DROPPED, "it is no longer configured", was_required=True)
             for url in sorted(self._was_required() - configured)
         ]
 

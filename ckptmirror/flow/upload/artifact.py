@@ -91,16 +91,16 @@ class ArtifactUpload(Sending):
             except PreconditionFailed as error:
                 info = self._store.stat(name)  # an object stands there now, ours perhaps (a lost answer): compared next
                 if info is None:
-                    raise Temporary(f"{name} came and went on {self._context.mirror.url}.") from error
+                    raise Temporary(f"{name} appeared and disappeared on {self._context.mirror.url}.") from error
                 return info
             except IntegrityError as error:
                 self._context.table.set_session(self._claim, None)  # what it holds is not what was committed
                 verify_file(path, digest)  # raises if it is our file that rotted since the commit
-                raise Temporary(f"{self._context.mirror.url} received other bytes than were sent: {error}") from error
+                raise Temporary(f"{self._context.mirror.url} received other bytes than those sent: {error}") from error
         info = self._store.stat(name)
         if info is None:
             self._context.table.set_session(self._claim, None)  # it would answer again that all was received
-            raise Temporary(f"{self._context.mirror.url} received {name}, and does not have it any more.")
+            raise Temporary(f"{self._context.mirror.url} received {name}, and no longer has it.")
         if info.crc32c is None and info.generation == sent.generation:
             return replace(info, crc32c=digest.crc32c)  # such a store's upload() has just read the object back
         return info

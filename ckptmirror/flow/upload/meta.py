@@ -59,7 +59,7 @@ class MetaUpload(Sending):
             try:
                 there, info = self._store.read(name, limit_bytes=META_LIMIT_BYTES)
             except ObjectNotFound as error:
-                raise Temporary(f"{name} came and went on {context.mirror.url}.") from error
+                raise Temporary(f"{name} appeared and disappeared on {context.mirror.url}.") from error
             if info.crc32c is not None and crc32c(there) != info.crc32c:
                 raise Temporary(f"{name} arrived broken from {context.mirror.url}.")  # it may well be ours
             found = _meta_or_none(there)
@@ -74,8 +74,8 @@ class MetaUpload(Sending):
             return
         if meta.partial:
             raise StorePermanent(
-                f"{context.mirror.url} has no meta of step {meta.step}, and what lies here is a part of the save.",
-                hint="Mirror it from where all of it lies.",
+                f"{context.mirror.url} has no meta of step {meta.step}, and only a part of the save is here.",
+                hint="Mirror it from where all of it is.",
             )
         raise StorePermanent(f"Both names for the meta of step {meta.step} are taken on {context.mirror.url}.")
 
@@ -101,7 +101,7 @@ class MetaUpload(Sending):
         try:
             info = self._store.write(info.name, data, if_generation=info.generation, metadata=info.metadata)
         except PreconditionFailed as error:
-            raise Temporary(f"{info.name} on {self._context.mirror.url} was changed meanwhile.") from error
+            raise Temporary(f"{info.name} on {self._context.mirror.url} has been changed since.") from error
         return info, data
 
     def _check_artifacts(self, meta: Meta) -> None:

@@ -90,7 +90,7 @@ def _check(root: Path, table: UploadsTable, configured: set[str], wanted: Sequen
     records: list[UploadRecord] = table.records()
     if unknown := set(wanted) - configured - {record.mirror for record in records}:
         known = ", ".join(sorted(configured)) or "none"
-        raise ConfigError(f"{', '.join(sorted(unknown))} is no mirror of {root}.", hint=f"Its mirrors: {known}.")
+        raise ConfigError(f"{', '.join(sorted(unknown))} is not a mirror of {root}.", hint=f"Its mirrors: {known}.")
     steps = {save.step for save in table.saves()}
     if step is not None and step not in steps:
         nearest = sorted(sorted(steps, key=lambda there: abs(there - step))[:_NEAREST])

@@ -95,6 +95,6 @@ class Sending:
                 except FileNotFoundError as error:
                     raise StorePermanent(f"{path} is gone.", hint="Nothing was deleted by ckptmirror.") from error
                 if meta.save_id != self._record.save_id:
-                    raise IntegrityError(f"{path} names another save than its record.")
+                    raise IntegrityError(f"{path} names a save other than its record does.")
                 return meta
         raise IntegrityError(f"The table has no meta record for save {self._record.save_id[:8]}.")

@@ -197,7 +197,7 @@ class UploadWorkers:
                 if not self._stopping:
                     _log.error("the uploader cannot use its table: %s", error)
             except Exception:  # noqa: BLE001 - a worker that died would leave a queue that only looks alive
-                _log.exception("the uploader met something unforeseen and goes on")
+                _log.exception("the uploader met an unexpected error and continues")
             with self._wake:
                 if self._rounds == rounds and not self._stopping:
                     self._wake.wait(IDLE_S)

@@ -166,7 +166,7 @@ class Table:
         """What is worth knowing of what the table says of a mirror, and is no damage."""
         if self._table is None or not self.knows(mirror.url):
             damaged = any(subject.state() == "damaged" for subject in subjects)
-            why = self._why_not or f"{mirror.url} is no mirror of {self._root}"
+            why = self._why_not or f"{mirror.url} is not a mirror of {self._root}"
             return [f"{why.rstrip('.')}: no upload record was changed"] if damaged else []
         other = [
             record
@@ -183,7 +183,7 @@ class Table:
         first = other[0].object or other[0].path
         return [
             *told,
-            f"{mirror.url}: {len(other)} objects were put there anew since they were verified ({first} …); "
+            f"{mirror.url}: {len(other)} objects were rewritten there since they were verified ({first} …); "
             f"`ckptmirror drain --root {quote(str(self._root))}` verifies them again",
         ]
 

@@ -64,7 +64,7 @@ def named_failures(path: Path) -> Iterator[None]:
 
 
 def _directory(path: Path) -> errors.LocalStorageUnwritable:
-    hint = "Move it away: the next start of the trainer makes the table anew, from disk and mirrors."
+    hint = "Move it away: the next start of the trainer rebuilds the table from disk and mirrors."
     return errors.LocalStorageUnwritable(f"{path} is a directory, not the pending-uploads table.", hint=hint)
 
 
@@ -74,7 +74,7 @@ def foreign_table(path: Path, root: Path, known_root: str, run_id: str) -> error
     if path.is_relative_to(root):
         error.hint = (
             f"If {root} is a copy, move {path.name} and its logs away: the next start of the trainer makes the table "
-            "anew, from disk and mirrors. Only one of the copies can go on."
+            "anew, from disk and mirrors. Only one of the copies can continue."
         )
     return error
 

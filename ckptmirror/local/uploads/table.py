@@ -130,9 +130,9 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
             return
         if any(save.released for save in self.saves()):
             raise Temporary(
-                f"{root} is not the directory that {self.path} tells of, and no run is in it: is it mounted?",
+                f"{root} is not the directory that {self.path} names, and no run is in it: is it mounted?",
                 hint=f"Mount it and start again. If it was emptied on purpose, move {self.path.name} and its logs away "
-                "or set another state_dir: the mirrors are asked anew.",
+                "or set another state_dir: the mirrors are asked again.",
             )
 
     def start_anew(self) -> Path | None:
@@ -203,7 +203,7 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
         try:
             found = self._database.read_fact(f"mirror {url}")
         except BrokenTable as error:
-            hint = "See that the mirror is mounted, then move the table away: the next start makes it anew."
+            hint = "See that the mirror is mounted, then move the table away: the next start rebuilds it."
             raise BrokenTable(error.message, hint=hint) from error
         return None if found is None else str(found)
 

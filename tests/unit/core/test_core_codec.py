@@ -303,7 +303,7 @@ def test_emergency_metas_name_files_of_one_emergency_directory_and_nothing_else(
         ({"created_at_utc": "\0"}, "created_at_utc has characters"),
         (
             {"artifacts": (Artifact("model_000200.pt", ("model",), 0, replace(digest_of(1), blocks=(-1,))),)},
-            "no 32-bit",
+            "not a 32-bit",
         ),
         ({"artifacts": (Artifact("model_000200.pt", ("model",), 0, replace(digest_of(1), crc32c=5)),)}, "combination"),
     ],

@@ -95,7 +95,7 @@ def test_a_broken_newer_save_is_not_passed_by_in_silence(tmp_path: Path, caplog:
         caplog.clear()
         found = find(tmp_path)
         assert "000200" in str(getattr(found, "path", found))
-        assert f"passed over {tmp_path / 'meta_000400.json'}" in caplog.text
+        assert f"skipped {tmp_path / 'meta_000400.json'}" in caplog.text
 
 
 def test_a_broken_save_of_an_attempt_that_no_other_save_tells_of_is_not_passed_by_in_silence(
@@ -105,7 +105,7 @@ def test_a_broken_save_of_an_attempt_that_no_other_save_tells_of_is_not_passed_b
     make_save(tmp_path, 600, attempt=make_attempt(1, first))
     (tmp_path / "extra_000600_rank0.pt").write_bytes(b"cut short")
     assert resolve_checkpoint_reference(tmp_path).step == 300
-    assert "passed over" in caplog.text
+    assert "skipped" in caplog.text
 
 
 def test_a_directory_of_stages_gives_the_kind_that_stands_before_one_that_was_superseded(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_save_of_an_attempt_that_the_list_does_not_tell_of_is_not_passed_by_in
     make_save(tmp_path, 600, attempt=make_attempt(1, first))
     put_attempts(tmp_path, [FIRST_ATTEMPT])
     assert resolve_checkpoint_reference(tmp_path).step == 300
-    assert "passed over step 600" in caplog.text
+    assert "skipped step 600" in caplog.text
 
 
 def test_latest_that_names_an_older_save_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

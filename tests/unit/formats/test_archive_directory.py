@@ -62,30 +62,30 @@ LIES = {
         "directory of the archive is broken",
     ),
     "one of two in 64 bits": (changed(WIDE, NUMBERS, 2, "<H", 8), "directory of the archive is broken"),
-    "a comment": (end(20, "<H", 4), "no archive as torch.save writes it"),
-    "an end on another disk": (end(4, "<H", 1), "no archive as torch.save writes it"),
-    "a directory on another disk": (end(6, "<H", 1), "no archive as torch.save writes it"),
-    "other entries here than in all": (end(8, "<H", 1), "no archive as torch.save writes it"),
+    "a comment": (end(20, "<H", 4), "not an archive as torch.save writes it"),
+    "an end on another disk": (end(4, "<H", 1), "not an archive as torch.save writes it"),
+    "a directory on another disk": (end(6, "<H", 1), "not an archive as torch.save writes it"),
+    "other entries here than in all": (end(8, "<H", 1), "not an archive as torch.save writes it"),
     "fewer entries than there are": (
         changed(end(8, "<H", 1), b"PK\5\6", 10, "<H", 1),
         "holds more than it says",
     ),
-    "a directory that does not lie at its end": (with_a_gap(), "does not lie at its end"),
+    "a directory that is not at its end": (with_a_gap(), "is not at its end"),
     "a wide end that begins otherwise": (end_64(0, "<I", 0), "directory of the archive is broken"),
     "a wide end of another length": (end_64(4, "<Q", 45), "directory of the archive is broken"),
     "a wide end on another disk": (end_64(16, "<I", 1), "directory of the archive is broken"),
     "a wide directory on another disk": (end_64(20, "<I", 1), "directory of the archive is broken"),
     "other entries here than in all, wide": (end_64(24, "<Q", 1), "directory of the archive is broken"),
-    "a locator that points elsewhere": (changed(MANY, b"PK\6\7", 8, "<Q", 0), "does not lie at its end"),
+    "a locator that points elsewhere": (changed(MANY, b"PK\6\7", 8, "<Q", 0), "is not at its end"),
     "a name without the archive's directory": (
         archive(Record("data.pkl", pickled(number(1))), top=""),
-        "does not lie in the archive's directory",
+        "is not in the archive's directory",
     ),
     "names in two directories": (
         archive(Record("data.pkl", pickled(number(1))), Record("version", b"3", top="b/")),
-        "does not lie in the archive's directory",
+        "is not in the archive's directory",
     ),
-    "a name that is no text": (HONEST.replace(b"archive/version", b"archive/versio\xff"), "no whole archive"),
+    "a name that is no text": (HONEST.replace(b"archive/version", b"archive/versio\xff"), "not a whole archive"),
     "a record that reaches into the directory": (
         changed(changed(HONEST, b"PK\1\2", 20, "<I", 40, last=True), b"PK\1\2", 24, "<I", 40, last=True),
         "past the end of the archive",
@@ -117,7 +117,7 @@ def test_records_that_share_some_bytes_are_refused() -> None:
     longer = struct.pack("<II", 40, 40)  # the first reaches into the second
     data = data[: first + 20] + longer + data[first + 28 :]
     assert second > first
-    with pytest.raises(IntegrityError, match="lie in one place"):
+    with pytest.raises(IntegrityError, match="are in one place"):
         check_archive_stream(io.BytesIO(data))
 
 
@@ -133,7 +133,7 @@ def test_a_file_that_becomes_shorter_meanwhile_is_refused() -> None:
             data = super().read(size)
             return data[:-3] if data.startswith(b"PK\1\2") else data
 
-    with pytest.raises(IntegrityError, match="no whole archive"):
+    with pytest.raises(IntegrityError, match="not a whole archive"):
         check_archive_stream(Shrinking(HONEST))
 
 

@@ -152,7 +152,7 @@ def _saved(value: Any) -> bytes:
         (pt(tensor(storage("0", 100), [10**9], [1]), s0=b"\0" * 400, sx=b"\0" * 1000), "ends at value"),
         (with_record(Record("data/0", b"\0" * 10**6, deflated=True), 10**6), "compressed"),
         (_saved(torch.eye(3).to_sparse()), "sparse tensor"),
-        (b"\x80\x02" + called("posix", "system", text("touch owned")) + b".", "no archive"),
+        (b"\x80\x02" + called("posix", "system", text("touch owned")) + b".", "not an archive"),
     ],
     ids=["bytearray", "shape", "bomb", "sparse", "pickle"],
 )

@@ -48,7 +48,7 @@ BROKEN = {
     "no end": (b"", "broken at byte"),
 }
 UNSAFE = {
-    "a call of what is no global": (b"])R", "calls what is no global"),
+    "a call of what is no global": (b"])R", "calls something that is not a global"),
     "a wide key": (dict_of((WIDE, number(1))), TOO_MUCH_OF_A_KEY),
     "a deep key": (dict_of((DEEP, number(1))), TOO_MUCH_OF_A_KEY),
     "a deep key, set alone": (b"}" + DEEP + b"K\x01s", TOO_MUCH_OF_A_KEY),
@@ -155,8 +155,8 @@ def test_a_tensor_is_one_value_only_if_nothing_hangs_on_it(what: str) -> None:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (tensor(number(1), [1], [1]), "over something that is no storage"),
-        (tensor(b"]", [1], [1]), "over something that is no storage"),
+        (tensor(number(1), [1], [1]), "over something that is not a storage"),
+        (tensor(b"]", [1], [1]), "over something that is not a storage"),
         (tensor(storage("0", 1), [1], [1, 1]), "a shape that is none"),
         (tensor(storage("0", 1), [-1], [1]), "a shape that is none"),
         (tensor(storage("0", 1), [1], [1]).replace(tuple_(number(1)), tuple_(text("x"))), "a shape that is none"),
@@ -166,9 +166,9 @@ def test_a_tensor_is_one_value_only_if_nothing_hangs_on_it(what: str) -> None:
         (storage("0", -1), "says that storage '0' has -1 values"),
         (storage("1", 1), "names a storage '1' that the archive does not hold"),
         (tuple_(text("storage"), global_("torch", "F"), text("0"), text("cpu"), b"N") + b"Q", "names a storage '0'"),
-        (tuple_(text("storage"), global_("torch", "F"), text("0"), text("cpu")) + b"Q", "that is no storage"),
-        (tuple_(text("module"), global_("torch", "F"), text("0"), text("cpu"), b"N") + b"Q", "that is no storage"),
-        (tuple_(text("storage"), text("torch.F"), text("0"), text("cpu"), number(1)) + b"Q", "that is no storage"),
+        (tuple_(text("storage"), global_("torch", "F"), text("0"), text("cpu")) + b"Q", "that is not a storage"),
+        (tuple_(text("module"), global_("torch", "F"), text("0"), text("cpu"), b"N") + b"Q", "that is not a storage"),
+        (tuple_(text("storage"), text("torch.F"), text("0"), text("cpu"), number(1)) + b"Q", "that is not a storage"),
         (called("torch._tensor", "_rebuild_from_type_v2", b"N", b"N", b")"), "rebuilds a tensor from nothing"),
         (
             called(

@@ -222,7 +222,7 @@ def test_reading_is_limited_and_follows_no_link(tmp_path: Path):
     (tmp_path / "f").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("f")
     assert files.read_limited(tmp_path / "f", 5) == b"12345"
-    for path, why in ((tmp_path / "f", "5 bytes; more than 4"), (tmp_path / "link", "link"), (tmp_path, "regular")):
+    for path, why in ((tmp_path / "f", "5 bytes; the limit is 4"), (tmp_path / "link", "link"), (tmp_path, "regular")):
         with pytest.raises(IntegrityError, match=why):
             files.read_limited(path, 4)
     with pytest.raises(FileNotFoundError):

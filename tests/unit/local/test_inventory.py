@@ -212,7 +212,10 @@ def test_every_other_thing_is_sorted_by_what_it_is(tmp_path: Path):
         "model_000200.pt.1f0c9a2e.tmp",
         "status.json.1f0c9a2e.tmp",
     ]
-    assert whys(found.foreign) == {"notes.tmp": "not a name of ours", "model_200.pt": "not a name of ours"}
+    assert whys(found.foreign) == {
+        "notes.tmp": "not a name that ckptmirror uses",
+        "model_200.pt": "not a name that ckptmirror uses",
+    }
     assert [path.name for path in found.trash] == ["old"]
     assert sorted(path.name for path in found.legacy) == ["dist_ckpt_000100", "meta.json"]
 

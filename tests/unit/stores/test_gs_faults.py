@@ -212,7 +212,7 @@ def test_a_write_whose_answer_describes_other_bytes_is_asked_again(
     prefix = store.url.split("/", 3)[3]
     other = {"name": f"{prefix}/x", "size": "4", "generation": "5", "crc32c": "AAAAAA=="}
     server.faults([Fault(operation="upload.multipart", status=200, body=json.dumps(other), times=2)])
-    with pytest.raises(StoreTemporary, match="other bytes"):
+    with pytest.raises(StoreTemporary, match="bytes other than those sent"):
         store.write("x", b"ours", if_generation=0)
 
     def store_it(_delay_s: float) -> None:  # the answer was wrong, but the bytes had arrived

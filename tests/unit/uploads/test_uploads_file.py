@@ -145,7 +145,7 @@ def test_a_corrupt_file_is_refused_with_what_happens_next_and_can_be_set_aside(t
     with pytest.raises(BrokenTable) as caught:
         UploadsTable.open(path, create=True)
     assert caught.value.exit_code == 6
-    assert "anew" in caught.value.hint or "builds a new one" in caught.value.hint
+    assert "rebuilds" in caught.value.hint or "builds a new one" in caught.value.hint
     aside = UploadsTable.set_aside(path)
     assert aside.read_bytes() == content
     with UploadsTable.open(path, create=True) as table:

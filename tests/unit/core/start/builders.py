@@ -192,7 +192,7 @@ def silent(place: str, why: str = "503", **more: object) -> Row:
 
 
 def dropped(place: str, *, was_required: bool = True) -> Row:
-    """Return the row of a mirror that is not configured any more."""
+    """Return the row of a mirror that is no longer configured."""
     return Row(place, "mirror", Reach.DROPPED, was_required=was_required)
 
 

@@ -133,7 +133,7 @@ REFERENCES = [
     ),
     *(
         Case(
-            f"{word!r} is no reference",
+            f"{word!r} is not a reference",
             [disk([a], saved=[a100])],
             refuses(UsageError, "neither a step", "ckptmirror ls"),
             Wish(word),
@@ -271,9 +271,9 @@ TRIED = [
         [went_wrong(second, "disk", Result.UNREADABLE)],
     ),
     Case(
-        "a copy that cannot be brought now gives way to another copy of it",
+        "a copy that cannot be fetched now gives way to another copy of it",
         [disk([a]), mirror(M, [a], [a100, a200]), mirror(N, [a], [a100, a200])],
-        tries(a200, N, says="cannot be brought now: a bit flipped"),
+        tries(a200, N, says="cannot be fetched now: a bit flipped"),
         tried=[went_wrong(a200, M, Result.NOT_BROUGHT, error=StoreTemporary("503"))],
     ),
     Case(

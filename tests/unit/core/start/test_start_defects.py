@@ -59,14 +59,14 @@ DEFECTS = [
         refuses(StoreTemporary, O, "step 0 might fork the run"),
     ),
     Case(  # step 0
-        "the whole run is on a required mirror that is not configured any more",
+        "the whole run is on a required mirror that is no longer configured",
         [disk(), mirror(M), dropped(N)],
-        refuses(StoreTemporary, f"{N} is not configured any more", f"ckptmirror forget-mirror --url {N}"),
+        refuses(StoreTemporary, f"{N} is no longer configured", f"ckptmirror forget-mirror --url {N}"),
     ),
     Case(  # 100 was resumed; 500 is on M
         "mirrors [M, N] became [N], which was away while the run went on",
         [disk([a], saved=[a100]), mirror(N, [a, restart], [a100], names_required=(M, N)), dropped(M)],
-        refuses(StoreTemporary, "attempt 1", "may have saved since", M),
+        refuses(StoreTemporary, "attempt 1", "may since have saved", M),
     ),
     Case(  # the same on a new disk, which knows of M by N's list alone
         "mirrors [M, N] became [N] on a new disk",

@@ -52,9 +52,9 @@ FRESH = [
     Case("a list of attempts that never saved", [disk([a]), mirror(M, [a])], step_0()),
     Case("a silent required mirror", [disk(), silent(M)], refuses(StoreTemporary, "step 0 might fork the run", M)),
     Case("a silent optional mirror", [disk(), mirror(M), silent(O)], refuses(StoreTemporary, "fork the run", O)),
-    Case("a mirror that is not configured any more", [disk(), mirror(N), dropped(M)], refuses(StoreTemporary, M)),
+    Case("a mirror that is no longer configured", [disk(), mirror(N), dropped(M)], refuses(StoreTemporary, M)),
     Case(
-        "one that never counted and is not configured any more",
+        "one that never counted and is no longer configured",
         [disk(), mirror(N), dropped(M, was_required=False)],
         step_0(),
     ),
@@ -83,7 +83,7 @@ FRESH = [
     Case(
         "a mirror from which retention removed all there was",
         [disk(), mirror(M, [a], removed=[a100])],
-        refuses(RefusedOnlyCopy, "attempt 0", "has saved, and nothing of it is there any more"),
+        refuses(RefusedOnlyCopy, "attempt 0", "has saved, but nothing of it is left"),
     ),
     Case(
         "a decided start over leaves superseded saves behind, whole or not",
@@ -93,7 +93,7 @@ FRESH = [
     Case(
         "but not what was saved after it",
         [disk([a, over], saved=[a100], completed=[over]), mirror(M, [a, over], removed=[over.save(10)])],
-        refuses(RefusedOnlyCopy, "has saved, and nothing of it is there any more"),
+        refuses(RefusedOnlyCopy, "has saved, but nothing of it is left"),
     ),
     Case(
         "of two first attempts that ran at once the saves of the other do not go without a word",
@@ -169,7 +169,7 @@ LISTS = [
     Case(
         "a mirror of another run is refused",
         [disk([a], saved=[a100]), replace(mirror(M, [a]), run_id=OTHER_RUN)],
-        refuses(ConfigError, "do not tell of one run", f"{M} holds run {OTHER_RUN[:8]}", "a root, a mirror prefix"),
+        refuses(ConfigError, "do not belong to one run", f"{M} holds run {OTHER_RUN[:8]}", "a root, a mirror prefix"),
     ),
     Case(
         "lists that contradict one another are refused",

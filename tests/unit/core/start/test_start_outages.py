@@ -43,7 +43,7 @@ OUTAGES = [
     Case(
         "a copy that somebody staged is not continued from while the mirror is silent",
         [disk(staged=[t200]), silent(M)],
-        refuses(StoreTemporary, "Nothing can be seen that the run could be continued from", M),
+        refuses(StoreTemporary, "There is nothing here to continue the run from", M),
     ),
     Case(
         "saves that somebody copied into a new root are not continued from while the mirror is silent",
@@ -78,7 +78,7 @@ OUTAGES = [
     Case(
         "a rival that is listed where somebody answers may have saved where nobody does",
         [disk([a], saved=[a200]), mirror(M, [a, there_after_a200], [a200]), silent(N)],
-        refuses(StoreTemporary, "started elsewhere (attempt 1", "may have saved since", N),
+        refuses(StoreTemporary, "started elsewhere (attempt 1", "may since have saved", N),
     ),
     Case(
         "a rival of which only an attempt of this root heard is waited for too",
@@ -122,13 +122,13 @@ OUTAGES = [
         "a mirror that was taken out of the configuration is missed like a silent one",
         [disk([a], saved=[a200]), mirror(M, [a, there_after_a200], [a200]), dropped(N)],
         refuses(
-            StoreTemporary, f"{N} is not configured any more", "configured again", f"ckptmirror forget-mirror --url {N}"
+            StoreTemporary, f"{N} is no longer configured", "configured again", f"ckptmirror forget-mirror --url {N}"
         ),
     ),
     Case(
         "it is named where this root goes on",
         [disk([a], saved=[a200]), mirror(M), dropped(N)],
-        tries(a200, says=f"{N} is not configured any more: what it alone holds was not seen"),
+        tries(a200, says=f"{N} is no longer configured: what it alone holds was not seen"),
     ),
     Case(
         "a mirror that counted before and is optional now is missed where it may have what is broken here",
@@ -161,7 +161,7 @@ OPTIONAL = [
     Case(
         "but a newer attempt that nobody who answers has a save of may have saved there",
         [disk(), mirror(M, [theirs, by("b", 1, after=t100, root=THERE)], [t100]), silent(O)],
-        refuses(StoreTemporary, "attempt 1", "may have saved since", O, "policy=<step>"),
+        refuses(StoreTemporary, "attempt 1", "may since have saved", O, "policy=<step>"),
     ),
     Case(
         "and the list that was restored to an older one may be whole there",
