@@ -7,34 +7,19 @@ Rules:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenTable, CheckpointNotFound, NoTable
-from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, told_from_lines, utc_seconds
-from ckptmirror.core.model import Kind
+from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, told_from_lines
+from ckptmirror.core.model import Meta
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.line_file import read_lines
 from ckptmirror.local.table_place import table_path
 from ckptmirror.local.uploads import Transition, UploadsTable
 
-__all__ = ["History", "KnownSave", "read_history"]
-
-
-@dataclass(frozen=True, slots=True)
-class KnownSave:
-    """A save that lies whole under the root.
-
-    Attributes:
-        created_s: Wall clock of its meta, whole seconds since 1970; None if the meta does not say.
-    """
-
-    save_id: str
-    step: int
-    kinds: tuple[Kind, ...]
-    attempt: int
-    created_s: float | None
+__all__ = ["History", "read_history"]
 
 
 @dataclass(frozen=True)
@@ -44,16 +29,16 @@ class History:
     Attributes:
         told: The journal's events, as they were written.
         transitions: The table's, oldest first.
-        saves: The saves on this disk.
+        saves: The metas of the saves that lie whole under the root.
         broken_lines: Lines of the journal that are torn, or of events that this version does not know.
         problems: What could not be read, in sentences.
     """
 
     told: tuple[JournalEntry, ...] = ()
     transitions: tuple[Transition, ...] = ()
-    saves: tuple[KnownSave, ...] = ()
+    saves: tuple[Meta, ...] = ()
     broken_lines: int = 0
-    problems: tuple[str, ...] = field(default=())
+    problems: tuple[str, ...] = ()
 
 
 def read_history(root: Path) -> History:
@@ -75,16 +60,7 @@ def read_history(root: Path) -> History:
         if not told:
             raise
         problems.append(f"The history of uploads is not in it: {error}")
-    saves = tuple(
-        KnownSave(
-            save.meta.save_id,
-            save.meta.step,
-            save.meta.kinds,
-            save.meta.attempt.number,
-            utc_seconds(save.meta.created_at_utc),
-        )
-        for save in read_inventory(root).saves
-    )
+    saves = tuple(save.meta for save in read_inventory(root).saves)
     if not (told or transitions or saves):
         raise CheckpointNotFound(
             f"Nothing has happened under {root} yet: no event, no upload and no save.",

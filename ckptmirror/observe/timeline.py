@@ -56,8 +56,8 @@ def build_timeline(history: History) -> Timeline:
     """Lay a history out; it holds at least one event, transition or save with a time."""
     clock = LaidClock(_reading(told) for told in history.told)
     told = sorted(((clock.of(_reading(one)), one) for one in history.told), key=lambda pair: pair[0])
-    walls = [wall for one in history.transitions if (wall := utc_seconds(one.at_utc)) is not None]
-    walls += [save.created_s for save in history.saves if save.created_s is not None]
+    dated = [*(one.at_utc for one in history.transitions), *(meta.created_at_utc for meta in history.saves)]
+    walls = [wall_s for at_utc in dated if (wall_s := utc_seconds(at_utc)) is not None]
     moments = [at_s for at_s, _ in told] + [clock.of_wall(wall_s) for wall_s in walls]
     last_s = max(moments, default=0.0)
     bars = _Building(told, last_s).build()
@@ -101,12 +101,13 @@ def _once_each(bars: list[Bar]) -> list[Bar]:
 
 def _saves_without_events(history: History, clock: LaidClock, known: set[tuple[BarKind, str]]) -> list[Bar]:
     found = []
-    for save in history.saves:
-        kind: BarKind = "emergency" if save.kinds == ("emergency",) else "commit"
-        if save.created_s is not None and (kind, save.save_id) not in known:
-            at_s = clock.of_wall(save.created_s)
+    for meta in history.saves:
+        kind: BarKind = "emergency" if meta.kinds == ("emergency",) else "commit"
+        created_s = utc_seconds(meta.created_at_utc)
+        if created_s is not None and (kind, meta.save_id) not in known:
+            at_s = clock.of_wall(created_s)
             reason = "from the save's meta, to the second"
-            found.append(ended_bar(kind, at_s, step=save.step, save_id=save.save_id, reason=reason))
+            found.append(ended_bar(kind, at_s, step=meta.step, save_id=meta.save_id, reason=reason))
     return found
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from ckptmirror.core import events
 from ckptmirror.core.journal import JournalEntry, utc_text
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.model import Kind
+from ckptmirror.core.model import Kind, Meta
 from ckptmirror.local.uploads import Transition
-from ckptmirror.observe.history import History, KnownSave
+from ckptmirror.observe.history import History
 from tests.kit.saves import save_id_of
 
 START_S = 1_790_000_000.0
@@ -27,7 +27,7 @@ class ToldRun:
     boot_off_s: float = 1000.0
     told: list[JournalEntry] = field(default_factory=list)
     transitions: list[Transition] = field(default_factory=list)
-    saves: list[KnownSave] = field(default_factory=list)
+    saves: list[Meta] = field(default_factory=list)
     _numbers: dict[str, int] = field(default_factory=dict)
 
     def wait(self, duration_s: float) -> ToldRun:

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from ckptmirror.core import events
+from ckptmirror.core.journal import utc_text
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.observe.bars import Bar
-from ckptmirror.observe.history import History, KnownSave
+from ckptmirror.observe.history import History
 from ckptmirror.observe.timeline import Timeline, build_timeline
 from tests.kit.history import KINDS, MIRROR, START_S, ToldRun, long_run
 from tests.kit.saves import save_id_of
+from tests.unit.core.core_builders import a_meta
 
 STATE = RecordState
 ONE, TWO = save_id_of(1), save_id_of(2)
@@ -93,10 +95,10 @@ def test_a_save_of_before_the_journal_is_a_moment_from_its_meta() -> None:
     run = ToldRun()
     run.save(200, TWO)
     run.saves += [
-        KnownSave(ONE, 100, KINDS, 0, START_S - 500),
-        KnownSave(TWO, 200, KINDS, 0, START_S),
-        KnownSave(save_id_of(3), 300, ("emergency",), 0, START_S + 9),
-        KnownSave(save_id_of(4), 400, KINDS, 0, None),
+        a_meta(save_id=ONE, step=100, created_at_utc=utc_text(START_S - 500)),
+        a_meta(save_id=TWO, step=200, created_at_utc=utc_text(START_S)),
+        a_meta(save_id=save_id_of(3), step=300, kinds=("emergency",), created_at_utc=utc_text(START_S + 9)),
+        a_meta(save_id=save_id_of(4), step=400, created_at_utc="some day"),
     ]
     timeline = built(run)
     assert [(bar.step, bar.is_moment) for bar in timeline.of_kind("commit")] == [(100, True), (200, False)]
