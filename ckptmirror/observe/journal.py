@@ -26,13 +26,13 @@ from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, line_of
 from ckptmirror.local.line_file import append_line
 from ckptmirror.local.uploads.lease_clock import BootClock
 from ckptmirror.observe.log import log_failure
+from ckptmirror.observe.seldom import Seldom
 
 __all__ = ["Journal", "bus_with_journal"]
 
 _NOT_WRITTEN = (events.RecordVerified, events.RecordFailed, events.StoreCalled)
 _UNREACHABLE_EVERY_S = 60.0
 _REFUSED_EVERY_S = 3600.0
-_KEYS_KEPT = 1000
 _WAIT_S = 1.0  # for another thread of this process that writes a line
 _log = logging.getLogger("ckptmirror.events")
 
@@ -69,7 +69,7 @@ class Journal:
         self._writer = secrets.token_hex(4)
         self._number = 0
         self._lost = False
-        self._told_at: dict[object, float] = {}
+        self._seldom = Seldom(lambda: self._boot.now_ms() / 1000)
 
     def __call__(self, event: events.Event) -> None:
         """Write one event."""
@@ -108,18 +108,9 @@ class Journal:
 
     def _is_due(self, event: events.Event) -> bool:
         if isinstance(event, events.MirrorUnreachable):
-            return self._once(("unreachable", event.mirror), _UNREACHABLE_EVERY_S)
+            return self._seldom.is_due(("unreachable", event.mirror), _UNREACHABLE_EVERY_S)
         if isinstance(event, events.RotationRefused):
-            return self._once(("refused", event.save_id), _REFUSED_EVERY_S)
-        return True
-
-    def _once(self, key: object, every_s: float) -> bool:
-        now_s = self._boot.now_ms() / 1000
-        if now_s - self._told_at.get(key, -every_s) < every_s:
-            return False
-        if len(self._told_at) >= _KEYS_KEPT:
-            self._told_at.clear()
-        self._told_at[key] = now_s
+            return self._seldom.is_due(("refused", event.save_id), _REFUSED_EVERY_S)
         return True
 
 

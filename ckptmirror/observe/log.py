@@ -17,6 +17,7 @@ from shlex import quote
 
 from ckptmirror.core import events
 from ckptmirror.core.log_fields import fields_of
+from ckptmirror.observe.seldom import Seldom
 
 __all__ = ["LINES", "LogListener", "log_failure"]
 
@@ -74,8 +75,7 @@ class LogListener:
 
     def __init__(self, root: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._at_root = "" if root is None else f" --root {quote(str(root))}"
-        self._clock = clock
-        self._complained: dict[str, float] = {}
+        self._seldom = Seldom(clock)
 
     def __call__(self, event: events.Event) -> None:
         """Log one event."""
@@ -88,16 +88,9 @@ class LogListener:
     def _is_due(self, event: events.Event) -> bool:
         match event:
             case events.RotationRefused():
-                return self._once(f"{event.save_id} {event.reason}")
+                return self._seldom.is_due(f"{event.save_id} {event.reason}", _REPEAT_S)
             case events.MirrorUnreachable():
-                return self._once(event.mirror)
-        return True
-
-    def _once(self, key: str) -> bool:
-        now_s = self._clock()
-        if now_s - self._complained.get(key, -_REPEAT_S) < _REPEAT_S:
-            return False
-        self._complained[key] = now_s
+                return self._seldom.is_due(event.mirror, _REPEAT_S)
         return True
 
 

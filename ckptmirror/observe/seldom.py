@@ -1,0 +1,31 @@
+"""What repeats itself, let through once in a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["Seldom"]
+
+_KEYS_KEPT = 1000
+
+
+class Seldom:
+    """Says of what repeats itself whether it is due again.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last_s: dict[object, float] = {}
+
+    def is_due(self, key: object, every_s: float) -> bool:
+        """Whether ``key`` was not due within the last ``every_s`` seconds; if so, it was due now."""
+        now_s = self._clock()
+        if now_s - self._last_s.get(key, -every_s) < every_s:
+            return False
+        if len(self._last_s) >= _KEYS_KEPT:
+            self._last_s.clear()
+        self._last_s[key] = now_s
+        return True
