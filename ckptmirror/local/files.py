@@ -20,7 +20,6 @@ from ckptmirror.core.errors import IntegrityError
 from ckptmirror.core.names import tmp_name
 from ckptmirror.local import crashpoints, direct_io
 from ckptmirror.local.artifact_writer import ArtifactWriter, create_temporary
-from ckptmirror.local.direct_io import aligned_buffer, kept_buffer
 from ckptmirror.local.directories import (
     absolute_dir,
     fsync_dir,
@@ -31,21 +30,17 @@ from ckptmirror.local.directories import (
     rename_noreplace,
     replace_link,
 )
-from ckptmirror.local.range_file import RangeFile
 from ckptmirror.local.storage_errors import explained
 from ckptmirror.local.trash import empty_trash, move_to_trash, remove_temporaries, remove_tree_in_trash
 
 __all__ = [
     "ArtifactWriter",
     "FileSource",
-    "RangeFile",
     "absolute_dir",
-    "aligned_buffer",
     "empty_trash",
     "fsync_dir",
     "fsync_file",
     "fsync_tree",
-    "kept_buffer",
     "make_dirs",
     "move_to_trash",
     "publish_dir",

@@ -38,6 +38,7 @@ from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.save.commit import stray_below
 from ckptmirror.flow.save.emergency_files import is_emergency, meta_paths, note_path, read_note, write_note
 from ckptmirror.local import files
+from ckptmirror.local.direct_io import kept_buffer
 from ckptmirror.local.file_systems import refuse_fuse
 from ckptmirror.local.hang_guard import beat, hang_guard
 from ckptmirror.local.listing import is_not_readable_now
@@ -214,7 +215,7 @@ def _stray(root: Path, name: str, meta: Meta) -> str | None:
 def _copy(source: Path, target: Path, artifact: Artifact, meta: Meta) -> None:
     """Copy a file; it gets its name only if every byte is as it was saved."""
     with (
-        files.kept_buffer() as buffer,
+        kept_buffer() as buffer,
         files.FileSource(source) as read,
         files.ArtifactWriter(target, meta.save_id) as writer,
     ):

@@ -11,6 +11,7 @@ import pytest
 
 from ckptmirror.core.errors import LocalStorageFull, LocalStorageUnwritable
 from ckptmirror.local import files
+from ckptmirror.local.range_file import RangeFile
 
 SAVE_ID = "1f0c9a2e" + "0" * 24
 
@@ -99,7 +100,7 @@ def test_a_read_only_root_says_so(mounted: Callable[..., Path]):
         lambda: files.make_dirs(place / "a"),
         lambda: files.move_to_trash(place, place / "meta_000100.json"),
         lambda: files.replace_link(place / "latest", "x"),
-        lambda: files.RangeFile(place / "f.tmp", 10),
+        lambda: RangeFile(place / "f.tmp", 10),
         lambda: files.rename_noreplace(place / "meta_000100.json", place / "g"),
     ]
     for attempt in attempts:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core.errors import LocalStorageFull, LocalStorageUnwritable, NameTaken
-from ckptmirror.local.files import RangeFile, aligned_buffer
+from ckptmirror.local.direct_io import aligned_buffer
+from ckptmirror.local.range_file import RangeFile
 
 
 def test_ranges_written_by_many_threads_make_the_file(tmp_path: Path):
