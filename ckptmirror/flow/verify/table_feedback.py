@@ -11,7 +11,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from pathlib import Path
 from shlex import quote
 from types import TracebackType
@@ -40,7 +40,6 @@ class Table:
     def __init__(self, root: Path | None, *, read_only: bool) -> None:
         self._root = root
         self._read_only = read_only
-        self._not_told: list[str] = []
         self._table: UploadsTable | None = None
         self._known: dict[str, bool] = {}
         self._why_not = ""
@@ -128,8 +127,11 @@ class Table:
                 )
         return missed
 
-    def doubt(self, mirror: Mirror, subjects: Sequence[Subject]) -> int:
-        """Make pending again what the table calls verified there and is damaged; return how many records."""
+    def doubt(self, mirror: Mirror, subjects: Sequence[Subject], notes: MutableSequence[str]) -> int:
+        """Make pending again what the table calls verified there and is damaged; return how many records.
+
+        What the mirror did not answer for stays as it is, with a note.
+        """
         if self._table is None or not self.knows(mirror.url):
             return 0
         count = 0
@@ -143,24 +145,16 @@ class Table:
                     reason = f"{record.object or record.path} is damaged on the mirror: {bad[path].why}"
                 else:
                     continue
-                if self._still_stands(mirror, record, subject):
+                try:
+                    stands = _still_stands(mirror, record, subject)
+                except CkptMirrorError as error:
+                    name = record.object or record.path
+                    notes.append(f"{mirror.url}/{name}: its record was not changed, for it could not be asked: {error}")
+                    continue
+                if stands:
                     forget_verified(self._table, record, reason)
                     count += 1
         return count
-
-    def _still_stands(self, mirror: Mirror, record: UploadRecord, subject: Subject) -> bool:
-        """Whether the mirror has, now, what was looked at under the record's name."""
-        name = record.object or record.path
-        try:
-            now, seen = mirror.store.stat(name), subject.objects.get(name)
-        except CkptMirrorError as error:
-            self._not_told.append(
-                f"{mirror.url}/{name}: its record was not changed, for it could not be asked: {error}"
-            )
-            return False
-        if record.role == "meta":
-            return (now is None) == subject.is_missed
-        return (now.generation if now is not None else None) == (seen.generation if seen is not None else None)
 
     def notes_on(self, mirror: Mirror, subjects: Sequence[Subject]) -> list[str]:
         """What is worth knowing of what the table says of a mirror, and is no damage."""
@@ -177,12 +171,10 @@ class Table:
             and (info := subject.objects.get(record.object or record.path)) is not None
             and info.generation != record.generation
         ]
-        told, self._not_told = self._not_told, []
         if not other:
-            return told
+            return []
         first = other[0].object or other[0].path
         return [
-            *told,
             f"{mirror.url}: {len(other)} objects were rewritten there since they were verified ({first} …); "
             f"`ckptmirror drain --root {quote(str(self._root))}` verifies them again",
         ]
@@ -196,6 +188,15 @@ class Table:
         named = {artifact.object_name for artifact in subject.meta.artifacts}
         records = self._table.records(save_id=subject.save_id, mirror=mirror.url, state=RecordState.VERIFIED)
         return [r for r in records if r.role == "artifact" and (r.object or r.path) in named]
+
+
+def _still_stands(mirror: Mirror, record: UploadRecord, subject: Subject) -> bool:
+    """Whether the mirror has, now, what was looked at under the record's name."""
+    name = record.object or record.path
+    now, seen = mirror.store.stat(name), subject.objects.get(name)
+    if record.role == "meta":
+        return (now is None) == subject.is_missed
+    return (now.generation if now is not None else None) == (seen.generation if seen is not None else None)
 
 
 def _path_of(record: UploadRecord, subject: Subject) -> str:

@@ -173,7 +173,7 @@ def verify(
         pending_again = 0
         for mirror in mirrors if target.root is not None else ():
             on_it = [subject for subject in subjects if subject.place == mirror.url]
-            pending_again += table.doubt(mirror, on_it) if deep else 0
+            pending_again += table.doubt(mirror, on_it, notes) if deep else 0
             notes += table.notes_on(mirror, on_it)
         saves = tuple(_verified(subject, subjects, table) for subject in subjects)
     return Verification(deep, saves, tuple(dict.fromkeys(notes)), pending_again)
