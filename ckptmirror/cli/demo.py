@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import click
 
@@ -28,6 +27,7 @@ from ckptmirror.cli._words import size
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.flow.places.resolve import find_local_checkpoint_steps, list_checkpoints
 from ckptmirror.flow.status import read_status
+from ckptmirror.testing import Fault, GcsServerProcess
 
 STEPS = 60
 EVERY = 10
@@ -119,19 +119,13 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _server(folder: Path) -> Iterator[str]:
-    """Run the strict server and yield its URL."""
-    arguments = ["-m", "ckptmirror.testing.gcs", "--port", "0", "--dir", str(folder / "gcs"), "--bucket", BUCKET]
-    with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=log, text=True)
-    try:
-        assert process.stdout is not None
-        url = json.loads(process.stdout.readline())["url"]
-        os.environ["STORAGE_EMULATOR_HOST"] = url
-        yield url
-    finally:
-        process.kill()
-        process.wait()
+def _server(folder: Path) -> Iterator[GcsServerProcess]:
+    """Run the strict server; whatever is started meanwhile talks to it and to nothing else."""
+    with GcsServerProcess(folder / "gcs", buckets=[BUCKET]) as server:
+        os.environ.update(server.environment)
+        for variable in ("NO_PROXY", "no_proxy"):
+            os.environ[variable] = ",".join(filter(None, [os.environ.get(variable), "127.0.0.1"]))
+        yield server
 
 
 class Story:
@@ -139,11 +133,11 @@ class Story:
 
     Args:
         folder: Holds its roots and logs.
-        server: The URL of the strict server; None with a mirror of the user's, which refuses nothing on demand.
+        server: The strict server; None with a mirror of the user's, which refuses nothing on demand.
         place: Where on the user's mirror it works.
     """
 
-    def __init__(self, folder: Path, server: str | None, place: DemoPlace | None = None) -> None:
+    def __init__(self, folder: Path, server: GcsServerProcess | None, place: DemoPlace | None = None) -> None:
         self.folder = folder
         self.server = server
         self.root = folder / "local-ssd"
@@ -179,7 +173,8 @@ class Story:
     def resumed(self, losses: dict[int, str]) -> None:
         """The same command resumes; its losses are those of the undisturbed run."""
         self.say("The same command is started again.")
-        self.refuse_uploads_of(step=40)
+        if self.server is not None:
+            self.server.faults([Fault("upload.*", object="run/model_000040", times=0, status=400)])
         code = self.train("resumed")
         start = self.note("resumed", "start")
         again = self.losses("resumed")
@@ -199,7 +194,7 @@ class Story:
         """Rotation kept the newest two, and the one whose upload failed."""
         self.say("Rotation is set to keep the last two steps.")
         if self.server is not None:
-            self.kept_for_its_failed_upload()
+            self.kept_for_its_failed_upload(self.server)
         self.cli("rotate", "--root", str(self.root), "--keep-last", "2")
         steps = find_local_checkpoint_steps(self.root)
         now = "and now rotation deletes step 40" if self.server is not None else "on disk are the last two"
@@ -207,13 +202,13 @@ class Story:
         on_mirror = sorted({line.step for line in list_checkpoints(self.mirror) if line.standing == "current"})
         self.check(on_mirror == [10, 20, 30, 40, 50, 60], f"the mirror has every step: {on_mirror}")
 
-    def kept_for_its_failed_upload(self) -> None:
+    def kept_for_its_failed_upload(self, server: GcsServerProcess) -> None:
         """Step 40 stays until the mirror has it."""
         steps = find_local_checkpoint_steps(self.root)
         status = read_status(self.root)
         why = next(iter(next(line for line in status.saves if line.step == 40).waiting.values()))
         self.check(steps == [40, 50, 60], f"on disk are {steps}: the last two, and step 40, which is not safe ({why})")
-        self.forgive_uploads()
+        server.clear_faults()
         drained = self.cli("drain", "--root", str(self.root))
         self.check(
             drained.returncode == 0, "the mirror is repaired, `ckptmirror drain` finishes: " + drained.stdout.strip()
@@ -324,23 +319,6 @@ class Story:
                 return
             time.sleep(0.02)
         raise FalseSentence(f"The trainer {name} never came to step {step}; see {name}.log.")
-
-    def refuse_uploads_of(self, step: int) -> None:
-        """Let the server refuse one file of a step, for good; a mirror of the user's refuses nothing."""
-        self.admin("POST", [{"operation": "upload.*", "object": f"run/model_{step:06d}", "times": 0, "status": 400}])
-
-    def forgive_uploads(self) -> None:
-        """Let the server be well again."""
-        self.admin("DELETE", None)
-
-    def admin(self, method: str, script: list[dict[str, Any]] | None) -> None:
-        """Talk to the server's fault script."""
-        if self.server is None:
-            return
-        body = None if script is None else json.dumps(script).encode()
-        request = Request(f"{self.server}/_faults", data=body, method=method)
-        with urlopen(request, timeout=10):
-            pass
 
     def python(self, name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run Python to its end; its stderr goes to a log in the demo's folder."""

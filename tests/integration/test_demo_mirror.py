@@ -21,6 +21,24 @@ DEMO_LIMIT_S = 600.0
 URL = "gs://bucket/team"
 
 
+SERVER_OF_ITS_OWN = """
+import sys
+from pathlib import Path
+from ckptmirror.cli.demo import _server
+from ckptmirror.stores import open_store
+with _server(Path(sys.argv[1])) as server:
+    server.clear_faults()
+    print(list(open_store("gs://demo", retry=False).list()))
+"""
+
+
+def test_the_server_beside_a_demo_is_reached_where_everything_else_goes_through_a_proxy(tmp_path: Path):
+    nowhere = dict.fromkeys(("HTTP_PROXY", "http_proxy"), "http://127.0.0.1:9")
+    script = [sys.executable, "-c", SERVER_OF_ITS_OWN, str(tmp_path)]
+    said = subprocess.run(script, env=clean_environment(**nowhere), capture_output=True, text=True, check=False)
+    assert (said.stdout, said.stderr, said.returncode) == ("[]\n", "", 0)
+
+
 def target_command(target: str, **variables: str) -> list[str]:
     """What a target of the Makefile runs last, with this interpreter."""
     said = subprocess.run(
