@@ -540,7 +540,10 @@ class _Start:
     def _unseen_after(self, save: SaveFacts) -> Attempt | None:
         """Return the newest attempt of rule 9 that is newer than a save's; None if there is none."""
         known, this = self._counted.known, self._counted.known[save.attempt]
-        seen = self._evidence.heard_as(Voice.COUNTS) & known.keys() - self._counted.apart
+        on_mirrors = [heard for row in self._evidence.answering() if row.sort == "mirror" for heard in row.heard]
+        seen = {heard.attempt.id for heard in on_mirrors if Voice.COUNTS in heard.voices}
+        seen |= {one.attempt for one in self._counted.saves}  # a torn snapshot shows nothing of the saves beside it
+        seen &= known.keys() - self._counted.apart
         newer = [
             one
             for one in self._counted.heard.values()

@@ -180,7 +180,8 @@ def mirror(
 
 def kept(*saves: Saved, damaged: Iterable[tuple[Problem, Attempt]] = (), run: str | None = RUN) -> Row:
     """Return what the persistent directory says of one run."""
-    counts = [save.attempt.id for save in saves]
+    damaged = list(damaged)
+    counts = [save.attempt.id for save in saves] + [attempt.id for problem, attempt in damaged if problem.save]
     holds = [(save, Origin.REMOTE) for save in saves]
     return _row(KEPT, "persistent", None, holds, damaged, {}, counts, run_id=run)
 

@@ -32,6 +32,8 @@ t100, t200, t300 = theirs.save(100), theirs.save(200), theirs.save(300)
 here_after_t200 = by("here after", 1, after=t200)
 there_after_a200 = by("there after", 1, after=a200, root=THERE)
 again = by("again", 1, after=a100)
+again_there = by("again there", 1, after=t200, root=THERE)
+torn = broken(again_there.save(300, "emergency"))
 u300 = there_after_a200.save(300)
 
 OUTAGES = [
@@ -117,6 +119,11 @@ OUTAGES = [
         "an attempt that is known to have saved on the silent mirror is not taken for one that never saved",
         [disk([a, again], saved=[a100], staged=[again.save(200)], uploaded=[again]), silent(M)],
         refuses(StoreTemporary, "Step 200, the newest that can be seen, may have come from elsewhere", M),
+    ),
+    Case(
+        "a torn snapshot of an attempt does not stand in for what that attempt saved on a silent optional mirror",
+        [disk(), mirror(M, [theirs, again_there], [t200]), silent(O), kept(damaged=[torn])],
+        refuses(StoreTemporary, "started elsewhere (attempt 1", O),
     ),
     Case(
         "a mirror that was taken out of the configuration is missed like a silent one",
