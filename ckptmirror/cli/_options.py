@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DIRECTORY",
+    "configured_place",
     "json_option",
     "mirror_option",
     "need_mirror",
@@ -195,6 +196,12 @@ def need_mirror(url: str | None, *, to_read: bool) -> MirrorSpec:
             f"{len(known)} mirrors are set: {', '.join(s.url for s in known)}.", hint="Pass --mirror URL."
         )
     return known[0]
+
+
+def configured_place() -> str:
+    """Return the place that a verb reads if none is given: the first mirror set, else the root, else this directory."""
+    known = settings()
+    return known["mirrors"][0].url if known["mirrors"] else str(known["root"] or ".")
 
 
 def print_json(value: dict[str, Any]) -> None:

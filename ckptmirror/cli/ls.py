@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._options import DIRECTORY, json_option, print_json, settings
+from ckptmirror.cli._options import DIRECTORY, configured_place, json_option, print_json
 from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, print_table, standing_style
 from ckptmirror.cli._words import age_text, size
 
@@ -41,7 +41,7 @@ def command(place: str | None, root: Path | None, mirror: str | None, as_json: b
     given = [str(one) for one in (place, root, mirror) if one is not None]
     if len(given) > 1:
         raise click.UsageError("Give one of DIR|URL, --root and --mirror.", click.get_current_context())
-    place = given[0] if given else _place()
+    place = given[0] if given else configured_place()
     listed = list_checkpoints(place)
     if as_json:
         print_json({"place": place, "saves": [_facts(line) for line in listed]})
@@ -62,11 +62,6 @@ def _cells(line: ListedCheckpoint) -> list[Cell]:
         age_text(line.created_at_utc),
         line.why,
     ]
-
-
-def _place() -> str:
-    known = settings()
-    return known["mirrors"][0].url if known["mirrors"] else str(known["root"] or ".")
 
 
 def _facts(line: ListedCheckpoint) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._options import DIRECTORY, json_option, print_json, step_option
+from ckptmirror.cli._options import DIRECTORY, configured_place, json_option, print_json, step_option
 from ckptmirror.cli._progress import progress
 from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, print_table, standing_style
 from ckptmirror.cli._words import size
@@ -51,8 +50,8 @@ def command(
 
     REFERENCE is a directory, a mirror's URL, or one save in either. With --root and --mirror, both are checked; if you
     add --deep, files that are damaged on a mirror of that root become pending again, and are sent once more. Nothing
-    else is changed, and a trainer may be running. Without any of them, it checks the mirror in CKPTMIRROR_MIRROR, else
-    the root in CKPTMIRROR_ROOT, else this directory.
+    else is changed, and a trainer may be running. Without any of them, it checks the first mirror in the
+    settings, else the root in the settings, else this directory.
 
     Exit code 6 means that a current save is damaged.
 
@@ -86,8 +85,7 @@ def _target(reference: str | None, root: Path | None, mirrors: tuple[str, ...]) 
         )
     if root is not None or mirrors:
         return Target(root.absolute() if root is not None else None, mirrors)
-    standing_in = os.environ.get("CKPTMIRROR_MIRROR") or os.environ.get("CKPTMIRROR_ROOT") or "."
-    return target_of(reference if reference is not None else standing_in)
+    return target_of(reference if reference is not None else configured_place())
 
 
 def _print(found: Verification) -> None:

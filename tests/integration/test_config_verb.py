@@ -72,7 +72,9 @@ def test_config_without_a_file_says_so(tmp_path: Path):
     assert (ended.returncode, ended.stderr) == (0, "file: none was found here or above\n")
 
 
-@pytest.mark.parametrize("verb", ["config", "status", "drain", "ls", "timeline", "push", "rotate", "stage --step 1"])
+@pytest.mark.parametrize(
+    "verb", ["config", "status", "drain", "ls", "timeline", "push", "rotate", "verify", "stage --step 1"]
+)
 def test_every_verb_says_what_is_wrong_with_the_file(verb: str, tmp_path: Path):
     folder = write(tmp_path, 'root = "/x"\n\n[retention]\nkeep_lst = 2\n')
     ended = run(*verb.split(), cwd=folder)

@@ -244,13 +244,15 @@ def test_what_is_not_there_is_an_error_and_never_whole(three: tuple[Path, str], 
         verify(target_of(str(root / "model_000400.pt")))
 
 
-def test_the_environment_stands_in_only_where_nothing_is_given(three: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_settings_stand_in_only_where_nothing_is_given(three: tuple[Path, str], tmp_path: Path) -> None:
     root, url = three
     both = {"CKPTMIRROR_MIRROR": url, "CKPTMIRROR_ROOT": str(root)}
     assert json.loads(run("verify", "--json", env=both).stdout)["saves"][0]["place"] == url
     assert json.loads(run("verify", "--json", env={"CKPTMIRROR_ROOT": str(root)}).stdout)["saves"][0]["place"] == str(
         root
     )
+    (tmp_path / "ckptmirror.toml").write_text(f'root = "{root}"\nmirrors = ["{url}"]\n')
+    assert json.loads(run("verify", "--json", cwd=tmp_path).stdout)["saves"][0]["place"] == url
     given = json.loads(run("verify", "--root", root, "--json", env=both).stdout)["saves"]
     assert {save["place"] for save in given} == {str(root)}
     assert_tells(run("verify", root, "--mirror", url), 2, "not both")
