@@ -13,7 +13,7 @@ from ckptmirror.core.names import MAX_STEP
 from ckptmirror.local import files
 from ckptmirror.ranks import StopRequest, node_key_of
 
-__all__ = ["checked_kinds", "checked_step", "node_key", "told_of"]
+__all__ = ["checked_kinds", "checked_step", "node_key", "stop_event"]
 
 
 def node_key(root: Path) -> tuple[str, BaseException | None]:
@@ -25,7 +25,7 @@ def node_key(root: Path) -> tuple[str, BaseException | None]:
         return str(root), error
 
 
-def told_of(stop: StopRequest, rank: int) -> events.StopRequested:
+def stop_event(stop: StopRequest, rank: int) -> events.StopRequested:
     """Return the event of a request to stop."""
     left_s = stop.remaining_s
     if math.isinf(left_s):

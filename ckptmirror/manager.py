@@ -17,7 +17,7 @@ from shlex import quote
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ckptmirror.arguments import checked_kinds, checked_step, node_key, told_of
+from ckptmirror.arguments import checked_kinds, checked_step, node_key, stop_event
 from ckptmirror.core import events
 from ckptmirror.core.errors import CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
 from ckptmirror.core.model import SAVED_KINDS, Kind
@@ -184,7 +184,7 @@ class CheckpointManager:
                 self._specs,
                 self._node.fenced,
                 self._node.on_commit,
-                self._node.renew_table,
+                self._node.recreate_table,
                 self._node.on_skipped,
             )
         import_formats(self.kinds)
@@ -333,7 +333,7 @@ class CheckpointManager:
         stopped = stop is not None and stop.requested
         deadline = time.monotonic() + timeout_s
         if stop is not None and stopped:
-            self.events.emit(told_of(stop, self.ranks.rank))
+            self.events.emit(stop_event(stop, self.ranks.rank))
         try:
             if self._saver is not None:
                 self._saver.end(timeout_s)

@@ -38,8 +38,8 @@ def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
                 "url": done.url,
                 "dry_run": dry_run,
                 "left": list(done.left),
-                "told": list(done.told),
-                "untold": done.untold,
+                "told": list(done.recorded_on),
+                "untold": done.unreachable,
                 "configured": done.is_configured,
             }
         )
@@ -47,7 +47,7 @@ def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
     verb = "would be" if dry_run else "is"
     left = ", ".join(done.left) or "none"
     print(f"{done.url} {verb} no longer a required mirror of the run; its required mirrors: {left}")
-    for one, why in done.untold.items():
+    for one, why in done.unreachable.items():
         print(f"{one} does not answer ({why}); the next start records it there", file=sys.stderr)
     if done.is_configured:
         print(

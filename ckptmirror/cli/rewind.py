@@ -76,7 +76,7 @@ def command(
         rewound = rewind(root, reference, mirrors=mirrors, bus=bus_with_journal(root, "rewind"), on_progress=pace)
         confirm(root, rewound.save_id, plan.places)
     if as_json:
-        print_json(_facts(root, plan, rewound, rewound.told, rewound.untold))
+        print_json(_facts(root, plan, rewound, rewound.recorded_on, rewound.unreachable))
     _tell(root, rewound)
     return 0
 
@@ -97,11 +97,11 @@ def _line(save: SaveFacts) -> str:
 
 
 def _tell(root: Path, rewound: Rewound) -> None:
-    told = f", recorded on {', '.join(rewound.told)}" if rewound.told else ""
+    told = f", recorded on {', '.join(rewound.recorded_on)}" if rewound.recorded_on else ""
     print(
         f"attempt {rewound.attempt} continues from step {rewound.step} ({rewound.save_id[:8]}){told}", file=sys.stderr
     )
-    _warn(rewound.untold)
+    _warn(rewound.unreachable)
     if undo := _undo(root, rewound.before):
         print(f"nothing was deleted; to undo it: `{undo}`", file=sys.stderr)
 

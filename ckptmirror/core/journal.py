@@ -22,8 +22,8 @@ __all__ = [
     "FILE_LIMIT_BYTES",
     "MAX_LINE_BYTES",
     "JournalEntry",
+    "entries_from_lines",
     "line_of",
-    "told_from_lines",
     "utc_moment",
     "utc_seconds",
     "utc_text",
@@ -51,7 +51,7 @@ class JournalEntry:
         at_s: Wall clock, seconds since 1970 in UTC.
         boot: Id of the machine's boot; "unknown" where there is none.
         boot_s: Seconds since that boot.
-        by: What told it: ``trainer`` or the name of a verb.
+        by: Who wrote it: ``trainer`` or the name of a verb.
         writer: 8 hex digits, new for every journal that is opened.
         number: 1, 2, 3 … of its writer; a gap is a line that was lost.
         pid: The process.
@@ -86,18 +86,18 @@ def utc_seconds(text: str) -> float | None:
         return None
 
 
-def line_of(told: JournalEntry) -> bytes:
+def line_of(entry: JournalEntry) -> bytes:
     """Return the line that says it, of at most ``MAX_LINE_BYTES``."""
     line = {
-        "at_utc": utc_text(told.at_s),
-        "boot": told.boot,
-        "boot_ms": round(told.boot_s * 1000),
-        "by": told.by,
-        "pid": told.pid,
-        "writer": told.writer,
-        "number": told.number,
-        "event": type(told.event).__name__,
-        "facts": {field.name: _plain(getattr(told.event, field.name)) for field in fields(told.event)},
+        "at_utc": utc_text(entry.at_s),
+        "boot": entry.boot,
+        "boot_ms": round(entry.boot_s * 1000),
+        "by": entry.by,
+        "pid": entry.pid,
+        "writer": entry.writer,
+        "number": entry.number,
+        "event": type(entry.event).__name__,
+        "facts": {field.name: _plain(getattr(entry.event, field.name)) for field in fields(entry.event)},
     }
     data = json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n"
     if len(data) > MAX_LINE_BYTES:  # texts of letters that JSON spells with six
@@ -114,7 +114,7 @@ def _plain(value: Any) -> Any:
     return [str(one) for one in value[:_MAX_KINDS]] if isinstance(value, tuple) else value
 
 
-def told_from_lines(lines: Iterable[bytes]) -> tuple[list[JournalEntry], int]:
+def entries_from_lines(lines: Iterable[bytes]) -> tuple[list[JournalEntry], int]:
     """Return the events of some lines, in their order and each once, and how many lines are none."""
     found: list[JournalEntry] = []
     seen: set[tuple[str, int]] = set()
@@ -122,16 +122,16 @@ def told_from_lines(lines: Iterable[bytes]) -> tuple[list[JournalEntry], int]:
     for line in lines:
         if not line.strip():
             continue
-        told = _told(line)
-        if told is None:
+        entry = _entry_of(line)
+        if entry is None:
             broken += 1
-        elif (told.writer, told.number) not in seen:  # the files may have changed names between two readings
-            seen.add((told.writer, told.number))
-            found.append(told)
+        elif (entry.writer, entry.number) not in seen:  # the files may have changed names between two readings
+            seen.add((entry.writer, entry.number))
+            found.append(entry)
     return found, broken
 
 
-def _told(line: bytes) -> JournalEntry | None:
+def _entry_of(line: bytes) -> JournalEntry | None:
     try:
         document = json.loads(line) if len(line) <= MAX_LINE_BYTES else None
     except (ValueError, RecursionError):

@@ -25,8 +25,8 @@ __all__ = [
     "counting",
     "delete_command",
     "kinds_to_stage",
-    "mend_command",
     "outcome",
+    "repair_command",
     "standing_if_whole",
     "worst",
 ]
@@ -109,7 +109,7 @@ def delete_command(address: str) -> str:
     return "" if "://" in address else f"rm {quote(address)}"
 
 
-def mend_command(
+def repair_command(
     *,
     step: int,
     kinds: Sequence[Kind],

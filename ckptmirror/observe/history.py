@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenTable, CheckpointNotFound, NoTable
-from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, told_from_lines
+from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, entries_from_lines
 from ckptmirror.core.model import Meta
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.line_file import read_lines
@@ -52,7 +52,7 @@ def read_history(root: Path) -> History:
     lines, problems = read_lines(
         root / names.EVENTS_NAME, older=root / names.OLDER_EVENTS_NAME, limit_bytes=FILE_LIMIT_BYTES
     )
-    told, broken = told_from_lines(lines)
+    told, broken = entries_from_lines(lines)
     transitions: list[Transition] = []
     try:
         transitions = _transitions(root)

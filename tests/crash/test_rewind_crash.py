@@ -71,7 +71,7 @@ def test_a_rewind_killed_anywhere_is_recorded_or_not_and_is_completed_by_the_nex
         assert os.WIFSIGNALED(status), f"point {number} ({points[number - 1]}) was not reached"
         assert os.WTERMSIG(status) == signal.SIGKILL
         check_nothing_is_lost(root, url)
-        assert rewind(root, 100).told == (url,)
+        assert rewind(root, 100).recorded_on == (url,)
         assert standings(root) == standings(url) == AFTER
         assert drain(root, timeout_s=60.0).is_verified
         check_nothing_is_lost(root, url)

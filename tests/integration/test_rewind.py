@@ -49,7 +49,7 @@ def test_the_next_start_goes_on_from_there_and_so_do_all_after_it(tmp_path: Path
     states = saved_run(root, (3, 6, 9), url)
     before = content(root)
     rewound = rewind(root, 3)
-    assert (rewound.step, rewound.place, rewound.told) == (3, "disk", (url,))
+    assert (rewound.step, rewound.place, rewound.recorded_on) == (3, "disk", (url,))
     assert [save.step for save in rewound.fork.superseded] == [6, 9]
     assert content(root).items() >= before.items()
     for _ in range(2):

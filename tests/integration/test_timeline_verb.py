@@ -14,7 +14,7 @@ import pytest
 
 from ckptmirror import Retention, StopRequest
 from ckptmirror.core import names
-from ckptmirror.core.journal import told_from_lines
+from ckptmirror.core.journal import entries_from_lines
 from ckptmirror.local.uploads import RootIdentity, UploadsTable
 from tests.kit.cli import assert_tells, run
 from tests.kit.faults import faulty, refusing
@@ -239,7 +239,7 @@ def test_a_drain_tells_of_the_commits_that_it_made(tmp_path: Path):
     bars = timeline_of(root)["bars"]
     assert steps(bar for bar in bars if bar["kind"] == "upload") == [(100, "done")]
     assert len([bar for bar in bars if bar["kind"] == "mirror_commit"]) == 1
-    found, _ = told_from_lines(control(root, "events.jsonl").read_bytes().splitlines())
+    found, _ = entries_from_lines(control(root, "events.jsonl").read_bytes().splitlines())
     assert {one.by for one in found} == {"drain"}
 
 

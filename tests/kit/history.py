@@ -1,4 +1,4 @@
-"""A run's history made by hand: clocks that are moved, events that are told, transitions as the table keeps them."""
+"""A run's history made by hand: clocks that are moved, entries of the journal, transitions as the table keeps them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ KINDS: tuple[Kind, ...] = ("dcp",)
 
 
 @dataclass
-class ToldRun:
+class WrittenRun:
     """Writes a history; the wall clock may be set, the boot clock only goes on."""
 
     now_s: float = 0.0
     wall_off_s: float = START_S
     boot: str = "boot-1"
     boot_off_s: float = 1000.0
-    told: list[JournalEntry] = field(default_factory=list)
+    entries: list[JournalEntry] = field(default_factory=list)
     transitions: list[Transition] = field(default_factory=list)
     saves: list[Meta] = field(default_factory=list)
     _numbers: dict[str, int] = field(default_factory=dict)
 
-    def wait(self, duration_s: float) -> ToldRun:
+    def wait(self, duration_s: float) -> WrittenRun:
         self.now_s += duration_s
         return self
 
@@ -41,7 +41,7 @@ class ToldRun:
     def tell(self, event: events.Event, writer: str = "w0", by: str = "trainer") -> None:
         self._numbers[writer] = self._numbers.get(writer, 0) + 1
         boot_s = self.now_s + self.boot_off_s
-        self.told.append(JournalEntry(event, self.wall_s, self.boot, boot_s, by, writer, self._numbers[writer], 1))
+        self.entries.append(JournalEntry(event, self.wall_s, self.boot, boot_s, by, writer, self._numbers[writer], 1))
 
     def decide(self, attempt: int, step: int | None = None, writer: str = "w0") -> None:
         place = "" if step is None else "disk"
@@ -97,12 +97,12 @@ class ToldRun:
             self.move(save_id, step, state.UPLOADING, state.VERIFIED, path=path, mirror=mirror)
 
     def history(self) -> History:
-        return History(tuple(self.told), tuple(self.transitions), tuple(self.saves))
+        return History(tuple(self.entries), tuple(self.transitions), tuple(self.saves))
 
 
-def long_run(saves: int, *, ranks: int = 2) -> ToldRun:
+def long_run(saves: int, *, ranks: int = 2) -> WrittenRun:
     """Two attempts with a night between them; one upload that failed, one rotation per save, one that was refused."""
-    run = ToldRun()
+    run = WrittenRun()
     run.decide(1)
     for number in range(1, saves + 1):
         step, save_id = number * 100, save_id_of(number)

@@ -64,7 +64,7 @@ class Histories:
         self._heard = kept(lambda sight: frozenset(rules.count(self._evidence(sight)).heard))
         self._run_of = kept(lambda sight: decide.run_of(self._evidence(sight)))
         self._claimed = kept(self._write_root_list)
-        self._told = kept(self._write_mirror_list)
+        self._listed = kept(self._write_mirror_list)
         self._may_commit = kept(lambda sight, attempt: rules.may_commit(self._evidence(sight), attempt))
         self._may_drain = kept(lambda sight, url, save: rules.may_drain(self._evidence(sight), url, save))
         self._drained = kept(self._list_for_drain)
@@ -83,7 +83,7 @@ class Histories:
         one = frozenset({first.id})
         disk = Disk(first.root, "run 1", listed, URLS, one, uploaded=one, copies=frozenset({made_here(save)}))
         mirror = Mirror("run 1", listed, URLS, frozenset({save}))
-        runs = Actor("1", 0, "runs", AUTO, Choice(None, True, False), "run 1", one, told=one, step=1)
+        runs = Actor("1", 0, "runs", AUTO, Choice(None, True, False), "run 1", one, for_mirrors=one, step=1)
         return State((disk, Disk()), (mirror, mirror), actors=(runs,), started=1)
 
     def steps(self, state: State) -> Iterator[Step]:
@@ -200,7 +200,7 @@ class Histories:
             return
         disk, claim = self._claimed(sight, actor)
         wrong = self._wrong_claim(state, actor.choice) if any(sight.mirrors) else ""
-        claims = actor._replace(phase="claims", known=claim.known, needs=claim.needs, told=claim.told)
+        claims = actor._replace(phase="claims", known=claim.known, needs=claim.needs, for_mirrors=claim.for_mirrors)
         claims = claims._replace(step=step_of(actor.choice.parent))
         if sight.disk.run is None and actor.run == f"run {actor.attempt}":
             claims = claims._replace(unwritten=disk)
@@ -245,7 +245,7 @@ class Histories:
             yield Step(f"{actor.attempt} starts over at {URLS[unasked[0]]}", without(state, actor))
         else:
             index = unasked[0]
-            mirror = self._told(disk, actor, state.mirrors[index])
+            mirror = self._listed(disk, actor, state.mirrors[index])
             after = state._replace(mirrors=put_at(state.mirrors, index, mirror))
             wrong = ""
             if actor.choice.by_person:
@@ -258,7 +258,7 @@ class Histories:
         assert disk.run is not None
         entry = next(one for one in disk.listed if one.id == actor.attempt)
         root_list = AttemptList(disk.run, tuple(in_order(disk.listed)), disk.required)
-        claim = rules.Claim(entry, root_list, known=actor.known, told=actor.told, needs=actor.needs)
+        claim = rules.Claim(entry, root_list, known=actor.known, for_mirrors=actor.for_mirrors, needs=actor.needs)
         told = rules.mirror_list(claim, list_of(mirror))
         return Mirror(told.run_id, self._one_of_each(told.attempts), told.required, mirror.saves)
 
@@ -272,7 +272,7 @@ class Histories:
                 after = put_disk(state, actor.host, disk._replace(met=disk.met | unknown))
                 yield Step(f"{actor.attempt} fenced at {url}", without(after, actor))
             elif actor.attempt not in ids_of(mirror.listed):
-                told = self._told(disk, actor, mirror)
+                told = self._listed(disk, actor, mirror)
                 after = state._replace(mirrors=put_at(state.mirrors, index, told))
                 yield Step(f"{actor.attempt} claims {url} late", after, self._lost(state, after))
             else:

@@ -96,7 +96,7 @@ class Actor(NamedTuple):
     Attributes:
         known: The ids of the attempts that it heard of before it claimed.
         needs: The mirrors that have to take its claim.
-        told: The ids of the attempts that it tells mirrors of.
+        for_mirrors: The ids of the attempts that it adds to the lists of mirrors.
         unwritten: The root's list while a run begins: it is written last.
         commit: What it asked for and was granted: the index of the mirror, and the save.
     """
@@ -110,7 +110,7 @@ class Actor(NamedTuple):
     known: frozenset[str] = frozenset()
     needs: tuple[str, ...] = ()
     step: int = 0
-    told: frozenset[str] = frozenset()
+    for_mirrors: frozenset[str] = frozenset()
     unwritten: Disk | None = None
     commit: tuple[int, SaveFacts] | None = None
 
@@ -198,7 +198,7 @@ def _disk_row(disk: Disk) -> Row:
     return Row(
         DISK,
         "disk",
-        listed=ListFound.TOLD if disk.listed else ListFound.NONE,
+        listed=ListFound.SOUND if disk.listed else ListFound.NONE,
         run_id=disk.run,
         names_required=disk.required,
         heard=tuple(heard),
@@ -224,7 +224,7 @@ def _mirror_row(url: str, mirror: Mirror, was_required: bool) -> Row:
         "mirror",
         required=True,
         was_required=was_required,
-        listed=ListFound.TOLD if mirror.listed else ListFound.NONE,
+        listed=ListFound.SOUND if mirror.listed else ListFound.NONE,
         run_id=mirror.run,
         names_required=mirror.required,
         heard=tuple(

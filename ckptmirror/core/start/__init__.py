@@ -1,1 +1,1 @@
-"""What a start may do: one pure function over what each place says."""
+"""What a start may do: one pure function of what each place reports."""

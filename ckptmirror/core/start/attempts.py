@@ -1,20 +1,22 @@
-"""Which attempts count, whose word is missing, and what may be committed: the rules of claiming a run.
+"""Which attempts count, which mirrors are silent, and what may be committed: the rules for claiming a run.
 
 An attempt *fences* from its claim, and *counts* from its first committed save. Rules, in the order of the code:
 
-1. A place's list tells of attempts. One that is lost or broken is rebuilt from the metas there, all of them. A meta
-   whose attempt a sound list lacks makes a *stranger* of it: never followed unless a person names its save.
-2. A run needs the word of its required mirrors: those of the configuration, those that a list names, and those that
-   counted for the last start of this root. One of them that does not answer, or is not configured, is *silent*.
-3. An attempt counts if a committed save of it is on an answering mirror. A person's attempt counts once every mirror
-   that it had to claim lists it, or this root saw that; while one of those is silent it is *doubtful*.
-4. Attempts that have saves on this disk or in the persistent directory alone count too, and those of which this root's
-   table recorded a save on a mirror that is silent now; oldest first, each only while it is a fast-forward of what
-   counts by then. The others *ran apart*.
-5. A *rival* is an attempt of another root, heard of in whatever way, newer than this root's newest attempt on the way
-   of which a save is committed on a mirror: one that answers shows it, or this root's table recorded it.
-6. A commit on a mirror must be a fast-forward over all answering mirrors, else the attempt is fenced. An attempt that
-   does not count on any mirror yet waits while a mirror is silent and there is a rival.
+1. A place's list names attempts. A lost or broken list is rebuilt from all the metas in that place. If a meta names an
+   attempt that a sound list lacks, the attempt is a *stranger*: a start never follows it unless a person names its
+   save.
+2. A run depends on its required mirrors: those in the configuration, those that a list names, and those that were
+   required at this root's last start. A required mirror that does not answer, or is not configured, is *silent*.
+3. An attempt counts if a mirror that answers has a committed save of it. A person's attempt counts once every mirror
+   that had to take its claim lists it, or this root saw that they all did; while one of them is silent, the attempt is
+   *doubtful*.
+4. Other attempts can count as well: those whose saves exist only on this disk or in the persistent directory, and those
+   whose save this root's table recorded on a mirror that is now silent. They are added oldest first, each only if it is
+   a fast-forward of what counts so far. The rest *ran apart*.
+5. A *rival* is an attempt of another root that any place has heard of, newer than this root's newest attempt on the way
+   that has a committed save on a mirror, as shown by an answering mirror or by this root's table.
+6. A commit on a mirror must be a fast-forward over all answering mirrors, otherwise the attempt is fenced. An attempt
+   that does not yet count on any mirror waits while a mirror is silent and there is a rival.
 """
 
 from __future__ import annotations
@@ -46,17 +48,17 @@ _NOT_CONFIGURED = "it is not configured"
 
 @dataclass(frozen=True)
 class Counted:
-    """What a start, or a commit, takes the run to be.
+    """The state of a run, as a start or a commit sees it.
 
     Attributes:
         known: The attempts that can be followed, by id.
-        heard: Every attempt that any place has heard of, by id.
-        counting: The ids of those that count.
-        apart: The ids of those that have saves here, and do not count.
-        doubtful: A person's attempts of which nobody can tell, because a mirror is silent.
-        silent: The places whose word is needed and missing, with the reason.
-        saves: Every save that can be resumed from in some place.
-        order: Their lineage.
+        heard: Every attempt that any place names, by id.
+        counting: The ids of the attempts that count.
+        apart: The ids of the attempts that have saves here but do not count.
+        doubtful: A person's attempts that may or may not count: a silent mirror would decide.
+        silent: The places that should answer and do not, with the reason.
+        saves: Every save that some place can resume from.
+        order: The lineage of those saves.
     """
 
     known: Mapping[str, Attempt]
@@ -70,16 +72,16 @@ class Counted:
 
     @property
     def strangers(self) -> tuple[SaveFacts, ...]:
-        """The saves whose attempts no list tells of; by step, then save id."""
+        """The saves whose attempts no list names; by step, then save id."""
         return tuple(save for save in (*self.order.superseded, *self.order.unknown) if save.attempt not in self.known)
 
 
 def count(evidence: Evidence, *, mirrors_only: bool = False) -> Counted:
-    """Say which attempts count.
+    """Decide which attempts count.
 
     Args:
-        evidence: Of one run.
-        mirrors_only: Leave out what counts on this disk or in the persistent directory alone: for a commit.
+        evidence: What each place reports of one run.
+        mirrors_only: Leave out attempts that count only on this disk or in the persistent directory. A commit does.
 
     Raises:
         LineageError: The lists contradict one another.
@@ -138,7 +140,7 @@ def _known(rows: Iterable[Row]) -> dict[str, Attempt]:
 
 
 def _named_required(evidence: Evidence) -> list[str]:
-    """Return the mirrors that lists name as required, without those that a person took out of the run."""
+    """Return the mirrors that lists name as required, except those that a person removed from the run."""
     forgotten = {url for row in evidence.rows for url in row.forgets}
     return [url for row in evidence.rows for url in row.names_required if url not in forgotten]
 
@@ -157,7 +159,7 @@ def _silent(evidence: Evidence) -> dict[str, str]:
 def _of_persons(
     evidence: Evidence, known: Mapping[str, Attempt], silent: Mapping[str, str]
 ) -> tuple[set[str], tuple[Attempt, ...]]:
-    """Rule 3, of a person's attempts: those that count, and those of which nobody can tell."""
+    """Rule 3 for a person's attempts: return those that count, and those that are doubtful."""
     completed = {one for row in evidence.answering() for one in _ids(row, Voice.COMPLETED)}
     counting: set[str] = set()
     doubtful: list[Attempt] = []
@@ -168,7 +170,7 @@ def _of_persons(
             counting.add(attempt.id)
             continue
         asked = [row for row in evidence.mirrors() if row.answers and row.place in attempt.required]
-        can_tell = [row for row in asked if row.listed is ListFound.TOLD]
+        can_tell = [row for row in asked if row.listed is ListFound.SOUND]
         if all(attempt.id in _ids(row, Voice.CLAIMED) for row in can_tell):
             if silent.keys() & set(attempt.required):
                 doubtful.append(attempt)
@@ -178,7 +180,7 @@ def _of_persons(
 
 
 def facts_of_rows(rows: Iterable[Row]) -> list[SaveFacts]:
-    """Return the saves that can be resumed from in any of these places, each in all kinds that one of them has."""
+    """Return the saves that any of these places can resume from, each with all kinds that some place has."""
     return _merged(copy.save for row in rows for copy in row.copies)
 
 
@@ -194,19 +196,19 @@ def _merged(saves: Iterable[SaveFacts]) -> list[SaveFacts]:
 
 
 def is_own(evidence: Evidence, attempt: Attempt) -> bool:
-    """Whether this root made an attempt: its entry says so, or, of an older list, a save that was made here."""
+    """Whether this root made an attempt: its entry names the root, or (in an older list) a save of it was made here."""
     if attempt.root:
         return attempt.root == evidence.root
     return attempt.id in _ids(evidence.disk, Voice.COUNTS)
 
 
 def rival_of(evidence: Evidence, counted: Counted, attempt: str) -> Attempt | None:
-    """Return the newest attempt that may have gone on elsewhere (rule 5); None if there is none.
+    """Return the newest attempt that may have continued elsewhere (rule 5); None if there is none.
 
     Args:
-        evidence: Of one run.
-        counted: What :func:`count` said of it.
-        attempt: The id of the one whose save is to be continued, or committed.
+        evidence: What each place reports of one run.
+        counted: What :func:`count` returned for it.
+        attempt: The id of the attempt whose save should be continued from, or committed.
     """
     saved = {one for row in evidence.mirrors() for one in _ids(row, Voice.COUNTS)} | _ids(evidence.disk, Voice.UPLOADED)
     ours: Attempt | None = counted.heard.get(attempt)
@@ -225,30 +227,31 @@ class Claim:
 
     Attributes:
         attempt: The new entry.
-        root_list: What the list of this root is to hold.
-        known: The ids of all attempts that were heard of: one that is not among them fences.
-        told: The ids of those that mirrors are told of. An attempt of this root that died before its first save is
-            none of them, unless a mirror has it; nor is a person's that does not count: its own claim alone enters it.
-        needs: The mirrors that have to take the claim, else the start gives up; the others may be told later.
+        root_list: The new list of this root.
+        known: The ids of all attempts that any place named. Any other attempt fences this one.
+        for_mirrors: The ids of the attempts that mirrors' lists should name. An attempt of this root that died before
+            its first save is not among them, unless a mirror already lists it; nor is a person's attempt that does not
+            count, since only its own claim adds it.
+        needs: The mirrors that must take the claim, or the start fails. The others can take it later.
     """
 
     attempt: Attempt
     root_list: AttemptList
     known: frozenset[str]
-    told: frozenset[str]
+    for_mirrors: frozenset[str]
     needs: tuple[str, ...]
 
 
 def claim_from(
     evidence: Evidence, attempt: Attempt, run_id: str, *, needs_all: bool, adopted: Sequence[Attempt] = ()
 ) -> Claim:
-    """Say what a start has to write.
+    """Work out what a start has to write.
 
     Args:
-        evidence: What it chose by.
+        evidence: What the start based its choice on.
         attempt: The new attempt without its number, root and required mirrors.
-        run_id: Of the run, or of a new one.
-        needs_all: Whether every required mirror has to take the claim.
+        run_id: The id of the run, or a new one.
+        needs_all: Whether every required mirror must take the claim.
         adopted: Strangers that a person decided to continue from.
 
     Raises:
@@ -272,7 +275,7 @@ def claim_from(
     on_mirrors = {heard.attempt.id for row in evidence.mirrors() for heard in row.heard if not heard.attempt.by_person}
     return Claim(
         attempt=entry,
-        told=frozenset({entry.id, *on_mirrors, *counted.counting, *(one.id for one in adopted)}),
+        for_mirrors=frozenset({entry.id, *on_mirrors, *counted.counting, *(one.id for one in adopted)}),
         root_list=merge_attempts(known, AttemptList(run_id, (entry,))),
         known=frozenset({one.id for one in (*heard.attempts, *known.attempts)} | {entry.id}),
         needs=required if needs_all else (),
@@ -280,19 +283,19 @@ def claim_from(
 
 
 def mirror_list(claim: Claim, there: AttemptList | None) -> AttemptList:
-    """Return what a mirror's list is to hold after the claim: all that it is told of."""
-    told = tuple(one for one in claim.root_list.attempts if one.id in claim.told)
-    ours = replace(claim.root_list, attempts=told, completed=())
+    """Return the list that a mirror should hold after the claim."""
+    listed = tuple(one for one in claim.root_list.attempts if one.id in claim.for_mirrors)
+    ours = replace(claim.root_list, attempts=listed, completed=())
     return merge_attempts(there, ours) if there is not None else ours
 
 
 def drained_list(
     evidence: Evidence, mirror: str, attempt: Attempt, run_id: str, there: AttemptList | None
 ) -> AttemptList:
-    """Return what a mirror's list is to hold before a drain commits a save of an attempt there.
+    """Return the list that a mirror should hold before a drain commits a save of an attempt there.
 
-    All that this root knows, unless the mirror lists attempts that it does not know: then the attempt alone. A person's
-    decision is entered by its own claim, or once it counts.
+    The drain adds every attempt that this root knows. If the mirror lists attempts that this root does not know, it
+    adds only the one attempt. A person's attempt is added by its own claim, or once it counts.
     """
     counted = count(evidence)
     here = {
@@ -302,12 +305,12 @@ def drained_list(
     }
     row = evidence.row(mirror)
     strange = (_ids(row, Voice.CLAIMED) if row is not None else set()) - here
-    told = [
+    listed = [
         counted.known[one]
         for one in ({attempt.id} if strange else here | {attempt.id})
         if one in counted.known and (not counted.known[one].by_person or one in counted.counting)
     ]
-    ours = AttemptList(run_id, tuple(told) or (attempt,), evidence.disk.names_required)
+    ours = AttemptList(run_id, tuple(listed) or (attempt,), evidence.disk.names_required)
     return merge_attempts(there, ours) if there is not None else merge_attempts(ours)
 
 
@@ -316,7 +319,7 @@ def drained_list(
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether an attempt's save may be committed on a mirror; if not, why, and for which silent places it waits."""
+    """Whether an attempt's save may be committed on a mirror; if not, why not, and which silent places it waits for."""
 
     may: Literal["commit", "wait", "fenced"]
     why: str = ""
@@ -325,11 +328,11 @@ class Verdict:
 
 
 def may_commit(evidence: Evidence, attempt: str) -> Verdict:
-    """Say whether a save of an attempt may be committed on a mirror now (rule 6).
+    """Decide whether a save of an attempt may be committed on a mirror now (rule 6).
 
     Args:
-        evidence: The root's list, and what every mirror that answers lists and holds.
-        attempt: Its id; it is claimed.
+        evidence: The root's list, and what every answering mirror lists and holds.
+        attempt: The id of the attempt, which has been claimed.
 
     Raises:
         LineageError: The lists contradict one another.
@@ -348,11 +351,11 @@ def may_commit(evidence: Evidence, attempt: str) -> Verdict:
 
 
 def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:
-    """Say whether a drain, which is no attempt, may commit a save of this disk on a mirror.
+    """Decide whether a drain, which is not an attempt, may commit a save from this disk on a mirror.
 
-    Beside :func:`may_commit`: nothing is committed while a person's decision is in doubt, and an attempt is entered
-    where others are listed only if every required mirror answers. A superseded save of an attempt that counts may be
-    committed: it changes nothing.
+    Beyond :func:`may_commit`: a drain commits nothing while a person's attempt is doubtful, and it adds an attempt to a
+    list that names others only if every required mirror answers. It may commit a superseded save of an attempt that
+    counts, since that changes nothing.
 
     Raises:
         LineageError: The lists contradict one another.

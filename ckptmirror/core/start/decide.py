@@ -1,34 +1,34 @@
-"""What a start does next: one pure function of the evidence, of what was asked for, and of what was tried.
+"""What a start does next: one pure function of the evidence, the request, and what was tried.
 
-``next_move`` is replayed from the beginning with each outcome; nothing remembers anything. Every rule stands here, in
-this order; which attempts count is said by ``attempts``.
+``next_move`` is replayed from the beginning after each outcome and keeps no state. It holds every rule of a start, in
+this order; ``attempts`` decides which attempts count.
 
-1. All places tell of one run. A list of a later version ends the start, and so does a broken list of this root that no
-   mirror's list stands in for. Snapshots of other runs in the persistent
-   directory are left out. While nothing else names the run, only a person tells which of them it is; but without any
-   mirror a single run there is this one, whose disk was lost.
-2. While a person's decision is in doubt, every start waits.
-3. A start over, forced or not, needs the answer of every configured mirror and of every one that a list names.
-   Without force it is refused where anything was saved.
-4. Candidates: the newest save of the lineage first; of one step dcp, then model, then an emergency snapshot, then the
-   saves that those replaced, newest first. Of one save the disk first (last, while a repair of it is unfinished), then
-   the mirrors in configured order, then the persistent directory. A step or a save id names its own candidates.
-   Superseded and unknown saves are chosen only by their id.
-5. Of a save, once a rank has begun to load it, only other copies of that same save are tried.
-6. What looks like a save that would be tried first, and is not whole, is never passed by in silence; and not at all
-   while it cannot be read, or while a mirror that does not answer may hold it.
-7. A copy that turned out broken, or could not be brought, gives way to another copy of the same save. Going back to an
-   older save then waits for mirrors that do not answer, and for what may be read or brought later.
-8. A save is continued from while a place is silent only if this root vouches for it (made it, or continued from it by a
-   claim that it completed everywhere), and no rival is heard of. A decision needs every required mirror, and they take
-   it down: a person's choice, and going back past a save that looks whole.
-9. A newer attempt of another root, of which nobody who answers has a save, or that none lists, or that ran apart, is
-   not passed by while any mirror does not answer. So what this start has heard of waits for optional mirrors too; of
-   what it never heard they need not tell.
-10. An emergency snapshot that only another number of ranks can load gives way only to a save of the same step, unless
-    a person names another.
-11. Step 0 needs what a start over needs, and either no sign that anything was ever saved, or a recorded decision to
-    start over that nothing was saved after.
+1. All places must name one run. A list of a later version ends the start. So does a broken list of this root, unless a
+   mirror's list replaces it. Snapshots of other runs in the persistent directory are ignored. If the run is named
+   nowhere else, a person must choose among them; but without any mirror, a single run there is this one, and its disk
+   was lost.
+2. While a person's attempt is doubtful, every start waits.
+3. A start from scratch, forced or not, needs an answer from every configured mirror and every mirror that a list names.
+   Without force it is refused if anything was saved.
+4. Candidates: the newest save of the lineage first. Within a step: dcp, then model, then an emergency snapshot, then
+   the saves that those replaced, newest first. Within a save: the disk (last, while its repair is unfinished), then the
+   mirrors in configured order, then the persistent directory. A step or a save id names its own candidates. Superseded
+   and unknown saves are chosen only by their id.
+5. Once a rank has begun to load a save, only other copies of that save are tried.
+6. If something that looks like a save would be tried first but is not whole, a start never skips it silently. It does
+   not skip it at all while the thing cannot be read, or while a mirror that does not answer may hold it.
+7. After a copy that is broken or could not be brought, another copy of the same save is tried. Before going back to an
+   older save, a start waits for mirrors that do not answer, and for what may be read or brought later.
+8. While a place is silent, a start continues only from a save that this root vouches for (it made the save, or
+   continued from it by a claim that it completed everywhere), and only if it has heard of no rival. A decision (a
+   person's choice, or going back past a save that looks whole) needs every required mirror to answer and to record it.
+9. While any mirror does not answer, a start does not skip a newer attempt of another root that no answering place has a
+   save of, that no list names, or that ran apart. So optional mirrors must answer too about an attempt that this start
+   has heard of, but not about one that it has never heard of.
+10. If only another number of ranks can load the newest emergency snapshot, only a save of the same step may be used in
+    place of it, unless a person names another.
+11. Step 0 needs what a start from scratch needs, and either no sign that anything was ever saved, or a recorded
+    decision to start from scratch that no save followed.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ __all__ = ["MakeRoom", "Move", "Outcome", "Refuse", "Result", "Scratch", "Try", 
 
 @dataclass(frozen=True)
 class Wish:
-    """What a start was asked for.
+    """What the caller asked of a start.
 
     Attributes:
         reference: ``"auto"``, ``"latest"``, ``"scratch"``, a step, or a save id (8 digits or more).
-        kind: Of the copy, if one was named.
-        force: Of a start over: where there are saves too.
+        kind: The kind to load, if the caller named one.
+        force: Start from scratch even where there are saves.
         world_size: How many ranks will load.
     """
 
@@ -85,29 +85,29 @@ class Wish:
 
     @property
     def is_auto(self) -> bool:
-        """Whether nobody named a save, so that going back is nobody's decision."""
+        """Whether the caller named no save, so that no person decided to go back."""
         return self.reference in ("auto", "latest")
 
 
 class Result(StrEnum):
-    """How trying a copy went wrong."""
+    """Why a copy that was tried could not be used."""
 
     BROKEN = "broken"
     UNREADABLE = "unreadable"  # an I/O error or a permission: it may be whole
     OTHER_RANKS = "other_ranks"  # only as many ranks as saved it can load it
     TOUCHED = "touched"  # a rank had begun to load it
-    NOT_BROUGHT = "not_brought"  # it could not come to this disk now
+    NOT_BROUGHT = "not_brought"  # it could not be brought to this disk now
     NO_ROOM = "no_room"
-    MADE_ROOM = "made_room"  # rotation freed something after that: an answer to MakeRoom
-    STILL_FULL = "still_full"  # it did not: the other one
+    MADE_ROOM = "made_room"  # rotation freed space: an answer to MakeRoom
+    STILL_FULL = "still_full"  # rotation freed nothing: the other answer
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a copy that was tried.
+    """The outcome of a copy that was tried.
 
     Attributes:
-        error: Of what could not be brought: raised instead of going back to an older save, as it is.
+        error: Why it could not be brought. Raised as it is, in place of going back to an older save.
     """
 
     save_id: str
@@ -123,11 +123,11 @@ class Try:
     """Bring this copy to the disk, verify and load it; then claim the run.
 
     Attributes:
-        run_id: Of the run that is continued; None only if no place names it.
-        needs_all: Whether every required mirror has to take the claim.
-        by_person: Whether it is a decision, so that it counts before anything is saved: a person's, or the one to leave
-            behind a save that looks whole to others and is broken.
-        adopt: Attempts that no list tells of, which the claim takes in.
+        run_id: The run to continue; None only if no place names it.
+        needs_all: Whether every required mirror must take the claim.
+        by_person: Whether the attempt counts before it has saved anything: a person chose its save, or this start
+            decided to skip a save that is broken but looks whole to others.
+        adopt: Attempts that no list names, which the claim adds to the lists.
     """
 
     save: SaveFacts
@@ -142,7 +142,7 @@ class Try:
 
 @dataclass(frozen=True)
 class MakeRoom:
-    """The disk has no room for a copy: rotate, and say what came of it."""
+    """The disk has no room for a copy: rotate, and report whether that freed space."""
 
     save_id: str
     kind: Kind
@@ -170,12 +170,12 @@ Move = Try | MakeRoom | Scratch | Refuse
 
 
 def next_move(evidence: Evidence, wish: Wish, tried: Sequence[Outcome] = ()) -> Move:
-    """Say what a start does next.
+    """Decide what a start does next.
 
     Args:
-        evidence: What every place says.
-        wish: What was asked for.
-        tried: What was tried before, in order.
+        evidence: What every place reports.
+        wish: What the caller asked for.
+        tried: What was tried so far, in order.
     """
     start = _Start(evidence, wish, tried)
     try:
@@ -187,15 +187,15 @@ def next_move(evidence: Evidence, wish: Wish, tried: Sequence[Outcome] = ()) -> 
 
 
 def run_of(evidence: Evidence) -> str | None:
-    """Return the id of the run; None where neither this disk nor a mirror names one.
+    """Return the id of the run; None if neither this disk nor a mirror names one.
 
     Raises:
-        ConfigError: They name several.
+        ConfigError: They name several runs.
     """
     named = {row.run_id: row for row in evidence.answering() if row.run_id is not None and row.sort != "persistent"}
     if len(named) > 1:
-        told = "; ".join(f"{row.place} holds run {run_id[:8]}" for run_id, row in named.items() if run_id is not None)
-        raise explain.not_one_run(told, [row.place for row in named.values()])
+        runs = "; ".join(f"{row.place} holds run {run_id[:8]}" for run_id, row in named.items() if run_id is not None)
+        raise explain.not_one_run(runs, [row.place for row in named.values()])
     return next(iter(named), None)
 
 
@@ -204,7 +204,7 @@ _NOT_BROUGHT = (Result.NOT_BROUGHT, Result.NO_ROOM, Result.STILL_FULL)
 
 @dataclass(frozen=True)
 class _Candidate:
-    """One save in one kind, the places that have it, best first, and the save that replaced it ("": none)."""
+    """One save in one kind, the places that have it (best first), and the id of the save that replaced it, or ""."""
 
     save: SaveFacts
     kind: Kind
@@ -215,21 +215,21 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class _Held:
-    """A save that may yet be continued from, so that going back to an older one is refused with this error."""
+    """A save that may still become usable, so going back to an older one is refused with this error."""
 
     save_id: str
     error: CkptMirrorError
-    or_step: int | None = None  # another save of this step may be tried all the same
+    or_step: int | None = None  # another save of this step may still be tried
 
 
 class _Start:
-    """One replay. Its only state is what it has said."""
+    """One replay. Its only state is the notices that it has collected."""
 
     def __init__(self, evidence: Evidence, wish: Wish, tried: Sequence[Outcome]) -> None:
         by_name = [
             replace(row, problems=tuple(sorted(row.problems, key=lambda one: one.name))) for row in evidence.rows
         ]
-        self._all = replace(evidence, rows=tuple(by_name))  # what is said does not depend on the order of a listing
+        self._all = replace(evidence, rows=tuple(by_name))  # so the notices do not depend on the order of a listing
         self._wish = wish
         self._tried = tried
         self._notices: list[Notice] = []
@@ -245,7 +245,7 @@ class _Start:
         self._silent = self._phrased(self._counted.silent)
         self._unheard = self._phrased(one.place for one in self._all.mirrors() if _does_not_answer(one)) | self._silent
         self._whole = {save.save_id for save in self._counted.saves}
-        self._say_what_is_not_seen()
+        self._note_what_is_not_seen()
         if self._counted.doubtful:
             raise explain.person_in_doubt(self._counted.doubtful, self._silent)
         self._problems = self._in_line()
@@ -254,7 +254,7 @@ class _Start:
         return self._continue() or self._step_0()
 
     def _phrased(self, places: Iterable[str]) -> dict[str, str]:
-        """Say of each place why its word is missing."""
+        """Return, for each place, why its answer is missing."""
         rows = {place: self._all.row(place) for place in places}
         return {place: explain.missing_word(row) for place, row in rows.items()}
 
@@ -264,30 +264,30 @@ class _Start:
         for row in self._all.rows:
             if row.listed is ListFound.NEWER and row.answers:
                 raise NewerFormat(f"The list of attempts of {row.place} was written by a later version: {row.why}")
-        told = any(row.answers and row.listed is ListFound.TOLD for row in self._all.mirrors())
-        if self._all.disk.listed is ListFound.BROKEN and not told:
+        is_listed = any(row.answers and row.listed is ListFound.SOUND for row in self._all.mirrors())
+        if self._all.disk.listed is ListFound.BROKEN and not is_listed:
             raise BrokenMeta(
                 f"{self._all.disk.why}, and no mirror has a list.",
                 hint="Move it away, and the list is rebuilt from the saves; a rewind that nothing was saved after is "
                 "lost.",
             )
 
-    def _say_what_is_not_seen(self) -> None:
+    def _note_what_is_not_seen(self) -> None:
         dropped = [row.place for row in self._all.mirrors() if row.reach is Reach.DROPPED]
         for place, phrase in (self._unheard | self._phrased(dropped)).items():
             level: Literal["error", "warning"] = "error" if phrase == explain.NOT_CONFIGURED else "warning"
-            self._say(f"{place} {phrase}: what it alone holds was not seen", level)
+            self._note(f"{place} {phrase}: what it alone holds was not seen", level)
         for row in self._all.rows:
             if row.sort == "persistent" and row.run_id not in (self._run_id, None):
-                self._say(f"{row.place} has snapshots of another run, {row.run_id}, which are left alone", "warning")
+                self._note(f"{row.place} has snapshots of another run, {row.run_id}, which are left alone", "warning")
         for row in self._evidence.answering():
             if row.listed in (ListFound.LOST, ListFound.BROKEN) and row.sort != "persistent":
-                self._say(
+                self._note(
                     f"{row.place} had no list of attempts, and it was rebuilt: a rewind or a start over that nothing "
                     "was saved after would not be known"
                 )
         for attempt in sorted(self._counted.apart):
-            self._say(
+            self._note(
                 f"{explain.named(self._counted.known[attempt])} ran apart from the mirrors, and the run continued "
                 "without it: its saves are superseded; each can be resumed by its save id"
             )
@@ -325,10 +325,10 @@ class _Start:
         return Scratch(by_person=False, notices=self.said())
 
     def _traces(self, decided: Attempt | None) -> list[str]:
-        """Everything that shows that there was training, and cannot be resumed from.
+        """Return everything that shows that training happened here, but cannot be resumed from.
 
         Args:
-            decided: A start over: what it left behind is no trace.
+            decided: A recorded start from scratch: the saves that it left behind are not traces.
         """
         in_line = {one.name for one in self._problems}
         left = self._counted.known.keys() if decided is not None else ()
@@ -372,7 +372,7 @@ class _Start:
             if held is not None and save.save_id != held.save_id and save.step != held.or_step:
                 raise held.error
             self._check_going_back(candidate)
-            self._say_what_is_aside(save)
+            self._note_what_is_aside(save)
             goes_back = not self._silent and any(one.save_id != save.save_id for one in self._failed())
             decides = goes_back or not self._wish.is_auto
             return Try(
@@ -437,7 +437,7 @@ class _Start:
         return sorted(found, key=lambda one: (one.save.step, not one.replaced_by, one.age), reverse=True)
 
     def _age(self, save: SaveFacts) -> tuple[int, int]:
-        """Of two saves of one step, the greater is the newer."""
+        """Sort key: of two saves of one step, the one with the greater key is newer."""
         attempt = self._counted.known.get(save.attempt)
         return attempt.number if attempt is not None else -1, save.number
 
@@ -459,11 +459,11 @@ class _Start:
     # -- rules 5, 7 and 10: what was tried -------------------------------------------------------------------
 
     def _so_far(self) -> tuple[str | None, _Held | None]:
-        """Return the one save that may still be loaded, and the first that may yet be continued from."""
+        """Return the only save that may still be loaded, and the first that may still become usable."""
         only: str | None = None
         held: _Held | None = None
         for one in self._failed():
-            self._say(self._line(one), step=self._step_of(one), save_id=one.save_id, place=one.place)
+            self._note(self._line(one), step=self._step_of(one), save_id=one.save_id, place=one.place)
             if one.result is Result.TOUCHED:
                 only = one.save_id
             held = held or self._held_by(one)
@@ -480,13 +480,13 @@ class _Start:
             copies = (copy for row in self._evidence.rows for copy in row.copies if copy.save.save_id == one.save_id)
             saved_by = max((copy.world_size for copy in copies), default=0)
             return _Held(one.save_id, explain.emergency_needs_ranks(step, saved_by, self._wish.world_size), step)
-        if one.kind != "emergency" and self._unheard:  # those are on no mirror
+        if one.kind != "emergency" and self._unheard:  # no mirror holds emergency snapshots
             why = f"The copy of step {step} is broken ({one.reason}), and a whole one may be there: "
             return _Held(one.save_id, explain.not_answering(why, self._unheard, may_go_back=not self._silent))
         return None
 
     def _failed(self) -> list[Outcome]:
-        """What was tried in vain: not what rotation may yet make room for, or made."""
+        """Return the copies that failed, except those that rotation has made room for, or still may."""
         first = next((n for n, one in enumerate(self._tried) if one.result is Result.NO_ROOM), None)
         return [one for n, one in enumerate(self._tried) if n != first and one.result is not Result.MADE_ROOM]
 
@@ -517,7 +517,7 @@ class _Start:
         if self._unheard and self._wish.is_auto and (newer := self._unseen_after(save)) is not None:
             raise explain.rival_may_have_saved(newer, self._unheard, may_go_back=not silent)
         if candidate.replaced_by:
-            self._say(
+            self._note(
                 f"step {save.step} (save {candidate.replaced_by[:8]}): no copy in kind {candidate.kind} can be used; "
                 f"save {save.save_id[:8]}, which it replaced, is tried"
             )
@@ -525,7 +525,7 @@ class _Start:
     def _vouches_for(self, save: SaveFacts) -> bool:
         """Whether this root made a save, or continued from it by a claim that it completed everywhere."""
         disk = self._evidence.disk
-        if disk.listed is not ListFound.TOLD:
+        if disk.listed is not ListFound.SOUND:
             return False
         if any(copy.save.save_id == save.save_id and copy.origin is Origin.SAVED_HERE for copy in disk.copies):
             return True
@@ -538,7 +538,7 @@ class _Start:
         )
 
     def _unseen_after(self, save: SaveFacts) -> Attempt | None:
-        """Return the newest attempt of rule 9 that is newer than a save's; None if there is none."""
+        """Return the newest attempt that rule 9 does not let a start skip for this save; None if there is none."""
         known, this = self._counted.known, self._counted.known[save.attempt]
         on_mirrors = [heard for row in self._evidence.answering() if row.sort == "mirror" for heard in row.heard]
         seen = {heard.attempt.id for heard in on_mirrors if Voice.COUNTS in heard.voices}
@@ -552,7 +552,7 @@ class _Start:
         return max(newer, key=_age, default=None)
 
     def _in_line(self) -> list[Problem]:
-        """The problems that could be a save of the lineage, with only the kinds in which they would count."""
+        """Return the problems that could be saves of the lineage, each with only the kinds in which it would count."""
         removed = {one for row in self._evidence.answering() for one in row.removed}
         found = []
         for row in self._evidence.answering():
@@ -574,16 +574,16 @@ class _Start:
         return tuple(kind for kind in problem.kinds if current.get((facts.step, kind)) == facts)
 
     def _look_past(self, candidate: _Candidate | None) -> None:
-        """Say what is newer and not whole; nothing of it may be whole where it cannot be seen."""
+        """Note what is newer but not whole; refuse if any of it may be whole in a place that cannot be read."""
         passed = [one for one in self._problems if candidate is None or self._comes_before(one, candidate)]
-        if not self._wish.is_auto:  # a person named the step, and so decided about what is newer than that
+        if not self._wish.is_auto:  # by naming a step, the person decided about everything newer
             passed = [one for one in passed if one.step == self._wish.reference]
         for one in passed:
             step = -1 if one.step is None else one.step
-            self._say(f"step {one.step} ({one.name}): {one.why}", step=step, save_id=one.save_id, place=one.name)
+            self._note(f"step {one.step} ({one.name}): {one.why}", step=step, save_id=one.save_id, place=one.name)
         self._check_hindered(passed)
         for one in passed:
-            if self._unheard and one.kinds != ("emergency",):  # those are on no mirror
+            if self._unheard and one.kinds != ("emergency",):  # no mirror holds emergency snapshots
                 why = f"{one.name} is not whole ({one.why}), and may be there: "
                 raise explain.not_answering(why, self._unheard, may_go_back=not self._silent)
 
@@ -593,7 +593,7 @@ class _Start:
                 raise explain.not_readable(one.name, one.why, one.hindrance)
 
     def _comes_before(self, problem: Problem, candidate: _Candidate) -> bool:
-        """Whether it would be tried before the candidate, were it whole."""
+        """Whether the problem, if it were whole, would be tried before the candidate."""
         if problem.step is None or problem.step > candidate.save.step:
             return True
         if problem.step < candidate.save.step:
@@ -602,11 +602,11 @@ class _Start:
 
     # -- what a person should know ---------------------------------------------------------------------------
 
-    def _say_what_is_aside(self, chosen: SaveFacts) -> None:
+    def _note_what_is_aside(self, chosen: SaveFacts) -> None:
         strangers = self._counted.strangers
         for save in self._counted.order.superseded if self._wish.is_auto else ():
             if save.step > chosen.step and save not in strangers:
-                self._say(
+                self._note(
                     f"step {save.step} (save {save.save_id[:8]}) is whole and superseded: a later attempt continued "
                     f"from an earlier save; if that was not meant, stop and run `ckptmirror rewind --save "
                     f"{save.save_id[:8]}`",
@@ -614,24 +614,24 @@ class _Start:
                 )
         for save in strangers:
             if save.step >= chosen.step and save.save_id != chosen.save_id:
-                self._say(
+                self._note(
                     f"step {save.step} (save {save.save_id[:8]}): no list names its attempt {save.attempt[:8]} (an "
                     "older list was restored, or the attempt was never listed); resume it by its save id, if it is "
                     "right"
                 )
 
     def _adopted(self, save: SaveFacts) -> tuple[Attempt, ...]:
-        """The attempt of a save that a person named, and those before it, as far as no list names them."""
+        """Return the attempt of a save that a person named, and its ancestors, as far as no list names them."""
         found: list[Attempt] = []
         one = self._counted.heard.get(save.attempt)
         while one is not None and one.id not in self._counted.known:
             if found and one.number >= found[-1].number:
-                break  # the data contradicts itself, which the claim will say
+                break  # the data contradicts itself: the claim will raise
             found.append(one)
             one = self._counted.heard.get(one.parent.attempt) if one.parent is not None else None
         return tuple(found)
 
-    def _say(
+    def _note(
         self,
         line: str,
         level: Literal["error", "warning"] = "error",
@@ -646,16 +646,16 @@ class _Start:
 
 
 def _does_not_answer(row: Row) -> bool:
-    """Whether a mirror that is configured did not answer."""
+    """Whether this is a configured mirror that did not answer."""
     return not row.answers and row.reach is not Reach.DROPPED
 
 
 def _run_to_continue(evidence: Evidence, wish: Wish) -> str | None:
-    """Return the id of the run; None where nothing names one.
+    """Return the id of the run; None if no place names one.
 
     Raises:
-        ConfigError: This disk and the mirrors name several.
-        RefusedOnlyCopy: Only snapshots in the persistent directory do, and nobody can tell whose they are.
+        ConfigError: This disk and the mirrors name several runs.
+        RefusedOnlyCopy: Only snapshots in the persistent directory name a run, and it may not be this one.
     """
     run_id = run_of(evidence)
     snapshots = [(copy, row) for row in evidence.rows if row.sort == "persistent" for copy in row.copies]
@@ -677,7 +677,7 @@ def _run_to_continue(evidence: Evidence, wish: Wish) -> str | None:
 
 
 def _of_run(evidence: Evidence, run_id: str | None) -> Evidence:
-    """Leave out the snapshots of other runs in the persistent directory; while no run is known, none."""
+    """Return the evidence without snapshots of other runs in the persistent directory; unchanged if no run is known."""
     rows = [row for row in evidence.rows if row.sort != "persistent" or run_id is None or row.run_id in (None, run_id)]
     return replace(evidence, rows=tuple(rows))
 

@@ -1,10 +1,10 @@
-"""Evidence: what each place says of the run, as values. A survey fills it in and knows no rule.
+"""Evidence: what each place reports of the run, as values. A survey fills it in and knows no rule.
 
 A *place* is this disk, a mirror, or the persistent directory. Rules:
 
-* A place that did not answer is a row too: that it is silent is a fact.
-* Every meta testifies: also that of a save which is not whole names its attempt, and that the attempt committed.
-* Values only. They turn into JSON and back without loss, so a start that surprised somebody can be replayed.
+* A place that did not answer has a row too: its silence is a fact.
+* Every meta is evidence, even if its save is not whole: it names an attempt and shows that the attempt committed.
+* Values only, which convert to JSON and back without loss, so that anyone can replay a start that surprised them.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class Reach(StrEnum):
 
     ANSWERED = "answered"
     SILENT = "silent"  # it may hold anything
-    REFUSED = "refused"  # it does not accept these credentials, and may hold anything
-    DROPPED = "dropped"  # it was a mirror of this root, or a list names it, and it is not configured
+    REFUSED = "refused"  # it rejects these credentials, and may hold anything
+    DROPPED = "dropped"  # not configured, but it was a mirror of this root or a list names it
 
 
 class ListFound(StrEnum):
-    """What became of a place's list of attempts."""
+    """What a survey found in place of a list of attempts, or the list itself."""
 
-    TOLD = "told"
-    NONE = "none"  # and no save there names an attempt
-    LOST = "lost"  # but saves there name attempts
+    SOUND = "sound"
+    NONE = "none"  # no list, and no save that names an attempt
+    LOST = "lost"  # no list, but saves that name attempts
     BROKEN = "broken"
     NEWER = "newer"  # of a later version of ckptmirror
 
@@ -65,20 +65,20 @@ class Voice(StrEnum):
     """How a place knows of an attempt."""
 
     CLAIMED = "claimed"  # its list has it
-    COUNTS = "counts"  # a committed save of it is there; on this disk none that was staged, but the parent of a claim
-    COMPLETED = "completed"  # this root claimed it, and every required mirror took it down
+    COUNTS = "counts"  # it has a committed save of it; a staged one on this disk only if a claim here continued from it
+    COMPLETED = "completed"  # this root claimed it, and every required mirror recorded the claim
     NAMED = "named"  # only a meta names it
     UPLOADED = "uploaded"  # this root's table records that a save of it is committed on a mirror
-    FENCED_US = "fenced_us"  # an attempt of this root met it
-    UNDECIDED = "undecided"  # a list of ckptmirror 0.1.0 has it, from before it knew where it starts
+    FENCED_US = "fenced_us"  # it fenced an attempt of this root
+    UNDECIDED = "undecided"  # a list of ckptmirror 0.1.0 has it, written before its parent was known
 
 
 class Origin(StrEnum):
-    """How a copy came to its place."""
+    """How a copy got to its place."""
 
     SAVED_HERE = "saved_here"
     STAGED = "staged"  # brought from a mirror
-    COPIED = "copied"  # with the root: this directory is not the one that its table knew
+    COPIED = "copied"  # copied with the root: this is not the directory that its table knew
     REMOTE = "remote"  # it is on a mirror, or in the persistent directory
 
 
@@ -95,9 +95,9 @@ class Copy:
     """A save that can be resumed from in one place.
 
     Attributes:
-        save: Which; its kinds are those in which this copy holds all that a resume needs.
-        origin: How it came there.
-        unfinished: Whether an earlier start was repairing it when it was killed.
+        save: The save, with only the kinds in which this copy has everything that a resume needs.
+        origin: How the copy got there.
+        unfinished: Whether an earlier start was killed while it repaired this copy.
         world_size: How many ranks saved it.
     """
 
@@ -109,18 +109,18 @@ class Copy:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that looks like a save, and cannot be resumed from in its place.
+    """Something that looks like a save but cannot be resumed from in its place.
 
     Attributes:
-        name: Of what there is: a path, or a URL and an object's name.
+        name: A path, or a URL and an object's name.
         why: What is wrong.
-        step: None where nothing tells it.
-        save_id: "" where nothing tells it.
-        kinds: In which kinds it might be resumed from, if it were whole.
-        save: What its meta says of it, where that can be read.
-        hindrance: Set if it only cannot be read now (an I/O error, a permission, a later format; ``refused``: the
+        step: None if unknown.
+        save_id: "" if unknown.
+        kinds: The kinds in which it could be resumed from, if it were whole.
+        save: The save that its meta describes, if the meta can be read.
+        hindrance: Set if it merely cannot be read now (an I/O error, a permission, a later format; ``refused``: the
             mirror does not accept these credentials for it), so that it may be whole.
-        is_save: Whether it is, or was, a save of this run. Other things only show that the place is not empty.
+        is_save: Whether it is or was a save of this run. Other things only show that the place is not empty.
     """
 
     name: str
@@ -135,22 +135,22 @@ class Problem:
 
 @dataclass(frozen=True)
 class Row:
-    """What one place says.
+    """What one place reports.
 
     Attributes:
         place: ``DISK``, a mirror's URL, or the path of the persistent directory.
-        sort: Which of these it is.
+        sort: Which of these three it is.
         reach: Whether it answered.
-        why: Why not.
-        required: Whether a start needs its word: it is a required mirror, or one of all where none is required.
-        was_required: Whether that was so at the last start of this root, and something was verified there.
-        listed: What became of its list.
-        run_id: The run that its list, or else its saves, are of; None if nothing there names one.
+        why: Why it did not answer.
+        required: Whether a start needs its answer: it is a required mirror, or no mirror is required.
+        was_required: Whether it was required at this root's last start, and holds something verified.
+        listed: The condition of its list.
+        run_id: The run that its list names, or else its saves; None if neither does.
         names_required: The mirrors that its list names as required.
-        forgets: The mirrors that a person took out of the run, by its list.
-        heard: Every attempt that it knows of; one that did not answer may have shown its list before that.
-        copies: The saves that can be resumed from here.
-        problems: What cannot.
+        forgets: The mirrors that a person removed from the run, according to its list.
+        heard: Every attempt that it names. A place may have shown its list before it fell silent.
+        copies: The saves that this place can resume from.
+        problems: What looks like a save here but cannot be resumed from.
         removed: The ids of the saves that retention removed here.
     """
 
@@ -171,11 +171,11 @@ class Row:
 
     @property
     def answers(self) -> bool:
-        """Whether what it says is known."""
+        """Whether the place answered."""
         return self.reach is Reach.ANSWERED
 
     def heard_as(self, voice: Voice) -> frozenset[str]:
-        """Return the ids of the attempts of which it knows in this way."""
+        """Return the ids of the attempts that this place knows in one of these ways."""
         return frozenset(heard.attempt.id for heard in self.heard if voice in heard.voices)
 
 
@@ -185,7 +185,7 @@ class Evidence:
 
     Attributes:
         rows: One for each place; the persistent directory has one for each run that it holds.
-        root: The identity of this root, by which lists name it.
+        root: The identity of this root, as lists name it.
     """
 
     rows: tuple[Row, ...]
@@ -193,7 +193,7 @@ class Evidence:
 
     @property
     def disk(self) -> Row:
-        """What this disk says."""
+        """The row of this disk."""
         return self.rows[0]
 
     def row(self, place: str) -> Row | None:
@@ -201,7 +201,7 @@ class Evidence:
         return next((row for row in self.rows if row.place == place), None)
 
     def mirrors(self) -> tuple[Row, ...]:
-        """Return the rows of the mirrors, those that did not answer too."""
+        """Return the rows of all mirrors, silent ones included."""
         return tuple(row for row in self.rows if row.sort == "mirror")
 
     def answering(self) -> tuple[Row, ...]:
@@ -209,7 +209,7 @@ class Evidence:
         return tuple(row for row in self.rows if row.answers)
 
     def heard_as(self, voice: Voice) -> frozenset[str]:
-        """Return the ids of the attempts of which any place that answered knows in this way."""
+        """Return the ids of the attempts that any answering place knows in one of these ways."""
         return frozenset(one for row in self.answering() for one in row.heard_as(voice))
 
 
@@ -219,12 +219,12 @@ _T = TypeVar("_T")
 
 
 def evidence_to_json(evidence: Evidence) -> dict[str, Any]:
-    """Return plain JSON from which :func:`evidence_from_json` makes the same evidence."""
+    """Return plain JSON that :func:`evidence_from_json` turns back into the same evidence."""
     return {"root": evidence.root, "rows": [_plain(row) for row in evidence.rows]}
 
 
 def evidence_from_json(document: Mapping[str, Any]) -> Evidence:
-    """Make evidence from what :func:`evidence_to_json` returned. For replays: it does not check types."""
+    """Rebuild evidence from the output of :func:`evidence_to_json`. For replays: types are not checked."""
     return Evidence(tuple(_made(Row, row) for row in document["rows"]), document["root"])
 
 

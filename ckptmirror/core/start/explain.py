@@ -1,8 +1,8 @@
-"""The sentences of a start: what it refuses and why, what it passes by, and the command that decides.
+"""The sentences of a start: what it refuses and why, what it skips, and which command decides.
 
 Rules:
-* A refusal says what, why and what to do next; whoever waits is told for whom.
-* A sentence stands here once; ``decide`` says when it is said.
+* A refusal says what, why and what to do next; a start that waits names what it waits for.
+* Each sentence is written here once; ``decide`` chooses when to use it.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _REFUSES = "does not accept these credentials"
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that a person should know of a start, whatever it does.
+    """Something that a person should know about a start, whatever the start does.
 
     Attributes:
-        line: What.
-        level: How loud: an ``error`` is about training that may be lost.
-        step: Of the copy that cannot be used, if it is about one; -1 where nothing tells its step.
-        save_id: Of that copy.
+        line: The sentence.
+        level: The log level; ``error`` if training may be lost.
+        step: The step of the copy that cannot be used, if the notice is about one; -1 if its step is unknown.
+        save_id: The save of that copy.
         place: Where that copy is.
     """
 
@@ -69,17 +69,17 @@ class Notice:
 
 
 def named(attempt: Attempt) -> str:
-    """Return how a sentence names an attempt."""
+    """Return the name of an attempt for use in a sentence."""
     return f"attempt {attempt.number} ({attempt.id[:8]})"
 
 
 def with_root(text: str, root: str) -> str:
-    """Return a sentence whose commands name the root that they are about, ready to be pasted."""
+    """Return the sentence with the root named in its commands, so that they can be pasted."""
     return _LACKS_ROOT.sub(lambda found: f"{found[0]} --root {quote(root)}", text)
 
 
 def missing_word(row: Row | None) -> str:
-    """Return why the word of a place is missing; None: nobody configured it."""
+    """Return why a place's answer is missing; a place without a row is not configured."""
     if row is None or row.reach is Reach.DROPPED:
         return NOT_CONFIGURED
     verb = _REFUSES if row.reach is Reach.REFUSED else "does not answer"
@@ -87,28 +87,28 @@ def missing_word(row: Row | None) -> str:
 
 
 def not_answering(why: str, silent: Mapping[str, str], *, may_go_back: bool = False) -> StoreTemporary | NotAuthorised:
-    """Return the error of a start that needs the word of places that do not answer.
+    """Return the error of a start that needs an answer from places that do not answer.
 
     Args:
-        why: It is needed.
-        silent: What each of them does: "does not answer (...)".
-        may_go_back: Whether a person may decide without them: they are optional mirrors.
+        why: Why the answer is needed.
+        silent: For each place, what is wrong: "does not answer (...)".
+        may_go_back: Whether a person may decide without them, since they are optional mirrors.
     """
     url = next(iter(silent)) if len(silent) == 1 else "URL"
     gone = f"if it is gone for good, take it out of the run with `ckptmirror forget-mirror --url {quote(url)}`"
     if may_go_back:
         gone = "go back on purpose with policy=<step>"
-    told = f"{why}{'; '.join(f'{place} {phrase}' for place, phrase in silent.items())}."
+    text = f"{why}{'; '.join(f'{place} {phrase}' for place, phrase in silent.items())}."
     if all(phrase.startswith(_REFUSES) for phrase in silent.values()):
-        return NotAuthorised(told)
+        return NotAuthorised(text)
     verb = "it is configured again" if NOT_CONFIGURED in silent.values() else "it answers"
-    return StoreTemporary(told, hint=f"Start again when {verb}, or {gone}.")
+    return StoreTemporary(text, hint=f"Start again when {verb}, or {gone}.")
 
 
 def rival_may_have_saved(
     rival: Attempt, silent: Mapping[str, str], *, may_go_back: bool = False
 ) -> StoreTemporary | NotAuthorised:
-    """Return the error of a start while another root's attempt may have saved where nobody answers."""
+    """Return the error of a start while another root's attempt may have saved on a silent mirror."""
     return not_answering(
         f"The run was started elsewhere ({named(rival)}), and may since have saved where no mirror answers now: ",
         silent,
@@ -117,7 +117,7 @@ def rival_may_have_saved(
 
 
 def person_in_doubt(attempts: Sequence[Attempt], silent: Mapping[str, str]) -> StoreTemporary | NotAuthorised:
-    """Return the error of a start while nobody can tell whether a person's decision stands."""
+    """Return the error of a start while a silent mirror leaves open whether a person's decision counts."""
     names = ", ".join(map(named, attempts))
     return not_answering(
         f"A person decided where the run continues ({names}), if every mirror took that down: ", silent
@@ -125,7 +125,7 @@ def person_in_doubt(attempts: Sequence[Attempt], silent: Mapping[str, str]) -> S
 
 
 def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Temporary | NotAuthorised:
-    """Return the error for something that may be whole when it can be read."""
+    """Return the error for something that cannot be read now and may be whole."""
     kind = NotAuthorised if hindrance == "refused" else Temporary
     return kind(
         f"{what} cannot be read now: {why}. It may be whole, and training would be set back from it.",
@@ -143,7 +143,7 @@ def emergency_needs_ranks(step: int, saved_by: int, ranks: int) -> RefusedOnlyCo
 
 
 def not_one_run(error: LineageError | str, places: Iterable[str]) -> ConfigError:
-    """Return the error of places that tell of several runs, or contradict one another."""
+    """Return the error of a start whose places name several runs, or contradict one another."""
     return ConfigError(
         f"{', '.join(places)} do not belong to one run: {error}",
         hint="Give each run a root, a mirror prefix and a persistent directory of its own.",
@@ -159,7 +159,7 @@ def unknown_reference(reference: str) -> UsageError:
 
 
 def missing_step(step: int, order: Lineage) -> CheckpointNotFound:
-    """Return the error of a step that is not there."""
+    """Return the error for a step that does not exist."""
     steps = sorted({there for there, _ in order.current})
     nearest = sorted(sorted(steps, key=lambda there: abs(there - step))[:4])
     aside = [save for save in (*order.superseded, *order.unknown) if save.step == step]
@@ -173,11 +173,11 @@ def missing_step(step: int, order: Lineage) -> CheckpointNotFound:
 
 
 def never_step_0(what: Sequence[str], *, asked: bool) -> RefusedOnlyCopy:
-    """Return the error of a start at step 0 where something was saved.
+    """Return the error of a start at step 0 although something was saved.
 
     Args:
-        what: That was saved.
-        asked: Whether a person asked for a start over, without force.
+        what: What was saved.
+        asked: Whether a person asked for a start from scratch without force.
     """
     listed = "; ".join(what)
     if asked:

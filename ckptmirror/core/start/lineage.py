@@ -1,17 +1,18 @@
 """The lineage: which saves led to where training is now.
 
 Rules:
-1. From the attempt with the greatest (number, id) *that counts* back through the parents; each attempt on this way is
-   left at the save from which the next one started. A parent's attempt has a lower number, else the data contradicts
-   itself. Which attempts count is said by ``core.start.attempts``.
-2. A save is on the lineage if its attempt is on the way and is the newest, or its number is at most that of the save
-   where its attempt was left, or it adds to that save's step only kinds that the step did not have by then.
+1. The *way* goes from the attempt with the greatest (number, id) *that counts* back through the parents. The way leaves
+   each attempt at the save from which the next one started. A parent's attempt must have a lower number, otherwise the
+   data contradicts itself. ``core.start.attempts`` decides which attempts count.
+2. A save is on the lineage if its attempt is on the way and one of these holds: the attempt is the newest; the save's
+   number is at most that of the save where the way leaves the attempt; or the save adds to that save's step only kinds
+   that the step did not have by then.
 3. For each (step, kind) the last save is current; earlier ones are replaced.
 4. All others are superseded; but if the way ends at an unknown attempt, saves of attempts off the way are unknown.
 
-* No clock, and no order of the inputs, has any influence. Undecided attempts do not count.
-* Where the save at which an attempt was left is not among those given, its kinds are not known and nothing is added to
-  its step: what a zombie wrote is never let in by a guess.
+* Neither a clock nor the order of the inputs has any influence. Undecided attempts do not count.
+* If the save where the way leaves an attempt is not among those given, its kinds are unknown and no save adds to its
+  step: a guess never lets in what a zombie wrote.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Standing = Literal["current", "replaced", "superseded", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class SaveFacts:
-    """What the lineage needs to know of a whole save; ``attempt`` is an id, ``number`` counts within the attempt."""
+    """What the lineage needs to know about a whole save; ``attempt`` is an id, ``number`` counts within the attempt."""
 
     save_id: str
     attempt: str
@@ -55,9 +56,9 @@ class Lineage:
 
     Attributes:
         current: The last save on the lineage for each step and kind.
-        replaced: On the lineage, but current for none of their kinds; in the order of the lineage.
-        superseded: Off the lineage; by step, then save id.
-        unknown: Of attempts that cannot be placed: never chosen, never deleted. By step, then save id.
+        replaced: Saves on the lineage that are current for none of their kinds; in the order of the lineage.
+        superseded: Saves off the lineage; by step, then save id.
+        unknown: Saves of attempts that cannot be placed: never chosen, never deleted. By step, then save id.
         way: The attempts from the newest back, as far as they are known.
         complete: Whether the way ends at a start from scratch.
     """
@@ -77,7 +78,7 @@ class Lineage:
         return standing | {save.save_id: "unknown" for save in self.unknown}
 
     def all_on_it(self) -> tuple[SaveFacts, ...]:
-        """Return the saves on the lineage, current or replaced; one that is current in two kinds is there twice."""
+        """Return the saves on the lineage, current or replaced; a save that is current in two kinds comes twice."""
         return (*self.current.values(), *self.replaced)
 
     def on_it(self) -> frozenset[str]:
@@ -98,15 +99,15 @@ class Lineage:
 def lineage(
     attempts: Iterable[Attempt], saves: Sequence[SaveFacts], counting: Collection[str] | None = None
 ) -> Lineage:
-    """Place every save.
+    """Work out the standing of every save.
 
     Args:
-        attempts: What the lists name; undecided ones are left out here.
-        saves: Those that are whole in the place (or places) asked.
+        attempts: The attempts that the lists name; undecided ones are ignored.
+        saves: The saves that are whole in the places that were asked.
         counting: The ids of the attempts that count; None: all of them.
 
     Raises:
-        LineageError: A parent is not older by number, or an id stands for two different things.
+        LineageError: A parent's number is not lower, or one id names two different things.
     """
     known = _by_id(attempts)
     facts = _unique_saves(saves)
@@ -146,7 +147,7 @@ def _unique_saves(saves: Iterable[SaveFacts]) -> list[SaveFacts]:
 
 
 def _way(known: dict[str, Attempt], counting: Collection[str]) -> tuple[list[Attempt], dict[str, SaveRef], bool]:
-    """Return the attempts on the way, newest first, where each was left, and whether the way is whole."""
+    """Return the attempts on the way, newest first; where the way leaves each; and whether it reaches the beginning."""
     if not counting:
         return [], {}, False
     attempt = max((known[one] for one in counting), key=lambda attempt: (attempt.number, attempt.id))
@@ -156,7 +157,7 @@ def _way(known: dict[str, Attempt], counting: Collection[str]) -> tuple[list[Att
         before = known.get(attempt.parent.attempt)
         if before is None:
             return way, left_at, False
-        if before.number >= attempt.number:  # numbers fall along the way, so it ends
+        if before.number >= attempt.number:  # numbers must fall along the way, or this loop would not end
             raise LineageError(
                 f"Attempt {attempt.id[:8]} has the number {attempt.number}, but its parent is of attempt "
                 f"{before.id[:8]}, number {before.number}, which is not older."
@@ -186,7 +187,7 @@ def _on_lineage(way: Sequence[Attempt], left_at: dict[str, SaveRef], saves: Iter
 
 
 def _added_kinds(left: SaveRef, mine: Iterable[SaveFacts], have: set[Kind]) -> list[SaveFacts]:
-    """Return the later saves of the step at which an attempt was left that add only kinds the step lacks."""
+    """Return the later saves of the step where the way leaves an attempt that add only kinds that the step lacks."""
     added = []
     for save in mine:
         later = save.number > left.number and save.step == left.step
@@ -199,16 +200,16 @@ def _added_kinds(left: SaveRef, mine: Iterable[SaveFacts], have: set[Kind]) -> l
 def is_fast_forward(
     attempts: Sequence[Attempt], saves: Sequence[SaveFacts], counting: Collection[str], attempt: str
 ) -> bool:
-    """Whether an attempt may begin to count: no save leaves the lineage, and none that had left it comes back.
+    """Whether an attempt may begin to count: no save leaves the lineage, and no save that had left it comes back.
 
-    So an attempt from before a rewind is none, though nothing was saved after that. An attempt that would not be the
-    newest of those that count changes nothing, and may.
+    An attempt from before a rewind is therefore not a fast-forward, even if nothing was saved after the rewind. An
+    attempt that would not be the newest changes nothing, so it may count.
 
     Args:
-        attempts: All that are known, ``attempt`` among them.
-        saves: The whole saves of the places asked, without its own.
-        counting: The ids of those that count.
-        attempt: Its id.
+        attempts: All known attempts, including this one.
+        saves: The whole saves of the places that were asked, without those of this attempt.
+        counting: The ids of the attempts that count.
+        attempt: The id of this attempt.
     """
     before, after = lineage(attempts, saves, counting), lineage(attempts, saves, {*counting, attempt})
     if not before.way or after.way[0].id == before.way[0].id:
@@ -220,10 +221,10 @@ def is_fast_forward(
 
 
 def merge_attempts(*lists: AttemptList) -> AttemptList:
-    """Return the union of lists of one run, by number; of one attempt, decided wins over undecided.
+    """Return the union of lists of one run, ordered by number. A decided entry of an attempt replaces an undecided one.
 
     Raises:
-        LineageError: The run ids differ, or two lists contradict one another, or there is no list.
+        LineageError: The run ids differ, two lists contradict each other, or no list is given.
     """
     if not lists:
         raise LineageError("There is no list of attempts to merge.")
@@ -257,10 +258,10 @@ def _agreed(one: Attempt, other: Attempt) -> Attempt:
 
 
 def attempts_of_metas(metas: Iterable[Meta]) -> AttemptList | None:
-    """Rebuild a lost list from metas, which carry their attempt; None if there are none.
+    """Rebuild a lost list from metas, which carry their attempt; None if there are no metas.
 
     Raises:
-        LineageError: They are of different runs, or contradict one another.
+        LineageError: The metas are of different runs, or contradict each other.
     """
     lists = [AttemptList(meta.run_id, (meta.attempt,)) for meta in metas]
     return merge_attempts(*lists) if lists else None

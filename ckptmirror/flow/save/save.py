@@ -410,7 +410,7 @@ class Saver:
         try:
             commit_save(self.root, leader.table, leader.mirrors, meta)
         except TABLE_BROKE as error:  # before anything got its name: the table is made anew, once
-            leader.renew_table(error)
+            leader.recreate_table(error)
             commit_save(self.root, leader.table, leader.mirrors, meta)
         self._stall_detector.look_at(meta)
         return meta

@@ -79,7 +79,7 @@ class LeaderSide:
     mirrors: Sequence[MirrorSpec]
     fenced: Callable[[], str | None]
     on_commit: Callable[[Meta], None]
-    renew_table: Callable[[CkptMirrorError], None] = _give_up
+    recreate_table: Callable[[CkptMirrorError], None] = _give_up
     on_skipped: Callable[[int, str], None] = _ignore
 
 

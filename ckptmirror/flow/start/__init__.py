@@ -1,1 +1,1 @@
-"""Starting: who leads a node, which run goes on, and from which save."""
+"""Starting: which rank leads a node, which run it continues, and from which save."""

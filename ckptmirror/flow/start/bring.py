@@ -1,9 +1,9 @@
-"""Bring: the leader carries out what ``core.start.decide`` says, one move after the other, and reports what came of it.
+"""Bring: the leader carries out the moves that ``core.start.decide`` chooses and reports each outcome.
 
 Rules:
-* Nothing is decided here, and nothing is written on a mirror before the claim.
-* What is skipped is in the log, in the events and in ``passed_over``, each thing once.
-* A note in the root says what is being brought, so that a start that is killed there is continued by the next.
+* Nothing is decided here, and nothing is written to a mirror before the claim.
+* Everything that is skipped appears once in the log, in the events and in ``ResumeInfo.passed_over``.
+* A note in the root names the save that is being brought. If this start is killed, the next one continues from there.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ _log = logging.getLogger("ckptmirror.resume")
 
 @dataclass(frozen=True)
 class Proposal:
-    """What the leader puts to the vote: a save that is whole in the root, or a start at step 0 (no meta)."""
+    """What the ranks vote on: a save that is whole in the root, or a start at step 0 (no meta)."""
 
     run_id: str
     meta: Meta | None = None
     kind: Kind = "dcp"
     place: str = DISK
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 class Bringer:
-    """Proposes one copy after the other, and claims the run for the one that was loaded.
+    """Proposes one copy after another, and claims the run for the one that was loaded.
 
     Args:
         node: The leader's side of the root.
-        wish: What the start was asked for.
-        bus: Told of copies that cannot be used, and of mirrors that do not answer.
-        on_progress: Told how far a download is.
+        wish: What the caller asked for.
+        bus: Receives an event for each copy that cannot be used and each mirror that does not answer.
+        on_progress: Called with the progress of a download.
     """
 
     def __init__(self, node: Node, wish: Wish, bus: events.EventBus, on_progress: OnProgress | None = None) -> None:
@@ -76,7 +76,7 @@ class Bringer:
         self._bus = bus
         self._on_progress = on_progress
         self._cache: MetaCache = {}
-        self._said: list[str] = []
+        self._logged: list[str] = []
         self._tried: list[Outcome] = []
         self._chosen: Try | Scratch | None = None
         node.prepare()
@@ -97,7 +97,9 @@ class Bringer:
                 )
                 self._bus.emit(events.MirrorUnreachable(mirror=row.place, reason=row.why))
         if self._node.persistent_is_new and run_of(self.seen.evidence) is not None:
-            self._say(Notice(f"{self._node.persistent_dir}, which did not exist and was created: is a mount missing?"))
+            self._log_once(
+                Notice(f"{self._node.persistent_dir}, which did not exist and was created: is a mount missing?")
+            )
 
     @property
     def chosen(self) -> Try | None:
@@ -108,8 +110,8 @@ class Bringer:
         """Bring the next copy to this disk and propose it, or propose a start at step 0.
 
         Raises:
-            Temporary: What is left cannot be seen now.
-            RefusedOnlyCopy: There are saves, and none can be resumed.
+            Temporary: The remaining copies cannot be read now.
+            RefusedOnlyCopy: There are saves, but none can be resumed.
         """
         while True:
             move = self._move(self.seen)
@@ -124,35 +126,35 @@ class Bringer:
                 case Scratch():
                     self._chosen = move
                     run_id = run_of(self.seen.evidence) or self._new_run_id
-                    return Proposal(run_id, passed_over=tuple(self._said))
+                    return Proposal(run_id, skipped=tuple(self._logged))
                 case Try():
                     self._say_of_other_kinds(move)
                     meta = self._brought(move)
                     if meta is not None:
                         self._chosen = move
-                        return Proposal(move.run_id or meta.run_id, meta, move.kind, move.place, tuple(self._said))
+                        return Proposal(move.run_id or meta.run_id, meta, move.kind, move.place, tuple(self._logged))
 
     def _say_of_other_kinds(self, move: Try) -> None:
         for one in self.seen.evidence.disk.problems:
             if one.save_id == move.save.save_id and move.kind not in one.kinds:
-                self._say(Notice(f"kind {'+'.join(one.kinds)} of step {move.save.step} ({one.name}): {one.why}"))
+                self._log_once(Notice(f"kind {'+'.join(one.kinds)} of step {move.save.step} ({one.name}): {one.why}"))
 
     def _move(self, seen: Survey) -> Move:
         move = next_move(seen.evidence, self._wish, self._tried)
         for notice in move.notices:
-            self._say(notice)
+            self._log_once(notice)
         if isinstance(move, Refuse):
             move.error.hint = with_root(move.error.hint, str(self._node.root))
         return move
 
     def reject(self, proposal: Proposal, reason: str, *, touched: bool, unreadable: bool = False) -> None:
-        """Note that a copy could not be used.
+        """Record that a copy could not be used.
 
         Args:
-            proposal: What was put to the vote.
+            proposal: The proposal that the ranks voted on.
             reason: Why it cannot be used.
             touched: Whether a rank had begun to load it.
-            unreadable: Whether an I/O error or a permission kept a rank from reading it: it may be whole.
+            unreadable: Whether a rank could not read it because of an I/O error or a permission, so it may be whole.
         """
         if proposal.meta is None:
             return
@@ -165,8 +167,8 @@ class Bringer:
         """Claim the run for what was loaded.
 
         Raises:
-            StartOver: An attempt or a save has appeared since the places were asked.
-            StoreTemporary: A mirror that has to take the claim fell silent.
+            StartOver: An attempt or a save has appeared since the survey.
+            StoreTemporary: A mirror that must take the claim stopped answering.
         """
         chosen = self._chosen
         assert chosen is not None, "something was proposed"
@@ -200,7 +202,7 @@ class Bringer:
             raise StartOver("there is a save now")
 
     def start_over(self, why: StartOver) -> None:
-        """Look at every place once more, since something appeared."""
+        """Survey every place again, because something new appeared."""
         _log.warning("the start looks at every place again: %s", why)
         self._tried.clear()
         self.seen = self._survey()
@@ -208,7 +210,7 @@ class Bringer:
     # -- one copy --------------------------------------------------------------------------------------------
 
     def _brought(self, move: Try) -> Meta | None:
-        """Bring a copy to this disk; None if it cannot be: then the outcome is noted."""
+        """Bring a copy to this disk; return None and record the outcome if that fails."""
         meta = self.seen.metas[(move.save.save_id, move.place)]
         result = Result.NOT_BROUGHT
         failure: CkptMirrorError | None = None
@@ -225,16 +227,16 @@ class Bringer:
             return None
         except LocalStorageFull as error:
             result, failure = Result.NO_ROOM, error
-        except CkptMirrorError as error:  # the copy may well be good
+        except CkptMirrorError as error:  # the copy itself may be good
             failure = error
         self._tried.append(Outcome(meta.save_id, move.kind, move.place, result, str(failure), failure))
         return None
 
     def _staged(self, move: Try, meta: Meta) -> Meta:
-        """Stage a save into the root; a broken local copy of it steps aside for the mirror's.
+        """Stage a save into the root, in place of a broken local copy of it.
 
         Raises:
-            IntegrityError: The mirror's copy is broken, or no longer whole.
+            IntegrityError: The mirror's copy is broken or no longer whole.
         """
         node = self._node
         mirror = next(mirror for mirror in node.mirrors if mirror.url == move.place)
@@ -253,20 +255,20 @@ class Bringer:
             )
         except CheckpointNotFound as error:
             raise BrokenMeta(f"{move.place} no longer has all of it: {error}") from error
-        node.table.forget_save(meta.save_id)  # its records named the paths of the copy that stepped aside
+        node.table.forget_save(meta.save_id)  # its records name the paths of the copy that was replaced
         add_missing_records(node.table, node.mirrors, [staged], staged_everywhere=True)
         return staged
 
     def _is_on_all_mirrors(self, meta: Meta) -> bool:
-        """Whether no mirror lacks the save; one that does is given it from the local copy, which must be all of it."""
+        """Whether every mirror has the save. One that lacks it gets it from the local copy, which must be whole."""
         catalogs = [self.seen.seen[mirror.url].catalog for mirror in self._node.mirrors]
         return all(catalog is not None and meta.save_id in catalog.whole for catalog in catalogs)
 
-    def _say(self, notice: Notice) -> None:
+    def _log_once(self, notice: Notice) -> None:
         """Log a notice, once."""
-        if notice.line in self._said:
+        if notice.line in self._logged:
             return
-        self._said.append(notice.line)
+        self._logged.append(notice.line)
         log = _log.error if notice.level == "error" else _log.warning
         line = with_root(notice.line, str(self._node.root))
         log("skipped %s" if notice.step is not None else "%s", line)

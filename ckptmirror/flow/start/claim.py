@@ -1,15 +1,15 @@
-"""Claiming a run: a start, once it has loaded, enters its attempt in the list of its root and of each mirror.
+"""Claiming a run: after a start has loaded, it adds its attempt to the lists of its root and of each mirror.
 
-The rules are those of ``core.start.attempts``; here lists are read, compared and swapped.
+``core.start.attempts`` holds the rules; this module reads, compares and swaps lists.
 
 Rules:
-* Lists only grow. Every write carries the generation that was read; a lost race is read again, a bounded number of
-  times.
-* A start that meets an attempt that it did not know, or a save that it did not see, starts over. A running attempt that
-  meets one is fenced for good, and notes it for the next start.
-* A mirror that did not answer is claimed later, before anything is sent there.
-* An attempt's first commit on a mirror asks all mirrors; so does each commit of an earlier attempt's save, and of a
-  drain, which is no attempt.
+* Lists only grow. Every write carries the generation that was read; after a lost race the list is read again, a bounded
+  number of times.
+* A start that finds an attempt or a save that it has not seen starts over. A running attempt that finds an unknown
+  attempt is fenced for good, and records it for the next start.
+* A mirror that did not answer is claimed later, before anything is sent to it.
+* An attempt's first commit on a mirror asks all mirrors. So does each commit of an earlier attempt's save, and each
+  commit of a drain, which is not an attempt.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _log = logging.getLogger("ckptmirror.claim")
 
 
 class StartOver(Exception):
-    """Something appeared since the places were asked. As text: what."""
+    """An attempt or a save has appeared since the survey; the text names it."""
 
 
 class _Places:
-    """What a commit asks: all places, metas read once."""
+    """The places that a commit asks; each meta is read once."""
 
     def __init__(self, root: Path, table: UploadsTable, mirrors: Sequence[Mirror], cache: MetaCache) -> None:
         self._root = root
@@ -67,7 +67,7 @@ class _Places:
         self._last: tuple[tuple[int | str, ...], Survey] | None = None
 
     def survey(self) -> Survey:
-        """Ask all places, unless the mirrors' lists are those of last time: nobody unknown may have committed since."""
+        """Ask all places, unless no mirror's list has changed: then no unknown attempt can have committed."""
         lists = tuple(_list_of(mirror) for mirror in self._mirrors)
         if self._last is None or self._last[0] != lists:
             self._last = (lists, self._look())
@@ -80,8 +80,8 @@ class _Places:
         """Check that a save of an earlier attempt may be committed.
 
         Raises:
-            StoreTemporary: Not before a silent mirror answers.
-            StorePermanent: Not at all: the run continued without it.
+            StoreTemporary: It must wait for a silent mirror.
+            StorePermanent: Never: the run continued without the save.
         """
         verdict = may_drain((seen or self.survey()).evidence, mirror.url, facts_of(meta))
         if verdict.may == "wait":
@@ -114,18 +114,18 @@ def waiting(verdict: Verdict, root: Path) -> StoreTemporary:
 
 
 def _not_taken_down(mirror: Mirror, error: CkptMirrorError) -> CkptMirrorError:
-    """Return the error of a start whose claim a mirror has to take, and does not."""
+    """Return the error of a start when a mirror that must take its claim does not."""
     why = f"{mirror.url} has to record where training continues, and does not: {error.message}"
     return (NotAuthorised if isinstance(error, NotAuthorised) else StoreTemporary)(why, hint=error.hint)
 
 
 class RunClaim:
-    """This process's attempt at the run, as the lists show it.
+    """This process's attempt, and the lists that name it.
 
     Attributes:
         attempt: This attempt.
-        unclaimed: Mirrors that were not told yet, by URL, with the reason.
-        fenced: The reason, once a newer attempt was met.
+        unclaimed: The mirrors whose lists do not name it yet, by URL, with the reason.
+        fenced: Why the attempt is fenced, once a newer attempt was found.
     """
 
     def __init__(
@@ -150,23 +150,23 @@ class RunClaim:
 
     @property
     def attempts(self) -> AttemptList:
-        """Every attempt that this process knows, its own among them."""
+        """Every attempt that this process knows, including its own."""
         return self._claim.root_list
 
     def make(self, seen: Survey) -> None:
-        """Enter the attempt in the root's list, then in that of each mirror that answers, in order.
+        """Add the attempt to the root's list, then to the list of each answering mirror, in order.
 
         The caller holds the root lock.
 
         Args:
-            seen: What the claim was decided by.
+            seen: The survey that the claim is based on.
 
         Raises:
-            StartOver: An attempt or a save appeared since.
-            StoreTemporary: A mirror that has to take the claim fell silent.
+            StartOver: An attempt or a save has appeared since the survey.
+            StoreTemporary: A mirror that must take the claim stopped answering.
         """
         self._begins = run_of(seen.evidence) is None
-        if not self._begins:  # else the first mirror names the run: of two that begin it one has to start over
+        if not self._begins:  # else the first mirror names the run: if two starts begin it at once, one starts over
             self._write_here(self._claim.root_list)
         claimed: set[str] = set()
         for mirror in self._mirrors:
@@ -184,25 +184,25 @@ class RunClaim:
                 raise error
             self.unclaimed[mirror.url] = str(error)
         mine = self._claim.root_list
-        if claimed.issuperset(mine.required):  # one of them may be configured no more: nobody asked it
+        if claimed.issuperset(mine.required):  # one of them may no longer be configured, so it was not asked
             mine = replace(mine, completed=(*mine.completed, self.attempt.id))
         self._write_here(mine)
 
     def confirm(self, mirror: Mirror, meta: Meta | None = None) -> None:
-        """Ask a mirror whether this attempt may go on there, and enter it if that was not done yet.
+        """Check that this attempt may continue on a mirror, and add it to the mirror's list if it is not there yet.
 
         Args:
-            mirror: Which.
-            meta: The save that is to be committed there; None: files of it are to be sent.
+            mirror: The mirror to check.
+            meta: The save to commit there; None before sending files.
 
         Raises:
-            AttemptFenced: It may not. Raised at every later call too.
-            StoreTemporary: The mirror does not answer, or a silent one has to be waited for.
-            StorePermanent: The save is of an earlier attempt that the run continued without.
+            AttemptFenced: A newer attempt has started. Every later call raises this too.
+            StoreTemporary: The mirror does not answer, or the commit must wait for a silent mirror.
+            StorePermanent: The save belongs to an earlier attempt, and the run continued without it.
         """
         with self._lock:
             mirror_lock = self._mirror_locks.setdefault(mirror.url, threading.Lock())
-        with mirror_lock:  # one for each: a mirror that does not answer holds up nobody else's
+        with mirror_lock:  # one lock per mirror, so that a mirror that does not answer blocks no other
             if self.fenced is not None:
                 raise AttemptFenced(self.fenced)
             self._enter(mirror, None)
@@ -226,15 +226,19 @@ class RunClaim:
         return AttemptFenced(self.fenced)
 
     def _enter(self, mirror: Mirror, changed: type[StartOver] | None) -> None:
-        """Have the mirror's list hold the attempt; see that it lists none that is unknown."""
+        """Add the attempt to the mirror's list, after checking that the list names no unknown attempt."""
         for _ in range(_RACES_LIMIT):
             there, generation = read_mirror_attempts(mirror, mend=changed is not None)
-            told = there if there is not None else rebuild_attempts([mirror])
-            if told is not None:
-                if self._begins and changed is not None and told.run_id != self.run_id:
-                    raise changed(f"another start has begun run {told.run_id[:8]} on {mirror.url}")
-                check_run(mirror, told, [self._claim.root_list], self.root)
-            unknown = [one for one in (told.attempts if told is not None else ()) if one.id not in self._claim.known]
+            list_there = there if there is not None else rebuild_attempts([mirror])
+            if list_there is not None:
+                if self._begins and changed is not None and list_there.run_id != self.run_id:
+                    raise changed(f"another start has begun run {list_there.run_id[:8]} on {mirror.url}")
+                check_run(mirror, list_there, [self._claim.root_list], self.root)
+            unknown = [
+                one
+                for one in (list_there.attempts if list_there is not None else ())
+                if one.id not in self._claim.known
+            ]
             if unknown:
                 newest = max(unknown, key=lambda attempt: (attempt.number, attempt.id))
                 why = (
@@ -253,7 +257,7 @@ class RunClaim:
             try:
                 mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
             except PreconditionFailed:
-                continue  # another writer, or our own write whose answer was lost: the next read tells
+                continue  # another writer, or our own write whose answer was lost: the next read shows which
             return
         raise Temporary(f"{mirror.url}/{names.WRITER_NAME} keeps changing.")
 
@@ -264,7 +268,7 @@ class RunClaim:
 
 
 def check_of_run(root: Path, mirror: Mirror) -> tuple[AttemptList | None, int]:
-    """Check that a mirror holds the run of a root, if any; return its list and the generation of that.
+    """Check that a mirror holds no other run than this root; return its list and the list's generation.
 
     Raises:
         ConfigError: It holds another run.
@@ -273,21 +277,21 @@ def check_of_run(root: Path, mirror: Mirror) -> tuple[AttemptList | None, int]:
     there, generation = read_mirror_attempts(mirror)
     try:
         here, _ = attempts_here(root)
-        told = there if there is not None else rebuild_attempts([mirror])
+        list_there = there if there is not None else rebuild_attempts([mirror])
     except LineageError as error:
         raise not_one_run(root, error) from error
-    if told is not None and here is not None:
-        check_run(mirror, told, [here], root)
+    if list_there is not None and here is not None:
+        check_run(mirror, list_there, [here], root)
     return there, generation
 
 
 class DrainConfirmation:
-    """What a drain asks before it sends or commits: it is no attempt, fences nobody and is fenced by nobody.
+    """The check that a drain makes before it sends or commits. A drain is not an attempt and is never fenced.
 
     Args:
-        root: What is drained.
+        root: The root to drain.
         table: Its table.
-        mirrors: All mirrors of the root, also those that are not served.
+        mirrors: All mirrors of the root, including those that this drain does not send to.
     """
 
     def __init__(self, root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> None:
@@ -295,10 +299,10 @@ class DrainConfirmation:
         self._places = _Places(root, table, mirrors, {})
 
     def __call__(self, mirror: Mirror, meta: Meta | None = None) -> None:
-        """Check that a save may be committed, and enter its attempt in the mirror's list.
+        """Check that a save may be committed, and add its attempt to the mirror's list.
 
         Raises:
-            StoreTemporary: The mirror does not answer, or a silent one has to be waited for.
+            StoreTemporary: The mirror does not answer, or the commit must wait for a silent mirror.
             StorePermanent: The run continued without the save.
             ConfigError: The mirror belongs to another run.
         """

@@ -1,10 +1,10 @@
-"""The control directory, deleted beside the trainer that leads the root: taken again where that is safe.
+"""Recreates a control directory that somebody deleted beside a running trainer, if that is safe.
 
 Rules:
-* The lock that is held keeps nobody out once its file is gone. Every start leaves its attempt in the root's list, so
-  nobody took a root without a list, in which no attempt but the known ones has saved, and whose new lock is free.
-* Where the list is still there, somebody took away the lock alone, or leads the root by now: nothing is taken again.
-* The list is written without replacing any, under the new lock.
+* A lock keeps nobody out once its file is gone. But every start adds its attempt to the root's list. So if there is no
+  list, the new lock is free, and no unknown attempt has saved here, then no other trainer has taken the root.
+* If the list is still there, somebody removed only the lock, or another trainer leads the root: nothing is recreated.
+* The list is written under the new lock, and never replaces another.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _WAIT_S = 10.0  # for a short verb, while the training thread may wait
 
 
 def take_root_again(root: Path, lock: RootLock, known: AttemptList) -> bool:
-    """Take the lost lock again and recreate directory and list; False where another may lead the root by now.
+    """Retake the lost lock and recreate directory and list; return False if another trainer may lead the root now.
 
     Args:
         root: The local root.
-        lock: Its lock, lost.
-        known: Every attempt that this process knows, its own included.
+        lock: Its lock, whose file is gone.
+        known: Every attempt that this process knows, including its own.
 
     Raises:
-        LocalStorageUnwritable: The directory cannot be made.
-        LocalStorageFull: There is no room for it.
+        LocalStorageUnwritable: The directory cannot be created.
+        LocalStorageFull: The disk has no room for it.
     """
 
     def nobody_came() -> bool:

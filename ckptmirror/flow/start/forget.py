@@ -1,9 +1,10 @@
-"""Take a mirror out of a run: no start, commit or drain waits for its word any more. A person decides that.
+"""Removes a mirror from a run: no start, commit or drain waits for it any more. Only a person decides this.
 
 Rules:
-* The lists of the root and of every mirror that answers record it. Lists only grow: the mirror is entered as forgotten,
-  so that a list that still names it, on a mirror that is away, does not bring it back.
-* Nothing on the mirror is touched, and no local file. What waits for it stays in the table until it is a mirror again.
+* The lists of the root and of every answering mirror record the removal. Lists only grow: the mirror is added as
+  forgotten, so that an older list on a mirror that is away now does not bring it back.
+* Nothing on the mirror and no local file changes. Uploads that wait for it stay in the table until it is configured
+  again.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ __all__ = ["Forgotten", "forget_mirror"]
 
 @dataclass(frozen=True)
 class Forgotten:
-    """A mirror that was taken out of the run.
+    """A mirror that was removed from the run.
 
     Attributes:
-        url: Which.
+        url: Its URL.
         left: The required mirrors that the run still has.
-        told: The mirrors that know it.
-        untold: Those that do not answer, with the reason; the next start tells them.
-        is_configured: Whether the root's last start had it as a mirror: then the configuration has to change too.
+        recorded_on: The mirrors whose lists record the removal.
+        unreachable: The mirrors that do not answer, with the reason; the next start records it there.
+        is_configured: Whether the root's last start used it, so that the configuration must change too.
     """
 
     url: str
     left: tuple[str, ...]
-    told: tuple[str, ...]
-    untold: dict[str, str]
+    recorded_on: tuple[str, ...]
+    unreachable: dict[str, str]
     is_configured: bool
 
 
 def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
-    """Take a required mirror out of the run of a root.
+    """Remove a required mirror from the run of a root.
 
     Args:
         root: The local root.
-        url: Of the mirror.
-        dry_run: Say what would be done, and do nothing.
+        url: The mirror's URL.
+        dry_run: Change nothing, and return what would change.
 
     Raises:
         CheckpointNotFound: The run does not name such a mirror.
@@ -79,13 +80,13 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
 def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool, dry_run: bool) -> Forgotten:
     here = read_local_attempts(root)
     lists: dict[str, tuple[AttemptList, int]] = {}
-    untold: dict[str, str] = {}
+    unreachable: dict[str, str] = {}
     by_url = {mirror.url: mirror for mirror in mirrors}
     for mirror in by_url.values():
         try:
             listed, generation = read_mirror_attempts(mirror)
         except CkptMirrorError as error:
-            untold[mirror.url] = str(error)
+            unreachable[mirror.url] = str(error)
             continue
         if listed is not None:
             lists[mirror.url] = (listed, generation)
@@ -103,11 +104,11 @@ def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool
         files.write_bytes(root / names.ATTEMPTS_NAME, data, save_id=new_id(), replace=True)
     for one, (listed, generation) in lists.items():
         if not dry_run:
-            _tell(by_url[one], merge_attempts(listed, out), generation)
-    return Forgotten(url, tuple(sorted(named - {url})), tuple(lists), untold, is_configured)
+            _record(by_url[one], merge_attempts(listed, out), generation)
+    return Forgotten(url, tuple(sorted(named - {url})), tuple(lists), unreachable, is_configured)
 
 
-def _tell(mirror: Mirror, wanted: AttemptList, generation: int) -> None:
+def _record(mirror: Mirror, wanted: AttemptList, generation: int) -> None:
     try:
         mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
     except PreconditionFailed as error:

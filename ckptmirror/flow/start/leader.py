@@ -1,11 +1,11 @@
 """What the leader of a node owns: the lock, the table, the claim of the run, the uploader, the rotator.
 
 Rules:
-* Opened in an order in which a failure leaves nothing held: lock, table, reconcile, mirrors, claim.
-* A node whose lock file somebody took away commits nothing more: another may lead this root by now. Where the whole
-  control directory was deleted and nobody else came, it is taken again (``control_directory``).
-* Whether something is safe is answered by ``retention.durability``, never by a count of what is pending.
-* Closing needs no other rank and no mirror. What is not uploaded stays in the table, and the next start carries on.
+* It opens them in an order in which a failure leaves nothing held: lock, table, reconcile, mirrors, claim.
+* A leader whose lock file somebody removed commits nothing more, since another may lead this root now. If the whole
+  control directory was deleted and no other trainer took the root, the leader recreates it (``control_directory``).
+* ``retention.durability`` decides whether something is safe; a count of pending uploads never does.
+* Closing needs no other rank and no mirror. What is not uploaded stays in the table, and the next start continues.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ __all__ = ["Node", "open_table"]
 _log = logging.getLogger("ckptmirror")
 _STOP_WORKERS_S = 10.0
 _STOP_ROTATOR_S = 60.0
-_STOP_LATE_S = 5.0  # where the time is over and a mirror does not answer
-_SHORT_VERB_S = 60.0  # a start waits so long for such a verb to let go of the root
+_STOP_LATE_S = 5.0  # how long to stop threads if the time is up and a mirror does not answer
+_SHORT_VERB_S = 60.0  # how long a start waits for a short verb to release the root
 _STOP_BRINGING_S = 2.0
-_MENDING_WAIT_S = 5.0
-_STOPPED_LIMIT_S = 2.0  # after a stop request the grace period runs
+_REPAIR_WAIT_S = 5.0
+_STOPPED_LIMIT_S = 2.0  # short, since the grace period of a stop request is running
 _SKIPPED_LISTED = 20
 
 
@@ -101,7 +101,7 @@ class Node:
         self._bus = bus
         bus.subscribe(self._on_event)
         self._workers_per_mirror = workers_per_mirror
-        self.bringing: threading.Thread | None = None  # looks for a copy to resume from, and may be staging one
+        self.bringing: threading.Thread | None = None  # finds a copy to resume from, and may be staging it
         self._workers: UploadWorkers | None = None
         self._rotator: Rotator | None = None
         self._recheck: Recheck | None = None
@@ -120,7 +120,7 @@ class Node:
             undo.callback(self.lock.release)
             try:
                 self.table = open_table(root, state_dir, clock)
-            except LocalStorageFull:  # even to look at the table needs room: here is what a rotation deleted
+            except LocalStorageFull:  # even reading the table needs room: empty the trash of an earlier rotation
                 empty_trash(root)
                 self.table = open_table(root, state_dir, clock)
             undo.callback(self.table.close)
@@ -131,7 +131,7 @@ class Node:
             bus.emit(events.SaveGone(step=step, save_id=save_id, reason=reason))
 
     def prepare(self) -> None:
-        """Make ready for a start: end what an earlier start of this process began, look at the persistent directory.
+        """Prepare for a start: stop what an earlier start of this process began, and read the persistent directory.
 
         Raises:
             Temporary: The root is still being changed.
@@ -179,7 +179,7 @@ class Node:
         if self._meet_again:
             self._meet_again = False
             for mirror in self.mirrors:
-                with contextlib.suppress(CkptMirrorError):  # it is met again at the next start
+                with contextlib.suppress(CkptMirrorError):  # the next start finds it again
                     mirror.store.identity()
         has_answered = carry_on(self.root, self.table, self.mirrors, recheck)
         if has_answered and self._workers is not None:
@@ -187,7 +187,7 @@ class Node:
         return has_answered
 
     def fenced(self) -> str | None:
-        """The reason why this attempt may commit nothing more, if there is one. Asked before each commit."""
+        """Return why this attempt may commit nothing more, or None. Called before each commit."""
         if self.lock.lost and not self._take_root_again():
             return (
                 f"{self.root / names.LOCK_NAME} was deleted or replaced while this process held it, so another process "
@@ -196,7 +196,7 @@ class Node:
         return self.claim.fenced if self.claim is not None else None
 
     def _take_root_again(self) -> bool:
-        """After the control directory was deleted: make anew what lay there, if nobody else took the root meanwhile."""
+        """Recreate the control directory after somebody deleted it, if no other trainer took the root meanwhile."""
         with self._retaking:
             if not self.lock.lost:
                 return True
@@ -220,7 +220,7 @@ class Node:
         return True
 
     def on_commit(self, meta: Meta) -> None:
-        """A save is committed: upload it, see what may be rotated."""
+        """Start the uploads of a committed save, and rotate what may go."""
         if self._workers is not None:
             self._workers.notify()
         if self._rotator is not None:
@@ -229,23 +229,23 @@ class Node:
         self.write_status("running")
 
     def on_skipped(self, step: int, reason: str) -> None:
-        """The disk had no room for a save: say so in the status, and see what may be rotated by now."""
+        """Record in the status that the disk had no room for a save, and rotate what may go."""
         self._skipped.append({"step": step, "reason": reason})
         self.write_status("running")
         if self._rotator is not None:
             self._rotator.wake()
 
     def wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
-        """Wait until a save is verified on every mirror that counts, or everything (None), earlier saves included.
+        """Wait until a save (None: every save, earlier ones included) is verified on every mirror that counts.
 
         Returns:
-            False if it is not by then, or as soon as what is left has failed for good.
+            False if the time runs out, or as soon as only permanent failures are left.
         """
         workers = self._workers
         if workers is None:
             return False
         if self.unsafe_saves(save_id):
-            self.mend_records(min(timeout_s, _MENDING_WAIT_S))
+            self.repair_records(min(timeout_s, _REPAIR_WAIT_S))
             workers.notify()
 
         def is_over() -> bool:
@@ -256,20 +256,20 @@ class Node:
         return not self.unsafe_saves(save_id) and (save_id is not None or not self._unasked())
 
     def unsafe_saves(self, save_id: str | None = None) -> list[OpenSave]:
-        """List what is not settled on a mirror that counts, of one save or of all; what has no record is among it."""
+        """List the files of one save, or of all, that are not safe on a mirror that counts, or have no record."""
         counting = self._counting()
         ids = None if save_id is None else [save_id]
         if not counting or not open_saves(self.table, self._whole(), counting, ids):
             return []
-        # A rotation may have come between the look at the disk and that at the table: what is said is seen twice.
+        # A rotation may run between reading the disk and reading the table, so a finding must be seen twice.
         return open_saves(self.table, self._whole(), counting, ids)
 
     def _unasked(self) -> dict[str, str]:
         asked = self._recheck.unasked(self._counting()) if self._recheck is not None else {}
         return {url: str(error) for url, error in asked.items()}
 
-    def mend_records(self, wait_s: float = _MENDING_WAIT_S) -> None:
-        """Give the whole saves on this disk that lack sound or released records theirs: without, nothing is sent."""
+    def repair_records(self, wait_s: float = _REPAIR_WAIT_S) -> None:
+        """Write the missing or unreleased records of whole saves on this disk: without them nothing is sent."""
         self.table.drop_broken_rows()
         urls = [spec.url for spec in self.specs]
 
@@ -279,9 +279,9 @@ class Node:
 
         self._add_records(unsafe, wait_s)
 
-    def _add_records(self, chosen: Callable[[list[Meta]], list[Meta]], wait_s: float = _MENDING_WAIT_S) -> None:
+    def _add_records(self, chosen: Callable[[list[Meta]], list[Meta]], wait_s: float = _REPAIR_WAIT_S) -> None:
         with contextlib.ExitStack() as held:
-            try:  # nobody rotates between the look at the disk and the new records
+            try:  # no rotation may run between reading the disk and writing the records
                 held.enter_context(exclusive(self.root / ROTATE_LOCK_NAME, timeout_s=wait_s))
             except CkptMirrorError as error:
                 _log.warning("no record is repaired now: %s", error)
@@ -291,8 +291,8 @@ class Node:
     def _whole(self) -> list[Meta]:
         return list(local_catalog(self.root).whole.values())
 
-    def renew_table(self, error: CkptMirrorError) -> None:
-        """Make the table anew after it broke or went away under a running training; uploads go on with the new one.
+    def recreate_table(self, error: CkptMirrorError) -> None:
+        """Recreate the table after it broke or vanished while training runs; uploads continue with the new one.
 
         Raises:
             NoTable: This node was closed.
@@ -314,9 +314,9 @@ class Node:
         return aside
 
     def _counting(self) -> set[str]:
-        """The mirrors that a save must be on to be safe: the required ones; all, where none is.
+        """The mirrors that a save must be on to be safe: the required ones, or all mirrors if none is required.
 
-        Until this start has succeeded, those that counted for the last one count too.
+        Until this start has succeeded, the mirrors of the last start that counted also count.
         """
         urls = set(counting((spec.url, spec.required) for spec in self.specs))
         if self.claim is None:
@@ -334,7 +334,7 @@ class Node:
             self.rotate()
 
     def _is_newest(self) -> bool:
-        """Ask each required mirror, as the rotation itself will, whether a newer attempt has started."""
+        """Ask each required mirror, as the rotation will do too, whether a newer attempt has started."""
         if self.claim is None or self.fenced() is not None:
             return False
         for mirror in (mirror for mirror in self.mirrors if mirror.required):
@@ -362,7 +362,7 @@ class Node:
         )
 
     def write_status(self, status: str, **more: object) -> None:
-        """Leave ``.ckptmirror/status.json`` for people and monitors. A failure to do so is only logged."""
+        """Write ``.ckptmirror/status.json`` for people and monitors. A failure is only logged."""
         facts = {
             "status": status,
             "pid": os.getpid(),
@@ -377,7 +377,7 @@ class Node:
         write_status_file(self.root, facts)
 
     def finish(self, timeout_s: float, *, stopped: bool, saving: bool = False) -> None:
-        """Upload what is pending within ``timeout_s`` seconds, then let everything go (see :meth:`close`).
+        """Upload what is pending within ``timeout_s`` seconds, then release everything (see :meth:`close`).
 
         Raises:
             DeadlinePassed: The run finished (it was not stopped) and something is not verified on a mirror that counts.
@@ -386,11 +386,13 @@ class Node:
         ends_s = time.monotonic() + timeout_s
         limit_s = _STOPPED_LIMIT_S if stopped else _STOP_LATE_S
         try:
-            self.fenced()  # a control directory that was deleted is recreated while mirrors can still be asked
+            self.fenced()  # recreates a deleted control directory while mirrors can still be asked
             unasked = self._see_to_the_rest(timeout_s, stopped)
             limit_s = limit_s if stopped else max(limit_s, ends_s - time.monotonic())
             services_ended = self._stop_services(limit_s)
-            pending = open_files(self.unsafe_saves())  # only now: what was at work may still have missed something
+            pending = open_files(
+                self.unsafe_saves()
+            )  # only now, since the threads that just ended may have added something
             status = "stopped" if stopped else "incomplete" if pending or unasked else "finished"
             if self.claim is not None:
                 self.write_status(status, pending=pending)
@@ -406,20 +408,20 @@ class Node:
             _log.warning("%s `ckptmirror drain --root %s`or the next start does it.", line, quote(str(self.root)))
 
     def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> dict[str, str]:
-        """Wait for the uploads unless the run was stopped; return the mirrors that nobody asked, with why."""
+        """Wait for the uploads unless the run was stopped; return the mirrors that were not asked, with the reason."""
         deadline = time.monotonic() + timeout_s
         try:
             self.table.mirrors()
         except (BrokenTable, NoTable) as error:
-            self.renew_table(error)
+            self.recreate_table(error)
         if not stopped and (self.wait_mirrored(None, timeout_s) or self._workers is None):
-            if self._recheck is not None and timeout_s > 0:  # else nobody waits for an answer
+            if self._recheck is not None and timeout_s > 0:  # without time there is no waiting for an answer
                 return self._ask_once_more(self._recheck, deadline - time.monotonic())
             return {}  # each answered at least once
         return {} if stopped else self._unasked()
 
     def _ask_once_more(self, recheck: Recheck, timeout_s: float) -> dict[str, str]:
-        """See that nobody emptied a mirror meanwhile, and send what is missed again; return who refuses to say."""
+        """Check that no mirror was emptied, and resend what is missing; return the mirrors that do not answer."""
         ends_s = time.monotonic() + timeout_s
         recheck.ask_once_more(self._counting(), timeout_s)
         if self.unsafe_saves():
@@ -432,11 +434,11 @@ class Node:
     def close(
         self, limit_s: float | None = None, *, saving: bool = False, services_ended: tuple[bool, bool] | None = None
     ) -> None:
-        """Stop the threads, free the table, the stores and the lock.
+        """Stop the threads; release the table, the stores and the lock.
 
-        A thread that does not end within its limit (a mirror keeps it waiting) keeps what it uses until this process
-        ends: an uploader the table and the stores; the rotator, a save still in flight (``saving``) and a copy that is
-        being brought, the lock as well, since they change the root.
+        A thread that does not end within its limit, because a mirror keeps it waiting, keeps what it uses until this
+        process ends. An uploader keeps the table and the stores. The rotator, a save in flight (``saving``) and the
+        thread that brings a copy keep the lock too, since they change the root.
         """
         rotator_ended, workers_ended = services_ended or self._stop_services(limit_s)
         saving = saving or self._is_bringing()
@@ -455,7 +457,7 @@ class Node:
         return self.bringing is not None and self.bringing.is_alive()
 
     def _stop_services(self, limit_s: float | None = None) -> tuple[bool, bool]:
-        """Say whether the rotator and the workers ended."""
+        """Stop the rotator and the workers; return whether each ended."""
         stop_retrying(self.mirrors)
         ends_s = time.monotonic() + (_STOP_ROTATOR_S if limit_s is None else min(limit_s, _STOP_ROTATOR_S))
         rotator, workers, self._rotator, self._workers = self._rotator, self._workers, None, None
@@ -469,7 +471,7 @@ class Node:
 
     def _on_fenced(self, claim: RunClaim, reason: str) -> None:
         if claim is not self.claim:
-            return  # a worker of an earlier claim of this process, which a mirror kept busy
+            return  # a worker of an earlier claim of this process is still waiting for a mirror
         self._bus.emit(events.Fenced(attempt=claim.attempt.number, reason=reason))
         self.write_status("fenced", reason=reason)
 

@@ -1,9 +1,9 @@
-"""Policy: where a person says that a start is to begin, as ``CheckpointManager.resume`` takes it.
+"""Policy: the ``policy=`` argument of ``CheckpointManager.resume``, which says where a start should begin.
 
 Rules:
-* A path is resolved by the one function that resolves references. It must name a save of this root: a run continues
-  from saves of its own alone, wherever the bytes come from.
-* A path that names a kind keeps it (I4); a meta, and a whole directory, leave the kind open.
+* A path goes through the one function that resolves references. It must name a save of this root, since a run continues
+  only from its own saves, wherever their bytes come from.
+* A path that names a kind keeps it (I4); a meta or a root leaves the kind open.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def settled_policy(root: Path, policy: Policy) -> tuple[str | int, Kind | None]:
 
     Raises:
         CheckpointNotFound: The path names nothing.
-        UsageError: It names a checkpoint of an older writer, or one that lies elsewhere.
+        UsageError: It names a legacy checkpoint, or a checkpoint outside this root.
     """
     if isinstance(policy, int) or (isinstance(policy, str) and "/" not in policy):
         return policy, None

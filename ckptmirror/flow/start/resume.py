@@ -1,15 +1,15 @@
 """Resume: one vote of all ranks on where training continues.
 
-The leader knows the places and proposes (``flow/start/bring.py``); every rank checks its share of the bytes before it
-votes; a no of any rank moves all ranks to the next copy of the same save, then to the next older save.
+The leader finds a copy and proposes it (``flow/start/bring.py``). Every rank checks its share of the bytes before it
+votes. If any rank votes no, all ranks move on to the next copy of the same save, then to the next older save.
 
 Rules:
-* Nothing is loaded before its checksums were verified, by the ranks together, on this disk.
-* Once a rank has begun to load, only another copy of the same save is tried: an older one would leave parts of it
-  behind.
-* A requested step that is missing is an error on every rank; starting at 0 is a decision (``core.start.decide``).
-* The run is claimed after the load: a start that fails leaves no trace. If another attempt or a newer save appeared by
-  then, the start looks again, a bounded number of times.
+* Nothing is loaded until the ranks together have verified its checksums on this disk.
+* Once a rank has begun to load, only other copies of the same save are tried: loading an older save would leave parts
+  of the newer one behind.
+* A requested step that is missing is an error on every rank; ``core.start.decide`` decides about starting at 0.
+* The run is claimed after the load, so a start that fails leaves no trace. If another attempt or a newer save appeared
+  in the meantime, the start looks again, a bounded number of times.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ def resume_run(
 
     Args:
         node: Set on the leader.
-        policy: ``"auto"``; ``"scratch"`` (``force`` where there are saves); a step; ``"latest"``; a save id; or the
+        policy: ``"auto"``; ``"scratch"`` (with ``force`` if there are saves); a step; ``"latest"``; a save id; or the
             path of a save in the root.
-        exclude: Parts of the state to leave as they are.
+        exclude: Parts of the state to leave unchanged.
 
     Returns:
-        What was loaded (None: training starts from scratch), the run's id, and this attempt, decided.
+        What was loaded (None: training starts from scratch), the run's id, and this attempt.
 
     Raises:
-        CheckpointNotFound: The requested save is not there.
-        RefusedOnlyCopy: There are saves and none can be resumed.
+        CheckpointNotFound: The requested save does not exist.
+        RefusedOnlyCopy: There are saves, but none can be resumed.
         Temporary: A required mirror that may hold more does not answer, or a newer save cannot be read now.
     """
     started = time.monotonic()
@@ -90,7 +90,7 @@ def resume_run(
         attempt = _claim(ranks, bringer, node, proposal)
         if attempt is None:
             continue
-        _tell(bus, node, attempt, proposal, started, policy)
+        _report(bus, node, attempt, proposal, started, policy)
         if report is None:
             return None, proposal.run_id, attempt
         return _info(proposal, report, left_out(state, exclude)), proposal.run_id, attempt
@@ -108,7 +108,7 @@ def _load_first_sound(
     state: TrainState,
     exclude: frozenset[str],
 ) -> tuple[Proposal, LoadReport | None]:
-    """Load the first proposal that all ranks can load; no report: it is a start at step 0."""
+    """Load the first proposal that all ranks can load; return no report for a start at step 0."""
     while True:
         proposal = _propose(ranks, bringer, node)
         if proposal.meta is None:
@@ -122,14 +122,14 @@ def _load_first_sound(
 
 
 class _CannotUse(Exception):
-    """The ranks agree that a copy cannot be used: by the same votes on every rank."""
+    """The ranks agree that a copy cannot be used. Every rank raises this, since all see the same votes."""
 
     def __init__(self, reason: str, *, touched: bool, unreadable: bool = False) -> None:
         self.reason, self.touched, self.unreadable = reason, touched, unreadable
 
 
 class _AtWork:
-    """The leader's search for the next copy, in a thread: a download may outlast every limit on waiting for a rank."""
+    """The leader's search for the next copy, in a thread, since a download may outlast every wait for a rank."""
 
     def __init__(self, bringer: Bringer, node: Node) -> None:
         self._done = threading.Event()
@@ -145,12 +145,12 @@ class _AtWork:
         self._done.set()
 
     def wait(self) -> tuple[Proposal | None, BaseException | None]:
-        """Return what was found or what went wrong; neither, if the work goes on."""
+        """Return the copy or the error; neither if the search is still running."""
         return self._found if self._done.wait(_SIGN_OF_LIFE_S) else (None, None)
 
 
 def _propose(ranks: Ranks, bringer: Bringer | None, node: Node | None) -> Proposal:
-    """Wait for the leader's proposal; all ranks meet every few seconds, so that nobody takes the leader for dead."""
+    """Wait for the leader's proposal. All ranks meet every few seconds, so that none takes the leader for dead."""
     work = _AtWork(bringer, node) if bringer is not None and node is not None else None
     while True:
         proposal, failure = work.wait() if work is not None else (None, None)
@@ -163,7 +163,7 @@ def _vote_on_bytes(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> None:
     """Check the bytes on every rank.
 
     Raises:
-        _CannotUse: A rank found a file that is not what was saved.
+        _CannotUse: A rank found a file that differs from what was saved.
     """
     reason: Fault | None = None
     failure: BaseException | None = None
@@ -173,7 +173,7 @@ def _vote_on_bytes(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> None:
         failure = error
     found = [vote for vote in ranks.exchange(reason, what="vote on a save", error=failure) if vote is not None]
     if found:
-        worst = min(found, key=lambda fault: fault.unreadable)  # what is known to be broken counts
+        worst = min(found, key=lambda fault: fault.unreadable)  # broken outweighs unreadable
         raise _CannotUse(worst.why, touched=False, unreadable=worst.unreadable)
 
 
@@ -183,8 +183,8 @@ def _load_together(
     """Load on every rank, and vote on how it went.
 
     Raises:
-        _CannotUse: A rank could not load it. A kind that does not fit (KindMismatch) is found before anything is
-            touched.
+        _CannotUse: A rank could not load it. A kind that does not fit (KindMismatch) is found before any rank changes
+            anything.
     """
     assert proposal.meta is not None
     report: LoadReport | None = None
@@ -201,14 +201,14 @@ def _load_together(
     votes = ranks.exchange(reason, what="load a save", error=failure)
     reasons = [vote for vote in votes if vote is not None]
     if reasons:
-        # A rank that loaded while another refused has been touched too.
+        # If one rank refused, those that did load have changed state too.
         raise _CannotUse(reasons[0][0], touched=any(touched for _, touched in reasons) or None in votes)
     assert report is not None
     return report
 
 
 def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: Proposal) -> Attempt | None:
-    """Claim the run, on the leader; None on every rank if the start has to look again."""
+    """Claim the run on the leader; return None on every rank if the start has to look again."""
     claimed: tuple[Attempt | None, bool] | None = None
     failure: BaseException | None = None
     if node is not None and bringer is not None:
@@ -227,11 +227,11 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
     return next(vote for vote in votes if vote is not None)[0]
 
 
-def _tell_of_latest(root: Path, chosen: Meta) -> None:
-    """Where ``latest`` names an older step, somebody may have re-pointed it to go back: it is not followed."""
+def _warn_about_latest(root: Path, chosen: Meta) -> None:
+    """Warn if ``latest`` names an older step: somebody may have re-pointed it to go back, but it is not followed."""
     try:
         named = names.parse_name((root / names.LATEST_NAME).readlink().name)
-    except OSError:  # there is none, or it is no link
+    except OSError:  # there is none, or it is not a link
         return
     if named is not None and named.step is not None and named.step < chosen.step:
         saying(_log, chosen).warning(
@@ -245,7 +245,7 @@ def _tell_of_latest(root: Path, chosen: Meta) -> None:
         )
 
 
-def _tell(
+def _report(
     bus: events.EventBus,
     node: Node | None,
     attempt: Attempt,
@@ -253,12 +253,12 @@ def _tell(
     started: float,
     policy: Policy,
 ) -> None:
-    """The leader tells for all."""
+    """Emit events on the leader only."""
     if node is None:
         return
     meta = proposal.meta
     if policy == "auto" and meta is not None:
-        _tell_of_latest(node.root, meta)
+        _warn_about_latest(node.root, meta)
     bus.emit(
         events.AttemptDecided(
             attempt=attempt.number,
@@ -283,5 +283,5 @@ def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -
         place=proposal.place,
         loaded=report.loaded,
         missing=report.missing + not_wanted,
-        passed_over=proposal.passed_over,
+        passed_over=proposal.skipped,
     )

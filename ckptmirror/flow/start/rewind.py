@@ -1,19 +1,18 @@
 """Rewind: go back to an older save, by recording an attempt that continues from it and trains nothing.
 
-It is what ``resume(policy=step)`` does without loading: the same claim (``claim``), the same choice and the same way to
-bring a copy to this disk (``bring``), the same record of the decision. The next start of the trainer then continues
-from there by itself, on whatever machine.
+It does what ``resume(policy=step)`` does, without loading: the same choice, the same way to bring a copy to this disk
+(``bring``), the same claim (``claim``). The trainer's next start, on any machine, then continues from there by itself.
 
 Rules:
-* Nothing is deleted: what lies after the save is superseded, and stays until rotation or retention removes it. A rewind
-  to one of those by its save id takes it up again.
-* The root lock is held, as by a trainer: beside one it is refused.
-* Nothing is written anywhere before the save was seen: a mistyped step, root or URL leaves no trace.
-* Nothing is recorded before a copy lies on this disk with every checksum verified.
-* It is recorded also where the run seems to go on from that save already: what cannot be seen now may be newer, and an
+* Nothing is deleted: the saves after it are superseded and stay until rotation or retention removes them. A rewind to
+  one of them by its save id puts it back on the lineage.
+* It holds the root lock, like a trainer: while a trainer runs here it is refused.
+* Nothing is written anywhere until the save was found: a mistyped step, root or URL leaves no trace.
+* Nothing is recorded until a copy is on this disk with every checksum verified.
+* It is recorded even if the run already seems to continue from that save: something newer may be out of sight, or an
   attempt elsewhere may be about to save.
-* Mirrors that do not answer are named: they are told by the next start here, or by the same rewind once more. A start
-  elsewhere that asks only them does not know of it until then.
+* Mirrors that do not answer are reported. The next start here, or the same rewind again, records it there. Until then,
+  a start elsewhere that asks only those mirrors does not know about the rewind.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ __all__ = ["RewindPlan", "Rewound", "plan_rewind", "rewind"]
 
 _log = logging.getLogger("ckptmirror.rewind")
 _STARTS_LIMIT = 5
-_NO_SAVES = ("auto", "latest", "scratch")  # words of a start that name none
+_NO_SAVES = ("auto", "latest", "scratch")  # policies that name no save
 OnBytes = Callable[[int, int], None]
 
 
@@ -68,9 +67,9 @@ class RewindPlan:
     """What a rewind would do.
 
     Attributes:
-        save: To go back to.
+        save: The save to go back to.
         places: Where it is whole: ``"disk"``, or a mirror's URL; best first.
-        fork: What it supersedes, and what it takes up again.
+        fork: The saves that it supersedes, and those that it puts back on the lineage.
         silent: Mirrors that do not answer, with the reason.
     """
 
@@ -86,10 +85,10 @@ class Rewound:
 
     Attributes:
         attempt: The number of the attempt that records it.
-        place: Where the copy was that lies on this disk now: ``"disk"``, or a mirror's URL.
-        before: The newest whole save of the lineage as it was: going back there undoes it. None if there was none.
-        told: The mirrors that know of it.
-        untold: Those that do not yet, with the reason.
+        place: Where the copy came from: ``"disk"``, or a mirror's URL.
+        before: The newest whole save of the lineage before; a rewind to it undoes this one. None if there was none.
+        recorded_on: The mirrors whose lists record it.
+        unreachable: The mirrors that do not record it yet, with the reason.
     """
 
     attempt: int
@@ -99,12 +98,12 @@ class Rewound:
     place: str
     fork: Fork
     before: SaveFacts | None
-    told: tuple[str, ...]
-    untold: Mapping[str, str]
+    recorded_on: tuple[str, ...]
+    unreachable: Mapping[str, str]
 
 
 def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()) -> RewindPlan:
-    """Say what a rewind would do. Locks nothing and records nothing; a mirror that the table knows is met as ever.
+    """Return what a rewind would do. Locks and records nothing; mirrors that the table knows are opened as usual.
 
     Args:
         root: The root that the trainer saves to, or will.
@@ -114,8 +113,8 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
     Raises:
         CheckpointNotFound: There is no such save, or no run at all.
         StoreTemporary: It may be on a mirror that does not answer.
-        NoTable: Nothing tells which mirrors there are.
-        ConfigError: Root and mirrors are not of one run.
+        NoTable: No mirror is named, and there is no table that names one.
+        ConfigError: Root and mirrors belong to different runs.
     """
     if reference in _NO_SAVES:
         raise unknown_reference(str(reference))
@@ -136,7 +135,7 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
 
 
 def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirrorError) -> CkptMirrorError:
-    """Return the error with the command that goes back to a superseded save of the step."""
+    """Return the error with a hint: the command that goes back to a superseded save of the step."""
     order = count(seen.evidence).order
     aside = [save for save in (*order.superseded, *order.unknown) if save.step == reference]
     if isinstance(error, CheckpointNotFound) and aside:
@@ -146,7 +145,7 @@ def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirror
 
 
 def _fork(seen: Survey, move: Try) -> Fork:
-    """What an attempt from a save would change, of all saves that a meta tells of, whole or not."""
+    """What an attempt from a save would change among all saves that a meta names, whole or not."""
     counted = count(seen.evidence)
     facts = {save.save_id: save for save in counted.saves}
     for problem in (one for row in seen.evidence.answering() for one in row.problems if one.is_save):
@@ -165,21 +164,21 @@ def rewind(
     bus: events.EventBus | None = None,
     on_progress: OnBytes | None = None,
 ) -> Rewound:
-    """Record that the run goes on from an older save.
+    """Record that the run continues from an older save.
 
     Args:
         root: The root that the trainer saves to, or will.
         reference: A step of the lineage; or a save id (8 digits or more), also of a superseded save.
         mirrors: URLs beside those that the root's table knows.
-        bus: Told of what is brought, what is broken, and the new attempt.
-        on_progress: Told bytes done and bytes in all, of a download and then of the check.
+        bus: Receives events about what is brought, what is broken, and the new attempt.
+        on_progress: Called with bytes done and total bytes, first of a download, then of the check.
 
     Raises:
         RootLocked: A trainer, or another verb, holds the root.
         CheckpointNotFound: There is no such save.
-        IntegrityError: No copy of it is sound. Nothing was recorded.
-        StoreTemporary: A mirror that is needed does not answer. Nothing was recorded.
-        AttemptFenced: A newer attempt of the run starts at this moment. Nothing was recorded.
+        IntegrityError: Every copy of it is damaged. Nothing was recorded.
+        StoreTemporary: A mirror that must answer does not. Nothing was recorded.
+        AttemptFenced: A newer attempt of the run is starting right now. Nothing was recorded.
     """
     plan_rewind(root, reference, mirrors=mirrors)  # raises before anything is written anywhere
     bus = bus or events.EventBus()
@@ -216,8 +215,8 @@ def rewind(
             place=proposal.place,
             fork=fork,
             before=before if before is None or before.save_id != meta.save_id else None,
-            told=tuple(mirror.url for mirror in node.mirrors if mirror.url not in claim.unclaimed),
-            untold=dict(claim.unclaimed),
+            recorded_on=tuple(mirror.url for mirror in node.mirrors if mirror.url not in claim.unclaimed),
+            unreachable=dict(claim.unclaimed),
         )
     finally:
         node.close()
@@ -226,7 +225,7 @@ def rewind(
 def _recorded(
     root: Path, bringer: Bringer, on_progress: OnBytes | None
 ) -> tuple[Proposal, Meta, RunClaim, SaveFacts | None, Fork]:
-    """Record the decision, once a copy is here; with the newest save of the lineage before it, and what it changes."""
+    """Record the decision once a copy is here; return it with the newest save before it and what it changes."""
     for _ in range(_STARTS_LIMIT):
         proposal, meta = _first_sound(root, bringer, on_progress)
         order = count(bringer.seen.evidence).order.in_order()
@@ -240,10 +239,10 @@ def _recorded(
 
 
 def _first_sound(root: Path, bringer: Bringer, on_progress: OnBytes | None) -> tuple[Proposal, Meta]:
-    """Have one copy after the other brought here, until one has every checksum.
+    """Bring one copy after another to this disk until every checksum of one is right.
 
     Raises:
-        IntegrityError: None has.
+        IntegrityError: Every copy is damaged.
     """
     while True:
         proposal = bringer.next()
@@ -267,7 +266,7 @@ def _first_sound(root: Path, bringer: Bringer, on_progress: OnBytes | None) -> t
 
 
 def _point_latest_at(root: Path, meta: Meta) -> None:
-    """The hint for people follows."""
+    """Point ``latest``, the link for people and other tools, at the save."""
     if meta.kinds == ("emergency",):
         return
     try:
@@ -280,7 +279,7 @@ def _point_latest_at(root: Path, meta: Meta) -> None:
 
 
 def _specs(root: Path, mirrors: Sequence[str]) -> list[MirrorSpec]:
-    """The mirrors of the root's table as it has them, then those that were named beside them."""
+    """Return the mirrors of the root's table, then those that the caller added."""
     named = mirror_specs(mirrors)
     known: list[MirrorSpec] = []
     with _table_of(root, named) as table:
@@ -292,11 +291,11 @@ def _specs(root: Path, mirrors: Sequence[str]) -> list[MirrorSpec]:
 
 @contextlib.contextmanager
 def _table_of(root: Path, named: Sequence[MirrorSpec]) -> Iterator[UploadsTable | None]:
-    """The root's table; None where there is none yet and the mirrors were named.
+    """Return the root's table; None if there is none yet and the caller named mirrors.
 
     Raises:
-        NoTable: There is none, and no mirror was named.
-        ConfigError: The table does not know the mirrors, and none was named.
+        NoTable: There is no table, and the caller named no mirror.
+        ConfigError: The table names no mirrors, and the caller named none.
     """
     hint = "Name the mirrors of the run with --mirror."
     try:
@@ -315,13 +314,13 @@ def _table_of(root: Path, named: Sequence[MirrorSpec]) -> Iterator[UploadsTable 
 
 
 def _may_do_without(root: Path) -> bool:
-    """Whether a table may be made here: not where the root says that it lies elsewhere."""
+    """Whether a table may be created here: not if the root says that its table is elsewhere."""
     return not (root / names.TABLE_NOTE_NAME).exists()
 
 
 @contextlib.contextmanager
 def _looking(root: Path, mirrors: Sequence[str]) -> Iterator[tuple[list[Mirror], UploadsTable | None]]:
-    """The mirrors, opened so that nothing is made or remembered of one that the root does not know."""
+    """Open the mirrors; for one that the root does not know, create and record nothing."""
     named = mirror_specs(mirrors)
     opened: list[Mirror] = []
     with _table_of(root, named) as table:

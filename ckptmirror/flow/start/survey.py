@@ -1,10 +1,10 @@
-"""The survey of a start: every place is asked what it has, and the answers become evidence. It knows no rule.
+"""The survey of a start: it asks every place what it has and turns the answers into evidence. It knows no rule.
 
 Rules:
-* Nothing is written, and a place's error becomes a value here: silent, or refused for good.
-* Each mirror is asked once, all at the same time.
-* A copy on the disk counts in a kind only if it has all that a resume from that kind needs: what ``stage`` brought for
-  evaluation has no random numbers and no data position.
+* Nothing is written. A place's error becomes a value here: silent, or refused for good.
+* Each mirror is asked once, all of them in parallel.
+* A copy on the disk counts in a kind only if it has everything that a resume from that kind needs. A copy that
+  ``stage`` brought for evaluation has no random state and no data position.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ __all__ = ["Survey", "survey"]
 
 @dataclass(frozen=True)
 class Seen:
-    """What one place said.
+    """What one place answered.
 
     Attributes:
-        attempts: Its list; None if it has none, or none that can be trusted.
-        listed: What became of the list.
-        generation: Of the list's object on a mirror; 0 if there is none.
-        catalog: What it has; None if it did not answer.
+        attempts: Its list; None if it has no list, or one that cannot be trusted.
+        listed: The condition of the list.
+        generation: The generation of the list's object on a mirror; 0 if there is none.
+        catalog: The saves that it has; None if it did not answer.
         error: Why it did not answer, or why its list cannot be trusted.
     """
 
@@ -76,8 +76,8 @@ class Survey:
     """The evidence, and the values behind it.
 
     Attributes:
-        metas: By save id and place.
-        seen: What each place said, by name: ``DISK``, or a mirror's URL.
+        metas: Every meta, by save id and place.
+        seen: What each place answered, by name: ``DISK``, or a mirror's URL.
     """
 
     evidence: Evidence
@@ -97,15 +97,15 @@ def survey(
 
     Args:
         root: The local root, under its lock.
-        mirrors: The configured ones, in order.
-        table: Of the root; None if it has none.
-        identity: Of the root.
-        persistent: What the persistent directory has, if there is one.
-        cache: Metas of mirrors that were read before.
+        mirrors: The configured mirrors, in order.
+        table: The root's table; None if it has none.
+        identity: The root's identity.
+        persistent: The contents of the persistent directory, if there is one.
+        cache: Metas that were read from mirrors before.
 
     Raises:
-        LineageError: The saves of a place without a list are of several runs.
-        StorePermanent: A required mirror says no for good: there is no such bucket.
+        LineageError: A place without a list holds saves of several runs.
+        StorePermanent: A required mirror refuses for good: there is no such bucket.
     """
     with ThreadPoolExecutor(max_workers=max(1, len(mirrors))) as pool:
         answers = list(pool.map(lambda mirror: _ask(mirror, cache), mirrors))
@@ -136,11 +136,11 @@ def _list_of(mirror: Mirror) -> tuple[AttemptList | None, int, ListFound, CkptMi
         return None, 0, ListFound.NEWER, error
     except BrokenMeta as error:
         return None, read_mirror_attempts(mirror, mend=True)[1], ListFound.BROKEN, error
-    return attempts, generation, ListFound.NONE if attempts is None else ListFound.TOLD, None
+    return attempts, generation, ListFound.NONE if attempts is None else ListFound.SOUND, None
 
 
 def _look_here(root: Path) -> Seen:
-    attempts, listed = None, ListFound.TOLD
+    attempts, listed = None, ListFound.SOUND
     error: CkptMirrorError | None = None
     try:
         attempts = read_local_attempts(root)
@@ -149,13 +149,13 @@ def _look_here(root: Path) -> Seen:
     except (IntegrityError, OSError) as failure:
         listed, error = ListFound.BROKEN, BrokenMeta(f"{root / names.ATTEMPTS_NAME} is broken: {failure}")
     catalog = local_catalog(root, with_attempts=False)
-    if attempts is None and listed is ListFound.TOLD:
+    if attempts is None and listed is ListFound.SOUND:
         listed = ListFound.LOST if catalog.metas() else ListFound.NONE
     return Seen(attempts, listed, 0, catalog, error)
 
 
 def _why(error: CkptMirrorError | None) -> str:
-    """Return why a place did not answer; of one that hangs with what to look at."""
+    """Return why a place did not answer; for one that hangs, with what to look at."""
     if isinstance(error, StoreHangs):
         return f"{error} {error.hint}"
     return str(error) if error is not None else ""
@@ -224,7 +224,7 @@ class _Rows:
         counts = {
             meta.attempt.id
             for meta in self._of_run(catalog.metas(), run_id)
-            if meta.staged_from is None or meta.save_id in continued or seen.listed is not ListFound.TOLD
+            if meta.staged_from is None or meta.save_id in continued or seen.listed is not ListFound.SOUND
         }
         uploaded = {record.save_id for record in self._verified if record.role == "meta"}
         heard = self._heard(
@@ -246,7 +246,7 @@ class _Rows:
         return Origin.SAVED_HERE if ours else Origin.COPIED
 
     def _has_all(self, meta: Meta, kind: Kind) -> bool:
-        """Whether a local copy has every file that a resume from this kind needs."""
+        """Whether a local copy has every file that a resume from this kind reads."""
         if not meta.partial or meta.staged_from is None:
             return True
         mine = {names.untagged(artifact.path) for artifact in meta.artifacts_of(kind)}
@@ -258,7 +258,7 @@ class _Rows:
         return needed <= mine and (kind != "model" or name.optim(0) in mine)
 
     def _gone(self, catalog: Catalog) -> list[Problem]:
-        """Saves that the table knows as committed, and of which nothing is left in any place that answers."""
+        """Return the saves that the table records as committed, but of which no answering place has anything left."""
         known = {row.save_id: (row.step, row.meta_path, row.kinds) for row in self._saves if row.released}
         forgotten: dict[str, tuple[int, str, tuple[Kind, ...]]] = {}
         for moved in self._history:
@@ -302,7 +302,7 @@ class _Rows:
         ]
 
     def _was_required(self) -> set[str]:
-        """The mirrors that counted for the last start, and that have saves."""
+        """Return the mirrors that counted at the last start and have saves."""
         used = {record.mirror for record in self._verified}
         return set(counting_rows(self._known_mirrors)) & used
 
@@ -402,7 +402,7 @@ class _Rows:
             if problem.meta is not None and problem.meta.run_id != run_id:
                 continue  # below
             found.append(_problem(named(name), problem, self._save_ids.get(named(name), "")))
-        steps = {problem.step for problem in catalog.problems.values()}  # of a broken meta the files are loose
+        steps = {problem.step for problem in catalog.problems.values()}  # the files of a broken meta look loose
         if loose:
             left = unexplained(catalog.others, self._metas, self._tombstones)
             found += [
@@ -418,11 +418,11 @@ class _Rows:
         return found
 
     def _learned_save_ids(self) -> dict[str, str]:
-        """Whose metas those are that cannot be read, as far as the table knows."""
+        """Return the save ids of metas that cannot be read, as far as the table knows them."""
         here = self._catalog(DISK)
         found = {f"{here.place}/{row.meta_path}": row.save_id for row in self._saves}
         if any(not one.save_id and name not in found for name, one in here.problems.items()):
-            for moved in self._history:  # of a save that was brought under other names since
+            for moved in self._history:  # the save may have been brought under other names since
                 if moved.path.startswith("meta_"):
                     found.setdefault(f"{here.place}/{moved.path}", moved.save_id)
         if any(not one.save_id for there in self._catalogs[1:] for one in there.problems.values()):

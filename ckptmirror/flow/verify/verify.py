@@ -30,8 +30,8 @@ from ckptmirror.core.verification import (
     Verdict,
     delete_command,
     kinds_to_stage,
-    mend_command,
     outcome,
+    repair_command,
     worst,
 )
 from ckptmirror.flow.fetch.blocks import FileToRead, ObjectToRead, read_all
@@ -297,7 +297,7 @@ def _mend(subject: Subject, everything: Sequence[Subject], table: Table) -> str:
     if subject.step is None or not save_id:
         return ""
     command = partial(
-        mend_command,
+        repair_command,
         step=subject.step,
         kinds=_kinds_to_stage(subject, row),
         standing=subject.standing,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptmirror.core import events
-from ckptmirror.core.journal import MAX_LINE_BYTES, JournalEntry, line_of, told_from_lines, utc_seconds, utc_text
+from ckptmirror.core.journal import MAX_LINE_BYTES, JournalEntry, entries_from_lines, line_of, utc_seconds, utc_text
 
 SAMPLES: dict[str, Any] = {
     "str": 'text with "quotes", ü and \x1b',
@@ -38,26 +38,26 @@ def test_every_event_comes_back_as_it_was_told(cls: type[events.Event]) -> None:
     line = line_of(told(event))
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
-    assert told_from_lines([line]) == ([told(event)], 0)
+    assert entries_from_lines([line]) == ([told(event)], 0)
 
 
 def test_a_long_text_is_cut_and_a_line_has_a_greatest_length() -> None:
     for text in ("x" * 100_000, "\U0001f600" * 100_000):
         line = line_of(told(events.CopyBroken(step=1, save_id=text, place=text, reason=text)))
         assert len(line) <= MAX_LINE_BYTES
-        assert told_from_lines([line])[1] == 0
+        assert entries_from_lines([line])[1] == 0
 
 
 def test_a_torn_line_is_counted_and_costs_no_other() -> None:
     whole = a_line(2)
     for length in range(1, len(whole) - 2):
-        found, broken = told_from_lines([a_line(1), whole[:length], a_line(3)])
+        found, broken = entries_from_lines([a_line(1), whole[:length], a_line(3)])
         assert [one.number for one in found] == [1, 3]
         assert broken == 1
 
 
 def test_a_line_that_is_there_twice_counts_once() -> None:
-    found, broken = told_from_lines([a_line(1), a_line(2), a_line(1), b"", b" "])
+    found, broken = entries_from_lines([a_line(1), a_line(2), a_line(1), b"", b" "])
     assert [one.number for one in found] == [1, 2]
     assert broken == 0
 
@@ -85,19 +85,19 @@ def test_a_line_that_is_there_twice_counts_once() -> None:
 )
 def test_a_line_with_anything_of_the_wrong_type_is_no_event(change: dict[str, Any]) -> None:
     document = json.loads(a_line()) | change
-    assert told_from_lines([json.dumps(document).encode()]) == ([], 1)
+    assert entries_from_lines([json.dumps(document).encode()]) == ([], 1)
 
 
 def test_garbage_is_no_event() -> None:
     for line in (b"\x00" * 300, b"[]", b"null", b'{"facts": NaN}', b"[" * 5000, b'"' + b"x" * 100_000, b"\xff\xfe"):
-        assert told_from_lines([line]) == ([], 1)
+        assert entries_from_lines([line]) == ([], 1)
 
 
 def test_a_field_of_a_later_version_is_left_out() -> None:
     document = json.loads(a_line())
     document["facts"]["colour"] = "green"
     document["host"] = "a-machine"
-    assert told_from_lines([json.dumps(document).encode()]) == told_from_lines([a_line()])
+    assert entries_from_lines([json.dumps(document).encode()]) == entries_from_lines([a_line()])
 
 
 def test_times_are_utc_to_the_millisecond() -> None:

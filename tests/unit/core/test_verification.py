@@ -11,8 +11,8 @@ from ckptmirror.core.verification import (
     Verdict,
     counting,
     kinds_to_stage,
-    mend_command,
     outcome,
+    repair_command,
     standing_if_whole,
     worst,
 )
@@ -76,24 +76,24 @@ def test_the_fewest_kinds_are_staged_that_bring_all_that_is_damaged():
 
 
 def test_a_directory_is_mended_from_a_mirror_and_a_mirror_from_a_directory():
-    here = mend_command(step=5, kinds=("dcp", "model"), standing="current", place="/r", mirror="gs://b/p")
+    here = repair_command(step=5, kinds=("dcp", "model"), standing="current", place="/r", mirror="gs://b/p")
     assert here == (
         "ckptmirror stage --step 5 --kind dcp --full --refresh --mirror gs://b/p --dest /r && "
         "ckptmirror stage --step 5 --kind model --full --refresh --mirror gs://b/p --dest /r"
     )
-    aside = mend_command(step=5, kinds=("dcp",), standing="superseded", place="/r", mirror="gs://b/p")
+    aside = repair_command(step=5, kinds=("dcp",), standing="superseded", place="/r", mirror="gs://b/p")
     assert " --superseded " in aside
-    assert mend_command(step=5, kinds=(), standing="current", place="/r", mirror="gs://b/p") == ""
-    there = mend_command(step=5, kinds=("dcp",), standing="current", place="gs://b/p", root="/r")
+    assert repair_command(step=5, kinds=(), standing="current", place="/r", mirror="gs://b/p") == ""
+    there = repair_command(step=5, kinds=("dcp",), standing="current", place="gs://b/p", root="/r")
     assert there == "ckptmirror drain --root /r"
-    unknown = mend_command(step=5, kinds=("dcp",), standing="current", place="gs://b/p", root="/r", is_known=False)
+    unknown = repair_command(step=5, kinds=("dcp",), standing="current", place="gs://b/p", root="/r", is_known=False)
     assert unknown == "ckptmirror push --root /r --mirror gs://b/p --step 5"
-    assert mend_command(step=5, kinds=("dcp",), standing="current", place="gs://b/p") == ""
+    assert repair_command(step=5, kinds=("dcp",), standing="current", place="gs://b/p") == ""
 
 
 def test_a_place_with_a_blank_in_its_name_can_be_pasted_into_a_shell():
-    said = mend_command(step=5, kinds=("dcp",), standing="current", place="/a b/run", mirror="gs://b/p")
+    said = repair_command(step=5, kinds=("dcp",), standing="current", place="/a b/run", mirror="gs://b/p")
     assert said.endswith("--dest '/a b/run'")
-    assert mend_command(step=5, kinds=("dcp",), standing="current", place="gs://b/p", root="/a b") == (
+    assert repair_command(step=5, kinds=("dcp",), standing="current", place="gs://b/p", root="/a b") == (
         "ckptmirror drain --root '/a b'"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core import events, names
-from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, told_from_lines
+from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, entries_from_lines
 from ckptmirror.core.names import CONTROL_DIR
 from ckptmirror.local.line_file import read_lines
 from ckptmirror.observe.journal import Journal
@@ -41,7 +41,7 @@ def root(tmp_path: Path) -> Path:
 def read(root: Path) -> list[JournalEntry]:
     paths = root / names.EVENTS_NAME, root / names.OLDER_EVENTS_NAME
     lines, problems = read_lines(paths[0], older=paths[1], limit_bytes=FILE_LIMIT_BYTES)
-    found, broken = told_from_lines(lines)
+    found, broken = entries_from_lines(lines)
     assert (problems, broken) == ([], 0)
     return found
 

@@ -12,7 +12,7 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.observe.bars import Bar
 from ckptmirror.observe.history import History
 from ckptmirror.observe.timeline import Timeline, build_timeline
-from tests.kit.history import KINDS, MIRROR, START_S, ToldRun, long_run
+from tests.kit.history import KINDS, MIRROR, START_S, WrittenRun, long_run
 from tests.kit.saves import save_id_of
 from tests.unit.core.core_builders import a_meta
 
@@ -20,7 +20,7 @@ STATE = RecordState
 ONE, TWO = save_id_of(1), save_id_of(2)
 
 
-def built(run: ToldRun) -> Timeline:
+def built(run: WrittenRun) -> Timeline:
     return build_timeline(run.history())
 
 
@@ -42,7 +42,7 @@ def spans(timeline: Timeline, kind: str) -> list[tuple[int | None, float, float 
 
 
 def test_a_save_is_a_host_copy_and_then_a_commit_on_each_rank() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.save(100, ONE, ranks=2)
     timeline = built(run)
     assert spans(timeline, "host_copy") == [(100, 0.0, 0.1)] * 2
@@ -51,7 +51,7 @@ def test_a_save_is_a_host_copy_and_then_a_commit_on_each_rank() -> None:
 
 
 def test_a_save_that_nobody_ended_is_unfinished_up_to_the_next_attempt() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.decide(1)
     run.tell(events.HostCopied(step=100, kinds=KINDS, duration_s=0.1))
     run.wait(50.0).decide(2, writer="w1")
@@ -66,7 +66,7 @@ def test_a_save_that_nobody_ended_is_unfinished_up_to_the_next_attempt() -> None
 
 
 def test_the_next_host_copy_may_be_told_before_the_end_of_the_last_save() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     copied = [events.HostCopied(step=step, kinds=KINDS, duration_s=0.1) for step in (100, 200)]
     done = [
         events.SaveCommitted(step=step, kinds=KINDS, save_id=i, duration_s=0.5) for step, i in ((100, ONE), (200, TWO))
@@ -82,7 +82,7 @@ def test_the_next_host_copy_may_be_told_before_the_end_of_the_last_save() -> Non
 
 
 def test_a_save_that_failed_lasts_from_its_host_copy_and_says_why() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.tell(events.HostCopied(step=100, kinds=KINDS, duration_s=0.0))
     run.wait(3.0).tell(events.SaveFailed(step=100, kinds=KINDS, reason="the disk is full"))
     run.wait(1.0).tell(events.SaveFailed(step=200, kinds=KINDS, reason="in the host copy"))
@@ -92,7 +92,7 @@ def test_a_save_that_failed_lasts_from_its_host_copy_and_says_why() -> None:
 
 
 def test_a_save_of_before_the_journal_is_a_moment_from_its_meta() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.save(200, TWO)
     run.saves += [
         a_meta(save_id=ONE, step=100, created_at_utc=utc_text(START_S - 500)),
@@ -120,7 +120,7 @@ def test_two_attempts_hold_what_began_in_them() -> None:
 
 
 def test_a_second_attempt_of_the_same_process_ends_the_first() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.decide(1)
     run.wait(10.0).decide(2, 100)
     run.wait(5.0).tell(events.AttemptEnded(attempt=2, status="incomplete", pending=3))
@@ -134,7 +134,7 @@ def test_a_second_attempt_of_the_same_process_ends_the_first() -> None:
 
 
 def test_an_upload_lasts_from_the_first_file_to_the_last_and_ends_with_a_commit_there() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.upload(ONE, 100, 4.0)
     timeline = built(run)
     bar = only(timeline, "upload")
@@ -144,7 +144,7 @@ def test_an_upload_lasts_from_the_first_file_to_the_last_and_ends_with_a_commit_
 
 
 def test_an_upload_that_was_put_back_is_one_bar_and_one_that_is_retried_is_two() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.move(ONE, 100, None, STATE.PENDING)
     run.move(ONE, 100, STATE.PENDING, STATE.UPLOADING)
     run.wait(1.0).move(ONE, 100, STATE.UPLOADING, STATE.PENDING, reason="503")
@@ -159,7 +159,7 @@ def test_an_upload_that_was_put_back_is_one_bar_and_one_that_is_retried_is_two()
 
 
 def test_an_upload_whose_last_file_is_still_on_its_way_at_the_retry_lasts_no_longer_than_to_that() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     for path in ("a", "b"):
         run.move(ONE, 100, None, STATE.PENDING, path=path)
         run.move(ONE, 100, STATE.PENDING, STATE.UPLOADING, path=path)
@@ -174,7 +174,7 @@ def test_an_upload_whose_last_file_is_still_on_its_way_at_the_retry_lasts_no_lon
 
 
 def test_one_failed_file_fails_the_upload_though_others_went_well() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     for path in ("a", "b"):
         run.move(ONE, 100, None, STATE.PENDING, path=path)
         run.move(ONE, 100, STATE.PENDING, STATE.UPLOADING, path=path)
@@ -187,7 +187,7 @@ def test_one_failed_file_fails_the_upload_though_others_went_well() -> None:
 
 
 def test_an_upload_that_goes_on_is_unfinished_up_to_the_last_thing_known() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.move(ONE, 100, None, STATE.PENDING)
     run.move(ONE, 100, STATE.PENDING, STATE.UPLOADING)
     run.wait(30.0).tell(events.StopRequested(reason="SIGTERM", deadline_s=9.0, age_s=3.0))
@@ -198,14 +198,14 @@ def test_an_upload_that_goes_on_is_unfinished_up_to_the_last_thing_known() -> No
 
 
 def test_records_that_wait_and_were_never_begun_are_no_bar() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.move(ONE, 100, None, STATE.PENDING)
     run.save(100, ONE)
     assert built(run).of_kind("upload") == []
 
 
 def test_an_object_that_was_found_gone_is_uploaded_in_a_second_bar() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.upload(ONE, 100)
     run.wait(5.0).move(ONE, 100, STATE.VERIFIED, STATE.PENDING, reason="the object is gone")
     run.wait(1.0).move(ONE, 100, STATE.PENDING, STATE.UPLOADING)
@@ -214,7 +214,7 @@ def test_an_object_that_was_found_gone_is_uploaded_in_a_second_bar() -> None:
 
 
 def test_a_save_that_left_the_table_before_it_was_uploaded_has_failed_with_the_reason() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.move(ONE, 100, None, STATE.PENDING)
     run.move(ONE, 100, STATE.PENDING, STATE.UPLOADING)
     run.wait(2.0).move(ONE, 100, STATE.UPLOADING, None, reason="its files were removed")
@@ -223,7 +223,7 @@ def test_a_save_that_left_the_table_before_it_was_uploaded_has_failed_with_the_r
 
 
 def test_uploads_to_two_mirrors_are_two_bars() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.upload(ONE, 100)
     run.upload(ONE, 100, mirror="file:///nfs/run-17")
     timeline = built(run)
@@ -232,7 +232,7 @@ def test_uploads_to_two_mirrors_are_two_bars() -> None:
 
 
 def test_a_commit_on_a_mirror_that_both_tell_of_is_there_once() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.upload(ONE, 100)
     run.tell(events.MirrorCommitted(mirror=MIRROR, step=100, save_id=ONE))
     run.wait(1.0).tell(events.MirrorCommitted(mirror=MIRROR, step=200, save_id=TWO))
@@ -243,7 +243,7 @@ def test_a_commit_on_a_mirror_that_both_tell_of_is_there_once() -> None:
 
 
 def test_a_rotation_is_told_by_the_journal_or_else_by_the_table() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.upload(ONE, 100)
     run.upload(TWO, 200)
     run.wait(1.0).tell(events.SaveRotated(step=100, save_id=ONE, reason="not wanted", duration_s=0.5), by="rotate")
@@ -256,7 +256,7 @@ def test_a_rotation_is_told_by_the_journal_or_else_by_the_table() -> None:
 
 
 def test_a_stage_is_a_bar_and_says_how_it_ended() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     for writer, end in (
         ("s1", events.StageFinished(mirror=MIRROR, step=100, duration_s=4.0)),
         ("s2", events.StageFailed(mirror=MIRROR, step=100, reason="no room")),
@@ -277,7 +277,7 @@ def test_a_stage_is_a_bar_and_says_how_it_ended() -> None:
 
 
 def test_faults_are_moments_with_their_reasons() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     told = [
         events.RotationRefused(step=100, save_id=ONE, reason="failed uploads"),
         events.MirrorUnreachable(mirror=MIRROR, reason="503"),
@@ -307,8 +307,8 @@ def test_faults_are_moments_with_their_reasons() -> None:
 def test_a_clock_that_is_set_in_the_middle_changes_no_duration_and_no_order(by_s: float) -> None:
     """The clock is set between two uploads: everything before it is moved by as much."""
 
-    def told(jump_s: float) -> ToldRun:
-        run = ToldRun()
+    def told(jump_s: float) -> WrittenRun:
+        run = WrittenRun()
         run.decide(1)
         for number in range(1, 7):
             run.wait(20.0).save(number, save_id_of(number))
@@ -328,7 +328,7 @@ def test_a_clock_that_is_set_in_the_middle_changes_no_duration_and_no_order(by_s
 
 
 def test_a_clock_that_is_set_back_without_a_journal_makes_no_bar_that_ends_before_it_begins() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.move(ONE, 100, None, STATE.PENDING)
     run.move(ONE, 100, STATE.PENDING, STATE.UPLOADING)
     run.wall_off_s -= 5000
@@ -339,7 +339,7 @@ def test_a_clock_that_is_set_back_without_a_journal_makes_no_bar_that_ends_befor
 
 
 def test_events_of_several_boots_lie_one_after_the_other() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.save(100, ONE)
     run.wait(60.0)
     run.boot, run.boot_off_s = "boot-2", -run.now_s + 3.0
@@ -349,7 +349,7 @@ def test_events_of_several_boots_lie_one_after_the_other() -> None:
 
 
 def test_lines_that_are_lost_are_counted_and_lines_that_grew_too_old_are_not() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     for step in range(1, 8):
         run.wait(1.0).tell(events.StopRequested(reason=str(step)))
     history = run.history()

@@ -15,7 +15,7 @@ from ckptmirror.cli._words import duration_text
 from ckptmirror.core import events
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.observe.timeline import Timeline, build_timeline
-from tests.kit.history import MIRROR, START_S, ToldRun, long_run
+from tests.kit.history import MIRROR, START_S, WrittenRun, long_run
 from tests.kit.saves import save_id_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -100,7 +100,7 @@ def test_bars_of_one_lane_do_not_hide_one_another(
 
 
 def test_uploads_at_the_same_time_lie_in_rows_of_their_own() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     for number in range(1, 41):
         run.move(save_id_of(number), number, None, RecordState.PENDING)
         run.move(save_id_of(number), number, RecordState.PENDING, RecordState.UPLOADING)
@@ -196,13 +196,13 @@ def test_the_page_holds_the_drawing_and_every_bar_as_a_line_of_a_table() -> None
 
 
 def test_letters_that_xml_does_not_know_do_not_spoil_the_file() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.tell(events.StopRequested(reason="\x1b[31m\x00 \ud800 <b> ]]> &"))
     ElementTree.fromstring(draw(build_timeline(run.history()), "bell \x07"))
 
 
 def test_absurd_times_do_not_spoil_the_file() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.tell(events.SaveCommitted(step=1, kinds=(), save_id=save_id_of(1), duration_s=9e11))
     run.wall_off_s = -6e10
     run.wait(1.0).tell(events.SaveCommitted(step=2, kinds=(), save_id=save_id_of(2), duration_s=-5.0))
@@ -215,7 +215,7 @@ def test_absurd_times_do_not_spoil_the_file() -> None:
 
 
 def test_a_run_of_a_single_moment_can_be_drawn() -> None:
-    run = ToldRun()
+    run = WrittenRun()
     run.tell(events.StopRequested(reason="SIGTERM"))
     root = ElementTree.fromstring(draw(build_timeline(run.history()), "one"))
     assert [lane.get("data-lane") for lane in lanes_of(root)] == ["stops and faults"]

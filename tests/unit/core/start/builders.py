@@ -127,7 +127,7 @@ def _row(
     for voice, group in voices.items():
         for by_whom in group:
             heard[by_whom.attempt.id].add(voice)
-    told = ListFound.TOLD if lists is not None else ListFound.LOST if of_metas else ListFound.NONE
+    told = ListFound.SOUND if lists is not None else ListFound.LOST if of_metas else ListFound.NONE
     found = {
         "listed": told if sort != "persistent" else ListFound.NONE,
         "run_id": RUN if attempts else None,

@@ -48,7 +48,7 @@ def place(
         name,
         "disk" if name == DISK else "mirror",
         required=name != DISK,
-        listed=ListFound.TOLD if voices else ListFound.NONE,
+        listed=ListFound.SOUND if voices else ListFound.NONE,
         run_id="run" if voices else None,
         names_required=BOTH if voices else (),
         heard=tuple(Heard(one, frozenset(said)) for one, said in voices.items()),

@@ -84,7 +84,7 @@ def vouches(evidence: Evidence, save: SaveFacts) -> bool:
     disk = evidence.disk
     made = {copy.save.save_id for copy in disk.copies if copy.origin is Origin.SAVED_HERE}
     went_on = {h.attempt.parent.save_id for h in disk.heard if Voice.COMPLETED in h.voices and h.attempt.parent}
-    return disk.listed is ListFound.TOLD and save.save_id in made | went_on
+    return disk.listed is ListFound.SOUND and save.save_id in made | went_on
 
 
 # -- the properties, as functions: planted bugs must make them fail ---------------------------------------------

@@ -157,7 +157,7 @@ class World:
         return Row(
             name,
             sort,  # type: ignore[arg-type]
-            listed=ListFound.TOLD if place.told is not None else lost if sort != "persistent" else ListFound.NONE,
+            listed=ListFound.SOUND if place.told is not None else lost if sort != "persistent" else ListFound.NONE,
             run_id=RUN if heard else None,
             names_required=place.told.required if place.told is not None else (),
             heard=tuple(Heard(one, frozenset(heard[one.id])) for one in told),
