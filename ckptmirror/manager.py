@@ -172,7 +172,7 @@ class CheckpointManager:
             self._saver = None  # its attempt is over, also if this resume fails
             if (last := self._last_before) and not last.skipped and (failure := last.unobserved) is not None:
                 saying(_log, last).error(
-                    "step %d was not saved, which the next save, or close(), will raise: %s", last.step, failure
+                    "step %d was not saved; the next save() or close() will raise the error: %s", last.step, failure
                 )
         info, run_id, attempt = resume_run(
             self.root, self.ranks, self._node, state, policy=policy, force=force, exclude=leave, bus=self.events

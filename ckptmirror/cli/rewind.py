@@ -88,7 +88,7 @@ def _print_plan(plan: RewindPlan) -> None:
     for save in plan.fork.restored:
         print(f"restore       {_line(save)}")
     for url, reason in plan.silent.items():
-        print(f"warning: {url} does not answer ({reason}): what it alone holds was not seen", file=sys.stderr)
+        print(f"warning: {url} does not answer ({reason}): what only it holds was not seen", file=sys.stderr)
     sys.stdout.flush()
 
 

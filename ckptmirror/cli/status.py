@@ -98,9 +98,9 @@ def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
         return DeadlinePassed, f"NOT SAFE: {what} are not verified on every required mirror{failed}{mended}"
     if status.unasked and not status.unsettled:
         silent = ", ".join(status.unasked)
-        return DeadlinePassed, f"NOT SAFE: {silent} has yet to say what it still has; `ckptmirror drain` asks"
+        return DeadlinePassed, f"NOT SAFE: {silent} has not confirmed yet what it still has; `ckptmirror drain` asks it"
     if not status.is_mirrored(None):
-        what = "there are saves without upload records; `ckptmirror drain` makes and finishes them"
+        what = "there are saves without upload records; `ckptmirror drain` creates and finishes them"
         return DeadlinePassed, f"NOT SAFE: {what}"
     if status.emergency_step is not None:
         is_apart = status.emergency_copy is not None and _is_apart(status.emergency_copy, status.root)

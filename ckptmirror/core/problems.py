@@ -153,7 +153,7 @@ def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Te
     kind = NotAuthorised if hindrance == "refused" else Temporary
     return kind(
         f"{what} cannot be read now: {why}. It may be whole, and training would be set back from it.",
-        hint="Mend what keeps it from being read, or go back on purpose with policy=<step>.",
+        hint="Fix what keeps it from being read, or go back on purpose with policy=<step>.",
     )
 
 

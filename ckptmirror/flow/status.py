@@ -211,5 +211,5 @@ def _waiting(
         elif url in gaps:
             waiting[url] = gaps[url] if mine else "no upload record"
         elif url in unasked:
-            waiting[url] = "it has yet to say that it still has what was verified there"
+            waiting[url] = "it has not confirmed yet that it still has what was verified there"
     return waiting

@@ -163,7 +163,7 @@ def _without_meta(name: str, beside: _Beside) -> str:
     if beside.meta is None:
         return f"there is no meta.json inside or beside {name}"
     if beside.meta.step is None:
-        return "there are several steps, and the meta.json beside them does not say whose it is"
+        return "there are several steps, and the meta.json beside them does not say which one it describes"
     return f"the meta.json beside it is of step {beside.meta.step}"
 
 

@@ -46,11 +46,11 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
         "step %(step)d: %(path)s on %(mirror)s failed: %(reason)s; fix the cause, then `ckptmirror retry%(at_root)s`",
     ),
     events.MirrorCommitted: (logging.INFO, "step %(step)d: complete on %(mirror)s"),
-    events.MirrorUnreachable: (logging.WARNING, "%(mirror)s does not take uploads now, trying on: %(reason)s"),
+    events.MirrorUnreachable: (logging.WARNING, "%(mirror)s does not accept uploads now; retrying: %(reason)s"),
     events.SaveRotated: (logging.INFO, "step %(step)d: deleted locally: %(reason)s"),
     events.RotationRefused: (
         logging.WARNING,
-        "step %(step)d: kept: %(reason)s; `ckptmirror drain%(at_root)s` finishes what waits",
+        "step %(step)d: kept: %(reason)s; `ckptmirror drain%(at_root)s` finishes the pending uploads",
     ),
     events.SaveGone: (logging.DEBUG, "step %(step)d: removed before it was mirrored: %(reason)s"),
     events.AttemptDecided: (logging.DEBUG, "attempt %(attempt)d starts at step %(step)s from %(place)s"),

@@ -91,7 +91,7 @@ def _understood(url: str) -> tuple[ModuleType, str]:
 
 def _read(url: str) -> tuple[ModuleType, str]:
     if url.strip() != url:
-        raise ConfigError("A mirror's URL has no blanks around it.")
+        raise ConfigError("A mirror's URL must not have blanks around it.")
     if url.partition("://")[0].lower() in ("http", "https"):
         from ckptmirror.stores.url_mistakes import is_web_address
 

@@ -46,7 +46,10 @@ LOCK_FILE = ".ckptmirror.lock"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_POLL_S = 0.02
 _MOUNT_HINT = "Is its file system mounted? If you recreated the mirror on purpose, give it a new URL."
-_TYPO_HINT = "Correct the mirror's URL, or mount its file system. The first to save there (a trainer, a push) makes it."
+_TYPO_HINT = (
+    "Correct the mirror's URL, or mount its file system. The first process that saves there (a trainer, a push) "
+    "creates it."
+)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _PERMANENT = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EXDEV, errno.EFBIG)
 
@@ -140,7 +143,7 @@ class Place:
         Raises:
             StoreTemporary: It is not there, or another is.
             BucketNotFound: It does not exist, nor perhaps its parent, and nobody knows that it ever did.
-            NotAuthorised: It has no id, and none can be made.
+            NotAuthorised: It has no id, and none can be created.
         """
         with explained(f"{self._root}"):
             descriptor = self._open_root(changing)
@@ -174,8 +177,8 @@ class Place:
     def _misplaced(self) -> BucketNotFound:
         parent = self._root.parent
         return BucketNotFound(
-            f"The mirror directory {self._root} cannot be made: there is no {parent}.",
-            hint=f"Mount its file system, or correct the mirror's URL, or make it: `mkdir -p {quote(str(parent))}`.",
+            f"The mirror directory {self._root} cannot be created: there is no {parent}.",
+            hint=f"Mount its file system, or correct the mirror's URL, or create it: `mkdir -p {quote(str(parent))}`.",
         )
 
     def _vanished(self, why: str) -> StoreTemporary:
@@ -204,7 +207,7 @@ class Place:
         elif make:
             raise StorePermanent(
                 f"{self._root}/{LOCK_FILE} holds no id.",
-                hint="Let it hold the identity that each root has noted in its .ckptmirror/mirror-*.json.",
+                hint="Write into it the identity that each root has noted in its .ckptmirror/mirror-*.json.",
             )
         if make and not self._is_durable:
             fsync_found(root)
@@ -220,7 +223,7 @@ class Place:
             if error.errno not in _UNWRITABLE:
                 raise
             raise NotAuthorised(
-                f"{self._root} has no {LOCK_FILE}, and none can be made ({error.strerror}): nothing is changed there.",
+                f"{self._root} has no {LOCK_FILE}, and none can be created ({error.strerror}): nothing was changed.",
                 hint="Make the mirror's directory writable to this user.",
             ) from error
         try:

@@ -274,7 +274,9 @@ class FsspecStore(Store):
                 of_url = kind._get_kwargs_from_urls(f"{protocol}://{self._location.bucket}/{self._location.prefix}")
                 kept.fs = kind(skip_instance_cache=True, **{**of_url, **options})
             except ImportError as error:
-                raise ConfigError(f"{self.url}: {error}", hint="Install what it names, beside ckptmirror.") from error
+                raise ConfigError(
+                    f"{self.url}: {error}", hint="Install the package that it names, in the environment of ckptmirror."
+                ) from error
             kept.process = os.getpid()
         return kept.fs
 

@@ -155,7 +155,7 @@ class Endpoint:
         try:
             proxy = Endpoint.parse(text, variable)
             if proxy.scheme == "https":
-                raise ConfigError(f"{variable} is not http://host:port: a proxy that is asked over TLS is not served.")
+                raise ConfigError(f"{variable} is not http://host:port: proxies over TLS are not supported.")
             return proxy
         except ConfigError as error:
             raise ConfigError(error.message, hint=f"Correct {variable}, or name {self.host} in NO_PROXY.") from error

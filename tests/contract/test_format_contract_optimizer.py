@@ -251,7 +251,7 @@ def test_named_state_of_an_only_optimizer_comes_back_and_of_several_is_refused(k
     load(kind, tmp_path, meta, TrainState(model=other, optimizer=fresh))
     assert fresh.state["calls"] == {"n": 3}
     two = [Keeping([model.weight], lr=0.1).keep("calls", 1), Keeping([model.bias], lr=0.1)]
-    with pytest.raises(UsageError, match="state under calls, which belongs to no parameter: with several"):
+    with pytest.raises(UsageError, match="state under calls, which is not a parameter's: with several"):
         save(kind, tmp_path, TrainState(model=model, optimizer=two))
 
 

@@ -203,7 +203,7 @@ def test_a_lost_answer_to_a_claim_is_no_rival(tmp_path: Path) -> None:
     mirror = opened(memory_url())
     faulty = FaultyStore(mirror.store, [StoreFault("write", names.WRITER_NAME, when="after")])
     with_faults = Mirror(mirror.url, True, faulty)
-    with pytest.raises(StoreTemporary, match="has to record where training continues"):
+    with pytest.raises(StoreTemporary, match="must record where training continues"):
         claim_run(tmp_path / "root", with_faults)  # not known whether it arrived, and step 0 needs to know
     claim = claim_run(tmp_path / "root", with_faults)
     claim.confirm(with_faults)

@@ -106,7 +106,7 @@ def test_a_mirror_that_answers_and_takes_nothing_does_not_let_a_run_fork_from_an
     saved_run(tmp_path / "second", (3, 4), url)
     with running(tmp_path / "first", url) as manager:
         faulty(manager, StoreFault("write", when="before", times=0))
-        with pytest.raises(StoreTemporary, match="has to record where training continues, and does not"):
+        with pytest.raises(StoreTemporary, match="must record where training continues, but does not"):
             manager.resume(new_state())
     with running(tmp_path / "third", url) as manager:
         start = manager.resume(new_state())
@@ -218,7 +218,7 @@ def test_a_mirror_that_is_taken_out_of_the_list_is_named_where_this_root_goes_on
         start = manager.resume(new_state())
         assert start is not None
         assert start.step == 2
-        assert any(url in line and "is not configured" in line for line in start.passed_over)
+        assert any(url in line and "is no longer configured" in line for line in start.passed_over)
 
 
 @pytest.mark.parametrize("now", ["removed", "replaced", "demoted"])

@@ -201,7 +201,7 @@ def test_another_world_size_leaves_no_sharded_emergency_behind_unless_a_person_d
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
     state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1), extra={})
     with running(job.base / "sharded") as manager:
-        with pytest.raises(RefusedOnlyCopy, match="which 2 ranks took and only as many can load; this start has 1"):
+        with pytest.raises(RefusedOnlyCopy, match="which 2 ranks took, and only that many can load; this start has 1"):
             manager.resume(state)
         start = manager.resume(state, policy=2)
         assert start is not None

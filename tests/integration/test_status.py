@@ -30,7 +30,7 @@ def test_i8_status_calls_nothing_safe_on_a_mirror_that_does_not_answer(tmp_path:
     assert status.newest_safe_step is None
     assert not status.is_mirrored(None)
     said = cli("status", "--root", root).stdout
-    assert said.startswith(f"NOT SAFE: {url} has yet to say")
+    assert said.startswith(f"NOT SAFE: {url} has not confirmed yet")
     (tmp_path / "aside").rename(tmp_path / "nfs" / "run")
     assert drain(root, timeout_s=60).is_verified
     assert read_status(root).is_mirrored(None)

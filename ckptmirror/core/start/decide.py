@@ -268,23 +268,22 @@ class _Start:
         if self._all.disk.listed is ListFound.BROKEN and not is_listed:
             raise BrokenMeta(
                 f"{self._all.disk.why}, and no mirror has a list.",
-                hint="Move it away, and the list is rebuilt from the saves; a rewind that nothing was saved after is "
-                "lost.",
+                hint="Move it away, and the list is rebuilt from the saves; a rewind with no save after it is lost.",
             )
 
     def _note_what_is_not_seen(self) -> None:
         dropped = [row.place for row in self._all.mirrors() if row.reach is Reach.DROPPED]
         for place, phrase in (self._unheard | self._phrased(dropped)).items():
             level: Literal["error", "warning"] = "error" if phrase == explain.NOT_CONFIGURED else "warning"
-            self._note(f"{place} {phrase}: what it alone holds was not seen", level)
+            self._note(f"{place} {phrase}: what only it holds was not seen", level)
         for row in self._all.rows:
             if row.sort == "persistent" and row.run_id not in (self._run_id, None):
                 self._note(f"{row.place} has snapshots of another run, {row.run_id}, which are left alone", "warning")
         for row in self._evidence.answering():
             if row.listed in (ListFound.LOST, ListFound.BROKEN) and row.sort != "persistent":
                 self._note(
-                    f"{row.place} had no list of attempts, and it was rebuilt: a rewind or a start over that nothing "
-                    "was saved after would not be known"
+                    f"{row.place} had no list of attempts, and it was rebuilt: a rewind or a start over with no "
+                    "save after it would not be known"
                 )
         for attempt in sorted(self._counted.apart):
             self._note(

@@ -119,9 +119,7 @@ def rival_may_have_saved(
 def person_in_doubt(attempts: Sequence[Attempt], silent: Mapping[str, str]) -> StoreTemporary | NotAuthorised:
     """Return the error of a start while a silent mirror leaves open whether a person's decision counts."""
     names = ", ".join(map(named, attempts))
-    return not_answering(
-        f"A person decided where the run continues ({names}), if every mirror took that down: ", silent
-    )
+    return not_answering(f"A person decided where the run continues ({names}), if every mirror recorded that: ", silent)
 
 
 def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Temporary | NotAuthorised:
@@ -136,8 +134,8 @@ def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Te
 def emergency_needs_ranks(step: int, saved_by: int, ranks: int) -> RefusedOnlyCopy:
     """Return the error of a start whose newest save is a snapshot that only another number of ranks can load."""
     return RefusedOnlyCopy(
-        f"The newest save is the emergency snapshot of step {step}, which {saved_by} ranks took and only as many can "
-        f"load; this start has {ranks}. Continuing from an older save would leave it behind.",
+        f"The newest save is the emergency snapshot of step {step}, which {saved_by} ranks took, and only that many "
+        f"can load; this start has {ranks}. Continuing from an older save would leave it behind.",
         hint=f"Start once with {saved_by} ranks and save, or go back on purpose with policy=<step>.",
     )
 

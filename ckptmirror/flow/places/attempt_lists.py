@@ -153,7 +153,7 @@ def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | 
         _log.error("%s is broken (%s): what the mirrors list is used instead", path, error)
         return None, BrokenMeta(
             f"{path} is broken, and no mirror has a list: {error}",
-            hint="Move it away, and the list is rebuilt from the saves; a rewind that nothing was saved after is lost.",
+            hint="Move it away, and the list is rebuilt from the saves; a rewind with no save after it is lost.",
         )
 
 

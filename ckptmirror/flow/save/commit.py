@@ -133,7 +133,7 @@ def _take_back(root: Path, table: UploadsTable, meta: Meta) -> None:
         table.discard_unreleased([meta.save_id])
     except (OSError, CkptMirrorError) as error:  # its records stay too, by which the next start knows what to remove
         saying(_log, meta).warning(
-            "what there is of the failed save of step %d stays until the next start: %s", meta.step, error
+            "what is left of the failed save of step %d stays until the next start: %s", meta.step, error
         )
 
 
@@ -196,7 +196,7 @@ def stray_below(root: Path, tops: Iterable[str], ours: Collection[str]) -> str |
     for top in tops:
         for path in listing.files_below(top) if listing.is_dir(top) else ():
             if path not in ours:
-                return f"{path} is not part of the save: move it away, and the save can go"
+                return f"{path} is not part of the save: move it away, so that the save can be deleted"
     return None
 
 

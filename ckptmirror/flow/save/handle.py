@@ -58,7 +58,7 @@ class TurnLock:
         self._enter(what, DEFAULT_WAIT_S)
         try:
             if self._is_over:
-                raise UsageError(f"{what} comes after the manager was closed, or began another attempt.")
+                raise UsageError(f"{what} was called after the manager was closed, or began another attempt.")
             self._inside = threading.get_ident()
             return body()
         finally:

@@ -167,7 +167,8 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
     name = meta_paths(meta)[0].partition("/")[0]
     if os.path.lexists(root / name) and (stray := _stray(root, name, meta)) is not None:
         raise DestinationOccupied(
-            f"{root / name} is broken, a whole copy of it is in {directory}, and it cannot make room: {stray}.",
+            f"{root / name} is broken, and a whole copy of it is in {directory}, but something else is in the way: "
+            f"{stray}.",
             hint=f"Move it out of {root / name}, and start again.",
         )
     temporary = root / names.tmp_name(name, meta.save_id)
@@ -190,7 +191,7 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
         if isinstance(error, OSError) or is_not_readable_now(error.__cause__):
             raise Temporary(
                 f"{directory / name} cannot be read now: {error}",
-                hint="Mend what keeps it from being read, or go back on purpose with policy=<step>.",
+                hint="Fix what keeps it from being read, or go back on purpose with policy=<step>.",
             ) from error
         raise
     if os.path.lexists(root / name):

@@ -214,7 +214,7 @@ class Saver:
         try:
             reserve_for(self._kept_copier(), kinds, state, self._ranks)
         except CkptMirrorError as error:
-            _log.warning("the memory for the first save was not taken yet: %s", error)
+            _log.warning("the memory for the first save was not allocated in advance: %s", error)
 
     def next_number(self) -> int:
         """Take the number of the next save of this attempt."""

@@ -115,7 +115,7 @@ def waiting(verdict: Verdict, root: Path) -> StoreTemporary:
 
 def _not_taken_down(mirror: Mirror, error: CkptMirrorError) -> CkptMirrorError:
     """Return the error of a start when a mirror that must take its claim does not."""
-    why = f"{mirror.url} has to record where training continues, and does not: {error.message}"
+    why = f"{mirror.url} must record where training continues, but does not: {error.message}"
     return (NotAuthorised if isinstance(error, NotAuthorised) else StoreTemporary)(why, hint=error.hint)
 
 

@@ -401,11 +401,16 @@ class Node:
         finally:
             self.close(limit_s, saving=saving, services_ended=services_ended)
         lines = [f"{pending} files of {self.root} are not verified on their mirrors."] if pending else []
-        lines += [f"Nothing says that {url} still has what was verified there ({why})." for url, why in unasked.items()]
+        lines += [
+            f"{url} has not confirmed that it still has what was verified there ({why})."
+            for url, why in unasked.items()
+        ]
         if lines and not stopped:
             raise DeadlinePassed(" ".join(lines), hint=f"Run `ckptmirror drain --root {quote(str(self.root))}`.")
         for line in lines:
-            _log.warning("%s `ckptmirror drain --root %s`or the next start does it.", line, quote(str(self.root)))
+            _log.warning(
+                "%s `ckptmirror drain --root %s`, or the next start, finishes them.", line, quote(str(self.root))
+            )
 
     def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> dict[str, str]:
         """Wait for the uploads unless the run was stopped; return the mirrors that were not asked, with the reason."""

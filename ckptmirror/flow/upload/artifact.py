@@ -96,7 +96,7 @@ class ArtifactUpload(Sending):
             except IntegrityError as error:
                 self._context.table.set_session(self._claim, None)  # what it holds is not what was committed
                 verify_file(path, digest)  # raises if it is our file that rotted since the commit
-                raise Temporary(f"{self._context.mirror.url} received other bytes than those sent: {error}") from error
+                raise Temporary(f"{self._context.mirror.url} received bytes other than those sent: {error}") from error
         info = self._store.stat(name)
         if info is None:
             self._context.table.set_session(self._claim, None)  # it would answer again that all was received

@@ -152,7 +152,9 @@ class MetaUpload(Sending):
             try:
                 data, _ = self._store.read(name, limit_bytes=META_LIMIT_BYTES)
             except ObjectNotFound as error:
-                raise Temporary(f"{name} is not on {self._context.mirror.url} yet: its node is on its way.") from error
+                raise Temporary(
+                    f"{name} is not on {self._context.mirror.url} yet: its node has not uploaded it yet."
+                ) from error
             parts.append(meta_from_bytes(data))
         return merge_parts(parts)
 

@@ -184,7 +184,7 @@ def _fault_of(artifact: Artifact, info: ObjectInfo | None) -> Finding | None:
     if info.size_bytes != digest.size_bytes:
         return Finding(f"has {info.size_bytes} bytes instead of {digest.size_bytes}{other}")
     if info.crc32c is not None and info.crc32c != digest.crc32c:
-        return Finding(f"has the crc32c {info.crc32c:08x}, saved was {digest.crc32c:08x}{other}")
+        return Finding(f"has the crc32c {info.crc32c:08x}, but {digest.crc32c:08x} was saved{other}")
     return None
 
 
@@ -249,5 +249,5 @@ def _note_strays(catalog: Catalog, step: int | None, notes: MutableSequence[str]
     told = {problem.step for problem in catalog.problems.values()}  # of a broken meta the files are loose
     for name, problem in loose.items():
         if problem.step not in told and (step is None or problem.step == step):
-            under_way = "; it may be on its way" if "://" in catalog.place else ""
+            under_way = "; its upload may not be finished" if "://" in catalog.place else ""
             notes.append(f"{catalog.place}/{name}: {problem.why}{under_way}")

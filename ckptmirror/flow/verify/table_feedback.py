@@ -149,7 +149,9 @@ class Table:
                     stands = _still_stands(mirror, record, subject)
                 except CkptMirrorError as error:
                     name = record.object or record.path
-                    notes.append(f"{mirror.url}/{name}: its record was not changed, for it could not be asked: {error}")
+                    notes.append(
+                        f"{mirror.url}/{name}: its record was not changed, because it could not be asked: {error}"
+                    )
                     continue
                 if stands:
                     forget_verified(self._table, record, reason)

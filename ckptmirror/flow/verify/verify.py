@@ -203,7 +203,7 @@ def _check_every_place(target: Target, step: int | None, mirrors: Sequence[Mirro
         what = f"nothing of step {step}" if step is not None else "no saves"
         raise CheckpointNotFound(
             f"{', '.join(empty)} holds {what}, and other places that were named do.",
-            hint="Check the directory or the URL; what is not uploaded yet, `ckptmirror drain` brings there.",
+            hint="Check the directory or the URL; `ckptmirror drain` uploads what is not there yet.",
         )
 
 

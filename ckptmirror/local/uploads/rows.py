@@ -149,7 +149,7 @@ def write_changed(connection: apsw.Connection, old: UploadRecord, new: UploadRec
     }
     connection.execute(statement("write a changed record"), columns)
     if connection.changes() != 1:
-        raise ClaimLost(f"the record of {old.path} of save {old.save_id} on {old.mirror} changed meanwhile")
+        raise ClaimLost(f"the record of {old.path} of save {old.save_id} on {old.mirror} has changed since")
 
 
 def blocked_because(save: SaveRow | None, records: Iterable[UploadRecord]) -> str:

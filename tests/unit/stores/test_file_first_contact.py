@@ -78,7 +78,7 @@ def test_a_mirror_that_was_read_only_at_first_is_recognised_once_it_can_be(
     read_only(True)
     assert store.identity() is None
     assert store.read("x", limit_bytes=9)[0] == b"1"
-    with pytest.raises(NotAuthorised, match="nothing is changed there"):
+    with pytest.raises(NotAuthorised, match="nothing was changed"):
         change(store)
     read_only(False)
     info = store.stat("x")

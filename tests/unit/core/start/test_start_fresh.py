@@ -141,7 +141,7 @@ LISTS = [
     Case(
         "a rewind that went with a lost list is missed loudly",
         [disk(None, saved=[a100, a200])],
-        tries(a200, says="a rewind or a start over that nothing was saved after would not be known"),
+        tries(a200, says="a rewind or a start over with no save after it would not be known"),
     ),
     Case(
         "a broken list of this root gives way to the mirrors'",

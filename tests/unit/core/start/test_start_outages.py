@@ -40,7 +40,7 @@ OUTAGES = [
     Case(
         "its own save is continued from while the only mirror is silent",
         [disk([a], saved=[a100, a200]), silent(M)],
-        tries(a200, says=f"{M} does not answer (503): what it alone holds was not seen", needs_all=False),
+        tries(a200, says=f"{M} does not answer (503): what only it holds was not seen", needs_all=False),
     ),
     Case(
         "a copy that somebody staged is not continued from while the mirror is silent",
@@ -135,7 +135,7 @@ OUTAGES = [
     Case(
         "it is named where this root goes on",
         [disk([a], saved=[a200]), mirror(M), dropped(N)],
-        tries(a200, says=f"{N} is no longer configured: what it alone holds was not seen"),
+        tries(a200, says=f"{N} is no longer configured: what only it holds was not seen"),
     ),
     Case(
         "a mirror that counted before and is optional now is missed where it may have what is broken here",
