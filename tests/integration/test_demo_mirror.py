@@ -24,9 +24,9 @@ URL = "gs://bucket/team"
 SERVER_OF_ITS_OWN = """
 import sys
 from pathlib import Path
-from ckptmirror.cli.demo import _server
+from ckptmirror.cli._demo_story import server_beside
 from ckptmirror.stores import open_store
-with _server(Path(sys.argv[1])) as server:
+with server_beside(Path(sys.argv[1])) as server:
     server.clear_faults()
     print(list(open_store("gs://demo", retry=False).list()))
 """
