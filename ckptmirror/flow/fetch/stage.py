@@ -140,17 +140,14 @@ def _find(
     pause_s = _POLL_FIRST_S
     while True:
         catalog = mirror_catalog(mirror, step=step if isinstance(step, int) else None)
-        if catalog.attempts is None:
-            catalog = mirror_catalog(mirror)  # the lost list is rebuilt from all metas
         try:
             return choose(catalog, step, kind, superseded=superseded)
         except (CheckpointNotFound, KindMismatch):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 if isinstance(step, int) and not catalog.saves:
-                    return choose(
-                        mirror_catalog(mirror), step, kind, superseded=superseded
-                    )  # says which steps there are
+                    catalog = mirror_catalog(mirror)  # the error names the steps that there are
+                    return choose(catalog, step, kind, superseded=superseded)
                 raise
         threading.Event().wait(min(pause_s, left_s))
         pause_s = min(pause_s * 2, _POLL_LONGEST_S)

@@ -145,7 +145,9 @@ MetaCache = dict[tuple[str, str, int], Meta | Tombstone]
 def mirror_catalog(
     mirror: Mirror, *, step: int | None = None, with_attempts: bool = True, cache: MetaCache | None = None
 ) -> Catalog:
-    """List the mirror's saves (of one step only, if given).
+    """List the mirror's saves; of one step only, if given and if the mirror has a list of attempts.
+
+    A list that was lost is rebuilt from all metas, whatever step is asked for.
 
     Args:
         mirror: Whose saves.
@@ -158,6 +160,8 @@ def mirror_catalog(
         StoreTemporary: The mirror does not answer.
     """
     attempts = read_mirror_attempts(mirror)[0] if with_attempts else None
+    if with_attempts and attempts is None:
+        step = None
     prefix = "" if step is None else f"meta_{names.SaveName(step).stem}"
     listed = {info.name: info for info in mirror.store.list(prefix)}
     metas = [name for name in listed if (parsed := names.parse_name(name)) is not None and parsed.role == "meta"]

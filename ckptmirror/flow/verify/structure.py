@@ -158,8 +158,6 @@ def look_at_mirror(mirror: Mirror, step: int | None, notes: MutableSequence[str]
         BrokenMeta: Its list of attempts cannot be trusted.
     """
     catalog = mirror_catalog(mirror, step=step)
-    if step is not None and catalog.attempts is None:
-        catalog = mirror_catalog(mirror)  # the lost list is rebuilt from all metas
     _note_strays(catalog, step, notes)
     store, directory = mirror.store, mirror.store.local_directory
     subjects = _subjects(catalog, step, lambda name: store.stat(name) is not None)
