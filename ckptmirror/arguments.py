@@ -1,4 +1,4 @@
-"""What the methods of ``CheckpointManager`` are given, checked and put into the words of the rest."""
+"""Checks the arguments of ``CheckpointManager``'s methods, and converts them to the values of the inner layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ __all__ = ["checked_kinds", "checked_step", "node_key", "stop_event"]
 
 
 def node_key(root: Path) -> tuple[str, BaseException | None]:
-    """Ranks that share one root are one node, however each spells its path; a rank without a root says so later."""
+    """Return a key that is equal on all ranks that share one root, however each spells its path, and any error.
+
+    An error is returned and raised later, so that every rank still takes part in the first exchange.
+    """
     try:
         files.make_dirs(root)
         return node_key_of(root), None
@@ -26,7 +29,7 @@ def node_key(root: Path) -> tuple[str, BaseException | None]:
 
 
 def stop_event(stop: StopRequest, rank: int) -> events.StopRequested:
-    """Return the event of a request to stop."""
+    """Return the event for a stop request."""
     left_s = stop.remaining_s
     if math.isinf(left_s):
         return events.StopRequested(reason=stop.reason or "", rank=rank)
@@ -48,7 +51,7 @@ def checked_step(step: int) -> int:
     """Return a step to save at.
 
     Raises:
-        UsageError: It is none.
+        UsageError: It is not a step.
     """
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
         raise UsageError(f"{step!r} is not a step: give an int from 0 to {MAX_STEP}.")

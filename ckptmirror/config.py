@@ -1,13 +1,13 @@
 """Settings: one set of names for Python, the file, the environment and the flags, and where each value comes from.
 
-In rising order: the default, the file, ``CKPTMIRROR_*`` (a dot in a name is an underscore there), the flag.
+In rising order of priority: the default, the file, ``CKPTMIRROR_*`` (with an underscore for a dot in a name), the flag.
 
 Rules:
-* ``SETTINGS`` is all there is; an unknown key or variable is an error that names the nearest one.
+* ``SETTINGS`` lists every setting; an unknown key or variable is an error that names the nearest one.
 * The file is the one that ``local/settings_file.py`` finds, or that ``CKPTMIRROR_CONFIG`` names.
-* A value is taken whole from the highest place that has it; an empty variable has none. Lists are not merged.
-* A path in a file is relative to the file, elsewhere to the working directory; ``~`` is the home directory.
-* Whatever is wrong is a ``ConfigError`` that says where and what would be right.
+* A value comes whole from the highest source that has it; an empty variable counts as unset. Lists are not merged.
+* A path in a file is relative to the file, any other path to the working directory; ``~`` is the home directory.
+* Every mistake is a ``ConfigError`` that says where it is and what would be right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["FILE_VARIABLE", "SETTINGS", "Setting", "Settings", "Value", "load_se
 
 FILE_VARIABLE = "CKPTMIRROR_CONFIG"
 _PREFIX = "CKPTMIRROR_"
-_NO_SETTINGS = ("CKPTMIRROR_CRASH_", "CKPTMIRROR_CAMPAIGN")  # what tests of crashes are told by
+_NO_SETTINGS = ("CKPTMIRROR_CRASH_", "CKPTMIRROR_CAMPAIGN")  # control crash tests
 _STORES_OWN = (  # as Google's own variables, read where a store is opened
     "CKPTMIRROR_GCS_CREDENTIALS",
     "CKPTMIRROR_GCS_ENDPOINT",
@@ -53,7 +53,7 @@ def _path(given: Any) -> Path:
 def _mirrors(given: Any) -> tuple[MirrorSpec, ...]:
     if isinstance(given, list | tuple):
         given = [_mirror(one, f"[{number}]") for number, one in enumerate(given)]
-    elif not isinstance(given, str):  # one URL alone is refused in words of its own, which do not repeat it
+    elif not isinstance(given, str):  # a single URL gets a message of its own, which does not repeat it
         raise checks.wrong_value(given, "a list of URLs, or of tables with a url")
     return tuple(mirror_specs(given))
 
@@ -90,7 +90,7 @@ def _mirror(given: Any, at: str) -> MirrorSpec:
 
 
 def _number(text: str) -> int | float | str:
-    """Return the number that a text is; what is none is left for the check to refuse."""
+    """Convert a text to a number; return it unchanged if it is not one, for the check to refuse."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -111,12 +111,12 @@ class Setting:
     """One setting.
 
     Attributes:
-        name: As in Python and in the file; what is before a dot is a table.
-        default: Its value where nobody says.
+        name: As in Python and in the file; the part before a dot is a table.
+        default: The value if no source sets one.
         meaning: One line, for the reference.
-        check: Turns a value of a file or a flag into the setting's, or refuses it.
-        read: Turns the text of a variable into what a file would hold.
-        flag: The flag of the command line, if there is one.
+        check: Converts a value from a file or a flag, or refuses it.
+        read: Converts the text of a variable to the value that a file would hold.
+        flag: The command-line flag, if there is one.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """The environment variable."""
+        """The name of its environment variable."""
         return _PREFIX + self.name.replace(".", "_").upper()
 
 
@@ -185,7 +185,7 @@ SETTINGS: tuple[Setting, ...] = (
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
-_BY_VARIABLE["CKPTMIRROR_MIRROR"] = _BY_NAME["mirrors"]  # as the flag is called
+_BY_VARIABLE["CKPTMIRROR_MIRROR"] = _BY_NAME["mirrors"]  # named like the flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +246,9 @@ def load_settings(
     """Gather the settings of this process.
 
     Args:
-        flags: What the program's own command line says, by name of the setting; None is not said.
-        directory: Where the search for the file begins; the working directory if None.
-        environ: The environment; this process's if None.
+        flags: Values from the program's command line, by name of the setting; None means not given.
+        directory: Where the search for the file begins; None: the working directory.
+        environ: The environment; None: that of this process.
 
     Raises:
         ConfigError: A key is unknown, a value is wrong, or the file cannot be read.
@@ -264,7 +264,7 @@ def load_settings(
             source = _BY_NAME[name].flag if name in _BY_NAME else ""
             values[name] = _checked(name, given, _always(source or name))
     settings = Settings(values, found.path if found is not None else None)
-    _ = settings.retention  # contradictions are found here, not when something is to be deleted
+    _ = settings.retention  # finds contradictions now, not at the first deletion
     return settings
 
 

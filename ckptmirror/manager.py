@@ -1,7 +1,7 @@
-"""CheckpointManager: what a training loop holds.
+"""CheckpointManager: the object that a training loop uses.
 
-Every rank makes one, with the same arguments. It wires the pieces together and decides nothing itself: saving is
-``flow/save/save.py``, resuming ``flow/start/resume.py``, and what only the node's leader does ``flow/start/leader.py``.
+Every rank creates one with the same arguments. It connects the parts and decides nothing itself: ``flow/save/save.py``
+saves, ``flow/start/resume.py`` resumes, and ``flow/start/leader.py`` does what only the node's leader does.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ _POLL_S, _LEAVING_SAVE_S, _LEAVING_TELL_S = 0.2, 60.0, 10.0
 
 
 class CheckpointManager:
-    """Saves to fast local disk with almost no stall, mirrors every save, rotates only what is safe, resumes exactly.
+    """Saves to fast local disk with almost no stall, mirrors every save, deletes only what is safe, resumes exactly.
 
     Args:
-        root: Directory on local disk that this run saves to; one run, one root. All ranks of a node give the same.
+        root: Directory on local disk that this run saves to; one root per run. All ranks of a node pass the same one.
         mirrors: URLs (``gs://bucket/prefix``, ``file:///nfs/…``), or :class:`MirrorSpec`.
         kinds: What ``save`` writes: ``"dcp"``, ``"model"`` or both.
         retention: What to keep locally. A save is deleted only when it is provably on every required mirror.
-        process_group: The ranks that save together; default all. Groups of our own are made from it, none of its
-            collectives is used.
+        process_group: The ranks that save together; by default all. The manager creates its own groups from these ranks
+            and never uses collectives of this group.
         mode: ``"async"`` returns after the host copy; ``"blocking"`` after the commit.
-        state_dir: Node-local directory of the uploads table, where root is on a network file system.
-        persistent_dir: Directory that outlives this machine, one for each run: emergency snapshots are copied there
-            too, and brought back from there.
+        state_dir: Node-local directory for the uploads table, if root is on a network file system.
+        persistent_dir: Directory that outlives this machine, one per run. Emergency snapshots are also copied there,
+            and brought back from there.
         workers_per_mirror: Upload threads for each mirror.
         timeout_s: Limit of every wait for another rank, in seconds.
 
@@ -102,13 +102,13 @@ class CheckpointManager:
         self._node: Node | None = None
         self._rank_lock: RankLock | None = None
         self._saver: Saver | None = None
-        self._last_before: SaveHandle | None = None  # the last save of the attempt before this process's latest
+        self._last_before: SaveHandle | None = None  # last save of the previous attempt of this process
         self._pid = os.getpid()
         self._skipped: list[SaveHandle] = []  # for lack of room
         self._snapshot_step = -1
         self._closed = False
         self._freed = False
-        self._left_pending: DeadlinePassed | None = None  # what close() raised, for whoever calls it again
+        self._left_pending: DeadlinePassed | None = None  # what close() raised, to raise again
         own_key, failure = node_key(self.root)
         self.ranks: Ranks = open_ranks(process_group, node_key=own_key, timeout_s=timeout_s)
         self._save_ranks = self.ranks.channel("save")
@@ -150,17 +150,17 @@ class CheckpointManager:
     ) -> ResumeInfo | None:
         """Load the newest whole save of the lineage into ``state``; None means that training starts at step 0.
 
-        Call it once at every start, before the first save: the same command starts and resumes.
+        Call it once at every start, before the first save. The same command then starts a run and resumes it.
 
         Args:
             state: What to load into.
             policy: ``"auto"``; a step, ``"latest"``, a save id or the path of a save in ``root`` (going back to an
-                older save is a rewind: the saves after it are off the lineage from then on); or ``"scratch"``, with
-                ``force=True`` where there are saves.
-            exclude: Parts of the state to leave as they are, with a warning: names of ``TrainState``, and ``"rng"``.
+                older save is a rewind: it takes the later saves off the lineage); or ``"scratch"``, with ``force=True``
+                if there are saves.
+            exclude: Parts of the state to leave unchanged, with a warning: names of ``TrainState``, and ``"rng"``.
 
         Raises:
-            CheckpointNotFound: The requested save is not there.
+            CheckpointNotFound: The requested save does not exist.
             RefusedOnlyCopy: There are saves, but none can be resumed.
             StoreTemporary: A required mirror does not answer and there is nothing on the disk.
         """
@@ -169,7 +169,7 @@ class CheckpointManager:
         check_state(state)
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
-            self._saver = None  # its attempt is over, also if this resume fails
+            self._saver = None  # its attempt is over, even if this resume fails
             if (last := self._last_before) and not last.skipped and (failure := last.unobserved) is not None:
                 saying(_log, last).error(
                     "step %d was not saved; the next save() or close() will raise the error: %s", last.step, failure
@@ -206,17 +206,17 @@ class CheckpointManager:
         return info
 
     def load(self, state: TrainState, reference: Reference = "latest", *, exclude: Collection[str] = ()) -> ResumeInfo:
-        """Load a checkpoint into ``state``, of this root or any other; the run stays where it is. Every rank calls it.
+        """Load a checkpoint of this root or any other into ``state``; the run does not change. Every rank calls this.
 
         Args:
             state: What to load into.
             reference: A step of ``root``, ``"latest"``, or what :func:`resolve_checkpoint_reference` takes, on this
-                disk: also a checkpoint of an older writer, of which the log says that it has no checksums.
-            exclude: Parts of the state to leave as they are, with a warning.
+                disk: also a legacy checkpoint, for which the log warns that it has no checksums.
+            exclude: Parts of the state to leave unchanged, with a warning.
 
         Raises:
-            CheckpointNotFound: It is not there.
-            IntegrityError: A file is not what was saved.
+            CheckpointNotFound: It does not exist.
+            IntegrityError: A file differs from what was saved.
         """
         self._check_open()
         check_state(state)
@@ -235,9 +235,9 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Save ``state`` as ``step``. Every rank calls this.
 
-        Blocks for the host copy alone (and for the commit of an earlier save still in flight). Everything else happens
-        in the background; a failure there is raised by ``SaveHandle.wait`` and by the next ``save``. A save for which
-        the disk has no room is skipped instead: training goes on, and its handle and :meth:`close` raise.
+        Blocks only for the host copy, and for the commit of an earlier save still in flight. Everything else happens in
+        the background; ``SaveHandle.wait`` and the next ``save`` raise a failure there. If the disk has no room, the
+        save is skipped instead: training continues, and the save's handle and :meth:`close` raise.
 
         Raises:
             StepBehind: ``step`` is lower than the last one saved.
@@ -258,11 +258,11 @@ class CheckpointManager:
     def save_emergency_checkpoint(self, step: int, state: TrainState) -> Path:
         """Write this rank's part of an emergency snapshot to local disk, durable on return, without any collective.
 
-        Every rank calls it at the same step, after :meth:`StopRequest.check` told all of them to stop. Where the disk
-        has no room for it, ``persistent_dir`` gets it alone.
+        Every rank calls it at the same step, after :meth:`StopRequest.check` returned True on all of them. If the disk
+        has no room, the snapshot goes only to ``persistent_dir``.
 
         Raises:
-            LocalStorageFull: There is no room; earlier saves are untouched.
+            LocalStorageFull: There is no room; earlier saves are unchanged.
         """
         saver = self._started()
         path = save_emergency(
@@ -285,7 +285,7 @@ class CheckpointManager:
     # -- look -----------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """Say what is saved and what is not yet safe. Reads this node's disk only."""
+        """Return what is saved and what is not yet safe. Reads only this node's disk."""
         return read_status(self.root, state_dir=self._state_dir)
 
     def wait(self, until: Literal["committed", "mirrored"] = "mirrored", timeout_s: float = DEFAULT_WAIT_S) -> None:
@@ -293,7 +293,7 @@ class CheckpointManager:
 
         Raises:
             WaitTimeout: ``timeout_s`` seconds passed.
-            BackgroundSaveFailed: A save failed or was skipped, which nobody has been told.
+            BackgroundSaveFailed: A save failed or was skipped, and no call has raised that yet.
         """
         deadline = time.monotonic() + timeout_s
         self._started().wait_over(timeout_s)
@@ -303,25 +303,25 @@ class CheckpointManager:
             raise WaitTimeout(why, hint=f"See `ckptmirror status --root {quote(str(self.root))}`.")
 
     def rotate(self, timeout_s: float = 300.0) -> RotationReport | None:
-        """Rotate now, waiting up to ``timeout_s`` seconds for pending uploads. Other ranks than the leader get None."""
+        """Rotate now, waiting up to ``timeout_s`` seconds for pending uploads. Returns None except on the leader."""
         self._check_open()
         return self._node.rotate_now(timeout_s) if self._node is not None else None
 
     # -- end ------------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float = 600.0, *, stop: StopRequest | None = None) -> None:
-        """Finish: wait for the save in flight and for the uploads, up to ``timeout_s`` seconds; free everything.
+        """Finish: wait up to ``timeout_s`` seconds for the save in flight and the uploads, then release everything.
 
-        The limit holds whatever a mirror does: a thread that one holds up is left behind, after a few seconds more.
+        The limit holds whatever a mirror does: a few seconds later, a thread that a mirror blocks is left behind.
 
-        Needs no other rank. After a stop request (``stop.requested``) it waits for no upload: what is pending stays in
-        the table, and the next start, or ``ckptmirror drain``, finishes it.
+        Needs no other rank. After a stop request (``stop.requested``) it does not wait for uploads: what is pending
+        stays in the table, and the next start or ``ckptmirror drain`` finishes it.
 
         Raises:
-            BackgroundSaveFailed: The last save failed, or the disk had no room for some. After a stop request those do
-                not count that a newer save, or an emergency snapshot, follows.
-            DeadlinePassed: The run finished with something not verified on a required mirror (exit code 8). Raised
-                by every call until it is, which ``ckptmirror drain`` sees to.
+            BackgroundSaveFailed: The last save failed, or the disk had no room for some saves. After a stop request, a
+                failure does not count if a newer save or an emergency snapshot followed.
+            DeadlinePassed: The run finished with something not verified on a required mirror (exit code 8). Every call
+                raises this until ``ckptmirror drain`` has verified it.
         """
         if self._is_inherited:
             return
@@ -343,10 +343,10 @@ class CheckpointManager:
             if not stopped or self._skipped_newest():
                 raise_skipped(self._skipped)
         except (KeyboardInterrupt, SystemExit):
-            stopped = True  # nobody waits for uploads any more, and this is not to be hidden by what is pending
+            stopped = True  # no waiting for uploads now, and pending uploads must not hide this error
             raise
         finally:
-            # Whatever ended the wait, an interrupt too: a save in flight needs all this until the process ends.
+            # However the wait ended, even by Ctrl-C, a save in flight needs all this until the process ends.
             saving = self._saver is not None and self._saver.in_flight is not None
             try:
                 if self._node is not None:
@@ -359,7 +359,7 @@ class CheckpointManager:
                     self._free()
 
     def _skipped_newest(self) -> bool:
-        """Whether a save was skipped that no save and no emergency snapshot follows."""
+        """Whether a save was skipped and no save or emergency snapshot followed it."""
         saved = max(self._saver.last_step if self._saver is not None else -1, self._snapshot_step)
         return any(handle.step > saved for handle in self._skipped)
 
@@ -382,7 +382,7 @@ class CheckpointManager:
             return
         try:
             if self._saver is not None and not self._closed:
-                self._saver.wait_over(_LEAVING_SAVE_S)  # the save in flight may be all that is left of this training
+                self._saver.wait_over(_LEAVING_SAVE_S)  # the save in flight may be the only result of this training
         except CkptMirrorError as first:
             _log.error("while leaving after %s: %s", type(error).__name__, first)
         try:

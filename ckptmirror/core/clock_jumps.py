@@ -1,13 +1,13 @@
-"""Lays times of a wall clock that may have jumped on one line.
+"""Puts the times of a wall clock that may have jumped on one time line.
 
 Rules:
-* Within one boot of the machine the boot clock decides how far two moments are apart. It is laid on the wall clock as
-  that stood at the boot's last reading: a clock that is corrected is believed from then on, and for what was before.
-* Where the difference of the two clocks changes by more than ``JUMP_S`` between two readings, that is a jump: it is
-  told, and everything before it is moved.
-* A time of which only the wall clock is known (a row of the table) is laid beside the readings around it. If a clock
-  that was set back makes that two places, the earliest that is not before what is known to have happened earlier.
-* Without readings nothing is known of jumps, and times stay as they are.
+* Within one boot of the machine, the boot clock says how far apart two moments are. The boot's last reading anchors it
+  to the wall clock: once somebody corrects the clock, the correction applies to earlier times too.
+* If the difference of the two clocks changes by more than ``JUMP_S`` between two readings, the wall clock has jumped.
+  The jump is reported, and everything before it is shifted.
+* A time without a boot clock (a row of the table) is placed between the readings around it. If a clock that was set
+  back makes two places possible, it gets the earliest that is not before what is known to have happened earlier.
+* Without readings no jump can be seen, and times stay as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Both clocks at one moment, in seconds; a boot of "unknown" has no clock of its own."""
+    """Both clocks at one moment, in seconds; the boot "unknown" has no boot clock."""
 
     wall_s: float
     boot: str
@@ -33,7 +33,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """The wall clock was set: ``by_s`` seconds forward (or back, if negative), found at ``at_s`` of the laid time."""
+    """The wall clock was set ``by_s`` seconds forward (back if negative), noticed at ``at_s`` on the time line."""
 
     at_s: float
     by_s: float
@@ -41,7 +41,7 @@ class Jump:
 
 @dataclass(slots=True)
 class _Regime:
-    """A stretch of one boot in which the wall clock went evenly."""
+    """A stretch of one boot in which the wall clock did not jump."""
 
     first_s: float
     last_s: float
@@ -50,10 +50,10 @@ class _Regime:
 
 
 class LaidClock:
-    """One line for all times of a root.
+    """One time line for all times of a root.
 
     Attributes:
-        jumps: Where the wall clock was set, in order.
+        jumps: The jumps of the wall clock, in order.
     """
 
     def __init__(self, readings: Iterable[Reading]) -> None:
@@ -84,12 +84,12 @@ class LaidClock:
         return jumps
 
     def of(self, reading: Reading) -> float:
-        """Return where a reading lies, in seconds since 1970."""
+        """Return the time of a reading, in seconds since 1970."""
         offset_s = self._offset_s.get(reading.boot)
         return reading.wall_s if offset_s is None else reading.boot_s + offset_s
 
     def of_wall(self, wall_s: float, not_before_s: float = -math.inf) -> float:
-        """Return where a time lies of which only the wall clock is known."""
+        """Return the time, in seconds since 1970, of a moment known only by the wall clock."""
         if not self._regimes:
             return wall_s
         around = [one for one in self._regimes if one.first_s - JUMP_S <= wall_s <= one.last_s + JUMP_S]

@@ -1,7 +1,7 @@
 """Values to JSON bytes and back: the meta, the tombstone, the list of attempts.
 
 Rules:
-* What is read is checked whole before any of it is used; what is written passes the same checks first.
+* Input is checked completely before any of it is used; output passes the same checks before it is returned.
 * Unknown keys are refused; free content goes under ``fields``, ``metrics`` and ``training_config``.
 * A file's crc32c is the combination of its blocks'.
 """
@@ -68,8 +68,8 @@ def meta_to_bytes(meta: Meta) -> bytes:
     """Return the one JSON form of ``meta``.
 
     Raises:
-        BrokenMeta: It would not be read back: a value is not plain (see :mod:`ckptmirror.core.plain_values`), or
-            something in it contradicts itself.
+        BrokenMeta: It could not be read back: a value is not plain (see :mod:`ckptmirror.core.plain_values`), or the
+            meta contradicts itself.
     """
     document = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta)}
     document["attempt"] = _attempt_document(meta.attempt)
@@ -92,7 +92,7 @@ def meta_from_bytes(data: bytes) -> Meta:
 
 
 def meta_or_tombstone_from_bytes(data: bytes) -> Meta | Tombstone:
-    """Read what stands under a meta's name on a mirror.
+    """Read the object under a meta's name on a mirror.
 
     Raises:
         BrokenMeta: It is neither.
@@ -215,7 +215,7 @@ def tombstone_to_bytes(tombstone: Tombstone) -> bytes:
     """Return the one JSON form of ``tombstone``.
 
     Raises:
-        BrokenMeta: It would not be read back.
+        BrokenMeta: It could not be read back.
     """
     document = {field.name: getattr(tombstone, field.name) for field in dataclasses.fields(tombstone)}
     document["kinds"] = list(tombstone.kinds)
@@ -238,10 +238,10 @@ def _tombstone_from_fields(fields: Fields) -> Tombstone:
 
 
 def attempts_to_bytes(attempts: AttemptList) -> bytes:
-    """Return the one JSON form of a list of attempts; they are written in the order of their numbers.
+    """Return the one JSON form of a list of attempts, ordered by number.
 
     Raises:
-        BrokenMeta: It would not be read back.
+        BrokenMeta: It could not be read back.
     """
     ordered = sorted(attempts.attempts, key=lambda attempt: (attempt.number, attempt.id))
     document = {
@@ -255,7 +255,7 @@ def attempts_to_bytes(attempts: AttemptList) -> bytes:
 
 
 def attempts_from_bytes(data: bytes) -> AttemptList:
-    """Read a list of attempts, in the order of their numbers.
+    """Read a list of attempts, ordered by number.
 
     Raises:
         BrokenMeta: It is not valid.
@@ -278,7 +278,7 @@ def _attempts_from_fields(fields: Fields) -> AttemptList:
 
 
 def _texts(fields: Fields, key: str, max_items: int) -> tuple[str, ...]:
-    """Take a list of URLs or ids; it is empty where an older version wrote none."""
+    """Take a list of URLs or ids; it is empty if an older version wrote none."""
     values = fields.array(key, max_items) if fields.has(key) else []
     for value in values:
         if not isinstance(value, str) or not 0 < len(value) <= _MAX_URL or not value.isprintable():
@@ -295,7 +295,7 @@ def _entry_document(attempt: Attempt) -> dict[str, Any]:
 
 
 def _entry(fields: Fields) -> Attempt:
-    """Read an attempt of a list, which says more of it than a meta does."""
+    """Read an attempt in a list, which has more fields than one in a meta."""
     by_person = fields.boolean("by_person", default=False)
     root = fields.text_or_none("root", 32) if fields.has("root") else None
     required = _texts(fields, "required", _MAX_MIRRORS)

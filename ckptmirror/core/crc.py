@@ -4,8 +4,8 @@ The CRC of ``A + B`` is the CRC of A, multiplied by x^(8 |B|) modulo the Castagn
 zlib's ``crc32_combine``; the polynomial is RFC 3720's). Bits are reflected: bit 31 is the coefficient of x^0.
 
 Rules:
-* Multiplication by a fixed power is linear over GF(2): it is built once per block size and kept, so that 4,096 equal
-  blocks cost a few milliseconds.
+* Multiplication by a fixed power is linear over GF(2). Its tables are built once per block size and kept, so that 4,096
+  equal blocks cost a few milliseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Operator = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, 
 
 
 def combine(crc_a: int, crc_b: int, size_b_bytes: int) -> int:
-    """Return the CRC-32C of ``A + B`` from those of A and of B, which is ``size_b_bytes`` long."""
+    """Return the CRC-32C of ``A + B`` from the CRC-32C of A and of B; B has ``size_b_bytes`` bytes."""
     return _multiply(_power(size_b_bytes), crc_a) ^ crc_b
 
 

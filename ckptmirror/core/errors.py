@@ -4,9 +4,9 @@ Rules:
 * The class docstring's first line is the default message; an instance may say more.
 * ``exit_code`` is what the CLI exits with (the table in docs/reference/exit-codes.md is checked against it).
 * ``hint`` names the next command or action; an instance may replace it.
-* A message holds nothing that a terminal would obey: names and answers from elsewhere stand in it.
-* Whether an operation may be tried again is a property of the class (``temporary``), never guessed from a message.
-* So is whether the local disk had no room for it (``lacks_room``); of another rank's error both are known too.
+* A message holds no character that controls a terminal, since it may quote names and answers from elsewhere.
+* The class says whether an operation may be retried (``temporary``), and whether the local disk had no room for it
+  (``lacks_room``). Nobody guesses from a message, and both are known for another rank's error too.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CkptMirrorError(Exception):
         self.add_note(self.hint)  # a trainer's traceback ends with the next command, as the CLI's output does
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors travel between ranks, so they pickle with their message, hint and plain attributes."""
+        """Pickle the message, hint and plain attributes, so that errors can travel between ranks."""
         plain = {key: value for key, value in vars(self).items() if isinstance(value, str | int | float | None)}
         return (_rebuild, (type(self), self.message, self.hint), plain)
 

@@ -1,8 +1,8 @@
-"""What happened, told to whoever listens: logging, metrics, the status page.
+"""Events: what happened, for listeners such as logging, metrics and the status page.
 
 Rules:
-* Events are values, told after the fact. No decision hangs on a listener.
-* A listener's error never reaches the emitter: it is reported, once per listener.
+* Events are values, emitted after the fact. No decision depends on a listener.
+* A listener's error never reaches the emitter. It is reported once per listener.
 * Events come from several threads. Listeners are called in the emitter's thread, in the order of their subscription, so
   they must be quick and may not block.
 """
@@ -52,7 +52,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCopied(Event):
-    """A rank's state is in host memory: training goes on. ``duration_s`` is how long it was blocked."""
+    """A rank's state is in host memory, and training continues. ``duration_s`` is how long it was blocked."""
 
     step: int
     kinds: tuple[Kind, ...]
@@ -117,7 +117,7 @@ class RecordVerified(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordFailed(Event):
-    """One file cannot be uploaded until someone mends the cause."""
+    """One file cannot be uploaded until somebody fixes the cause."""
 
     mirror: str
     step: int
@@ -137,10 +137,10 @@ class MirrorCommitted(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MirrorUnreachable(Event):
-    """A mirror did not answer, or refused for now; the work is tried again.
+    """A mirror did not answer, or refused for now; the work is retried.
 
     Attributes:
-        refused: It did not accept the credentials.
+        refused: Whether it rejected the credentials.
     """
 
     mirror: str
@@ -173,7 +173,7 @@ class RotationRefused(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveGone(Event):
-    """Somebody removed a save from this disk before every required mirror had it: it cannot be uploaded any more."""
+    """Somebody removed a save from this disk before every required mirror had it, so it can no longer be uploaded."""
 
     step: int
     save_id: str = ""
@@ -187,7 +187,7 @@ class AttemptDecided(Event):
     Attributes:
         step: None for a start from scratch.
         place: ``"disk"``, or the mirror that the save was brought from; empty for a start from scratch.
-        duration_s: From the claim of the run to the decision, with all that was read and loaded between.
+        duration_s: From the beginning of the start to the claim, including all reading and loading.
     """
 
     attempt: int
@@ -199,9 +199,9 @@ class AttemptDecided(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded(Event):
-    """A trainer closed in order; ``status`` is ``finished``, ``stopped`` or ``incomplete``, as in ``status.json``.
+    """A trainer called close; ``status`` is ``finished``, ``stopped`` or ``incomplete``, as in ``status.json``.
 
-    It is ``rewound`` of the attempt by which a person went back, which trains nothing.
+    For the attempt that records a rewind, which trains nothing, it is ``rewound``.
     """
 
     attempt: int
@@ -211,7 +211,7 @@ class AttemptEnded(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fenced(Event):
-    """A newer attempt of the run was met; this one commits nothing more."""
+    """A newer attempt of the run was found; this one commits nothing more."""
 
     attempt: int
     reason: str = ""
@@ -260,11 +260,11 @@ class CopyBroken(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRequested(Event):
-    """A signal or a caller asked the run to stop; told once the training loop acts on it.
+    """A signal or a caller asked the run to stop; emitted once the training loop acts on it.
 
     Attributes:
-        deadline_s: What is left of the grace period, if there is one.
-        age_s: How long ago it was asked, if there is a grace period; else 0.
+        deadline_s: Seconds left of the grace period, if there is one.
+        age_s: Seconds since the request, if there is a grace period; else 0.
     """
 
     reason: str
@@ -280,7 +280,7 @@ class StoreCalled(Event):
     Attributes:
         operation: ``stat``, ``list``, ``read``, ``write``, ``upload``, ``download`` or ``delete``.
         name: The object; of a listing, its prefix.
-        error: Kind and text of what it raised; "" if it went well.
+        error: Class and message of what it raised; "" if it succeeded.
     """
 
     mirror: str

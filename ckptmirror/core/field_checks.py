@@ -1,8 +1,8 @@
-"""Typed fields of a parsed JSON object: each taken once, each refusal naming the field and the reason.
+"""Typed fields of a parsed JSON object: each is taken once, and each refusal names the field and the reason.
 
 Rules:
-* ``bool`` is never taken for ``int``. Text is bounded. Ids are lower-case hex.
-* :meth:`Fields.end` refuses what nobody asked for, so an unknown key never passes in silence.
+* ``bool`` does not pass for ``int``. Text is bounded. Ids are lower-case hex.
+* :meth:`Fields.end` refuses fields that were not taken, so an unknown key never passes silently.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Fields:
     """The fields of one object.
 
     Args:
-        document: What the parser returned; refused unless it is an object.
-        where: Names the object in messages: "" at the top, else such as ``artifacts[3]``.
+        document: What the parser returned; anything but an object is refused.
+        where: Names the object in messages: "" at the top, otherwise for example ``artifacts[3]``.
     """
 
     def __init__(self, document: Any, where: str = "") -> None:
@@ -42,7 +42,7 @@ class Fields:
         return BrokenMeta(f"{self.name(key)} {reason}.")
 
     def has(self, key: str) -> bool:
-        """Whether a field is there that nobody took."""
+        """Whether the object has this field and it was not taken yet."""
         return key in self._left
 
     def value(self, key: str) -> Any:
@@ -86,7 +86,7 @@ class Fields:
         return value
 
     def boolean(self, key: str, *, default: bool | None = None) -> bool:
-        """Take True or False; ``default`` where the field is not there, if one is given."""
+        """Take True or False; if the field is missing, return ``default`` if one is given."""
         if default is not None and key not in self._left:
             return default
         value = self.value(key)
@@ -111,7 +111,7 @@ class Fields:
         return value
 
     def end(self) -> None:
-        """Refuse fields that nobody took."""
+        """Refuse fields that were not taken."""
         if self._left:
             unknown = ascii(min(self._left)[:60])
             raise BrokenMeta(f"{self._where or 'it'} has the unknown field {unknown}.")

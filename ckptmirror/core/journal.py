@@ -1,10 +1,11 @@
 """One line of the journal: an event with the clocks, the process and the place in its sequence.
 
 Rules:
-* A line is one JSON object, ASCII, and ends with a line feed. Texts in it are cut, so a line has a greatest length.
-* Both clocks stand in it: the wall clock says when for people, the boot clock never jumps and orders (``clock_jumps``).
-* Reading is tolerant where that is safe: a torn line or one of an unknown event is no event, and is counted; unknown
-  fields of a known event are left out; a field of the wrong type condemns its line.
+* A line is one ASCII JSON object followed by a line feed. Long texts are cut, so the length of a line is bounded.
+* A line has both clocks: the wall clock is for people, the boot clock never jumps and gives the order
+  (``clock_jumps``).
+* Reading is tolerant where that is safe. A torn line, an unknown event or a field of the wrong type makes the line
+  unreadable, and it is counted; unknown fields of a known event are ignored.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _CLASSES: Mapping[str, type[events.Event]] = {
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """An event as the journal has it.
+    """An event as the journal records it.
 
     Attributes:
         event: What happened.
@@ -53,7 +54,7 @@ class JournalEntry:
         boot_s: Seconds since that boot.
         by: Who wrote it: ``trainer`` or the name of a verb.
         writer: 8 hex digits, new for every journal that is opened.
-        number: 1, 2, 3 … of its writer; a gap is a line that was lost.
+        number: The writer numbers its lines 1, 2, 3 …; a gap means that a line was lost.
         pid: The process.
     """
 
@@ -78,7 +79,7 @@ def utc_moment(at_s: float) -> datetime:
 
 
 def utc_seconds(text: str) -> float | None:
-    """Return seconds since 1970 of ISO 8601 text; None if it is none. Without a zone it is UTC."""
+    """Convert ISO 8601 text (UTC if it has no zone) to seconds since 1970; return None if it is not a time."""
     try:
         found = datetime.fromisoformat(text)
         return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
@@ -87,7 +88,7 @@ def utc_seconds(text: str) -> float | None:
 
 
 def line_of(entry: JournalEntry) -> bytes:
-    """Return the line that says it, of at most ``MAX_LINE_BYTES``."""
+    """Return the line for an entry, at most ``MAX_LINE_BYTES`` long."""
     line = {
         "at_utc": utc_text(entry.at_s),
         "boot": entry.boot,
@@ -100,7 +101,7 @@ def line_of(entry: JournalEntry) -> bytes:
         "facts": {field.name: _plain(getattr(entry.event, field.name)) for field in fields(entry.event)},
     }
     data = json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n"
-    if len(data) > MAX_LINE_BYTES:  # texts of letters that JSON spells with six
+    if len(data) > MAX_LINE_BYTES:  # text in letters that take six bytes each in JSON
         line["facts"] = {name: value for name, value in line["facts"].items() if not isinstance(value, str)}  # type: ignore[attr-defined]
         data = json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n"
     return data
@@ -115,7 +116,7 @@ def _plain(value: Any) -> Any:
 
 
 def entries_from_lines(lines: Iterable[bytes]) -> tuple[list[JournalEntry], int]:
-    """Return the events of some lines, in their order and each once, and how many lines are none."""
+    """Return the entries of these lines, in order and without duplicates, and the number of unreadable lines."""
     found: list[JournalEntry] = []
     seen: set[tuple[str, int]] = set()
     broken = 0
@@ -125,7 +126,7 @@ def entries_from_lines(lines: Iterable[bytes]) -> tuple[list[JournalEntry], int]
         entry = _entry_of(line)
         if entry is None:
             broken += 1
-        elif (entry.writer, entry.number) not in seen:  # the files may have changed names between two readings
+        elif (entry.writer, entry.number) not in seen:  # the files may have been renamed between two reads
             seen.add((entry.writer, entry.number))
             found.append(entry)
     return found, broken
@@ -168,7 +169,7 @@ def _event(name: object, facts: Mapping[str, Any]) -> events.Event | None:
         values[field.name] = tuple(value) if isinstance(value, list) else value
     try:
         return cls(**values)
-    except TypeError:  # a field without which it says nothing is missing
+    except TypeError:  # a field that has no default is missing
         return None
 
 

@@ -1,9 +1,9 @@
-"""What writers before ckptmirror said of a checkpoint: ``meta.json``, free JSON beside the tensors.
+"""The ``meta.json`` of a legacy checkpoint: free-form JSON that writers before ckptmirror put beside the tensors.
 
 Rules:
-* It names no files and has no checksums, so what it speaks for is never called a whole save: it can be looked at and
-  loaded, and every reader says what it is.
-* Only its step is relied on, and only where it is an integer; all else is passed on as it stands.
+* It names no files and has no checksums, so its checkpoint never counts as a whole save. It can be listed and loaded,
+  and every reader says that it is a legacy checkpoint.
+* Only its step is relied on, and only if it is an integer; everything else is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CONFIG_KEYS = ("training_config", "config")
 
 @dataclass(frozen=True, slots=True)
 class LegacyMeta:
-    """What a ``meta.json`` says.
+    """The contents of a ``meta.json``.
 
     Attributes:
-        step: None where it names none.
-        values: All that it holds.
+        step: None if it names no step.
+        values: Everything in it.
     """
 
     step: int | None = None
@@ -37,7 +37,7 @@ class LegacyMeta:
 
     @property
     def training_config(self) -> Mapping[str, Any]:
-        """The training config, empty where there is none."""
+        """The training config; empty if there is none."""
         found = [self.values[key] for key in _CONFIG_KEYS if isinstance(self.values.get(key), Mapping)]
         return found[0] if found else {}
 
@@ -53,7 +53,7 @@ def legacy_meta_from_bytes(data: bytes) -> LegacyMeta:
     """Read a ``meta.json``.
 
     Raises:
-        BrokenMeta: It is no JSON object, or its step is no step.
+        BrokenMeta: It is not a JSON object, or its step is not valid.
     """
     try:
         values = json.loads(data)

@@ -1,7 +1,7 @@
-"""The life of an upload record: its states, and the only ways between them.
+"""The life of an upload record: its states and the legal transitions between them.
 
 Rules:
-* A transition that is not in ``TRANSITIONS`` does not happen; staying in a state is no transition.
+* A transition that is not in ``TRANSITIONS`` is illegal; staying in a state is not a transition.
 * ``removed`` is final: a tombstone is never replaced.
 * Only ``verified`` means that a mirror has the file. Everything else means: not known to be there.
 """
@@ -18,14 +18,14 @@ __all__ = ["TRANSITIONS", "WAITING", "RecordState", "can_go", "check_transition"
 
 
 class RecordState(StrEnum):
-    """Where the upload of one file to one mirror stands."""
+    """The state of the upload of one file to one mirror."""
 
     PENDING = "pending"  # to be uploaded; nobody holds it
     UPLOADING = "uploading"  # a worker holds it, for the time of its lease
     VERIFIED = "verified"  # the mirror was asked and answered with the same size and crc32c
     FAILED = "failed"  # a permanent fault; waits for `ckptmirror drain` or the next start
     SKIPPED = "skipped"  # policy leaves this save out on this mirror
-    REMOVED = "removed"  # retention removed the save from the mirror; a tombstone stands there
+    REMOVED = "removed"  # retention removed the save from the mirror and left a tombstone
 
 
 WAITING = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)  # not on the mirror, and meant to be
@@ -53,7 +53,7 @@ TRANSITIONS: Mapping[tuple[RecordState, RecordState], str] = MappingProxyType(
 
 
 def can_go(old: RecordState, new: RecordState) -> bool:
-    """Say whether a record may go from ``old`` to ``new``."""
+    """Whether a record may go from ``old`` to ``new``."""
     return (old, new) in TRANSITIONS
 
 
@@ -61,7 +61,7 @@ def check_transition(old: RecordState, new: RecordState) -> None:
     """Check that a record may go from ``old`` to ``new``.
 
     Raises:
-        IllegalTransition: It may not; says where it may go.
+        IllegalTransition: It may not; the message names the legal states.
     """
     if can_go(old, new):
         return
@@ -70,12 +70,12 @@ def check_transition(old: RecordState, new: RecordState) -> None:
 
 
 def state_diagram() -> str:
-    """Return the states and transitions as a Mermaid state diagram, the text that the documentation shows."""
+    """Return the states and transitions as a Mermaid state diagram, for the documentation."""
     lines = ["stateDiagram-v2", f"    [*] --> {_S.PENDING.value}"]
     lines += [f"    {old.value} --> {new.value}: {_label(why)}" for (old, new), why in TRANSITIONS.items()]
     return "\n".join([*lines, f"    {_S.REMOVED.value} --> [*]"]) + "\n"
 
 
 def _label(sentence: str) -> str:
-    """Mermaid ends a label at a semicolon, and gives backquotes a meaning of their own."""
+    """Return a label without semicolons, which end it in Mermaid, and backquotes, which have a meaning there."""
     return sentence.rstrip(".").replace(";", ",").replace("`", "'")

@@ -1,8 +1,8 @@
-"""The fields of a log record: what a line is about, beside its sentence.
+"""The structured fields of a log record, beside its sentence.
 
 Rules:
-* A record about a save, an attempt or a mirror has all of ``FIELDS``; None stands for what it does not concern.
-* A field of an event is a field of its record, but for the two names that ``logging`` has taken already (``RENAMED``).
+* A record about a save, an attempt or a mirror has all of ``FIELDS``; a field that does not apply is None.
+* An event's fields become fields of its record, except for two names that ``logging`` already uses (``RENAMED``).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def about(
     mirror: str | None = None,
     save_id: str | None = None,
 ) -> dict[str, object]:
-    """Return the fields, for ``extra=`` of a call that logs.
+    """Return the fields to pass as ``extra=`` of a logging call.
 
     Args:
-        event: Name of the class of event that the line tells of.
-        step: Of the save.
-        kinds: Of the save; the field is a text such as ``dcp+model``.
-        rank: Which rank it was.
-        mirror: URL.
+        event: Class name of the event that the line reports.
+        step: The save's step.
+        kinds: The save's kinds; the field is a text such as ``dcp+model``.
+        rank: The rank concerned.
+        mirror: The mirror's URL.
         save_id: 32 hex digits.
     """
     kind = "+".join(kinds) or None
@@ -42,7 +42,7 @@ def about(
 
 
 def fields_of(event: events.Event) -> dict[str, object]:
-    """Return the fields of an event's record: those that every record has, and the event's own."""
+    """Return the fields of an event's log record: those that every record has, and the event's own."""
     found = about(event=type(event).__name__)
     for field in fields(event):
         value = getattr(event, field.name)

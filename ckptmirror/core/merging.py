@@ -1,11 +1,11 @@
 """One meta from several: the parts of all nodes, or the metas that the ranks left in an emergency directory.
 
 Rules:
-* The result depends on the inputs alone, in any order: two nodes that merge write the same bytes.
+* The result depends only on the inputs, in any order: two nodes that merge write the same bytes.
 * Every input must be of the same save. What describes the run rather than the files (training config, metrics, fields,
-  time) is taken from the lowest node.
-* Nodes choose the tag of their names on their own, so the merged paths have none, and ``object`` says where each lies.
-* The coordinator's ``.metadata`` is on every node: the same path may come several times, with the same digest only.
+  time) comes from the lowest node.
+* Each node chooses the tag of its names by itself, so merged paths have no tag, and ``object`` names each object.
+* Every node has the coordinator's ``.metadata``: a path may come several times, but only with the same digest.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def merge_parts(parts: Sequence[Meta]) -> Meta:
 
 
 def merge_emergency(metas: Sequence[Meta]) -> Meta:
-    """Merge the metas that ranks left for one emergency save, on one node or on several.
+    """Merge the metas that ranks wrote for one emergency snapshot, on one node or several.
 
-    An emergency may end before every rank has written: :func:`missing_ranks` says which are not there.
+    The grace period may end before every rank has written: :func:`missing_ranks` returns the missing ones.
 
     Raises:
         BrokenMeta: The metas are not of one emergency save, or contradict one another.
@@ -59,7 +59,7 @@ def merge_emergency(metas: Sequence[Meta]) -> Meta:
 
 
 def missing_ranks(meta: Meta) -> tuple[int, ...]:
-    """Return the ranks of the save that no artifact of ``meta`` comes from."""
+    """Return the ranks of the save that have no artifact in ``meta``."""
     return tuple(sorted(set(range(meta.world_size)) - {artifact.rank for artifact in meta.artifacts}))
 
 

@@ -1,10 +1,10 @@
-"""Whether the fields of a meta, each well formed, fit one another.
+"""Checks that the fields of a meta, each well formed, are consistent with each other.
 
 Rules:
-* An artifact's path parses as a name of this meta's step and tag, so a hostile meta cannot name ``attempts.json`` or
-  another save's files; an object's name differs from the path at most by this save's tag.
-* Paths are unique also where case and Unicode form do not count: two that fall together on such a file system would
-  overwrite one another there, and none of our writers makes them. No path is a directory of another.
+* An artifact's path must parse as a name of this meta's step and tag, so a hostile meta cannot name ``attempts.json``
+  or another save's files. An object's name differs from the path at most by this save's tag.
+* Paths are unique even if case and Unicode form are ignored, since on some file systems two such paths would overwrite
+  each other; ckptmirror writes no such paths. No path is a directory of another.
 * An emergency meta names files of one emergency directory, and nothing else.
 """
 
@@ -21,10 +21,10 @@ __all__ = ["check_meta"]
 
 
 def check_meta(meta: Meta) -> None:
-    """Check that the fields of a meta, each well formed, fit one another.
+    """Check that the fields of a meta, each well formed, are consistent with each other.
 
     Raises:
-        BrokenMeta: They do not; names the field and the reason.
+        BrokenMeta: They are not; the message names the field and the reason.
     """
     if meta.tag not in ("", meta.save_id[:8]):
         raise BrokenMeta("tag is not that of save_id.")

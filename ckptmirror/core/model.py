@@ -2,7 +2,7 @@
 
 Rules:
 * Values only: frozen, compared by content, no I/O, no clock.
-* ``codec.py`` turns them into JSON bytes and back; nothing else does.
+* Only ``codec.py`` converts them to JSON bytes and back.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class Attempt:
         parent: The save it resumed from; None for a start from scratch (or while undecided).
         decided: False only in lists of ckptmirror 0.1.0, from the claim until the parent was known. An undecided
             attempt never counts in the lineage.
-        by_person: Whether a person decided where it starts: a rewind, a step that was named, a forced start over. Only
-            lists say so, no meta does.
-        root: The identity of the root that claimed it (32 hex digits); "" where a meta or an older list names it.
-        required: The mirrors that had to list it, if a person decided it; they were the run's required ones then.
+        by_person: Whether a person decided where it starts: a rewind, a named step, a forced start from scratch. Lists
+            record this, metas do not.
+        root: The identity of the root that claimed it (32 hex digits); "" if it comes from a meta or an older list.
+        required: For a person's attempt, the mirrors that had to list it: the run's required mirrors at that time.
     """
 
     id: str
@@ -102,9 +102,9 @@ class AttemptList:
 
     Attributes:
         required: URLs of the run's required mirrors; only a person removes one (``ckptmirror forget-mirror``).
-        forgotten: URLs of those that a person took out of the run; in no list of the run are they required any more.
-        completed: In a root's own list: ids of its attempts that every required mirror took down when they claimed the
-            run. Empty on a mirror.
+        forgotten: URLs of mirrors that a person removed from the run; no list of the run can require them again.
+        completed: In a root's own list: ids of its attempts whose claim every required mirror recorded. Empty on a
+            mirror.
     """
 
     run_id: str
@@ -123,7 +123,7 @@ class Artifact:
         kinds: The kinds that need this file.
         rank: The global rank that wrote it, None if it belongs to no single rank.
         digest: Size and checksums, taken while the bytes were written.
-        object: The name on the mirror, where it differs from ``path``; always None in a local meta.
+        object: The name on the mirror if it differs from ``path``; always None in a local meta.
     """
 
     path: str
@@ -154,8 +154,8 @@ class Meta:
         fields: User fields, plain JSON (a tracker's run id, ...).
         created_at_utc: ISO 8601 text, for people only; nothing is ordered by it.
         staged_from: The mirror URL, if this meta was written by ``stage``.
-        partial: Whether files of the save are missing here. Only a staged copy lacks some, and a save that is listed
-            in the kinds that are whole while another is not (:meth:`narrowed`).
+        partial: Whether files of the save are missing here. Only a staged copy may lack files, and a save that was
+            narrowed to its whole kinds (:meth:`narrowed`).
     """
 
     run_id: str
@@ -179,12 +179,12 @@ class Meta:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this meta speaks for the whole save, not for one node's part of it."""
+        """Whether this meta describes the whole save, not one node's part of it."""
         return self.nodes == 1 or self.node == ALL_NODES
 
     @property
     def ref(self) -> SaveRef:
-        """The reference by which a later attempt names this save as its parent."""
+        """The reference that a later attempt uses to name this save as its parent."""
         return SaveRef(self.attempt.id, self.save_number, self.step, self.save_id)
 
     @property
@@ -202,7 +202,7 @@ class Meta:
         return tuple(kind for kind in self.kinds if kind not in needed)
 
     def narrowed(self, kinds: Collection[Kind]) -> Meta:
-        """Return what the save is in ``kinds`` alone, which is a part of it; itself if these are all that it has."""
+        """Return a meta with only these kinds and their artifacts, marked partial; itself if it has no other kinds."""
         if set(self.kinds) <= set(kinds):
             return self
         named = tuple(replace(a, kinds=tuple(k for k in a.kinds if k in kinds)) for a in self.artifacts_of(*kinds))
@@ -211,7 +211,7 @@ class Meta:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """What stands in a mirror's meta after retention removed the save."""
+    """What replaces a mirror's meta after retention removed the save."""
 
     save_id: str
     step: int

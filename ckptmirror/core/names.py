@@ -1,11 +1,10 @@
 """Every name on disk and on the mirror: built here, parsed here, nowhere else.
 
 Rules:
-* A name is parsed by one exact pattern over the whole text, ASCII only, never by substring. All else is foreign.
-* Steps are zero-padded to six digits and grow past them; other padding is not ours. They are ordered as integers.
-* Where another save's bytes are in the way, ``-`` and the first eight digits of the save id (the *tag*) follow the
-  step.
-* A temporary lies beside its final name, as ``<final>.<eight digits of the save id>.tmp``.
+* One exact ASCII pattern must match the whole name; nothing matches by substring. All other names are foreign.
+* Steps are zero-padded to six digits and grow past them; other padding is foreign. They are ordered as integers.
+* If another save already uses a name, ``-`` and the first eight digits of the save id (the *tag*) follow the step.
+* A temporary is in the directory of its final name, as ``<final>.<eight digits of the save id>.tmp``.
 * :func:`build_name` is the inverse of :func:`parse_name`.
 """
 
@@ -54,10 +53,10 @@ __all__ = [
 
 CONTROL_DIR = ".ckptmirror"
 ATTEMPTS_NAME = f"{CONTROL_DIR}/attempts.json"
-MET_NAME = f"{CONTROL_DIR}/met.json"  # attempts that fenced one of this root
+MET_NAME = f"{CONTROL_DIR}/met.json"  # the attempts that fenced one of this root
 STATUS_NAME = f"{CONTROL_DIR}/status.json"
 TABLE_NAME = f"{CONTROL_DIR}/uploads.db"
-TABLE_NOTE_NAME = f"{CONTROL_DIR}/table.json"  # where the table lies instead
+TABLE_NOTE_NAME = f"{CONTROL_DIR}/table.json"  # where the table is, if elsewhere
 LOCK_NAME = f"{CONTROL_DIR}/lock"
 TRASH_DIR = f"{CONTROL_DIR}/trash"
 EVENTS_NAME = f"{CONTROL_DIR}/events.jsonl"
@@ -176,17 +175,17 @@ class SaveName:
 
 @dataclass(frozen=True, slots=True)
 class ParsedName:
-    """What a name says.
+    """A parsed name.
 
     Attributes:
-        role: What lies under the name.
-        step: None where the name carries none. Of a temporary: the step of its final name.
-        tag: "" or eight hex digits. Of a part: always the save's digits. Of a temporary: the tag of its final name.
-        rank: Global rank, where the name carries one.
+        role: What the name is for.
+        step: None if the name has none. A temporary has the step of its final name.
+        tag: "" or eight hex digits. A part always has the save's digits, a temporary the tag of its final name.
+        rank: Global rank, if the name has one.
         utc: The time in an emergency directory's name, ``20261121T131500Z``; for people only.
         part: From 1 to ``parts``.
-        final: Of a temporary: the name it will get.
-        save: Of a temporary: the first eight digits of the save id (or attempt id) that wrote it.
+        final: For a temporary: its final name.
+        save: For a temporary: the first eight digits of the save id (or attempt id) that wrote it.
     """
 
     role: Role
@@ -247,18 +246,17 @@ def tmp_name(final: str, save_id: str) -> str:
 
 
 def is_tmp_name(name: str) -> bool:
-    """Say whether the last component of ``name`` has the form of a temporary.
+    """Whether the last component of ``name`` has the form of a temporary.
 
-    Whether it is a temporary *of ours* is told by where it lies: at the top of a root ask :func:`parse_name`, which
-    also wants its final name to be one of ours.
+    At the top of a root use :func:`parse_name`, which also checks that the final name is one that ckptmirror writes.
     """
     return _TMP.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def parse_name(name: str) -> ParsedName | None:
-    """Parse one component at the top of a root or mirror, or a name in ``parts/``; None if it is not ours.
+    """Parse one component at the top of a root or mirror, or a name in ``parts/``; None if it is foreign.
 
-    A temporary is ours only if its final name is one that we write.
+    A temporary is foreign unless its final name is one that ckptmirror writes.
     """
     match = _TMP.fullmatch(name)
     if match is None:
@@ -292,10 +290,10 @@ def build_name(parsed: ParsedName) -> str:
 
 
 def parse_artifact_path(path: str) -> ArtifactPath | None:
-    """Take an artifact's path apart; None if no save of ours may name it.
+    """Parse an artifact's path; None if no save may name it.
 
-    A file has one component. Inside a DCP or emergency directory any safe path may lie, except temporaries and, in an
-    emergency directory, the metas.
+    A file has one component. Inside a DCP or emergency directory any safe path is allowed, except temporaries and, in
+    an emergency directory, the metas.
     """
     top, slash, below = path.partition("/")
     parsed = parse_name(top)
@@ -311,10 +309,10 @@ def parse_artifact_path(path: str) -> ArtifactPath | None:
 
 
 def tagged(path: str, save_id: str) -> str:
-    """Return ``path`` (of a meta or an artifact) with the tag of ``save_id`` behind its step.
+    """Return ``path`` (of a meta or an artifact) with the tag of ``save_id`` after its step.
 
     Raises:
-        UsageError: The path carries no step of ours, or another save's tag.
+        UsageError: The path has no valid step, or has another save's tag.
     """
     return _with_tag(path, _save_digits(save_id))
 
@@ -323,7 +321,7 @@ def untagged(path: str) -> str:
     """Return ``path`` (of a meta or an artifact) without its tag.
 
     Raises:
-        UsageError: The path carries no step of ours.
+        UsageError: The path has no valid step.
     """
     return _with_tag(path, "")
 

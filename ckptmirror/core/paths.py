@@ -1,7 +1,7 @@
-"""Relative paths that come from elsewhere: safe to use below a directory, or refused.
+"""Checks that relative paths from elsewhere are safe to use below a directory.
 
 Rules:
-* Text alone decides; links are the business of whoever opens the file.
+* Only the text is checked; the code that opens the file must deal with links.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def check_relative_path(path: str) -> str:
     """Return ``path`` if it is safe to use below a directory.
 
     Raises:
-        BrokenMeta: It is empty, absolute or over-long, has an empty, ``.`` or ``..`` component, ends with a slash, or
-            holds a backslash, a control character or what UTF-8 cannot encode.
+        BrokenMeta: It is empty, absolute or too long, has an empty, ``.`` or ``..`` component, ends with a slash, or
+            contains a backslash, a control character or text that UTF-8 cannot encode.
     """
     reason = _why_unsafe(path)
     if reason:

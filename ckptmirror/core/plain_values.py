@@ -1,8 +1,8 @@
-"""What a user gives (a training config, metrics), made plain enough for a meta.
+"""Converts what a user passes (a training config, metrics) to plain values for a meta.
 
 Rules:
-* An odd value never makes a save fail: it is written as text. What is lost is the value's type, never the checkpoint.
-* NaN and infinities are no metrics: they are left out and reported, so that they are never the best.
+* An odd value never makes a save fail: it is written as text. That loses the value's type, but not the checkpoint.
+* NaN and infinities are not metrics. They are left out and reported, so that they never count as the best.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_INT = 10**39
 
 
 def plain_values(value: Any, depth: int = 0) -> Any:
-    """Return ``value`` as plain JSON: tuples and sets become lists, keys text, and everything unknown its ``str``."""
+    """Return ``value`` as plain JSON: tuples and sets become lists, keys text, and unknown objects their ``str``."""
     if value is None or type(value) in (bool, str):
         return value
     if type(value) is int:

@@ -1,8 +1,8 @@
-"""Text from elsewhere, made fit for a terminal and a log: what would move the cursor, or hide, is spelled out.
+"""Makes text from elsewhere safe for a terminal and a log: characters that move the cursor or hide are escaped.
 
 Rules:
-* Line feeds and tabs stay; every other character that Python calls not printable becomes an escape: control characters,
-  marks of the writing direction, what a broken file name could not be decoded to.
+* Line feeds and tabs stay. Every other character that Python calls not printable becomes an escape: control characters,
+  direction marks, and undecodable bytes of a file name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["printable_text"]
 
 
 def printable_text(text: str) -> str:
-    r"""Return ``text`` as it may be shown: ``\x1b`` for an escape character."""
+    r"""Return ``text`` with unsafe characters escaped: ``\x1b`` for an escape character."""
     if text.isprintable():
         return text
     return "".join(ch if ch.isprintable() or ch in "\n\t" else ascii(ch)[1:-1] for ch in text)

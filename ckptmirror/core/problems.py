@@ -1,9 +1,9 @@
-"""Problems: what looks like a save and is not whole, and whether it would come before one that is.
+"""Problems: things that look like a save but are not whole, and whether a start would try them first.
 
 Rules:
-* Files of a save that no meta names are one problem for each save that they seem to be of.
+* Files that no meta names make one problem for each save that they seem to belong to.
 * A problem matters only in the kinds in which its save would be current, if it were whole.
-* What only cannot be read now may be whole.
+* A save that merely cannot be read now may be whole.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Candidate:
     """One save in one kind, and the places that hold it whole, best first (``DISK`` or a mirror's URL).
 
     Attributes:
-        replaced_by: The id of the save that stands for its step and kind; "" if that is this one.
-        age: Number of its attempt and of the save within it: of two saves of one step, the greater is the newer.
+        replaced_by: The id of the save that is current for its step and kind; "" if that is this one.
+        age: Number of its attempt, and of the save within it: of two saves of one step, the greater is newer.
     """
 
     save: SaveFacts
@@ -60,14 +60,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that looks like a save, and is not whole in its place. As text: why.
+    """Something that looks like a save but is not whole in its place. Its ``str`` says why.
 
     Attributes:
-        step: None where nothing tells it.
-        save_id: "" where nothing tells it.
-        kinds: In which kinds it might be resumed from, if it were whole.
-        meta: If it could be read.
-        hindrance: Set if it only cannot be read now (an I/O error, a permission, a later format; ``refused``: the
+        step: None if unknown.
+        save_id: "" if unknown.
+        kinds: The kinds in which it could be resumed from, if it were whole.
+        meta: Its meta, if that could be read.
+        hindrance: Set if it merely cannot be read now (an I/O error, a permission, a later format; ``refused``: the
             mirror does not accept these credentials for it), so that it may be whole.
     """
 
@@ -83,12 +83,12 @@ class Problem:
 
     @classmethod
     def of(cls, meta: Meta, why: str, hindrance: Hindrance = "") -> Problem:
-        """Return the problem of a save whose meta could be read."""
+        """Return a problem with a save whose meta could be read."""
         return cls(why, meta.step, meta.save_id, meta.kinds, meta, hindrance)
 
 
 def facts_of(meta: Meta) -> SaveFacts:
-    """Return what the lineage needs to know of a save."""
+    """Return what the lineage needs to know about a save."""
     return SaveFacts(
         save_id=meta.save_id,
         attempt=meta.attempt.id,
@@ -104,13 +104,13 @@ def facts_of(meta: Meta) -> SaveFacts:
 def first_in_line(
     problems: Mapping[str, Problem], attempts: Sequence[Attempt], saves: Collection[SaveFacts]
 ) -> dict[str, Problem]:
-    """Return the problems that could be a save of the lineage, with only the kinds in which they would count.
+    """Return the problems that could be saves of the lineage, each with only the kinds in which it would count.
 
-    Left out is what would be superseded, or replaced by a whole save, even if it were whole.
+    Problems that would be superseded, or replaced by a whole save, even if they were whole, are left out.
 
     Args:
-        problems: By name.
-        attempts: Those that count.
+        problems: The problems, by name.
+        attempts: The attempts that count.
         saves: The whole saves of all places together.
     """
     kept: dict[str, Problem] = {}
@@ -129,7 +129,7 @@ def first_in_line(
 
 
 def passed_by(candidate: Candidate | None, problems: Mapping[str, Problem]) -> dict[str, Problem]:
-    """Return those of the problems that would have been tried before ``candidate`` (None: step 0), were they whole."""
+    """Return the problems that, if they were whole, would have been tried before ``candidate`` (None: step 0)."""
     if candidate is None:
         return dict(problems)
     return {
@@ -149,7 +149,7 @@ def _age_of(meta: Meta) -> tuple[int, int]:
 
 
 def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Temporary | NotAuthorised:
-    """Return the error for something that may be whole when it can be read."""
+    """Return the error for something that cannot be read now and may be whole."""
     kind = NotAuthorised if hindrance == "refused" else Temporary
     return kind(
         f"{what} cannot be read now: {why}. It may be whole, and training would be set back from it.",
@@ -158,7 +158,7 @@ def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Te
 
 
 def strangers(order: Lineage, known: Iterable[Attempt]) -> list[SaveFacts]:
-    """Return the whole saves of attempts that no list tells of: a list was lost, or an older one was restored."""
+    """Return the whole saves of attempts that no list names: a list was lost, or an older one was restored."""
     told = {attempt.id for attempt in known if attempt.decided}
     return [save for save in (*order.superseded, *order.unknown) if save.attempt not in told]
 
@@ -166,15 +166,15 @@ def strangers(order: Lineage, known: Iterable[Attempt]) -> list[SaveFacts]:
 def unexplained(
     listed: Iterable[str], metas: Iterable[Meta], tombstones: Iterable[Tombstone] = ()
 ) -> dict[str, Problem]:
-    """Find the files of saves that no meta tells of, one problem for each save that they seem to be of.
+    """Find files of saves that no meta names; return one problem for each save that they seem to belong to.
 
-    A directory of an emergency snapshot without any meta is not among them: the end of the grace period cut it short
-    before any rank had finished, which must not keep a job from starting over.
+    The directory of an emergency snapshot without any meta is not a problem: the grace period ended before any rank had
+    finished, and that must not keep a job from starting from scratch.
 
     Args:
         listed: Names in a root or on a mirror.
-        metas: All that could be read, of whole saves or not, in any place.
-        tombstones: What retention removed; its files go later.
+        metas: Every meta that could be read in any place, of whole saves or not.
+        tombstones: Tombstones of removed saves, whose files may still be there.
     """
     explained: dict[str, set[str]] = {}
     for meta in metas:

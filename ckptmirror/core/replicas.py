@@ -1,14 +1,14 @@
-"""Whether ranks that hold a tensor under one name hold one value: compared at every save, before it is committed.
+"""Checks, before each save is committed, that ranks which hold a tensor of one name hold the same value.
 
-A save keeps one value under one name. Kind ``dcp`` takes what several ranks hold alike from any of them, kind ``model``
-from rank 0: where they differ, a checkpoint would mix ranks, or lose what the others have.
+A save keeps one value per name. Kind ``dcp`` takes a replicated tensor from any rank that holds it, kind ``model`` from
+rank 0. If the ranks' values differ, a checkpoint would mix ranks, or lose what the other ranks hold.
 
 Rules:
-* Compared is what has the same name, and is the same piece of the whole, on several ranks. Other shards are other
-  pieces.
-* First each rank gives a few digests; only where those differ, one rank of each kind gives its list.
-* :data:`BUFFERS` may differ: each replica of a data-parallel model has running averages of its own, and goes on from
-  rank 0's. They are saved from rank 0 alone.
+* Two ranks are compared in the pieces that both hold: same name, same piece of the whole tensor. Different shards are
+  different pieces.
+* First each rank sends a few digests. Only if those differ, one rank of each side sends its full list.
+* :data:`BUFFERS` may differ: each replica of a data-parallel model has its own running averages, but continues from
+  those of rank 0, the only ones that are saved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUFFERS = "buffers"
 Digests = Mapping[str, tuple[str, str]]
 """By group: a digest of which pieces a rank holds, and one of their values."""
 
-_ALIKE = 8  # that hold the same pieces: they suffice to name what differs, and a thousand lists are not small
+_ALIKE = 8  # lists per side at most: enough to name what differs, while a thousand lists would be large
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Held:
     """A tensor, or a piece of one, that a rank holds.
 
     Attributes:
-        group: Where every rank holds it alike, :data:`WHOLE` or :data:`BUFFERS`; else how it is sharded.
+        group: :data:`WHOLE` or :data:`BUFFERS` if every rank holds all of it; otherwise how it is sharded.
         name: Its dotted name.
         piece: Which piece of the whole it is, "" for all of it.
         value: Shape, dtype and sums of the bytes.
@@ -49,7 +49,7 @@ class Held:
 
 
 def digests_of(held: Iterable[Held]) -> Digests:
-    """Return what a rank says of all that it holds."""
+    """Return a rank's digests of everything that it holds."""
     groups: dict[str, list[Held]] = {}
     for one in held:
         groups.setdefault(one.group, []).append(one)
@@ -63,14 +63,14 @@ def digests_of(held: Iterable[Held]) -> Digests:
 
 
 def sides(digests: Sequence[Digests], group: str) -> list[list[int]]:
-    """Return the ranks of ``group`` by what they hold: one list for each value, of ranks that hold the same pieces.
+    """Sort the ranks of ``group`` by what they hold: one list for each value, of ranks that hold the same pieces.
 
     Args:
         digests: Every rank's digests, by rank.
-        group: Which group to look at.
+        group: The group to compare.
 
     Returns:
-        Empty where no two ranks can differ.
+        Empty if no two ranks differ.
     """
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, own in enumerate(digests):
@@ -85,7 +85,7 @@ def sides(digests: Sequence[Digests], group: str) -> list[list[int]]:
 
 
 def representatives(digests: Sequence[Digests], *, skip: str | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the ranks whose lists tell what differs, by group; empty where nothing does. ``skip`` is not looked at."""
+    """Return, by group, the ranks whose lists show what differs; empty if nothing does. ``skip`` is not compared."""
     found: dict[str, tuple[int, ...]] = {}
     for group in sorted({group for own in digests for group in own if group != skip}):
         asked: dict[str, list[int]] = {}
@@ -97,7 +97,7 @@ def representatives(digests: Sequence[Digests], *, skip: str | None = None) -> d
 
 
 def differing(lists: Iterable[Iterable[Held]]) -> dict[str, list[str]]:
-    """Return the names of what has different values in the ranks' lists, by group, each once and in their order."""
+    """Return, by group, the names of tensors whose values differ between the ranks' lists, each once, in order."""
     values: dict[tuple[str, str, str], str] = {}
     found: dict[str, dict[str, None]] = {}
     for one in (one for held in lists for one in held):
@@ -107,7 +107,7 @@ def differing(lists: Iterable[Iterable[Held]]) -> dict[str, list[str]]:
 
 
 def ranks_text(found: Sequence[Sequence[int]]) -> str:
-    """Say which ranks differ from which: ``ranks 0-3 and rank 4``."""
+    """Return a text that names the sides: ``ranks 0-3 and rank 4``."""
     named = [_ranks(side) for side in found[:3]]
     if len(found) > 3:
         named.append(f"{sum(map(len, found[3:]))} more")

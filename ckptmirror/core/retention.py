@@ -1,16 +1,16 @@
-"""Which local saves to keep, which to delete, and which a policy would delete but must not.
+"""Which local saves to keep, which to delete, and which to keep although the policy would delete them.
 
 Rules:
-* What policy wants is decided first, from the current saves of the lineage alone; steps count, not saves: a step whose
-  DCP directory and model file were saved apart is one step, and all its current saves stay or go together.
-* The newest step of the lineage is always kept, and so are the best steps when a metric is given.
-* Superseded and replaced saves count for nothing and are not wanted; unknown ones and those in use are never touched.
-* What is not wanted is deleted only if every required mirror has it verified and committed. Without a required mirror
-  nothing is safe. The two exceptions (``skipped``, ``abandoned``) are decisions of the caller.
+* First the policy chooses steps, from the current saves of the lineage alone. It counts steps, not saves: if the DCP
+  directory and the model file of a step were saved separately, they stay or go together.
+* The newest step of the lineage is always kept, and so are the best steps if a metric is given.
+* Superseded and replaced saves do not count and are not wanted. Unknown saves and those in use are never deleted.
+* An unwanted save is deleted only if it is verified and committed on every required mirror. Without a required mirror
+  nothing is safe. The caller decides the two exceptions (``skipped``, ``abandoned``).
 * An emergency snapshot does not count for ``keep_last``: it is kept while it is the newest. It is never mirrored, so it
   may go once a newer save of the lineage, which continues it, is verified and committed on every required mirror
-  (docs/adr/0003); of a superseded one there is no such save.
-* Order is that of steps on the lineage; no time is looked at.
+  (docs/adr/0003). A superseded snapshot has no such save.
+* Saves are ordered by step along the lineage, never by time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Retention:
     """What to keep locally.
 
     Attributes:
-        keep_last: The newest so many steps of the lineage; None keeps all.
-        keep_every: Also steps divisible by this.
-        keep_best: Also so many steps with the best ``metric``.
+        keep_last: How many of the newest steps of the lineage to keep; None keeps all.
+        keep_every: Also keep steps divisible by this number.
+        keep_best: Also keep this many steps with the best ``metric``.
         metric: Name of a user metric.
         mode: Whether the smallest or the greatest value is best.
 
@@ -78,15 +78,15 @@ class MirrorSafety:
 
 @dataclass(frozen=True, slots=True)
 class SaveStatus:
-    """What the plan needs to know of one local save.
+    """What the plan needs to know about one local save.
 
     Attributes:
         standing: Its place in the lineage.
         safety: One entry per configured mirror.
-        skipped: Policy marked it as left out on the mirrors.
-        in_use: Someone reads it, or it is the parent of an attempt that is being decided.
-        pinned: A person holds it.
-        whole: False for an incomplete save: it is never counted and never deleted here.
+        skipped: Whether policy leaves it out on the mirrors.
+        in_use: Whether a process reads it, or a start is about to continue from it.
+        pinned: Whether a person pinned it.
+        whole: False for an incomplete save, which never counts and is never deleted here.
     """
 
     save_id: str
@@ -108,10 +108,10 @@ class RotationPlan:
     """Every save is in exactly one of ``keep``, ``delete`` and ``refuse``: save id -> reason, oldest step first.
 
     Attributes:
-        refuse: Not wanted by policy, but not provably elsewhere: they stay.
-        successors: Of each emergency snapshot in ``delete``, the newer save that must prove to be elsewhere in its
-            stead.
-        warnings: What the policy asked for and could not have (no save has the metric).
+        refuse: Saves that policy does not want, but that are not provably on the mirrors, so they stay.
+        successors: For each emergency snapshot in ``delete``, the newer save that must be on the mirrors in place of
+            it.
+        warnings: What the policy asks for but cannot have (no save has the metric).
     """
 
     keep: dict[str, str]
@@ -124,13 +124,13 @@ class RotationPlan:
 def plan_rotation(
     saves: Sequence[SaveStatus], retention: Retention, *, abandoned: Collection[str] = frozenset()
 ) -> RotationPlan:
-    """Decide about every local save.
+    """Decide whether to keep or delete each local save.
 
     Args:
         saves: Every local save, each id once; saves that share an id are kept.
         retention: The policy.
-        abandoned: Ids of saves that a vote found whole nowhere. Only superseded ones may go by this, and only if a
-            current save here is verified and committed on every required mirror.
+        abandoned: Ids of saves that a vote found to be whole nowhere. This lets only superseded saves go, and only if
+            a current save here is verified and committed on every required mirror.
     """
     counted = [save for save in saves if save.standing == "current" and save.whole]
     wanted, warnings = _wanted_steps(counted, retention)
@@ -186,7 +186,7 @@ def _why_keep(save: SaveStatus, wanted: Mapping[int, str]) -> str | None:
 
 
 def _why_unsafe(save: SaveStatus) -> str | None:
-    """Say why a save may be the only copy; None if every required mirror has it."""
+    """Return why a save may be the only copy; None if every required mirror has it."""
     required = [safety for safety in save.safety if safety.required]
     if not required:
         return "no required mirror is configured, so this may be the only copy"
@@ -222,7 +222,7 @@ def _wanted_steps(counted: Sequence[SaveStatus], retention: Retention) -> tuple[
 
 
 def _best_steps(counted: Sequence[SaveStatus], retention: Retention) -> tuple[list[int], tuple[str, ...]]:
-    """Return the best steps, best first; of equal ones the newer. A step counts by the best of its saves."""
+    """Return the best steps, best first; the newer first if they are equal. A step ranks by the best of its saves."""
     if not retention.keep_best or retention.metric is None:
         return [], ()
     sign = 1 if retention.mode == "min" else -1

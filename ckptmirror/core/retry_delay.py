@@ -1,8 +1,8 @@
-"""How long to wait before what failed is tried again: the one rule, for a request and for an upload record.
+"""How long to wait before a retry: one rule for both requests and upload records.
 
 Rules:
-* The delay is drawn between zero and a limit that doubles with each failure ("full jitter"), so that many clients of
-  one mirror do not come back together.
+* The delay is random between zero and a limit that doubles with each failure ("full jitter"), so that many clients of
+  one mirror do not retry at the same moment.
 * It is never shorter than the mirror asked for (Retry-After).
 """
 
@@ -15,7 +15,7 @@ from ckptmirror.core.errors import StoreTemporary
 __all__ = ["retry_delay_s"]
 
 _DOUBLINGS_LIMIT = 30
-_random = random.Random()  # the training's own numbers stay its own
+_random = random.Random()  # does not disturb the random numbers of the training
 
 
 def retry_delay_s(error: BaseException, failures: int, *, first_s: float, longest_s: float) -> float:
@@ -23,7 +23,7 @@ def retry_delay_s(error: BaseException, failures: int, *, first_s: float, longes
 
     Args:
         error: The last failure.
-        failures: How many there were, at least 1.
+        failures: How many failures there were, at least 1.
         first_s: The longest delay after the first failure.
         longest_s: Where the doubling stops.
     """

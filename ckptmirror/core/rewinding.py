@@ -1,7 +1,7 @@
-"""Rewinding: what a new attempt from an older save leaves behind, and what it takes up again.
+"""Rewinding: which saves a new attempt from an older save leaves behind, and which it puts back on the lineage.
 
 Rules:
-* Both are said by the lineage itself, once with and once without the attempt; nothing else decides them.
+* The lineage decides both, computed once with and once without the attempt.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Fork:
 def fork_at(
     attempts: Sequence[Attempt], saves: Sequence[SaveFacts], parent: SaveRef, counting: Collection[str] | None = None
 ) -> Fork:
-    """Say what a new attempt from ``parent`` would change.
+    """Return what a new attempt from ``parent`` would change.
 
     Args:
-        attempts: Those that are known.
-        saves: All that are known, whole or not: what is not whole would be left behind, too.
+        attempts: All known attempts.
+        saves: All known saves, also those that are not whole: they would be left behind too.
         parent: The save to continue from.
-        counting: The ids of those that count; None: all of them.
+        counting: The ids of the attempts that count; None: all of them.
 
     Raises:
         LineageError: The data contradicts itself.

@@ -4,7 +4,7 @@ Rules:
 * Output is canonical: ASCII, sorted keys, no spaces, one newline at the end. Equal values give equal bytes.
 * ``checksum`` is the SHA-256 of the canonical JSON without that field.
 * Input is bounded before it is parsed (bytes, containers, values) and while it is parsed (depth, digits), and refused
-  if a key appears twice or a number is not finite. Whoever reads gets an object whose checksum is right.
+  if a key appears twice or a number is not finite. The caller gets only an object whose checksum is right.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def open_sealed(data: bytes, format_names: Collection[str], newest: int = VERSIO
     """Return the object in ``data``, with ``format`` and without version and checksum.
 
     Args:
-        data: What was read.
+        data: The bytes of the file or object.
         format_names: The formats to accept.
-        newest: The last version of them that this ckptmirror reads; it reads all before it.
+        newest: The newest version of them that this ckptmirror reads; it reads all earlier ones.
 
     Raises:
-        BrokenMeta: It is not exactly that; says why.
+        BrokenMeta: The bytes are not such an object; the message says why.
     """
     _check_bounds(data)
     document = _parse(data)
@@ -64,7 +64,7 @@ def open_sealed(data: bytes, format_names: Collection[str], newest: int = VERSIO
     if type(version) is not int or not VERSION <= version <= newest:
         content = {key: value for key, value in document.items() if key != "checksum"}
         ours = [_checksum(content | {"version": known}) for known in range(VERSION, newest + 1)]
-        damaged = document.get("checksum") in ours  # a flipped bit can make a later version of ours
+        damaged = document.get("checksum") in ours  # a flipped bit can turn our version into a later one
         newer = type(version) is int and version > newest and not damaged
         raise (NewerFormat if newer else BrokenMeta)(
             f"version is {_short(version)}; this ckptmirror reads version {newest}."
@@ -81,7 +81,7 @@ def check_plain(value: Any, where: str, depth: int = 1) -> None:
     """Check that ``value`` is plain JSON, finite and not too deep.
 
     Raises:
-        BrokenMeta: It is not; names the place.
+        BrokenMeta: It is not; the message names the place.
     """
     if value is None or isinstance(value, str | bool):
         return
@@ -111,7 +111,7 @@ def check_plain(value: Any, where: str, depth: int = 1) -> None:
 
 
 def printable(text: str) -> str:
-    """Return the start of ``text`` in ASCII, safe to print whatever it holds."""
+    """Return the beginning of ``text`` in ASCII, always safe to print."""
     return ascii(text[:60])[1:-1]
 
 

@@ -1,7 +1,8 @@
-"""What the value of a setting must be, and what an unknown name was probably meant to be.
+"""Checks the values of settings, and suggests what an unknown name was probably meant to be.
 
 Rules:
-* A check returns the value, or says in words what it is and what it must be. It converts nothing but numbers.
+* A check returns the value, or raises an error that says what the value is and what it must be. It converts only
+  numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = [
     "yes_or_no",
 ]
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")  # one slash where a Path was made of it
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")  # one slash, if somebody made a Path of it
 
 
 class WrongValue(ValueError):
@@ -35,7 +36,7 @@ class WrongValue(ValueError):
 
 
 def wrong_value(given: Any, must: str, at: str = "") -> WrongValue:
-    """Say what a value is and what it must be."""
+    """Return the error that says what a value is and what it must be."""
     shown = repr(given) if isinstance(given, str) else "a table" if isinstance(given, dict) else str(given)
     if isinstance(given, bool):
         shown = shown.lower()
@@ -43,14 +44,14 @@ def wrong_value(given: Any, must: str, at: str = "") -> WrongValue:
 
 
 def text(given: Any) -> str:
-    """Check a text that is not empty."""
+    """Check that a value is a text and not empty."""
     if not isinstance(given, str) or not given:
         raise wrong_value(given, "text")
     return given
 
 
 def directory_path(given: str) -> str:
-    """Check the path of a directory. A URL would be taken for a directory that is named after its scheme."""
+    """Check the path of a directory. A URL is refused: it would name a directory called after its scheme."""
     url = _URL.match(given)
     if url is None:
         return given
@@ -64,8 +65,8 @@ def whole(least: int, *, none: bool = False) -> Callable[[Any], int | None]:
     """Check a whole number of at least ``least``.
 
     Args:
-        least: The least that it may be.
-        none: Also take the word "none" and return None, for which neither TOML nor the environment has anything.
+        least: The smallest allowed value.
+        none: Also accept the word "none" and return None, since TOML and the environment have no None.
     """
 
     def check(given: Any) -> int | None:
@@ -93,7 +94,7 @@ def yes_or_no(given: Any) -> bool:
 
 
 def one_of(*words: str) -> Callable[[Any], str]:
-    """Check one of some words."""
+    """Return a check that a value is one of these words."""
 
     def check(given: Any) -> str:
         if given not in words:
@@ -104,7 +105,7 @@ def one_of(*words: str) -> Callable[[Any], str]:
 
 
 def kinds(given: Any) -> tuple[str, ...]:
-    """Check what a save writes."""
+    """Check the list of kinds that a save writes."""
     names = list(given) if isinstance(given, list | tuple) else []
     if names not in (["dcp"], ["model"], ["dcp", "model"], ["model", "dcp"]):
         raise wrong_value(given, 'a list of "dcp", "model" or both')
@@ -112,14 +113,14 @@ def kinds(given: Any) -> tuple[str, ...]:
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Name what was probably meant, in whichever table it is; all that there is where nothing comes near.
+    """Suggest the known name, in any table, that was probably meant; list all of them if none is similar.
 
     Args:
-        name: What was written.
-        known: What there is.
-        prefix: What all of them begin with, so that it does not count as likeness.
+        name: What the user wrote.
+        known: The known names.
+        prefix: A prefix that all of them share, which does not count as similarity.
     """
-    from difflib import get_close_matches  # nobody needs it where nothing is wrong
+    from difflib import get_close_matches  # needed only after a mistake
 
     name, names = name.removeprefix(prefix), [one.removeprefix(prefix) for one in known]
     by_last = {one.rpartition(".")[2]: one for one in names}

@@ -1,9 +1,9 @@
-"""The training config of an older checkpoint, read by newer code: keys that it lacks get what turns them off.
+"""The training config of an older checkpoint, read by newer code: missing keys get the value that turns them off.
 
 Rules:
-* What the checkpoint says stands. Only what it does not mention is added, never from the run at hand: a feature that
-  came later was not there when these weights were trained.
-* What turns a feature off is said by whoever added it; nothing is guessed from types.
+* The checkpoint's own values stay. Only missing keys are added, and never from the current run: these weights were
+  trained without features that came later.
+* The caller says which value turns a feature off; nothing is guessed from types.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def _patch_missing_config_keys(
 
     Args:
         config: The training config of a checkpoint.
-        off: Each key that was added since, with the value at which the code does what it did without it; dicts are
-            walked into.
-        where: The place of ``config``, for the names.
+        off: Each key that was added since, with the value that makes the code behave as it did without the key; nested
+            dicts are followed.
+        where: The path of ``config``, for the returned names.
     """
     patched = dict(config)
     added: list[str] = []

@@ -1,11 +1,11 @@
-"""Verification: what it means that some saves of a place are whole and others are not.
+"""Verification: what follows from the damaged and unreadable saves of a place, and which command repairs them.
 
 Rules:
-* A save that is not whole counts unless it is surely off the lineage: what is superseded or replaced is never chosen,
-  so its damage is told and changes no exit code. What cannot be placed counts.
-* An emergency snapshot that is not whole counts only while no whole save of the lineage is as new: it was to bridge
-  the time until then.
-* Damage outweighs what could not be read, for it will not pass by itself.
+* A save that is not whole counts unless it is surely off the lineage: a superseded or replaced save is never chosen, so
+  its damage is reported but changes no exit code. A save that cannot be placed counts.
+* An emergency snapshot that is not whole counts only while no whole save of the lineage is as new, since it only
+  bridges the time until the next save.
+* Damage outweighs what could not be read, since it does not go away by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 State = Literal["whole", "damaged", "unreadable", "refused"]
-"""``unreadable``: nobody knows, something kept it from being read; ``refused``: the mirror does not let us read it."""
+"""``unreadable``: an error kept it from being read, so it may be whole; ``refused``: the mirror denies us access."""
 
 Outcome = State
 _WORST_FIRST: tuple[State, ...] = ("damaged", "refused", "unreadable", "whole")
@@ -40,7 +40,7 @@ _WORST_FIRST: tuple[State, ...] = ("damaged", "refused", "unreadable", "whole")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found of one save in one place; ``step`` is None where nothing tells it."""
+    """The result for one save in one place; ``step`` is None if unknown."""
 
     step: int | None
     kinds: tuple[Kind, ...]
@@ -54,7 +54,7 @@ def worst(states: Iterable[State]) -> State:
 
 
 def counting(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Return what is not whole and could be what a run continues from, or what an evaluation reads."""
+    """Return the saves that are not whole, but that a run could continue from or an evaluation could read."""
     newest = max(
         (v.step for v in verdicts if v.state == "whole" and v.standing == "current" and v.step is not None), default=-1
     )
@@ -68,42 +68,42 @@ def counting(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def outcome(verdicts: Sequence[Verdict]) -> Outcome:
-    """Say how a verification of one place ended."""
+    """Return the overall result of verifying one place."""
     return worst(verdict.state for verdict in counting(verdicts))
 
 
 def standing_if_whole(attempts: Sequence[Attempt], saves: Iterable[SaveFacts], save: SaveFacts) -> Standing:
-    """Return the standing that a save which is not whole would have, were it whole.
+    """Return the standing that a save which is not whole would have if it were.
 
     Args:
-        attempts: The decided ones.
+        attempts: The decided attempts.
         saves: The whole saves of the place.
-        save: Whose standing is asked.
+        save: The save that is not whole.
     """
     others = [other for other in saves if other.save_id != save.save_id]
     return lineage(attempts, [*others, save]).standing_by_save()[save.save_id]
 
 
 def kinds_to_stage(kinds: Sequence[Kind], damaged: Iterable[Sequence[Kind]]) -> tuple[Kind, ...]:
-    """Return the fewest kinds, of those that can be staged, that bring every damaged artifact again.
+    """Return the fewest kinds whose staging replaces every damaged artifact.
 
     Args:
-        kinds: Of the save.
-        damaged: For each damaged artifact the kinds that need it; none: the meta itself is damaged, and all are needed.
+        kinds: The kinds of the save.
+        damaged: For each damaged artifact, the kinds that need it; empty if the meta is damaged, which needs all kinds.
     """
     possible = [kind for kind in SAVED_KINDS if kind in kinds]
     needs = [[kind for kind in possible if kind in wanted] for wanted in damaged]
     if not needs:
         return tuple(possible)
     chosen: list[Kind] = []
-    for wanted in sorted(needs, key=len):  # what leaves no choice first
+    for wanted in sorted(needs, key=len):  # first those that leave no choice
         if wanted and not set(chosen) & set(wanted):
             chosen.append(wanted[0])
     return tuple(kind for kind in possible if kind in chosen)
 
 
 def delete_command(address: str) -> str:
-    """Return the command that deletes a file, or an object of a bucket; "" where none is known."""
+    """Return the command that deletes a file, or an object of a bucket; "" if none is known."""
     if address.startswith("gs://"):
         return f"gcloud storage rm {quote(address)}"
     return "" if "://" in address else f"rm {quote(address)}"
@@ -119,13 +119,13 @@ def repair_command(
     mirror: str | None = None,
     is_known: bool = True,
 ) -> str:
-    """Return the command that brings a damaged copy of a save back from a good one; "" where none can.
+    """Return the command that restores a damaged copy of a save from a good one; "" if no command can.
 
     Args:
-        step: Of the save.
-        kinds: In which kinds it is to be staged (``kinds_to_stage``).
-        standing: Its standing.
-        place: The damaged copy's: a directory, or a mirror's URL.
+        step: The save's step.
+        kinds: The kinds to stage (``kinds_to_stage``).
+        standing: The save's standing.
+        place: Where the damaged copy is: a directory, or a mirror's URL.
         root: For damage on a mirror: the directory that holds a good copy.
         mirror: For damage in a directory: the mirror that holds a good copy.
         is_known: For damage on a mirror: whether the root's table knows that mirror.
