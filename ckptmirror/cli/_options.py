@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ckptmirror.core.errors import ConfigError, UsageError
-from ckptmirror.core.names import parse_step
 from ckptmirror.core.setting_checks import WrongValue, directory_path
 
 if TYPE_CHECKING:
@@ -64,6 +63,8 @@ def step_option(what: str, *, latest: bool = False, required: bool = False) -> C
     def parse(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
         if value is None or (latest and value == "latest"):
             return value
+        from ckptmirror.core.names import parse_step
+
         try:
             return parse_step(value)
         except UsageError as error:

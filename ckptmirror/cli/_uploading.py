@@ -10,13 +10,13 @@ from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import print_json
 from ckptmirror.cli._terminal import moves_cursor
 from ckptmirror.cli._words import duration_text, on_no_mirror, size
-from ckptmirror.core import events
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptmirror.cli._pace import Pace
+    from ckptmirror.core import events
     from ckptmirror.flow.drain import Drained, DrainReport
     from ckptmirror.flow.upload.transfer_progress import Held
 
@@ -55,6 +55,7 @@ def _files(count: int) -> str:
 
 def telling_bus(root: Path, verb: str) -> events.EventBus:
     """Return a bus that says on stderr why files wait, once for each mirror and sort of fault; it keeps the journal."""
+    from ckptmirror.core import events
     from ckptmirror.observe.journal import bus_with_journal
 
     bus = bus_with_journal(root, verb)

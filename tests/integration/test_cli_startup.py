@@ -131,6 +131,7 @@ def test_importing_the_package_imports_neither_torch_nor_a_cloud_client() -> Non
 @pytest.mark.parametrize("arguments", [["stage", "--help"], ["--help"]], ids=" ".join)
 def test_asking_for_help_imports_nothing_of_the_rest(arguments: list[str]) -> None:
     code = f"import sys; from ckptmirror.cli import main; code = main({arguments}); "
-    code += "print(code, [n for n in sys.modules if n.startswith(('ckptmirror.flow', 'ckptmirror.stores', 'apsw'))])"
+    rest = ("ckptmirror.flow", "ckptmirror.stores", "ckptmirror.core.events", "apsw")
+    code += f"print(code, [n for n in sys.modules if n.startswith({rest})])"
     shown = subprocess.check_output([sys.executable, "-c", code], text=True, env=clean_environment())
     assert shown.splitlines()[-1] == "0 []"
