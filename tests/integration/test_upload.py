@@ -9,11 +9,13 @@ import pytest
 
 from ckptmirror.core import events
 from ckptmirror.core.codec import meta_from_bytes
+from ckptmirror.core.errors import AttemptFenced
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.places.catalog import mirror_catalog
-from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
+from ckptmirror.flow.upload.workers import UploadWorkers, still_moving, upload_save
 from ckptmirror.testing import GcsServerProcess
+from tests.kit.claiming import claim_run
 from tests.kit.faults import flip_bit
 from tests.kit.mirrors import bucket_url, memory_url, object_names
 from tests.kit.roots import MirroredRoot, assert_arrived, no_confirm
@@ -66,6 +68,41 @@ def test_i5_every_create_carries_generation_zero(server: GcsServerProcess, gs: M
     creates = [e for e in server.log() if e["operation"] in ("upload.start", "upload.multipart", "upload.media")]
     assert creates
     assert all(str(e["query"]["ifGenerationMatch"]) == "0" for e in creates)
+
+
+# -- who may send ----------------------------------------------------------------------------------------------
+
+
+def test_i11_an_attempt_that_was_superseded_after_its_first_save_sends_no_file_of_its_second(
+    open_root: Callable[..., MirroredRoot], tmp_path: Path
+) -> None:
+    place = open_root(memory_url())
+    (mirror,) = place.mirrors
+    claim = claim_run(place.root, mirror)
+    context = place.context(confirm=claim.confirm)
+    first, second = (
+        place.commit(step, attempt=claim.attempt, run_id=claim.run_id, number=number)
+        for number, step in enumerate((100, 200), start=1)
+    )
+    upload_save(context, first.save_id)
+    assert_arrived(place, first)
+    claim_run(tmp_path / "successor", mirror)
+    with pytest.raises(AttemptFenced, match="has started"):
+        upload_save(context, second.save_id)
+    assert not [name for name in object_names(place.store) if "000200" in name]
+
+
+def test_a_mirror_is_asked_once_for_the_files_of_a_save_and_once_for_its_meta(
+    open_root: Callable[..., MirroredRoot],
+) -> None:
+    place = open_root(memory_url())
+    asked: list[int | None] = []
+    context = place.context(confirm=lambda _mirror, meta: asked.append(meta and meta.step))
+    for step in (100, 200):
+        meta = place.commit(step, sizes={f"model_{step:06d}.pt": 10, f"optim_{step:06d}.pt": 10})
+        upload_save(context, meta.save_id)
+        assert_arrived(place, meta)
+    assert asked == [None, 100, None, 200]
 
 
 # -- names -----------------------------------------------------------------------------------------------------

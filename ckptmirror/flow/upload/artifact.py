@@ -42,9 +42,9 @@ class ArtifactUpload(Sending):
         digest = next((a.digest for a in meta.artifacts if a.path == self._record.path), None)
         if digest is None:
             raise IntegrityError(f"The meta of save {meta.save_id[:8]} does not name {self._record.path}.")
-        if not self._context.confirmed.is_set():
+        if meta.save_id not in self._context.confirmed:
             self._context.confirm(self._context.mirror, None)
-            self._context.confirmed.set()
+            self._context.confirmed.add(meta.save_id)
         if self._lease_s > 2 * LEASE_S:
             self._context.table.renew(self._claim, self._lease_s)
         for name in self._candidate_names(meta):

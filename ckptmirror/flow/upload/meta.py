@@ -42,7 +42,7 @@ class MetaUpload(Sending):
         context = self._context
         meta = self._local_meta()
         context.confirm(context.mirror, meta)
-        context.confirmed.set()
+        context.confirmed.discard(meta.save_id)
         mine = self._mirror_meta(meta)
         self._check_artifacts(mine)
         data = meta_to_bytes(self._of_all_nodes(mine))

@@ -3,12 +3,11 @@
 Rules:
 * A record is of a save whose meta is committed on this disk; that meta says what the bytes must be.
 * A save creates only names of its own: the plain one where it is free, else the one with its tag (``names.tagged``).
-* Nothing is sent to a mirror before this process has confirmed its claim of the run there.
+* Before the first file of each save, the mirror is asked whether this attempt may still send there.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,8 @@ class UploadContext:
     Attributes:
         confirm: Asks whether files may be sent to the mirror, or (with a meta) a save be committed there; raises
             AttemptFenced if this attempt may do nothing there any more.
-        confirmed: Set once that went well, by the first record that is sent there.
+        confirmed: Ids of the saves whose files may be sent to the mirror. The first file of a save asks for all of it;
+            its meta asks again, and is the last.
         under_way: Told what is being sent, for who looks on.
     """
 
@@ -45,7 +45,7 @@ class UploadContext:
     mirror: Mirror
     bus: events.EventBus
     confirm: Callable[[Mirror, Meta | None], None]
-    confirmed: threading.Event = field(default_factory=threading.Event)
+    confirmed: set[str] = field(default_factory=set)
     under_way: UnderWay = field(default_factory=UnderWay)
 
 
