@@ -1,8 +1,8 @@
-"""The positions of data loaders: one, or containers of them, of which some may have none.
+"""The positions of data loaders: of one loader, or of containers in which some loaders may have no position.
 
 Rules:
-* A loader without ``state_dict`` and ``load_state_dict`` is left alone, and named in the log, once.
-* In a saved sequence such a loader's place holds None; in a saved mapping it is left out.
+* A loader without ``state_dict`` and ``load_state_dict`` is not changed, and the log names it once.
+* In a saved sequence its place holds None; in a saved mapping it is left out.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ log = logging.getLogger(__name__)
 
 
 def has_position(loader: Any) -> bool:
-    """Whether a data loader has a state of its own that it takes back."""
+    """Whether a data loader has ``state_dict`` and ``load_state_dict``."""
     return all(hasattr(loader, name) for name in ("state_dict", "load_state_dict")) and not isinstance(loader, type)
 
 
 def knows_its_position(dataloader: Any) -> bool:
-    """Whether a data loader, or any in a container of them, has a state."""
+    """Whether a data loader, or any loader in a container, has a position."""
     return any(map(has_position, _loaders(dataloader)))
 
 
 def position_of(dataloader: Any, where: str) -> Any:
-    """Return the position of a data loader that has one, of each in a container."""
+    """Return the position of a data loader, or of each loader in a container that has one."""
     if has_position(dataloader):
         return state_of(dataloader, where)
     if is_mapping(dataloader):
@@ -43,7 +43,7 @@ def position_of(dataloader: Any, where: str) -> Any:
 
 
 def warn_left_alone(dataloader: Any) -> None:
-    """Log, once for the same kinds, which data loaders have no position to save."""
+    """Log, once per set of classes, which data loaders have no position to save."""
     kinds = {type(loader).__qualname__ for loader in _loaders(dataloader) if not has_position(loader)}
     if dataloader is not None and kinds:
         _warn(", ".join(sorted(kinds)))

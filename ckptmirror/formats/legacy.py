@@ -1,12 +1,12 @@
-"""Checkpoints of older writers: what a plain DCP save or ``torch.save`` left, taken apart and given to live objects.
+"""Legacy checkpoints: loads what a plain DCP save or ``torch.save`` wrote into live objects.
 
 Rules:
-* The same safe loaders as for our own files. What they refuse is refused here, whatever it is of: nothing is left out
-  in silence.
-* The layout is told by keys: ``model``, optimizers (``legacy_optimizers``), and the rest, which is extra state. A tree
-  of tensors alone is a model; one entry around all (``{"app": {...}}``) is taken off.
-* Every rank reads the whole into host memory, and takes what it holds of each tensor.
-* Extra state was written once for all ranks. Random generators are not given back: whose they were is not told.
+* The same safe loaders read them as our own files. What a loader refuses makes the load fail: nothing is skipped
+  silently.
+* Keys identify the parts: ``model``, optimizers (``legacy_optimizers``); everything else is extra state. A tree that
+  holds only tensors is a model. A single entry around everything (``{"app": {...}}``) is unwrapped.
+* Every rank reads the whole checkpoint into host memory and takes its piece of each tensor.
+* Extra state was written once for all ranks. Random generators are not restored: no record says which rank they are of.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from ckptmirror.core.model import Kind
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.formats.capture import HAS_OPTIMIZER
 from ckptmirror.formats.dcp_read import read_tree
-from ckptmirror.formats.legacy_optimizers import Found, Group, find_optimizer, groups_of, is_optimizer_key, joined
+from ckptmirror.formats.legacy_optimizers import (
+    Group,
+    OptimizerMatch,
+    find_optimizer,
+    groups_of,
+    is_optimizer_key,
+    joined,
+)
 from ckptmirror.formats.live import load_model, warn_missing, warn_unused
 from ckptmirror.formats.names import shard_again
 from ckptmirror.formats.optimizer_order import refuse_other_order
@@ -39,7 +46,7 @@ __all__ = ["LegacyState", "load_legacy", "read_legacy"]
 
 _log = logging.getLogger("ckptmirror.older")
 _MODEL = "model"
-# Under which keys older writers kept what a TrainState has a name for.
+# The keys under which legacy writers kept the parts of a TrainState.
 _PART_OF = {
     "scheduler": "scheduler",
     "lr_scheduler": "scheduler",
@@ -59,13 +66,13 @@ _COUNTERS = frozenset({"step", "global_step"})
 
 @dataclass(frozen=True)
 class LegacyState:
-    """What a checkpoint holds.
+    """The contents of a legacy checkpoint.
 
     Attributes:
-        model: Whole tensors by name.
-        versions: What its modules said of their layout, if they did.
+        model: Full tensors by name.
+        versions: The layout versions of its modules, if it has them.
         optimizers: The groups of optimizer keys, in order.
-        extra: All else, of the tensors' own file and of the file beside it.
+        extra: Everything else, from the tensors' own file and the file beside it.
     """
 
     model: dict[str, Any]
@@ -75,22 +82,22 @@ class LegacyState:
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
-        """All groups as one, by what they say themselves; None if there are none."""
+        """All groups joined by the names and positions that they carry; None if there are none."""
         return joined(self.optimizers)
 
 
 def read_legacy(path: Path, kind: Kind, extra: Path | None, map_location: str = "cpu") -> LegacyState:
-    """Read a checkpoint of an older writer whole.
+    """Read a whole legacy checkpoint.
 
     Args:
         path: The DCP directory or the model file.
-        kind: Which of the two.
-        extra: The file of extra state.
+        kind: Which of the two it is.
+        extra: The file of extra state, if there is one.
         map_location: Device of the tensors.
 
     Raises:
         IntegrityError: A file is missing, broken or hostile.
-        UsageError: It is in a layout that is not known.
+        UsageError: Its layout is unknown.
     """
     tree = read_tree(path) if kind == "dcp" else decode(load_pt(path, map_location=map_location))
     state = _sorted_out(tree, path)
@@ -133,10 +140,10 @@ def _sorted_out(tree: Any, path: Path) -> LegacyState:
 def load_legacy(
     found: LegacyState, path: Path, state: Any, *, step: int, rank: int, world_size: int, exclude: frozenset[str]
 ) -> LoadReport:
-    """Load a checkpoint of an older writer into ``state`` (a ``TrainState``); what it lacks is reported.
+    """Load a legacy checkpoint into ``state`` (a ``TrainState``), and report what it lacks.
 
-    Everything is compared before the first live tensor is written. Where the optimizer cannot be told for certain it
-    starts without history, and that is reported.
+    Everything is compared before the first live tensor is written. If it is uncertain which optimizer state belongs
+    to which parameter, the optimizer starts without history, and the report says so.
 
     Raises:
         UsageError: The model does not fit, or an object does not take its state.
@@ -145,7 +152,7 @@ def load_legacy(
     missing: list[str] = []
     extra, unused = _by_part(found.extra, state)
     source = _Held(path, {"step": step, **extra})
-    optimizer: Found | None = None
+    optimizer: OptimizerMatch | None = None
     if state.optimizer is not None and "optimizer" not in exclude:
         shard_again(state.model)
         optimizer = find_optimizer(found, state)
@@ -180,7 +187,7 @@ def load_legacy(
 
 
 class _Held(RankFiles):
-    """Extra state that is in memory already, one for all ranks."""
+    """Extra state that is already in memory, one for all ranks."""
 
     def __init__(self, path: Path, tree: dict[str, Any]) -> None:
         super().__init__({0: path}, 0)

@@ -1,14 +1,14 @@
-"""The optimizers in a checkpoint of an older writer: which of its groups of keys belong to the optimizers here.
+"""The optimizers in a legacy checkpoint: finds which groups of keys belong to the live optimizers.
 
-Older writers kept AdamW under ``optimizer`` (or ``optim``), Muon under ``optimizer_1``, the histories of schedulers
-under ``optimizer_2``; a list or a dict of several under one of these keys is as many groups.
+Legacy writers kept AdamW under ``optimizer`` (or ``optim``), Muon under ``optimizer_1``, the histories of schedulers
+under ``optimizer_2``. A list or a dict of several under one of these keys makes that many groups.
 
 Rules:
-* ``optimizer_key_counts`` are tried in order, and the first count whose groups the optimizers here take wins, all of
-  them, each parameter once. What lies in the groups after that is told of.
-* A parameter is found by its name. Where state goes by numbers instead, the numbers are positions, and are believed
-  only where the saved model has the same parameters in the same order and every shape fits.
-* Where that leaves any doubt the answer is no: a start without history, said aloud, and never a guess.
+* ``optimizer_key_counts`` are tried in order. The first count wins whose groups the live optimizers take completely,
+  with each parameter once. The report names the groups that are left over.
+* Parameters are matched by name. If the state is keyed by numbers, the numbers are positions, and they are trusted only
+  if the saved model has the same parameters in the same order and every shape fits.
+* In any doubt the optimizer starts without history, and the log says so: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from ckptmirror.formats.optimizer_state import Plan, optimizers_of, owners_of, p
 from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.shards import spread
 
-__all__ = ["Found", "Group", "find_optimizer", "groups_of", "is_optimizer_key", "joined", "optimizer_key_counts"]
+__all__ = [
+    "Group",
+    "OptimizerMatch",
+    "find_optimizer",
+    "groups_of",
+    "is_optimizer_key",
+    "joined",
+    "optimizer_key_counts",
+]
 
 # Groups of optimizer keys: AdamW, Muon and scheduler histories; AdamW and Muon; AdamW; none.
 optimizer_key_counts = [3, 2, 1, 0]
@@ -41,8 +49,8 @@ class Group:
     """What one group of optimizer keys holds.
 
     Attributes:
-        name: Under which it stood in a dict of several; None if it stood alone or in a list.
-        state: As it was saved: that of an optimizer, or whatever else was put there.
+        name: Its key in a dict of several; None if it was alone or in a list.
+        state: As it was saved: an optimizer's state, or whatever else was put there.
     """
 
     name: str | None
@@ -57,12 +65,14 @@ class _Saved(Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the optimizers here are given, or why they are given nothing.
+class OptimizerMatch:
+    """The state to load into the live optimizers, or why none is loaded.
 
     Attributes:
-        why: "" if there is an answer.
-        left: What of the save nothing here takes, a line each.
+        plans: How to load the state into each live optimizer.
+        saved: The saved state, by parameter name.
+        why: Why nothing is loaded; "" if something is.
+        left: One line for each part of the save that nothing here takes.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -72,7 +82,7 @@ class Found:
 
 
 def is_optimizer_key(key: str) -> bool:
-    """Whether a key at the top of a checkpoint is that of optimizers."""
+    """Whether a key at the top of a checkpoint holds optimizers."""
     return _KEY.fullmatch(key) is not None
 
 
@@ -92,9 +102,9 @@ def groups_of(tree: Mapping[str, Any]) -> list[Group]:
 
 
 def joined(groups: Iterable[Group]) -> dict[str, Any] | None:
-    """Return the state of several optimizers as that of one; None without any, or where that cannot be said.
+    """Join the state of several optimizers into one; None if there is none, or if they cannot be joined.
 
-    Several that go by positions count from 0 each: without a model whose parameters they are nobody can join them.
+    Several states keyed by position each count from 0, so without the model's parameters they cannot be joined.
     """
     own = _states(groups)
     if not own:
@@ -108,8 +118,8 @@ def joined(groups: Iterable[Group]) -> dict[str, Any] | None:
     return {"state": state, "param_groups": [one for group in own for one in group["param_groups"]]}
 
 
-def find_optimizer(found: _Saved, state: Any) -> Found:
-    """Find what the optimizers of ``state`` are to be given, touching nothing."""
+def find_optimizer(found: _Saved, state: Any) -> OptimizerMatch:
+    """Find the saved state for the optimizers of ``state``, without changing anything."""
     reasons: list[str] = []
     every = _states(found.optimizers)
     for count in optimizer_key_counts:
@@ -133,21 +143,21 @@ def find_optimizer(found: _Saved, state: Any) -> Found:
         ]
         if count < len(found.optimizers):
             left.append(f"of {len(found.optimizers)} groups of optimizer keys the first {count} fit; the rest is left")
-        return Found(plans, _fitted(saved, state.model), left=tuple(left))
+        return OptimizerMatch(plans, _fitted(saved, state.model), left=tuple(left))
     if not found.optimizers:
-        return Found(why="state")
-    return Found(why=f"state that is clearly that of the optimizer here ({'; '.join(reasons)})")
+        return OptimizerMatch(why="state")
+    return OptimizerMatch(why=f"state that is clearly that of the optimizer here ({'; '.join(reasons)})")
 
 
 class _Doubt(CkptMirrorError):
-    """What belongs to which parameter is not certain."""
+    """It is not certain which state belongs to which parameter."""
 
 
 def _check_no_doubt(taken: Sequence[Mapping[str, Any]], every: Sequence[Mapping[str, Any]]) -> None:
-    """See that no other group of the save could be meant as well.
+    """Check that no other group of the save could be meant instead.
 
     Raises:
-        _Doubt: One could.
+        _Doubt: Another group could be meant.
     """
     if not taken:
         raise _Doubt("no group is an optimizer's.")
@@ -162,7 +172,7 @@ def _by_name(groups: Sequence[Group], model: Mapping[str, Any], state: Any) -> d
     """Return the groups as one, by parameter name.
 
     Raises:
-        _Doubt: Positions do not tell, or two of them are of one parameter.
+        _Doubt: The positions are ambiguous, or two of them name one parameter.
     """
     if any(_is_positional(group.state) for group in groups):
         live = optimizers_of(state.optimizer)
@@ -179,7 +189,7 @@ def _by_name(groups: Sequence[Group], model: Mapping[str, Any], state: Any) -> d
 
 
 def _check_order(saved: Mapping[str, Any], module: torch.nn.Module) -> None:
-    """See that the saved model has the parameters of the one here, in the same order."""
+    """Check that the saved model has the parameters of the live one, in the same order."""
     live = [name for name, _ in live_parameters(module)]
     there = [name for name in match_names(list(saved), live).values() if name in set(live)]
     if there != live:
@@ -187,7 +197,7 @@ def _check_order(saved: Mapping[str, Any], module: torch.nn.Module) -> None:
 
 
 def _check_calls(groups: Sequence[Group], optimizers: Any) -> None:
-    """See that optimizers that were saved by name are those of the same names here."""
+    """Check that optimizers that were saved by name have the same names here."""
     saved = [group.name for group in groups]
     live = [str(name) for name in optimizers] if isinstance(optimizers, Mapping) else [None] * len(saved)
     if saved != live:
@@ -195,7 +205,7 @@ def _check_calls(groups: Sequence[Group], optimizers: Any) -> None:
 
 
 def _check_param_names(params: Mapping[str, Any], named: Sequence[str]) -> None:
-    """See that a group that says the names of its parameters (torch's ``param_names``) says these."""
+    """Check that a group that lists parameter names (torch's ``param_names``) lists these."""
     said = params.get("param_names")
     if said is None:
         return
@@ -224,7 +234,7 @@ def _named(group: Mapping[str, Any], one: Any, module: torch.nn.Module) -> dict[
 
 
 def _check_shapes(group: Mapping[str, Any], key: Any, parameter: torch.Tensor) -> None:
-    """See that what is kept for a position, number by number, has the shape of the parameter there."""
+    """Check that elementwise state at a position has the shape of the parameter there."""
     of_all = group.get("state") or {}
     kept = of_all.get(key, of_all.get(str(key)))
     for value in kept.values() if isinstance(kept, Mapping) else ():
@@ -241,7 +251,7 @@ def _params(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _fitted(saved: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """Return the state with whole tensors sharded as the parameters here are."""
+    """Return the state with full tensors sharded like the live parameters."""
     owners = owners_of(saved["state"], module)
     return {**saved, "state": {name: _like(value, owners.get(name), name) for name, value in saved["state"].items()}}
 
@@ -255,7 +265,7 @@ def _like(value: Any, owner: torch.Tensor | None, name: str) -> Any:
 
 
 def _states(groups: Iterable[Group]) -> list[Any]:
-    """Return what the groups hold that are an optimizer's."""
+    """Return the states of those groups that are an optimizer's."""
     return [group.state for group in groups if _is_optimizer(group.state)]
 
 

@@ -1,9 +1,11 @@
-"""Reading a whole save into plain values, without a model at hand: one process, no group.
+"""Reads a whole save into plain values, without a live model: one process, no group.
 
 Rules:
-* The same allow-lists and checks as a load into live objects; nothing is executed, nothing outside the save is opened.
-* Sharded pieces are put together; every tensor is whole.
-* The model carries the versions of its modules as ``state_dict()`` does (``_metadata``), so that these take it.
+* It applies the same allow-lists and checks as a load into live objects. Nothing is executed, and nothing outside the
+  save is opened.
+* Sharded pieces are joined into full tensors.
+* The model carries the versions of its modules like a ``state_dict()`` (``_metadata``), so ``load_state_dict`` takes
+  it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ __all__ = ["read_extra", "read_full"]
 def read_full(
     root: Path, meta: Meta, kind: Kind, map_location: str = "cpu"
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the model, and the optimizer state if it is there, of one kind of a save whose files lie in ``root``.
+    """Return the model, and the optimizer state if present, of one kind of a save whose files are in ``root``.
 
     Raises:
         IntegrityError: A file is missing, broken or hostile.

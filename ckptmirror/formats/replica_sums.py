@@ -1,9 +1,9 @@
-"""What a rank holds of model and optimizer, for ranks to compare (``core.replicas``).
+"""Checksums of the model and optimizer tensors that a rank holds, for ranks to compare (``core.replicas``).
 
 Rules:
-* What a rank saves was summed as it was written: those sums are used.
-* What rank 0 saves for it (its buffers, and all of a replica without kind ``dcp``) is summed where it lies, before the
-  host copy, in one pass: while rank 0 copies as many bytes, and without a copy of it here. A few bytes are copied.
+* For tensors that this rank saves, the sums computed while writing are used.
+* Tensors that rank 0 saves for this rank (its buffers, and all of a replica without kind ``dcp``) are summed on their
+  device before the host copy, in one pass, while rank 0 copies as many bytes. Only the sums are copied.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ckptmirror.formats.tensor_bytes import has_plain_bytes, sum32_there
 __all__ = ["LeftOut", "held_by", "sum_left_out"]
 
 LeftOut = list[tuple[list[tuple[str, str]], torch.Tensor]]
-"""Of each device: (name, shape and dtype) of each tensor, and their sums."""
+"""For each device: (name, shape and dtype) of each tensor, and the sums of all of them."""
 
 
 def sum_left_out(snapshot: Snapshot) -> LeftOut:
-    """Sum what rank 0 saves for this rank; the sums are where the tensors are."""
+    """Sum the tensors that rank 0 saves for this rank; the sums stay on the tensors' devices."""
     found: dict[torch.device, list[tuple[tuple[str, str], torch.Tensor]]] = {}
     for name, tensor in snapshot.left_out.items():
         if has_plain_bytes(tensor) and (tensor.untyped_storage().nbytes() or not tensor.numel()):
@@ -38,16 +38,16 @@ def sum_left_out(snapshot: Snapshot) -> LeftOut:
 def held_by(
     snapshot: Snapshot, listed: Sequence[Mapping[str, Any]], left_out: LeftOut, kinds: Sequence[Kind]
 ) -> list[Held]:
-    """Return what this rank holds.
+    """Return an entry for every tensor or piece that this rank holds.
 
     Args:
         snapshot: The host copy.
         listed: The entries of ``tensors_*.json``, with their sums.
-        left_out: The sums of what is not in the snapshot, in host memory.
-        kinds: Of the save.
+        left_out: The sums, in host memory, of tensors that are not in the snapshot.
+        kinds: The kinds of the save.
     """
     held = []
-    once = not snapshot.sharded and "dcp" not in kinds  # rank 0 alone saves it, and the others have but one sum
+    once = not snapshot.sharded and "dcp" not in kinds  # only rank 0 saves it, so the other ranks have only one sum
     tensors = walk_tensors({"model": snapshot.model, "optimizer": snapshot.optimizer})
     entries = {entry["name"]: entry for entry in listed if "sum32" in entry}
     for name, tensor in tensors:

@@ -1,18 +1,18 @@
-"""Saved values back into what the training holds: objects, tensors in place, containers of them, plain values.
+"""Restores saved values into the training's live state: objects, tensors in place, containers of them, plain values.
 
 Rules:
-* A save and a load walk the same containers: an object's state is taken wherever it lies in dicts, lists, tuples and
-  deques (``formats.state_tree``), and :class:`Restorer` gives it back at the same place.
-* Tensors and arrays are filled in place where shape and dtype agree, DTensors as they are sharded here; dicts, lists,
-  deques, sets and byte arrays keep their identity; all else is replaced, and where something else may hold what is
-  replaced, that is reported.
-* A list, and a dict with keys that are no names, is as it was saved. A named entry that the save lacks is left alone.
-* Nothing is given two values. Memory that the model, an optimizer or an earlier tensor has already, and a container
-  that was given before, stay as they are if that is how they were saved, and are replaced if not; where that cannot be,
-  as for an object, it is an error.
-* What lives here (an object, a DTensor) and cannot be given its state is an error; what the save lacks is left alone,
-  reported and logged. So is, where only objects may lie, what the save has and nothing here takes.
-* An optimizer's moments follow its live parameters, as its own state is empty before the first step.
+* A save and a load walk the same containers: a save takes the state of an object anywhere in dicts, lists, tuples and
+  deques (``formats.state_tree``), and :class:`Restorer` loads it into the object at the same place.
+* Tensors and arrays are filled in place if shape and dtype agree, DTensors as they are sharded here. Dicts, lists,
+  deques, sets and byte arrays keep their identity. Everything else is replaced, and the report says so if other objects
+  may hold a reference to the replaced value.
+* Lists, and dicts whose keys are not names, become exactly what was saved. A named entry that the save lacks stays.
+* Nothing gets two values. Memory that already belongs to the model, an optimizer or an earlier tensor, and a container
+  that was restored before, stay unchanged if the save shared them too, and are replaced if not. If they cannot be
+  replaced, as with objects, that is an error.
+* A live object or DTensor that cannot take its state is an error. What the save lacks stays, and is reported and
+  logged; so is, where only objects are allowed, what the save has and nothing here takes.
+* An optimizer's moments are sharded like its live parameters, since its own state is empty before the first step.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ Path_ = tuple[Hashable, ...]
 
 
 class Restorer:
-    """Gives what lies in the files of ``source`` to live values; ``missing`` collects what could not be given.
+    """Restores the values in the files of ``source`` into live values; ``missing`` collects what it could not restore.
 
     Args:
         source: The files.
-        taken: What has its values already; shared by all that is given in one load.
-        all_here: All that lives here, to see whether anything of it is sharded.
-        versions: Returns what the modules at a path said of their layout, if the save has it.
-        aliased: Says of a path whether it was one with something before it when it was saved.
+        taken: What already has its values; shared by everything that one load restores.
+        all_here: The whole live state, to see whether any of it is sharded.
+        versions: Returns the layout versions of the modules at a path, if the save has them.
+        aliased: Whether the value at a path shared memory with an earlier one when it was saved.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Restorer:
         self.missing: list[str] = []
 
     def restore(self, now: Any, path: Path_, where: str) -> Any:
-        """Return the live value after it was given what is saved at ``path``: itself wherever that is possible.
+        """Return ``now`` with the values saved at ``path``: the same object if possible, otherwise a new one.
 
         Raises:
-            UsageError: It does not take it.
+            UsageError: It does not take them.
             IntegrityError: The files are broken.
         """
         saved = self.source.value(path)
@@ -110,7 +110,7 @@ class Restorer:
         return self._replaced(now, self.source.full_value(path), where)
 
     def restore_values(self, now: dict[str, Any], path: Path_, where: str) -> None:
-        """Give the user's own dict its values; whatever the save lacks stays in it and is reported."""
+        """Restore the values of the user's own dict; entries that the save lacks stay and are reported."""
         saved = self.source.value(path)
         if not isinstance(saved, Mapping):
             raise IntegrityError(f"The save holds a {type(saved).__name__} in place of {where}.")
@@ -120,16 +120,16 @@ class Restorer:
             self.lacks(f"{where}.{key}")
 
     def restore_objects(self, now: Any, path: Path_, where: str, takes: Callable[[Any], bool] | None = None) -> None:
-        """Give the object ``now``, or those in a container of them, their state; the containers stay as they are.
+        """Restore the state of the object ``now``, or of the objects in a container; the containers do not change.
 
         Args:
-            now: An object, or containers of them.
-            path: Where its state lies in the files.
+            now: An object, or containers of objects.
+            path: Where its state is in the files.
             where: Its place in the state, for messages.
-            takes: Whether an object is to be given its state: by default each that takes one.
+            takes: Whether to restore an object; by default every object that takes a state.
 
         Raises:
-            UsageError: It does not take it.
+            UsageError: An object does not take its state.
             IntegrityError: The files are broken.
         """
         takes = takes or takes_state
@@ -159,9 +159,9 @@ class Restorer:
 
     def _restore_object(self, target: Any, saved: Any, path: Path_, where: str) -> None:
         if isinstance(target, torch.amp.GradScaler) and saved and not target.is_enabled():
-            self.unused(where)  # it would take nothing, and say nothing
+            self.unused(where)  # a disabled scaler would ignore it silently
             return
-        if not isinstance(target, torch.nn.Module):  # of modules their memory is known
+        if not isinstance(target, torch.nn.Module):  # modules are tracked by their memory
             if self.taken.knows(target):
                 if not self.taken.was_given(target, saved):
                     raise _saved_as_two(where, target)
@@ -171,7 +171,7 @@ class Restorer:
             self._load_object(target, saved, path, where)
         except CkptMirrorError:
             raise
-        except Exception as error:  # an object of the user's; whatever it raises, the answer is the same
+        except Exception as error:  # a user's object may raise anything; the answer is the same
             raise UsageError(
                 f"The {where} does not take its saved state: {type(error).__name__}: {error}",
                 hint=f'Build it as it was, or load without it: exclude=("{where.split(".")[0].split("[")[0]}",).',
@@ -197,7 +197,7 @@ class Restorer:
             target.load_state_dict(self.source.full_value(path, like))
 
     def _memory_check(self, module: torch.nn.Module, path: Path_, where: str) -> Check:
-        """Return what refuses to fill a tensor of ``module`` that another part of the state has, with other values."""
+        """Return a check that refuses to fill a tensor of ``module`` that another part of the state holds."""
         parameters = {name for name, _ in live_parameters(module)}
 
         def check(name: str, saved_name: str, now: torch.Tensor, pieces: Iterable[Piece]) -> None:
@@ -220,7 +220,7 @@ class Restorer:
         return check
 
     def _check_shards(self, saved: Any, like: Any, where: str) -> None:
-        """Refuse to give an object whole what was sharded, where its state does not say how to shard it again."""
+        """Refuse to load sharded values as full ones into an object whose own state does not show how to shard them."""
         if dist.is_available() and dist.is_initialized():
             unlike = next(unlike_pieces(saved, like, where), None)
             if unlike is not None and any_in(self.all_here, is_sharded):
@@ -260,7 +260,7 @@ class Restorer:
         return now
 
     def _replaced(self, now: Any, value: Any, where: str) -> Any:
-        """Return ``value``, and say so where that is another object than one that something else may hold."""
+        """Return ``value``, and report it if other objects may hold a reference to the one that it replaces."""
         if is_mutable(now) and not same(now, value):
             kind = type(now).__qualname__
             line = f"{where}: the {kind} here cannot hold what was saved, another object takes its place"
@@ -269,7 +269,7 @@ class Restorer:
         return value
 
     def _fresh(self, now: Any, path: Path_) -> Any:
-        """Return the saved value in memory of its own, sharded as ``now`` is and on its devices."""
+        """Return the saved value in new memory, sharded like ``now`` and on the same devices."""
         return beside(now, self.source.full_value(path, now))
 
     def _restore_container(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
@@ -287,7 +287,7 @@ class Restorer:
 
     def _restore_mapping(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
         given = {}
-        for key in saved:  # no comprehension: it would be one frame more for each level
+        for key in saved:  # no comprehension, which would add a frame per level
             given[key] = self.restore(now.get(key), (*path, key), f"{where}.{key}")
         named = type(now) in (dict, OrderedDict)
         for key, value in now.items():

@@ -1,8 +1,8 @@
-"""Asking live values for what to save of them: the state of objects, wherever they lie, and values as they are.
+"""Turns live values into what is saved: the state of each object in a tree of containers, and plain values as they are.
 
 Rules:
 * A save and a load walk the same containers (see ``formats.restore``).
-* Of a module its versions are taken along, to be saved beside its values.
+* The versions of a module are collected too, to be saved beside its values.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ckptmirror.formats.versions import clean_versions, to_text
 
 __all__ = ["state_of"]
 
-Found = list[list[Any]]
+FoundVersions = list[list[Any]]
 
 
-def state_of(part: Any, where: str, *, versions: Found | None = None, path: tuple[Hashable, ...] = ()) -> Any:
-    """Return what to save of a part: an object's state, that of each one in a container, a value itself.
+def state_of(part: Any, where: str, *, versions: FoundVersions | None = None, path: tuple[Hashable, ...] = ()) -> Any:
+    """Return what to save of a part: an object's state, the state of each object in a container, or the value itself.
 
     Args:
         part: A value, an object with ``state_dict`` and ``load_state_dict``, or containers of them.
@@ -34,7 +34,7 @@ def state_of(part: Any, where: str, *, versions: Found | None = None, path: tupl
         path: The place of ``part``: keys and positions from the top.
 
     Raises:
-        UsageError: An object could not be given its state back.
+        UsageError: An object has a state but no way to load it.
     """
 
     def deeper(value: Any, key: Any, place: str) -> Any:

@@ -1,7 +1,7 @@
-"""What lies in a tree of live or saved values: objects that take a state, sharded tensors, what can be filled.
+"""Questions about a tree of live or saved values: which objects take a state, what is sharded, what can be filled.
 
 Rules:
-* The tree is walked through the containers that a save marks, and through nothing else.
+* A walk enters only the containers that a save marks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def takes_state(value: Any) -> bool:
 
 
 def any_in(value: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Whether anything in ``value``, itself or in containers, is ``wanted``."""
+    """Whether ``wanted`` is true for ``value`` or for anything in its containers."""
     items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
     return wanted(value) or any(any_in(item, wanted) for item in items)
 
@@ -61,7 +61,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def unlike_pieces(saved: Any, like: Any, where: str) -> Iterator[str]:
-    """Yield the places of the pieces in ``saved`` for which ``like`` has no tensor, or one of another shape sharded."""
+    """Yield the places of pieces in ``saved`` for which ``like`` has no tensor, or a DTensor of another shape."""
     if isinstance(saved, Piece):
         shape = saved.region.shape
         if not isinstance(like, torch.Tensor) or (isinstance(like, DTensor) and tuple(like.shape) != shape):
@@ -75,7 +75,7 @@ def unlike_pieces(saved: Any, like: Any, where: str) -> Iterator[str]:
 
 
 def beside(now: Any, value: Any) -> Any:
-    """Return ``value`` with its tensors on the devices of those at the same places of ``now``."""
+    """Return ``value`` with each tensor on the device of the tensor at the same place in ``now``."""
     if is_mapping(value):
         return rebuilt(value, {key: beside(below(now, key), item) for key, item in value.items()})
     if is_sequence(value):
@@ -85,7 +85,7 @@ def beside(now: Any, value: Any) -> Any:
 
 
 def kind_alive(value: Any) -> str | None:
-    """Return the kind of the first object or DTensor in ``value`` that must be given its state in place."""
+    """Return the class name of the first object or DTensor in ``value`` that can only be restored in place."""
     if has(value, "load_state_dict") or isinstance(value, DTensor):
         return type(value).__qualname__
     items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
@@ -93,26 +93,26 @@ def kind_alive(value: Any) -> str | None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether nothing in ``value`` can be filled: it is replaced."""
+    """Whether nothing in ``value`` can be filled, so that it is replaced."""
     return type(value) in _NUMBERS or (not is_mutable(value) and kind_alive(value) is None)
 
 
 def is_mutable(value: Any) -> bool:
-    """Whether ``value`` can change its content, so that who holds it sees what it is filled with."""
+    """Whether the contents of ``value`` can change, so that everyone who holds a reference sees the new ones."""
     if isinstance(value, torch.Tensor) or is_mapping(value) or type(value) in (list, deque, set, bytearray):
         return True
     return is_array(value) or (is_sequence(value) and any(map(is_mutable, value)))
 
 
 def takes_values(now: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Whether ``now`` has memory of its own for every value, and may be written."""
+    """Whether ``now`` has separate memory for every value and may be written."""
     if now.is_meta or now.is_inference() or now.layout != torch.strided or saved.layout != torch.strided:
         return False
     return not overlaps_itself(now)
 
 
 def may_be_sharded(saved: Any) -> bool:
-    """Whether the live state must be asked how it is sharded: only where it may be, as asking may cost something."""
+    """Whether ``saved`` may be sharded, so that the live state must be asked how; asking may be expensive."""
     several = dist.is_available() and dist.is_initialized()
 
     def maybe(leaf: Any) -> bool:
@@ -122,7 +122,7 @@ def may_be_sharded(saved: Any) -> bool:
 
 
 def any_leaf(tree: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Whether any leaf of ``tree`` is ``wanted``."""
+    """Whether ``wanted`` is true for any leaf of ``tree``."""
     if is_mapping(tree):
         return any(any_leaf(item, wanted) for item in tree.values())
     return any(any_leaf(item, wanted) for item in tree) if is_sequence(tree) else wanted(tree)

@@ -1,1 +1,1 @@
-"""Other people's loops: how ckptmirror fits into them. Each uses the public names only."""
+"""Other people's loops: how ckptmirror fits into them. Each uses only the public names."""

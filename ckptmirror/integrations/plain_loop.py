@@ -4,9 +4,9 @@
     --steps 60
 
 It trains a small byte-level transformer, data parallel, on text that every machine has: the standard library's own
-sources. Everything that makes the next step what it is lies in the TrainState: weights, AdamW, schedule, EMA,
-dropout's random numbers and the position in the data. So a run that was killed and started again by the same command
-prints the same losses, bit for bit, as one that was not.
+sources. The TrainState holds everything that the next step depends on: weights, AdamW, schedule, EMA, dropout's random
+numbers and the position in the data. So a run that was killed and restarted by the same command prints the same losses,
+bit for bit, as a run that was not.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ByteTransformer(nn.Module):
 class SourceText:
     """Batches of text from the standard library's sources.
 
-    It knows its position, so that a resume repeats and skips nothing.
+    Its state is its position, so that a resume repeats and skips no batch.
     """
 
     def __init__(self, rank: int, world_size: int, files: int = 40) -> None:
@@ -103,7 +103,7 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def build_state(rank: int, world_size: int, *, wrap: bool) -> TrainState:
-    """Make model, optimizer, schedule, EMA and data, all at their start; ``wrap`` for data parallel training."""
+    """Create model, optimizer, schedule, EMA and data, all at their start; ``wrap`` for data parallel training."""
     torch.manual_seed(1234)
     plain = ByteTransformer()
     ema = torch.optim.swa_utils.AveragedModel(plain, avg_fn=_average)
@@ -135,7 +135,7 @@ def train_step(state: TrainState) -> float:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: int = 4) -> float:
-    """Return the mean loss over text that training does not reach, without dropout."""
+    """Return the mean loss, without dropout, over text that training never sees."""
     text = SourceText(0, 1)
     text.load_state_dict({"position": 500})
     model.eval()
@@ -143,7 +143,7 @@ def evaluate(model: nn.Module, batches: int = 4) -> float:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train to ``args.steps``, resuming whatever there is."""
+    """Train to ``args.steps``, resuming from the newest save if there is one."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     state = build_state(rank, world_size, wrap=True)
     log = Path(args.notes) if args.notes and rank == 0 else None

@@ -1,8 +1,8 @@
 """All code that talks between ranks: the channel, the host copy and the request to stop.
 
 Rules:
-* :func:`open_ranks` is the one way in. It never imports torch: where nobody imported it, there is one rank.
-* ``host_copy`` and ``gloo`` import torch, so they are imported by those who need them, not here.
+* :func:`open_ranks` is the only entry point. It never imports torch: if torch is not imported yet, there is one rank.
+* ``host_copy`` and ``gloo`` import torch, so the modules that need them import them, not this one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def open_ranks(process_group: Any = None, *, node_key: str, timeout_s: float = D
         timeout_s: The limit of every wait on this channel and on those opened from it.
 
     Returns:
-        A :class:`SingleRank` where torch.distributed is not in use.
+        A :class:`SingleRank` if torch.distributed is not in use.
 
     Raises:
         UsageError: This process is not in ``process_group``.
-        WaitTimeout: Not all ranks came.
+        WaitTimeout: Not all ranks called this in time.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

@@ -1,8 +1,8 @@
 """The seam between ckptmirror and the other ranks of the job.
 
 Rules:
-* Ranks talk over a channel of their own, never over the training's process group.
-* One channel is used by one thread at a time; a second thread opens its own with :meth:`Ranks.channel`, on all ranks in
+* Ranks talk over their own channel, never over the training's process group.
+* Only one thread at a time uses a channel; a second thread opens its own with :meth:`Ranks.channel`, on all ranks in
   the same order.
 * Every exchange has a time limit. A rank that failed still takes part, with its error, so one rank's error frees the
   others with that error.
@@ -62,15 +62,15 @@ class Ranks(Protocol):
         ...
 
     def exchange(self, value: T, *, what: str, error: BaseException | None = None) -> list[T]:
-        """Give ``value`` (picklable) or ``error`` to all ranks and return every rank's value, by rank.
+        """Send ``value`` (picklable) or ``error`` to all ranks and return every rank's value, by rank.
 
         Args:
-            value: What this rank says. Ignored where it gives an error.
+            value: This rank's value; ignored if it sends an error.
             what: A few words for messages ("report artifacts of step 200").
-            error: This rank's failure. It still takes part, and its own error is raised here again.
+            error: This rank's failure. The rank still takes part, and its own error is raised here again.
 
         Raises:
-            RankFailed: Another rank gave an error; names the rank and carries its message.
+            RankFailed: Another rank sent an error; the message names the rank and quotes the error.
             WaitTimeout: Not all ranks took part within the channel's limit.
         """
         ...
@@ -80,19 +80,19 @@ class Ranks(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the channel. Needs no other rank."""
+        """Release the channel. Needs no other rank."""
         ...
 
 
 def exchange_result(ranks: Ranks, work: Callable[[], T], *, what: str) -> list[T]:
-    """Do ``work`` on this rank, give its result to all ranks and return every rank's, by rank.
+    """Do ``work`` on this rank, send its result to all ranks and return every rank's result, by rank.
 
     Raises:
-        BaseException: What ``work`` raised here; else the same as :meth:`Ranks.exchange`.
+        BaseException: Whatever ``work`` raised here; otherwise the same as :meth:`Ranks.exchange`.
     """
     try:
         result = work()
     except BaseException as error:
-        ranks.exchange(None, what=what, error=error)  # raises it again, once the others know
+        ranks.exchange(None, what=what, error=error)  # raises it again after the other ranks have it
         raise
     return ranks.exchange(result, what=what)

@@ -1,17 +1,17 @@
-"""The channel between ranks over gloo groups of our own.
+"""The channel between ranks, over its own gloo groups.
 
-Reports go to the channel's rank 0 and the answer comes back from there, point to point: whoever dies, rank 0 sees the
-connection close and tells the others which rank it was, and if rank 0 dies every other rank sees that itself. Rank 0
-looks at the ranks in order, so a death shows once the lower ranks have come, or at the limit.
+Each rank sends its report to the channel's rank 0, which sends the answer back, point to point. If a rank dies, rank 0
+sees the connection close and tells the others which rank it was; if rank 0 dies, every other rank sees that itself.
+Rank 0 reads the ranks in order, so it notices a death once the lower ranks have reported, or at the limit.
 
 Rules:
-* Nothing is ever sent on the training's group. A channel has two groups of its own, one for messages and one that is
-  given away as ``torch_group``, so that a collective that failed there cannot silence the report of its failure.
-* Every wait ends at the channel's limit. A wait that ran out closes the gloo connections, so the channel is then
-  broken, and the reason is left in the group's store, where the ranks that were cut off find it.
-* A broken channel says so again at every later exchange, at once.
-* Only what gloo raises means that a rank is gone; an error while a message is read is this rank's own, and is raised.
-* ``close`` talks to nobody.
+* Nothing is ever sent on the training's group. A channel has two groups of its own, one for messages and one for
+  callers (``torch_group``), so that a failed collective on the second cannot block the report of its failure.
+* Every wait ends at the channel's limit. A wait that times out closes the gloo connections and so breaks the channel;
+  it leaves the reason in the group's store, where the ranks that were cut off find it.
+* A broken channel raises the same error at once in every later exchange.
+* Only an error from gloo means that a rank is gone. An error while reading a message is this rank's own, and is raised.
+* ``close`` sends nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _STORE_LIMIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """Where one rank sits."""
+    """A rank's node, and its place within the node."""
 
     node: int
     nodes: int
@@ -54,7 +54,7 @@ class NodeLayout:
 
 
 def layout_of(keys: Sequence[str], rank: int) -> NodeLayout:
-    """Return where ``rank`` sits, given every rank's node key: nodes are numbered by their lowest rank."""
+    """Return the layout of ``rank``, given every rank's node key; nodes are ordered by their lowest rank."""
     order = list(dict.fromkeys(keys))
     mine = [index for index, key in enumerate(keys) if key == keys[rank]]
     return NodeLayout(order.index(keys[rank]), len(order), mine.index(rank), len(mine))
@@ -82,7 +82,7 @@ class GlooRanks:
 
     @classmethod
     def open(cls, process_group: Any, *, node_key: str, timeout_s: float) -> GlooRanks:
-        """Open the first channel of a job: see :func:`ckptmirror.ranks.open_ranks`."""
+        """Open the first channel of a job, for :func:`ckptmirror.ranks.open_ranks`."""
         ranks = cls(process_group, name="first", timeout_s=timeout_s)
         ranks._layout = layout_of(ranks.exchange(node_key, what="find out who shares a node"), ranks._rank)
         return ranks
@@ -124,11 +124,11 @@ class GlooRanks:
 
     @property
     def torch_group(self) -> Any:
-        """A gloo group of the same ranks, for torch APIs that need one, used by this channel's thread alone."""
+        """A gloo group of the same ranks, for torch APIs that need one; only this channel's thread uses it."""
         return self._torch_group
 
     def exchange(self, value: T, *, what: str, error: BaseException | None = None) -> list[T]:
-        """Give ``value`` or ``error`` to all ranks and return every rank's value, by rank. See :class:`Ranks`."""
+        """Send ``value`` or ``error`` to all ranks and return every rank's value, by rank. See :class:`Ranks`."""
         if not self._busy.acquire(blocking=False):
             raise UsageError(f"{what}: this channel is in use by another thread; open one with channel()")
         try:
@@ -167,7 +167,7 @@ class GlooRanks:
         return other
 
     def close(self) -> None:
-        """Free both groups. Needs no other rank; ranks that still wait for this one are freed with an error."""
+        """Release both groups. Needs no other rank; ranks that still wait for this one get an error."""
         if self._closed:
             return
         self._closed = True
@@ -182,7 +182,7 @@ class GlooRanks:
     # -- rank 0 ---------------------------------------------------------------------------------------------------
 
     def _collect(self, own: Report, deadline: float) -> Answer:
-        """Take every rank's report, decide, and tell all ranks that can be told."""
+        """Receive every rank's report, decide, and send the answer to all ranks that can still be reached."""
         frames = {peer: bytearray(_FRAME_BYTES) for peer in range(1, self._size)}
         works: dict[int, Any] = {}
         messages: list[bytearray] = []
@@ -251,7 +251,7 @@ class GlooRanks:
     # -- both -----------------------------------------------------------------------------------------------------
 
     def _whole(self, frame: bytearray, peer: int, deadline: float) -> bytearray:
-        """Return the message that begins in ``frame``, once its rest has come."""
+        """Return the message that begins in ``frame``, after receiving the rest of it."""
         size = int.from_bytes(frame[:_SIZE_BYTES], "little")
         data = frame[_SIZE_BYTES : _SIZE_BYTES + size]
         if size > len(data):
@@ -264,7 +264,7 @@ class GlooRanks:
         return self._reason_of(peer) or _words(error)
 
     def _leave_reason(self, reason: str) -> None:
-        """Say why this rank gave up, where ranks whose connection it closed can read it."""
+        """Store why this rank gave up, where the ranks whose connection it closed can read it."""
         if self._store is not None:
             try:
                 self._store.set(f"reason/{self._rank}", reason)
@@ -285,18 +285,18 @@ class GlooRanks:
 
 
 def _words(error: RuntimeError) -> str:
-    """Say what gloo's error means, with its first sentence and without the line of its source."""
+    """Return the first sentence of gloo's error, without its source line."""
     said = re.sub(r"^\[\S*\] ", "", str(error)).partition(". ")[0].splitlines()
     return f"it died, or closed its channel ({said[0] if said else type(error).__name__})"
 
 
 def _wait(work: Any, deadline: float) -> None:
-    # A limit of 0 would mean the group's own.
+    # A limit of 0 would mean the group's default.
     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
 
 def _over(memory: bytearray) -> torch.Tensor:
-    """Return a tensor over ``memory``, which gloo sends or fills. Bytes pass without NumPy, which torch may lack."""
+    """Return a tensor over ``memory`` for gloo to send or fill. It does not need NumPy, which may not be installed."""
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -318,7 +318,7 @@ def _frames(data: bytes) -> list[torch.Tensor]:
 
 
 def _new_group(process_group: Any, description: str, timeout_s: float) -> Any:
-    """Make a gloo group over the ranks of ``process_group`` (None: all)."""
+    """Create a gloo group over the ranks of ``process_group`` (None: all)."""
     everyone = process_group is None or process_group is dist.group.WORLD
     members = None if everyone else dist.get_process_group_ranks(process_group)
     if members is not None and (process_group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank() not in members):
@@ -336,7 +336,7 @@ def _new_group(process_group: Any, description: str, timeout_s: float) -> Any:
 
 
 def _store_of(group: Any) -> Any:
-    """Return a connection of our own to the group's store, or None: it only carries reasons."""
+    """Return a separate connection to the group's store, or None. It only carries reasons."""
     try:
         store = group.get_group_store().clone()
         store.set_timeout(timedelta(seconds=_STORE_LIMIT_S))

@@ -1,16 +1,16 @@
-"""The kept host memory that states are copied into.
+"""The host memory that states are copied into, kept from save to save.
 
-Fresh memory costs five to ten times the copy itself in page faults, so the memory is kept, in huge pages where the
-machine has them.
+Fresh memory costs five to ten times the copy itself in page faults, so the memory is kept, in huge pages if the machine
+has them.
 
 Rules:
-* Old memory is given back before new memory is taken: the peak is one arena.
+* Old memory is freed before new memory is allocated, so the peak is one arena.
 * It grows when the state does, and shrinks when less than half of it is needed.
-* Where CUDA tensors are copied it is pinned, in blocks that are powers of two, because the allocator of pinned memory
-  rounds up to those.
-* Its tensors are ordinary ones, on the CPU, whatever mode or default device the training saves in: they are written
-  again in other modes.
-* A forked child does not inherit it, or the next copy would duplicate every page.
+* For CUDA tensors it is pinned, in blocks that are powers of two, since the allocator of pinned memory rounds up to
+  those.
+* Its tensors are ordinary CPU tensors, whatever mode or default device the training saves in, since later copies write
+  them in other modes.
+* A forked child does not inherit it; otherwise the next copy would duplicate every page.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Arena:
         return sum(block.nbytes for block in self._blocks)
 
     def fit(self, sizes: Sequence[int], *, pinned: bool) -> bool:
-        """Make blocks of at least ``sizes`` available. Returns whether new memory was taken."""
+        """Make blocks of at least ``sizes`` available. Returns whether new memory was allocated."""
         if list(sizes) != self._sizes:
             self._sizes, self._tensors = list(sizes), {}  # another layout
         held = [block.nbytes for block in self._blocks]
@@ -69,7 +69,7 @@ class Arena:
     def tensor(self, block: int, offset: int, like: torch.Tensor) -> torch.Tensor:
         """Return a contiguous tensor of the shape and dtype of ``like``, in a storage of exactly its size.
 
-        It is kept: states rarely change their layout, and making thousands of tensors takes longer than copying them.
+        It is kept: states rarely change their layout, and creating thousands of tensors takes longer than copying them.
         """
         kept = self._tensors.get((block, offset))
         if kept is None or kept.dtype != like.dtype or kept.shape != like.shape:
@@ -89,7 +89,7 @@ class Arena:
                     torch.frombuffer(block, dtype=torch.uint8).zero_()
 
     def release(self) -> None:
-        """Let the memory go; it is freed with the last tensor that still lies in it."""
+        """Release the memory; it is freed together with the last tensor that still uses it."""
         self._blocks = []
         self._tensors = {}
 
@@ -104,7 +104,7 @@ def _take(size_bytes: int) -> memoryview:
         try:
             memory.madvise(advice)
         except OSError:
-            continue  # a kernel without it: slower, or with more memory after a fork, but right
+            continue  # a kernel without it: slower, or more memory after a fork, but still correct
     return memoryview(memory)
 
 

@@ -2,13 +2,13 @@
 
 Rules:
 * After ``copy`` returns, nothing that the training does to the source shows in the copy.
-* Tensors that share bytes still do; plain containers, of exactly the kinds listed here, keep their kind and stay shared
-  where they were. Every other value is copied whole unless it is immutable: with all that it has, never rebuilt from a
-  part of it. The tensors that such an object holds in the open are copied like all others.
-* What comes back never requires grad and lies on the CPU. A DTensor comes back as a DTensor over host memory, with the
-  same mesh, placements and shape; a parameter as a plain tensor.
-* A tensor that has no plain bytes (meta, quantised, sparse, freed) is refused, with its path in the state.
-* The memory is lent: ``copy`` fails while the lease before is out, so nobody's bytes change under a background save.
+* Tensors that share bytes still share them. Plain containers, of exactly the types listed here, keep their type and
+  stay shared. Every other value is deep-copied unless it is immutable, never rebuilt from a part of it. Tensors that
+  such an object exposes are copied like all others.
+* Copied tensors never require grad and are on the CPU. A DTensor becomes a DTensor over host memory with the same mesh,
+  placements and shape; a parameter becomes a plain tensor.
+* A tensor without plain bytes (meta, quantised, sparse, freed) is refused, with its path in the state.
+* The memory is lent: ``copy`` fails until the previous lease is released, so no bytes change under a background save.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Lease:
         return self._tree
 
     def release(self) -> None:
-        """Give the memory back: the next ``copy`` may write it. Any thread may call this, more than once."""
+        """Return the memory, so that the next ``copy`` may write it. Any thread may call this, more than once."""
         copier, self._copier, self._tree = self._copier, None, None
         if copier is not None:
             copier._take_back(self)
@@ -98,7 +98,7 @@ class HostCopier:
         """Copy ``tree``: nested dicts, lists and tuples of tensors, plain values and objects.
 
         Returns:
-            The lease of the copy; release it when it has been written.
+            The lease of the copy; release it once the copy has been written.
 
         Raises:
             UsageError: The last lease was not released, or the tree holds something that cannot be copied.
@@ -117,11 +117,11 @@ class HostCopier:
         return lease
 
     def reserve(self, tree: Any, *, more_bytes: int = 0) -> int:
-        """Take the memory that ``copy(tree)`` will need, and fault it in, without copying. Returns ``nbytes``.
+        """Allocate the memory that ``copy(tree)`` will need, and fault it in, without copying. Returns ``nbytes``.
 
         Args:
-            tree: What will be copied.
-            more_bytes: Room for what is not in ``tree`` yet.
+            tree: The tree that will be copied.
+            more_bytes: Extra room for values that are not in ``tree`` yet.
         """
         self._begin()
         try:
@@ -139,7 +139,7 @@ class HostCopier:
         """Free the memory.
 
         Raises:
-            UsageError: A lease is out.
+            UsageError: A lease was not released.
         """
         self._begin()
         self._arena.release()
@@ -147,7 +147,7 @@ class HostCopier:
             self._copying = False
 
     def reclaim(self) -> None:
-        """Take back what an interrupt kept from the caller of ``copy``. Only where nobody has a lease, nor copies."""
+        """Reclaim a lease that Ctrl-C kept from the caller of ``copy``, while no lease is in use and no copy runs."""
         with self._lock:
             self._copying, self._lease = False, None
 
@@ -222,17 +222,17 @@ class _Object:
 
 
 class _Walk:
-    """One pass over a tree: first everything but the tensors' bytes is copied, then the tensors are put in."""
+    """One pass over a tree: first copies everything but the tensors' bytes, then inserts the tensors."""
 
     def __init__(self) -> None:
         self.views: list[View] = []
         self.hosts: dict[int, torch.Tensor] = {}
         self._slots: dict[int, _Slot | _Wrapped] = {}
         self._copies: dict[int, Any] = {}
-        self._kept: list[Any] = []  # holds what ids were taken of
+        self._kept: list[Any] = []  # keeps alive every object whose id is in use
         self._built: dict[int, Any] = {}
         self._open: set[int] = set()
-        self._memo: dict[int, Any] = {}  # of all copies of objects, so that what they share stays shared
+        self._memo: dict[int, Any] = {}  # deepcopy's memo for all objects, so that shared parts stay shared
 
     def outline(self, value: Any, path: str) -> Any:
         """Return ``value`` copied, with a slot in place of every tensor."""
@@ -308,7 +308,7 @@ class _Walk:
         view = View(key, plain)
         if view.end > view.storage.nbytes():
             raise UsageError(f"{path} cannot be copied: its storage was freed (a resharded or offloaded parameter?)")
-        self.hosts[key] = plain  # until the copy takes its place
+        self.hosts[key] = plain  # until the copy replaces it
         self.views.append(view)
         return _Slot(key)
 
@@ -346,7 +346,7 @@ class _Walk:
 
 
 def _is_namedtuple(value: Any) -> bool:
-    """Whether ``value`` is of a class that ``namedtuple`` made, which has nothing beside its fields."""
+    """Whether the class of ``value`` was made by ``namedtuple``, so that it has only its fields."""
     return type(value).__bases__ == (tuple,) and hasattr(value, "_fields") and not hasattr(value, "__dict__")
 
 

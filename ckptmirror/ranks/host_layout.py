@@ -1,10 +1,10 @@
-"""Which bytes of a state's storages are copied, and where they lie in the host arena.
+"""Which bytes of a state's storages are copied, and where they go in the host arena.
 
 Rules:
 * Bytes that several tensors see (tied weights, views of one storage) are copied once and stay shared.
-* A tensor that sees only a little of the range that it spans (a column of a wide matrix) is copied alone, contiguously,
-  so that a tiny view never drags a huge storage along. Tensors that share bytes with such a one are no longer shared.
-* Every piece becomes a storage of its own, so that writing one tensor to a file never writes its neighbours.
+* A tensor that sees only a small part of the range that it spans (a column of a wide matrix) is copied separately and
+  contiguously, so that a tiny view never copies a huge storage. It then no longer shares bytes with other tensors.
+* Every piece gets its own storage, so that writing one tensor to a file never writes its neighbours.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class View:
     Attributes:
         key: The caller's name for it.
         tensor: Plain, strided, detached, not empty.
-        storage: The storage that it lies in.
+        storage: Its storage.
         begin: First byte of the storage that it sees.
         end: One past the last byte that it sees.
-        seen_bytes: How many different bytes it sees (a dimension with stride 0 repeats the same).
+        seen_bytes: How many different bytes it sees (a dimension with stride 0 repeats the same bytes).
     """
 
     __slots__ = ("begin", "end", "key", "seen_bytes", "storage", "tensor")
@@ -65,10 +65,11 @@ class Piece:
 
     Attributes:
         views: The tensors that it holds.
-        begin: First byte of the source storage, where ``whole``.
+        begin: If ``whole``, its first byte in the source storage.
         size_bytes: Its length.
-        whole: Copied as a range of bytes of the storage; else ``views`` are all one tensor, copied as a tensor.
-        block: Number of the arena's block it lies in, and ``offset`` there.
+        whole: Whether it is copied as a range of bytes of the storage; otherwise ``views`` are all one tensor, which is
+            copied as a tensor.
+        block: Number of its block in the arena; ``offset`` is its position in the block.
     """
 
     views: list[View]
@@ -80,20 +81,20 @@ class Piece:
 
     @property
     def source(self) -> torch.UntypedStorage:
-        """The storage to copy from. Several may begin at one address (over arrays of numpy): the longest has it all."""
+        """The storage to copy from: the longest, if several begin at one address (they may over NumPy arrays)."""
         if len(self.views) == 1:
             return self.views[0].storage
         return max((view.storage for view in self.views), key=lambda storage: storage.nbytes())
 
 
 def plan_pieces(views: Iterable[View]) -> list[Piece]:
-    """Group ``views`` (no empty ones) into pieces, in a stable order."""
+    """Group ``views`` (none of them empty) into pieces, in a stable order."""
     storages: dict[tuple[torch.device, int], list[View]] = {}
     for view in views:
         storages.setdefault((view.tensor.device, view.storage.data_ptr()), []).append(view)
     pieces: list[Piece] = []
     for group in storages.values():
-        if len(group) == 1:  # nearly all; thousands of small tensors are mostly the work done for each
+        if len(group) == 1:  # the usual case: with thousands of small tensors, the work for each one is what costs
             pieces.extend(_pieces_of(group))
             continue
         for cluster in _clusters(group):
@@ -139,11 +140,11 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def place(pieces: Sequence[Piece], *, block_limit_bytes: int | None) -> list[int]:
-    """Give every piece its place and return the size of each block of the arena.
+    """Assign every piece its place and return the size of each block of the arena.
 
     Args:
         pieces: Their ``block`` and ``offset`` are set.
-        block_limit_bytes: No block grows past this, except one that holds a single larger piece. None: one block.
+        block_limit_bytes: Largest size of a block, unless a single piece is larger. None: one block.
     """
     sizes = [0]
     for piece in pieces:

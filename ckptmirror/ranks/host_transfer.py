@@ -1,11 +1,11 @@
-"""Moves the bytes of many tensors to host memory, whatever device they come from.
+"""Copies the bytes of many tensors to host memory, from any device.
 
 Rules:
-* When ``copy_all`` returns, the bytes are there.
-* Host memory is moved by a few threads of our own, which take the next piece when they are done with one: where another
-  process has one of the cores, the others do more. torch would start and join its pool for every tensor, with equal
+* When ``copy_all`` returns, the bytes have arrived.
+* A few threads of this module copy host memory, each taking the next piece when it is done with one. If another process
+  uses one of the cores, the other threads do more. torch would start and join its pool for every tensor, with equal
   shares: on a machine whose cores are busy, each of these joins waits for a core.
-* Devices are copied from on a stream of their own, which waits for what the training has queued.
+* Copies from a device run on their own stream, which waits for the work that the training has queued.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 
 __all__ = ["copy_all"]
 
-_THREADS_LIMIT = 4  # so many fill the memory channels of most machines
-_MOVED_FROM_BYTES = 128 * 1024  # what is smaller costs less in one grouped copy
+_THREADS_LIMIT = 4  # enough to fill the memory channels of most machines
+_MOVED_FROM_BYTES = 128 * 1024  # smaller ones cost less in one grouped copy
 _PIECE_BYTES = 4 * 1024 * 1024
-_ALONE_BYTES = 32 * 1024 * 1024  # less in all is not worth a thread
+_ALONE_BYTES = 32 * 1024 * 1024  # a smaller total is not worth a thread
 
 _Move = tuple[int, int, int]  # to, from, how many bytes
 
@@ -105,7 +105,7 @@ def _move(moves: Sequence[_Move]) -> None:
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
-    """Wait for all, also when interrupted: one that went on would write into the next copy."""
+    """Wait for all threads, even after Ctrl-C: a thread that kept running would write into the next copy."""
     for thread in threads:
         try:
             thread.join()

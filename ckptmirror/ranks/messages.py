@@ -1,9 +1,9 @@
-"""What ranks say to one another in one exchange, as bytes.
+"""The messages that ranks send each other in one exchange, as bytes.
 
 Rules:
 * A report is one rank's value or error; the answer is either every rank's value or one refusal for all.
-* An error travels as text, never as a pickled object: the receiver may not have its class.
-* Reports name what the exchange is about and its number, so that two exchanges can never be taken for one another.
+* An error travels as text, never as a pickled object, since the receiver may not have its class.
+* Reports carry the exchange's purpose and number, so that two exchanges can never be confused.
 * Values are pickled: they come from the same job, which runs the same code.
 """
 
@@ -34,7 +34,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank brings to an exchange: ``value`` (pickled) or ``failure``."""
+    """What one rank sends in an exchange: ``value`` (pickled) or ``failure``."""
 
     number: int
     what: str
@@ -44,7 +44,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What all ranks get.
+    """What all ranks receive.
 
     Attributes:
         outcome: "values", or why there are none: "failed" (the channel is still good), or "late", "missing", "mixed"
@@ -76,7 +76,7 @@ def pack_value(value: Any) -> bytes:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Put an error into words."""
+    """Convert an error to text."""
     text = str(error) or type(error).__name__
     if not isinstance(error, CkptMirrorError):
         text = f"{type(error).__name__}: {text}"
@@ -102,7 +102,7 @@ def decide(reports: Sequence[Report]) -> Answer:
 def refusal(answer: Answer, what: str) -> CkptMirrorError:
     """Return the error that a rank without an error of its own raises on ``answer``.
 
-    Where all errors are of one of our kinds, its exit code and hint are kept, and what the kind says of itself.
+    If all errors are of one ckptmirror class, its exit code, hint and flags are kept.
     """
     if answer.outcome == "late":
         return WaitTimeout(f"{what}: {answer.reason}")

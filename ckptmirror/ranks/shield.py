@@ -1,8 +1,9 @@
 """Keeps a DataLoader's workers alive through the SIGTERM that asks the trainer to stop.
 
 Rules:
-* A worker that was asked to end goes on for ``grace_s``, so that none outlives its trainer by more than that.
-* Its parent is the trainer: when the parent is gone, it ends at once.
+* A worker that gets a SIGTERM keeps running for ``grace_s`` at most, so it cannot outlive its trainer by more than
+  that.
+* Its parent is the trainer; if the parent is gone, the worker ends at once.
 * Picklable, so that workers may be spawned. Standard library only.
 """
 
@@ -18,7 +19,7 @@ __all__ = ["WorkerShield"]
 
 
 class WorkerShield:
-    """A ``worker_init_fn``: shields the worker, then calls the one that it was given.
+    """A ``worker_init_fn`` that shields the worker, then calls the user's own.
 
     Args:
         worker_init_fn: The user's own, called with the worker's id.
@@ -30,7 +31,7 @@ class WorkerShield:
         self._grace_s = grace_s
 
     def __call__(self, worker_id: int) -> None:
-        """Shield this process, which is a worker and in its main thread."""
+        """Shield this process; called in the main thread of a worker."""
         parent, grace_s = os.getppid(), self._grace_s
         timers: list[threading.Timer] = []
 

@@ -1,7 +1,7 @@
 """The job that has one rank.
 
 Rules:
-* The same behaviour as a channel of one: a value comes back as a list of one, an error is raised again.
+* It behaves like a channel with one rank: a value comes back as a list of one, an error is raised again.
 * Standard library only.
 """
 

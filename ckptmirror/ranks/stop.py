@@ -5,11 +5,13 @@ collective) delays it. The interpreter's C handler, though, writes the signal's 
 and a thread that reads that descriptor reacts within milliseconds.
 
 Rules:
-* On a signal the watcher thread alone changes the state and calls ``on_request``; the main thread's handler chains.
-* Earlier handlers and an earlier wakeup descriptor still get every signal, and are put back by ``uninstall``.
-* No signal that is watched kills this process, the second as little as the first.
+* On a signal, only the watcher thread changes the state and calls ``on_request``; the main thread's handler calls the
+  earlier handler.
+* Earlier handlers and an earlier wakeup descriptor still get every signal, and ``uninstall`` restores them.
+* No watched signal kills this process, neither the first nor the second.
 * A forked child is not asked to stop: it gets the earlier handlers and closes its copies of the descriptors.
-* All ranks stop at the same step, because they stop on the answer of one exchange (``check``), never on what one knows.
+* All ranks stop at the same step, because they act on the answer of one exchange (``check``), never on what one rank
+  knows.
 * Standard library only.
 """
 
@@ -34,7 +36,7 @@ from ckptmirror.ranks.shield import WorkerShield
 __all__ = ["DEFAULT_GRACE_S", "StopRequest"]
 
 DEFAULT_GRACE_S = 12.0
-_WAKE = 0  # a byte that is no signal: there are callbacks to call
+_WAKE = 0  # not a signal number: there are callbacks to call
 _HANDLED = 128  # added to a signal: Python's handler ran, and the wakeup byte went out on its own
 _END = 255
 _JOIN_LIMIT_S = 5.0
@@ -44,7 +46,7 @@ _fork_hooked = False
 
 
 class StopRequest:
-    """Whether, why and until when this job is to stop.
+    """Whether, why and by when this job should stop.
 
     Args:
         grace_s: Time from the first signal to the end. 12 s suits machines that give 15; torchrun gives 30.
@@ -86,15 +88,15 @@ class StopRequest:
         return max(self._ends_at - time.monotonic(), 0.0)
 
     def request(self, reason: str) -> None:
-        """Ask this job to stop. The first reason stays. No grace period begins: nobody is about to kill the process."""
+        """Ask this job to stop. The first reason stays. No grace period begins, since nobody will kill the process."""
         self._note(reason, math.inf)
         if not self._wake(_WAKE):
             self._tell()
 
     def check(self, ranks: Ranks) -> bool:
-        """Return whether any rank was asked to stop: the same on all ranks, which all call this, once per step.
+        """Return whether any rank was asked to stop. All ranks call this once per step and get the same answer.
 
-        The earliest end of grace of all ranks becomes that of each.
+        Every rank takes over the earliest end of a grace period of all ranks.
 
         Raises:
             RankFailed: A rank is gone.
@@ -134,7 +136,7 @@ class StopRequest:
         return self
 
     def uninstall(self) -> None:
-        """Put the earlier handlers and wakeup descriptor back. What was requested stays requested."""
+        """Restore the earlier handlers and wakeup descriptor. A request that was made stays."""
         watcher, writer = self._watcher, self._writer
         if watcher is None or writer is None:
             return
@@ -163,7 +165,10 @@ class StopRequest:
         return WorkerShield(worker_init_fn)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Run in the main thread, maybe late: chain. The byte serves where somebody else took the wakeup descriptor."""
+        """Call the earlier handler. Runs in the main thread, maybe late.
+
+        The byte wakes the watcher if other code took over the wakeup descriptor.
+        """
         self._wake(_HANDLED + number)
         earlier = self._earlier.get(number)
         if callable(earlier):
@@ -229,7 +234,7 @@ class StopRequest:
             self._earlier_fd = -1  # its owner closed it
 
     def _put_back(self, our_fd: int, earlier_fd: int) -> None:
-        """Undo ``install``, except where somebody else has taken a handler or the descriptor over since."""
+        """Undo ``install``, except for a handler or descriptor that other code has taken over since."""
         for number, earlier in self._earlier.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
@@ -249,7 +254,7 @@ class StopRequest:
         _installed.discard(self)
 
     def _leave_child(self) -> None:
-        """In a forked child: let go of everything; the parent's descriptors stay as they are."""
+        """In a forked child: release everything; the parent's descriptors are not affected."""
         writer = self._writer
         self._lock = threading.RLock()  # the parent's watcher may have held it
         if writer is not None:
