@@ -84,7 +84,7 @@ def test_a_truncated_artifact_on_a_mirror_is_seen_before_the_download(tmp_path: 
     path = tmp_path / "mirror" / "model_000200.pt"
     path.write_bytes(path.read_bytes()[:-1])
     ended = run("stage", "--step", "200", "--mirror", url, "--dest", tmp_path / "e")
-    assert_tells(ended, 3, "model_000200.pt has 2999 bytes, the meta says 3000")
+    assert_tells(ended, 3, "model_000200.pt has 2999 bytes instead of 3000")
 
 
 def test_a_bit_flipped_artifact_on_a_mirror_is_never_published_and_a_mended_one_is(tmp_path: Path):

@@ -54,8 +54,8 @@ from ckptmirror.flow.fetch.destination import (
 )
 from ckptmirror.flow.fetch.stage_progress import OnProgress, StageProgress
 from ckptmirror.flow.places.catalog import first_missing, mirror_catalog, objects_of
+from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.flow.places.read_back import read_back_crc32c
 from ckptmirror.flow.places.select import MAIN_ROLE, lineage_of
 from ckptmirror.local import files
 from ckptmirror.local.inventory import LocalSave
@@ -167,10 +167,7 @@ class Staging:
         for path, digest in _digests(here).items():
             copy = named.get(path)
             info = objects.get(copy.object_name) if copy is not None else None
-            if copy is None or info is None or copy.digest != digest:
-                return False
-            crc32c = info.crc32c if info.crc32c is not None else read_back_crc32c(store, info)
-            if (info.size_bytes, crc32c) != (digest.size_bytes, digest.crc32c):
+            if copy is None or copy.digest != digest or why_differs(copy, info, store=store) is not None:
                 return False
         return True
 
@@ -310,10 +307,10 @@ class Staging:
         incoming = []
         for artifact in artifacts:
             info = objects[artifact.object_name]
-            if info.crc32c is not None and info.crc32c != artifact.digest.crc32c:
+            why = why_differs(artifact, info)
+            if why is not None:
                 raise IntegrityError(
-                    f"{self._mirror.url}/{info.name} has crc32c {info.crc32c:08x}, "
-                    f"but {artifact.digest.crc32c:08x} was saved.",
+                    f"{self._mirror.url}/{info.name} is not what was saved: it {why}.",
                     hint="Stage the step from another mirror, or another step: see `ckptmirror ls`.",
                 )
             source = ObjectToRead(self._mirror.store, info.name, info.generation, artifact.digest)

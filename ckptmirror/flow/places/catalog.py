@@ -29,6 +29,7 @@ from ckptmirror.core.model import Artifact, AttemptList, Kind, Meta, Tombstone
 from ckptmirror.core.problems import Hindrance, Problem, facts_of
 from ckptmirror.core.start.lineage import Lineage, attempts_of_metas, lineage
 from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local.inventory import Item, read_inventory
 from ckptmirror.local.pool import run_jobs
@@ -230,12 +231,9 @@ def first_missing(meta: Meta, objects: Mapping[str, ObjectInfo]) -> str | None:
 def _missing(meta: Meta, objects: Mapping[str, ObjectInfo]) -> dict[Artifact, str]:
     found: dict[Artifact, str] = {}
     for artifact in meta.artifacts:
-        name, size_bytes = artifact.object_name, artifact.digest.size_bytes
-        info = objects.get(name)
-        if info is None:
-            found[artifact] = f"{name} is missing"
-        elif info.size_bytes != size_bytes:
-            found[artifact] = f"{name} has {info.size_bytes} bytes, the meta says {size_bytes}"
+        why = why_differs(artifact, objects.get(artifact.object_name), by_size=True)
+        if why is not None:
+            found[artifact] = f"{artifact.object_name} {why}"
     return found
 
 

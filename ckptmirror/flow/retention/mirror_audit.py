@@ -25,6 +25,7 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local.saying import saying
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
@@ -158,16 +159,16 @@ def _ask(table: UploadsTable, mirror: Mirror) -> None:
     verified = [record for record in _verified(table) if record.mirror == mirror.url]
     if not verified:
         return
-    there = {info.name: (info.generation, info.size_bytes) for info in mirror.store.list()}
-    missed = [r for r in verified if there.get(r.object or r.path) != (r.generation, r.size_bytes)]
-    for record in missed:
-        forget_verified(table, record, f"{record.object or record.path} is gone from the mirror, or another object now")
+    there = {info.name: info for info in mirror.store.list()}
+    missed = [(r, why) for r in verified if (why := why_differs(r, there.get(r.object or r.path))) is not None]
+    for record, why in missed:
+        forget_verified(table, record, f"{record.object or record.path} {why}")
     if missed:
         saying(_log, mirror=mirror.url).error(
             "%d objects that were verified on %s are gone, and are sent again: %s …",
             len(missed),
             mirror.url,
-            missed[0].object or missed[0].path,
+            missed[0][0].object or missed[0][0].path,
         )
 
 

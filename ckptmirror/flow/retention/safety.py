@@ -18,8 +18,8 @@ from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NotAuthorised, 
 from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.core.retention import MirrorSafety
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
+from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.flow.places.read_back import read_back_crc32c
 from ckptmirror.flow.retention.mirror_audit import forget_verified
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
@@ -106,24 +106,12 @@ def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None
     if isinstance(found, Tombstone):
         return None
     for record in records:
-        reason = _why_object_differs(mirror, record)
-        if reason is not None:
-            forget_verified(table, record, reason)
-            return reason
+        name = record.object or record.path
+        why = why_differs(record, mirror.store.stat(name), store=mirror.store)
+        if why is not None:
+            forget_verified(table, record, f"{name} {why}")
+            return f"{name} {why}"
     return _why_meta_differs(found, records)
-
-
-def _why_object_differs(mirror: Mirror, record: UploadRecord) -> str | None:
-    name = record.object or record.path
-    info = mirror.store.stat(name)
-    if info is None:
-        return f"{name} is gone from the mirror"
-    if (info.generation, info.size_bytes) != (record.generation, record.size_bytes):
-        return f"{name} is not the object that was verified (its generation or size changed)"
-    crc32c = info.crc32c if info.crc32c is not None else read_back_crc32c(mirror.store, info)
-    if crc32c != record.crc32c:
-        return f"{name} has a crc32c other than the one that was verified"
-    return None
 
 
 def _why_meta_differs(found: Meta, records: Sequence[UploadRecord]) -> str | None:

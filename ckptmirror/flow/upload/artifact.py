@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from ckptmirror.core import events
 from ckptmirror.core.errors import IntegrityError, PreconditionFailed, StorePermanent, Temporary
-from ckptmirror.core.model import Digest, Meta
-from ckptmirror.flow.places.read_back import read_back_crc32c
+from ckptmirror.core.model import Artifact, Digest, Meta
+from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.upload.sending import LEASE_S, Sending, UploadContext
 from ckptmirror.flow.upload.transfer_progress import WatchedUpload
 from ckptmirror.local import files
@@ -39,8 +39,8 @@ class ArtifactUpload(Sending):
     def send(self) -> None:
         """Send the record's file, or find it there, and verify it."""
         meta = self._local_meta()
-        digest = next((a.digest for a in meta.artifacts if a.path == self._record.path), None)
-        if digest is None:
+        artifact = next((a for a in meta.artifacts if a.path == self._record.path), None)
+        if artifact is None:
             raise IntegrityError(f"The meta of save {meta.save_id[:8]} does not name {self._record.path}.")
         if meta.save_id not in self._context.confirmed:
             self._context.confirm(self._context.mirror, None)
@@ -50,9 +50,9 @@ class ArtifactUpload(Sending):
         for name in self._candidate_names(meta):
             info = self._store.stat(name)
             if info is None and name in self._own_names(meta):
-                info = self._create(name, digest, meta)
-            if info is not None and self._is_ours(info, digest, meta):
-                self._verify(info, digest)
+                info = self._create(name, artifact.digest, meta)
+            if info is not None and self._is_ours(info, artifact, meta):
+                self._verify(info, artifact.digest)
                 return
         raise StorePermanent(
             f"Every name for {self._record.path} on {self._context.mirror.url} holds other bytes.",
@@ -105,14 +105,11 @@ class ArtifactUpload(Sending):
             return replace(info, crc32c=digest.crc32c)  # such a store's upload() has just read the object back
         return info
 
-    def _is_ours(self, info: ObjectInfo, digest: Digest, meta: Meta) -> bool:
+    def _is_ours(self, info: ObjectInfo, artifact: Artifact, meta: Meta) -> bool:
         """Whether the object is this save's: by its metadata, or by equal bytes where a store keeps none."""
-        if self._store.capabilities.custom_metadata:
-            if info.metadata.get("ckptmirror-save") != meta.save_id:
-                return False
-        elif info.size_bytes != digest.size_bytes:
+        if self._store.capabilities.custom_metadata and info.metadata.get("ckptmirror-save") != meta.save_id:
             return False
-        return self._crc32c(info) == digest.crc32c and info.size_bytes == digest.size_bytes
+        return why_differs(artifact, info, store=self._store) is None
 
     def _verify(self, info: ObjectInfo, digest: Digest) -> None:
         self._context.table.verify(
@@ -130,9 +127,6 @@ class ArtifactUpload(Sending):
                 size_bytes=digest.size_bytes,
             )
         )
-
-    def _crc32c(self, info: ObjectInfo) -> int:
-        return info.crc32c if info.crc32c is not None else read_back_crc32c(self._store, info)
 
     def _keep_session(self, session: str) -> None:
         self._context.table.set_session(self._claim, session)

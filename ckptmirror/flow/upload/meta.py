@@ -27,6 +27,7 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.merging import merge_parts
 from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, objects_of
+from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.upload.sending import Sending
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores.base import ObjectInfo
@@ -115,9 +116,9 @@ class MetaUpload(Sending):
         changed = []
         for record in table.records(save_id=meta.save_id, mirror=mirror.url):
             name = record.object or record.path
-            info = objects.get(name)
-            if record.role == "artifact" and (info is None or info.generation != record.generation):
-                changed.append(f"{name} is not the object that was verified")
+            why = why_differs(record, objects.get(name)) if record.role == "artifact" else None
+            if why is not None:
+                changed.append(f"{name} {why}")
                 if record.state is RecordState.VERIFIED:
                     table.unverify(record.save_id, record.path, record.mirror, changed[-1])
         if changed:

@@ -21,6 +21,7 @@ from ckptmirror.core.start.lineage import Standing
 from ckptmirror.core.verification import State, standing_if_whole, worst
 from ckptmirror.flow.fetch.blocks import Finding
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, objects_of
+from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.resolve import by_run
 from ckptmirror.flow.places.select import attempts_of, lineage_of
@@ -175,15 +176,9 @@ def look_at_mirror(mirror: Mirror, step: int | None, notes: MutableSequence[str]
 
 
 def _fault_of(artifact: Artifact, info: ObjectInfo | None) -> Finding | None:
-    digest = artifact.digest
+    why = why_differs(artifact, info)
     other = f" (as {artifact.object})" if artifact.object is not None else ""
-    if info is None:
-        return Finding(f"is missing{other}", is_gone=True)
-    if info.size_bytes != digest.size_bytes:
-        return Finding(f"has {info.size_bytes} bytes instead of {digest.size_bytes}{other}")
-    if info.crc32c is not None and info.crc32c != digest.crc32c:
-        return Finding(f"has the crc32c {info.crc32c:08x}, but {digest.crc32c:08x} was saved{other}")
-    return None
+    return Finding(f"{why}{other}", is_gone=info is None) if why is not None else None
 
 
 def _subjects(catalog: Catalog, step: int | None, exists: Callable[[str], bool]) -> list[Subject]:

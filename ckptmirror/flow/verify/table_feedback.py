@@ -20,6 +20,7 @@ from typing import Self
 from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, OnWait, open_mirrors
 from ckptmirror.flow.retention.mirror_audit import forget_verified
 from ckptmirror.flow.verify.structure import Subject
@@ -171,7 +172,7 @@ class Table:
             if record.role == "artifact"
             and _path_of(record, subject) not in subject.faults
             and (info := subject.objects.get(record.object or record.path)) is not None
-            and info.generation != record.generation
+            and why_differs(record, info) is not None
         ]
         if not other:
             return []
