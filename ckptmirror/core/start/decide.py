@@ -539,10 +539,10 @@ class _Start:
     def _unseen_after(self, save: SaveFacts) -> Attempt | None:
         """Return the newest attempt that rule 9 does not let a start skip for this save; None if there is none."""
         known, this = self._counted.known, self._counted.known[save.attempt]
-        on_mirrors = [heard for row in self._evidence.answering() if row.sort == "mirror" for heard in row.heard]
-        seen = {heard.attempt.id for heard in on_mirrors if Voice.COUNTS in heard.voices}
-        seen |= {one.attempt for one in self._counted.saves}  # a torn snapshot shows nothing of the saves beside it
-        seen &= known.keys() - self._counted.apart
+        mirrors = [row for row in self._evidence.answering() if row.sort == "mirror"]
+        shown = {one.attempt for one in self._counted.saves}  # a torn snapshot shows nothing of the saves beside it
+        shown |= {one for row in mirrors for one in row.heard_as(Voice.COUNTS)}
+        seen = self._evidence.heard_as(Voice.COUNTS) & shown & known.keys() - self._counted.apart
         newer = [
             one
             for one in self._counted.heard.values()

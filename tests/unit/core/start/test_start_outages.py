@@ -126,6 +126,11 @@ OUTAGES = [
         refuses(StoreTemporary, "started elsewhere (attempt 1", O),
     ),
     Case(
+        "nor does a staged copy of one of its saves",
+        [disk(staged=[again_there.save(300)]), mirror(M, [theirs, again_there], [t200]), silent(O)],
+        refuses(StoreTemporary, "started elsewhere (attempt 1", O),
+    ),
+    Case(
         "a mirror that was taken out of the configuration is missed like a silent one",
         [disk([a], saved=[a200]), mirror(M, [a, there_after_a200], [a200]), dropped(N)],
         refuses(
