@@ -3,7 +3,7 @@
 Rules:
 * A command stands between backquotes, as everywhere in hints. What it says itself stays; what it leaves open is filled
   in from what the verb was given, quoted for a shell.
-* ``ls`` lists the place that the verb was about: its root, else its mirror.
+* ``ls`` and ``verify`` look at the place that the verb was about: its root, else its mirror.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = ["completing_hints", "with_places"]
 
 _COMMAND = re.compile(r"`(ckptmirror [^`]+)`")
 _PLACES = ("root", "mirror", "dest")
+_LOOKING = ("ls", "verify")
 
 
 def completing_hints(command: click.Command) -> None:
@@ -63,12 +64,14 @@ def _completed(command: str, given: Mapping[str, Any]) -> str:
     if "--help" in words or "--verbose" in words:
         return command
     places = {"root": given.get("root"), "mirror": _mirror(given), "dest": given.get("dest")}
-    for name in _places_of(verb) if verb != "ls" else ():
+    if places["mirror"] is not None:
+        words = [places["mirror"] if word == "URL" else word for word in words]
+    if verb in _LOOKING:
+        place = places["root"] or given.get("place") or given.get("reference") or places["mirror"] or places["dest"]
+        return shlex.join([*words, str(place)] if len(words) == 2 and place is not None else words)
+    for name in _places_of(verb):
         if places[name] is not None and f"--{name}" not in words:
             words += [f"--{name}", str(places[name])]
-    if verb == "ls" and len(words) == 2:
-        place = places["root"] or given.get("place") or given.get("reference") or places["mirror"]
-        words += [str(place)] if place is not None else []
     return shlex.join(words)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import print_json
 from ckptmirror.cli._terminal import moves_cursor
-from ckptmirror.cli._words import duration_text, on_no_mirror, size
+from ckptmirror.cli._words import duration_text, on_no_mirror, plain_reason, size
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
 
 if TYPE_CHECKING:
@@ -66,10 +66,24 @@ def telling_bus(root: Path, verb: str) -> events.EventBus:
             sort = event.reason.partition(":")[0]
             if (event.mirror, sort) not in told and not moves_cursor():  # a bar says it itself
                 told.add((event.mirror, sort))
-                print(f"waiting for {event.mirror}: {event.reason}", file=sys.stderr, flush=True)
+                print(f"waiting for {event.mirror}: {plain_reason(event.reason)}", file=sys.stderr, flush=True)
 
     bus.subscribe(tell)
     return bus
+
+
+def _grouped(failed: Sequence[str]) -> list[str]:
+    """Say once of several files why they failed, where it is the same."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for line in failed:
+        url, path, reason = [*line.split(": ", 2), "", ""][:3]
+        by_reason.setdefault((url, reason), []).append(path)
+    lines = []
+    for (url, reason), paths in by_reason.items():
+        path, others = paths[0], paths[1:]
+        what = f"{path} and {_files(len(others))} more" if others else path
+        lines.append(": ".join(part for part in (url, what, reason) if part))
+    return lines
 
 
 def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
@@ -95,19 +109,19 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
         )
     else:
         print(f"{at.files_done} of {at.files_total} files verified ({size(at.bytes_done)} of {size(at.bytes_total)})")
-    for line in report.failed:
+    for line in _grouped(report.failed):
         print(f"failed: {line}", file=sys.stderr)
     if report.failed:
-        again = with_places("`ckptmirror drain`", given)
-        print(f"Fix the cause; then {again} tries what failed once more.", file=sys.stderr)
+        print("Fix what failed; then run the same command again.", file=sys.stderr)
     for url, count in report.left.items():
-        print(f"{count} files wait for {url}, which is no longer a mirror of {root}.", file=sys.stderr)
+        print(f"Left for {url}, which is no longer a mirror of {root}: {_files(count)}.", file=sys.stderr)
     if report.emergency_step is not None:
         print(f"ckptmirror: {on_no_mirror(report.emergency_step, report.emergency_copy)}.", file=sys.stderr)
     if report.pending:
-        print(f"{report.pending} files are still pending; the same command continues.", file=sys.stderr)
+        print(f"Still pending: {_files(report.pending)}; the same command continues.", file=sys.stderr)
     for url, reason in report.refused.items():
-        print(f"ckptmirror: {url}: {reason}\n  {with_places(NotAuthorised.hint, given)}", file=sys.stderr)
+        said = f"ckptmirror: {url}: {plain_reason(reason)}"
+        print(f"{said}\n  {with_places(NotAuthorised.hint, given)}", file=sys.stderr)
     for url, error in report.unasked.items():
         what = "could not be asked whether it still has what was verified there"
         print(

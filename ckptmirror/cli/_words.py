@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
-__all__ = ["age_text", "duration_text", "on_no_mirror", "size"]
+from ckptmirror.core import errors
+
+__all__ = ["age_text", "duration_text", "on_no_mirror", "plain_reason", "size"]
 
 _CLOCKS_DIFFER_S = 60
 
@@ -48,6 +51,11 @@ def age_text(at_utc: str, now_s: float | None = None) -> str:
         if age_s >= size_s:
             return f"{age_s // size_s} {unit} ago"
     return f"{age_s} s ago"
+
+
+def plain_reason(reason: str) -> str:
+    """Return why something failed, without the names of our classes of errors."""
+    return re.sub(rf"\b(?:{'|'.join(errors.__all__)}): ", "", reason)
 
 
 def on_no_mirror(step: int, copy: Path | None) -> str:

@@ -19,7 +19,7 @@ from ckptmirror.cli._tables import (
     print_table,
     standing_style,
 )
-from ckptmirror.cli._words import age_text, on_no_mirror, size
+from ckptmirror.cli._words import age_text, on_no_mirror, plain_reason, size
 from ckptmirror.core.errors import CkptMirrorError, DeadlinePassed, IntegrityError, RefusedOnlyCopy
 from ckptmirror.core.printable import printable_text
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckptmirror.flow.status import SaveLine, Status
 
 
+_RUNNING = "running"
 _COLUMNS = (
     *SAVE_COLUMNS[:-1],
     Column("SAVE", 8, only_for_people=True),
@@ -90,12 +91,14 @@ def _verdict(status: Status) -> tuple[int, str]:
 
 def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
     if not any(required for _, required in status.mirrors):
-        return RefusedOnlyCopy, "NOT SAFE: no required mirror is configured; the local disk holds the only copy"
+        what = "no required mirror is configured; the local disk holds the only copy"
+        return RefusedOnlyCopy, f"NOT SAFE: {what}; `ckptmirror push --mirror URL` makes another"
     if status.unsafe_files:
         failed = f", {status.failed_files} of them failed" if status.failed_files else ""
-        what = f"{status.unsafe_files} files ({size(status.unsafe_bytes)})"
-        mended = "; fix the cause, then `ckptmirror drain`" if failed else ""
-        return DeadlinePassed, f"NOT SAFE: {what} are not verified on every required mirror{failed}{mended}"
+        what = f"NOT SAFE: {status.unsafe_files} files ({size(status.unsafe_bytes)})"
+        sends = "the trainer is sending them" if _is_running(status) else "`ckptmirror drain` sends them"
+        then = "fix the cause, then `ckptmirror drain`" if failed else sends
+        return DeadlinePassed, f"{what} are not verified on every required mirror{failed}; {then}"
     if status.unasked and not status.unsettled:
         silent = ", ".join(status.unasked)
         return DeadlinePassed, f"NOT SAFE: {silent} has not confirmed yet what it still has; `ckptmirror drain` asks it"
@@ -107,7 +110,8 @@ def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
         what = on_no_mirror(status.emergency_step, status.emergency_copy)
         return (None, f"safe: {what}") if is_apart else (RefusedOnlyCopy, f"NOT SAFE: {what}")
     if not status.saves:
-        return None, "nothing is saved here yet, and nothing waits for a mirror"
+        none = "no save here is whole" if status.problems else "nothing is saved here yet"
+        return None, f"{none}, and nothing waits for a mirror"
     return None, "safe: every save is verified on every required mirror"
 
 
@@ -120,7 +124,7 @@ def _is_apart(one: Path, other: Path) -> bool:
 
 
 def _cells(line: SaveLine) -> list[Cell]:
-    open_on = "; ".join(f"{url}: {why}" for url, why in line.waiting.items())
+    open_on = "; ".join(f"{url}: {plain_reason(why)}" for url, why in line.waiting.items())
     return [
         str(line.step),
         "+".join(line.kinds),
@@ -132,10 +136,15 @@ def _cells(line: SaveLine) -> list[Cell]:
     ]
 
 
+def _is_running(status: Status) -> bool:
+    """Whether a trainer runs here, as far as can be told: one on another machine may."""
+    return status.trainer.get("status") == _RUNNING and status.trainer_alive is not False
+
+
 def _trainer(status: Status) -> str:
     facts = status.trainer
     what, host = facts.get("status"), facts.get("host")
-    if what == "running" and status.trainer_alive is False:
+    if what == _RUNNING and not _is_running(status):
         what = "died while running"
     where = f" on {host}" if host is not None and status.trainer_alive is None else ""
     at_utc = str(facts.get("at_utc"))

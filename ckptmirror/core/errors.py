@@ -111,13 +111,13 @@ class ConfigError(CkptMirrorError):
     """A setting is missing or wrong."""
 
     exit_code = 10
-    hint = "Check the root, the mirror URLs and the retention settings."
+    hint = "Correct the option or setting that it names."
 
 
 class NoTable(ConfigError):
     """This directory has no pending-uploads table, so ckptmirror has not saved here."""
 
-    hint = "Pass the root that the trainer saves to."
+    hint = "Give the directory that the trainer saves to."
 
 
 class NewerTable(ConfigError):
@@ -155,7 +155,7 @@ class IntegrityError(CkptMirrorError):
     """What was read is not what was saved."""
 
     exit_code = 6
-    hint = "Stage the step again from a mirror with `ckptmirror stage --step N --refresh`."
+    hint = "`ckptmirror verify` says what is damaged, and what repairs it."
 
 
 class BrokenMeta(IntegrityError):
@@ -197,7 +197,7 @@ class RootLocked(CkptMirrorError):
     """Another live process writes to this root."""
 
     exit_code = 11
-    hint = "Stop the other process, or use another root."
+    hint = "Stop that process, or use another directory."
 
 
 class TableLocked(CkptMirrorError):
@@ -205,7 +205,7 @@ class TableLocked(CkptMirrorError):
 
     exit_code = 11
     temporary = True
-    hint = "Try again in a moment; `ckptmirror status` shows which process writes."
+    hint = "Try again in a moment: no process holds it for long."
 
 
 class ClaimLost(CkptMirrorError):
@@ -282,7 +282,7 @@ class LocalStorageFull(Temporary):
     """The local disk is full (no space or no inodes)."""
 
     lacks_room = True
-    hint = "Free space: see `ckptmirror status` and `ckptmirror rotate --dry-run`."
+    hint = "Free space on that disk. For a trainer's root, `ckptmirror status` says which saves mirrors have."
 
 
 class LocalStorageUnwritable(ConfigError):
@@ -299,7 +299,7 @@ class StoreTemporary(Temporary):
 
     retry_after_s: float | None = None
 
-    hint = "Check the network; uploads continue by themselves when the mirror answers again."
+    hint = "Check the network and the mirror's URL, then try again; what was done is not lost."
 
 
 class StoreHangs(StoreTemporary):
@@ -311,7 +311,7 @@ class StoreHangs(StoreTemporary):
 class StorePermanent(CkptMirrorError):
     """The mirror refused the request, and would refuse it again."""
 
-    hint = "Check the mirror URL; then `ckptmirror drain`."
+    hint = "Check the mirror's URL and what the mirror says."
 
 
 class ObjectNotFound(StorePermanent):
@@ -324,7 +324,7 @@ class BucketNotFound(StorePermanent):
     """There is no such bucket."""
 
     exit_code = 10
-    hint = "Create the bucket, or correct the mirror's URL; then `ckptmirror drain`."
+    hint = "Correct the mirror's URL, or create the bucket."
 
 
 class PreconditionFailed(StorePermanent):
@@ -337,4 +337,4 @@ class NotAuthorised(CkptMirrorError):
     """The mirror does not accept these credentials."""
 
     exit_code = 12
-    hint = "Log in (`gcloud auth application-default login`) or fix the bucket's permissions, then `ckptmirror drain`."
+    hint = "Log in (`gcloud auth application-default login`), or have the bucket's permissions changed; then try again."

@@ -58,7 +58,9 @@ class Retention:
         if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):
             raise ConfigError("metric is not the name of a metric.")
         if self.keep_best and self.metric is None:
-            raise ConfigError("keep_best needs a metric.", hint="Set metric to a name given to save(metrics=...).")
+            raise ConfigError(
+                "keep_best needs a metric.", hint="Set metric (--metric NAME) to a name given to save(metrics=...)."
+            )
         if self.metric is not None and not self.keep_best:
             raise ConfigError(
                 "metric is set, but keep_best is 0, so nothing would be kept by it.", hint="Set keep_best=1."

@@ -165,7 +165,7 @@ def drain(
         wanted = {spec.url for spec in mirror_specs(only)}
         if unknown := wanted - {spec.url for spec in specs}:
             raise ConfigError(
-                f"{', '.join(sorted(unknown))} is not a mirror of {root}.",
+                f"{', '.join(sorted(unknown))} is not a mirror of {root}: {', '.join(spec.url for spec in specs)}.",
                 hint="Use `ckptmirror push --mirror URL` to add a mirror.",
             )
         served = [spec for spec in specs if not wanted or spec.url in wanted]
@@ -214,7 +214,9 @@ def push(
         if older:
             what = f"{older[-1].path} is a legacy checkpoint and has no checksums: it is not mirrored as it is."
             raise CheckpointNotFound(f"{root} holds no whole save{of_step}. {what}", hint=ADOPT_HINT)
-        raise CheckpointNotFound(f"{root} holds no whole save{of_step}.")
+        what = f"holds no whole save{of_step}" if root.is_dir() else "does not exist"
+        hint = None if here.saves or here.problems else "Give the directory that the trainer saves to."
+        raise CheckpointNotFound(f"{root} {what}.", hint=hint)
     check_place(root, state_dir)
 
     def waits(url: str, delay_s: float, error: Exception) -> None:

@@ -16,6 +16,7 @@ import logging
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import (
@@ -32,7 +33,7 @@ from ckptmirror.local import files
 from ckptmirror.local.file_systems import refuse_fuse, refuse_network_place
 from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
 
-__all__ = ["check_place", "note_place", "open_known_table", "open_table", "table_path"]
+__all__ = ["check_place", "known_table_path", "note_place", "open_known_table", "open_table", "table_path"]
 
 _NOTE_LIMIT_BYTES = 64 * 1024
 _log = logging.getLogger("ckptmirror")
@@ -133,6 +134,26 @@ def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | No
     return table
 
 
+def known_table_path(root: Path, state_dir: Path | None = None) -> Path:
+    """Return where the root's table is.
+
+    Raises:
+        NoTable: There is none; says what the directory is instead.
+    """
+    path = table_path(root, state_dir)
+    if path.exists():
+        return path
+    if not root.is_dir():
+        raise NoTable(f"{root} does not exist.")
+    if (root / names.WRITER_NAME).exists():
+        raise NoTable(
+            f"{root} is a mirror, not a directory that a trainer saves to.",
+            hint=f"`ckptmirror ls {quote(str(root))}` lists what it has.",
+        )
+    hint = "`ckptmirror push --mirror URL` mirrors what is saved there." if any(root.glob("meta_*.json")) else None
+    raise NoTable(f"{root} has no pending-uploads table: no trainer has saved there.", hint=hint)
+
+
 def open_known_table(root: Path, state_dir: Path | None = None, *, read_only: bool = False) -> UploadsTable:
     """Open the root's pending-uploads table, which must be there.
 
@@ -140,10 +161,7 @@ def open_known_table(root: Path, state_dir: Path | None = None, *, read_only: bo
         NoTable: ckptmirror has not saved here.
         ForeignTable: The table is another root's.
     """
-    path = table_path(root, state_dir)
-    if not path.exists():
-        raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
-    table = UploadsTable.open(path, read_only=read_only)
+    table = UploadsTable.open(known_table_path(root, state_dir), read_only=read_only)
     try:
         table.check_root(root)  # what another root's table says would pass for this one's
     except BaseException:

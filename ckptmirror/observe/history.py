@@ -16,7 +16,7 @@ from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, entries_from
 from ckptmirror.core.model import Meta
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.line_file import read_lines
-from ckptmirror.local.table_place import table_path
+from ckptmirror.local.table_place import known_table_path
 from ckptmirror.local.uploads import Transition, UploadsTable
 
 __all__ = ["History", "read_history"]
@@ -70,9 +70,6 @@ def read_history(root: Path) -> History:
 
 
 def _transitions(root: Path) -> list[Transition]:
-    path = table_path(root)
-    if not path.exists():
-        raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
-    with UploadsTable.open(path, read_only=True) as table:
+    with UploadsTable.open(known_table_path(root), read_only=True) as table:
         table.check_root(root)  # what another root's table says would pass for this one's
         return table.history()

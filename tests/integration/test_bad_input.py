@@ -158,14 +158,14 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path):
         ["rotate", "--keep-last", "1"],
     ):
         assert_tells(run(*arguments, "--root", place), 2, "is a file")
-    assert_tells(run("ls", place), 3, "is not a directory")
+    assert_tells(run("ls", place), 3, "is not a checkpoint", "Name a model file")
     assert place.read_text() == "mine"
 
 
 @pytest.mark.parametrize("verb", ["status", "drain", "rotate", "timeline"])
 def test_a_directory_that_no_trainer_saved_to_has_no_table(verb: str, tmp_path: Path):
     ended = run(verb, "--root", tmp_path, *(["--keep-last", "1"] if verb == "rotate" else []))
-    assert_tells(ended, 10, "has no pending-uploads table", "Pass the root that the trainer saves to.")
+    assert_tells(ended, 10, "has no pending-uploads table", "Give the directory that the trainer saves to.")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -333,7 +333,7 @@ def test_drain_stops_waiting_at_its_timeout_says_why_it_waited_and_continues(
     gcs_server.kill()
     ended = run("drain", "--root", root, "--timeout", "0", env=gcs_server.environment)
     assert ended.returncode == 8
-    assert "2 files are still pending; the same command continues." in ended.stderr
+    assert "Still pending: 2 files; the same command continues." in ended.stderr
     gcs_server.start()
     assert run("drain", "--root", root, env=gcs_server.environment).returncode == 0
 

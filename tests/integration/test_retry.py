@@ -104,7 +104,7 @@ def test_bad_input_is_a_sentence_a_hint_and_an_exit_code(tmp_path: Path) -> None
         run("retry", "--root", root, "--mirror", "gs://other/run"), 10, "is not a mirror of", "Its mirrors: file:"
     )
     assert_tells(run("retry", "--root", root, "--mirror", "nothing"), 10, "URL")
-    assert_tells(run("retry", "--root", tmp_path / "none"), 10, "no pending-uploads table")
+    assert_tells(run("retry", "--root", tmp_path / "none"), 10, "does not exist")
     with pytest.raises(CheckpointNotFound):
         retry(root, step=1)
     with pytest.raises(ConfigError):

@@ -170,7 +170,7 @@ def test_a_save_that_only_the_mirror_has_is_brought_and_verified(server: GcsServ
 def test_a_new_disk_is_told_of_the_mirror(tmp_path: Path) -> None:
     _, url, _ = drained(tmp_path, 100, 200)
     new = tmp_path / "new"
-    assert_tells(run("rewind", "--root", new, "--step", "100"), 10, "no pending-uploads table", "--mirror")
+    assert_tells(run("rewind", "--root", new, "--step", "100"), 10, "does not exist", "--mirror")
     assert not new.exists()
     ended = run("rewind", "--root", new, "--step", "100", "--mirror", url)
     assert ended.returncode == 0, ended.stderr

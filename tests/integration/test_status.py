@@ -57,7 +57,7 @@ def test_the_exit_code_of_status_says_whether_all_is_safe(tmp_path: Path) -> Non
     assert code(root) == 0
     (root / "model_000200.pt").unlink()
     assert code(root) == 6, "what is here is damaged"
-    assert "`ckptmirror verify --root" in cli("status", root).stdout.splitlines()[0]
+    assert f"`ckptmirror verify {root}`" in cli("status", root).stdout.splitlines()[0]
 
 
 def test_the_exit_code_of_status_says_that_this_disk_holds_the_only_copy(tmp_path: Path) -> None:

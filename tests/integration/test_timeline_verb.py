@@ -267,7 +267,7 @@ def _make_it_this_roots(root: Path) -> None:
 
 def test_a_directory_without_a_table_is_refused(tmp_path: Path):
     ended = run("timeline", "--root", tmp_path, "--out", tmp_path / "a.svg")
-    assert_tells(ended, 10, "has no pending-uploads table", "Pass the root that the trainer saves to.")
+    assert_tells(ended, 10, "has no pending-uploads table", "Give the directory that the trainer saves to.")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -144,7 +144,7 @@ def open_mirrors(
             raise ConfigError(
                 f"The mirror {spec.url} cannot replace an object at a given generation, so two writers could not see "
                 "one another.",
-                hint="Configure it with required=False, beside a mirror that can.",
+                hint="Make it optional (required=False, or required = false in a file), beside a mirror that can.",
             )
         if table is not None:
             memory = _Memory(root, table, spec.url)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound, UsageError
@@ -70,7 +71,7 @@ def locate(reference: str | os.PathLike[str]) -> Located:
         return Located(base, last, parsed) if parsed is not None else Located(text)
     path = Path(text).absolute()
     if not os.path.lexists(path):
-        raise CheckpointNotFound(f"{path} does not exist.")
+        raise _missing(text, path)
     if path.is_symlink() and path.name == names.LATEST_NAME:
         target = os.fspath(path.readlink())
         parsed = names.parse_name(target)
@@ -91,6 +92,19 @@ def locate(reference: str | os.PathLike[str]) -> Located:
             f"{path} is not a checkpoint.", hint="Name a model file, a DCP directory, a meta, or their directory."
         )
     return Located(path)
+
+
+def _missing(text: str, path: Path) -> CheckpointNotFound:
+    """Say what to do where nothing is: list what is beside it, or write the URL that was meant."""
+    hint = "Check the path."
+    if _of_a_save(path.name) is not None and path.parent.is_dir():
+        hint = f"List what there is with `ckptmirror ls {quote(str(path.parent))}`."
+    elif text == text.lstrip("./~"):
+        from ckptmirror.stores.url_mistakes import nearest_urls  # only here: a mistake is rare
+
+        urls = nearest_urls(text)
+        hint += f" If a mirror was meant, write {urls[0]}." if urls else ""
+    return CheckpointNotFound(f"{path} does not exist.", hint=hint)
 
 
 def _of_a_save(name: str) -> names.ParsedName | None:

@@ -301,7 +301,7 @@ def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
     try:
         located = locate(root_or_url)
     except UsageError as error:
-        raise CheckpointNotFound(f"{root_or_url} is not a directory.") from error
+        raise CheckpointNotFound(error.message, hint=error.hint) from error
     if isinstance(located.place, Path):
         lines = _listed(local_catalog(located.place), located.place)
     else:

@@ -32,7 +32,7 @@ from typing import TypeVar
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_from_bytes
-from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, NoTable, StoreHangs, WaitTimeout
+from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, StoreHangs, WaitTimeout
 from ckptmirror.core.model import AttemptList, Meta, top_names
 from ckptmirror.core.retention import Retention, RotationPlan, SaveStatus, plan_rotation
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, local_catalog
@@ -48,7 +48,7 @@ from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.local.lock import exclusive
 from ckptmirror.local.saying import saying
-from ckptmirror.local.table_place import table_path
+from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import SaveRow, UploadRecord, UploadsTable
 
 __all__ = ["RotationReport", "finish_interrupted", "gather", "rotate", "rotate_root"]
@@ -420,12 +420,8 @@ def rotate_root(
         NoTable: ckptmirror has not saved here.
         ForeignTable: The table is another root's.
     """
-    path = table_path(root, state_dir)
-    if not path.exists():
-        raise NoTable(f"{root} has no pending-uploads table, so ckptmirror has not saved there.")
-    table = UploadsTable.open(path)
+    table = open_known_table(root, state_dir)
     try:
-        table.check_root(root)
         mirrors = open_mirrors((MirrorSpec(row.url, row.required) for row in table.mirrors()), root, table)
         try:
             return rotate(root, table, mirrors, retention, bus=bus, dry_run=dry_run)

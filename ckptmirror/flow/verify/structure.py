@@ -135,7 +135,7 @@ def look_at_root(root: Path, step: int | None, notes: MutableSequence[str]) -> l
         BrokenMeta: Its list of attempts cannot be trusted.
     """
     if not root.is_dir():
-        raise CheckpointNotFound(f"{root} is not a directory.", hint="Check --root.")
+        raise CheckpointNotFound(f"{root} is not a directory.", hint="Give the directory that the trainer saves to.")
     catalog = local_catalog(root)
     _note_strays(catalog, step, notes)
     subjects = _subjects(catalog, step, lambda name: os.path.lexists(root / name))
