@@ -47,6 +47,7 @@ class ArtifactUpload(Sending):
             self._context.confirmed.add(meta.save_id)
         if self._lease_s > 2 * LEASE_S:
             self._context.table.renew(self._claim, self._lease_s)
+        damaged = []
         for name in self._candidate_names(meta):
             info = self._store.stat(name)
             if info is None and name in self._own_names(meta):
@@ -54,6 +55,10 @@ class ArtifactUpload(Sending):
             if info is not None and self._is_ours(info, artifact, meta):
                 self._verify(info, artifact.digest)
                 return
+            if info is not None and self._is_damaged_own(info, meta):
+                damaged.append(name)
+        if damaged:
+            raise self._say_what_to_delete(damaged)
         raise StorePermanent(
             f"Every name for {self._record.path} on {self._context.mirror.url} holds other bytes.",
             hint="Another run writes to this prefix: give each run a prefix of its own.",

@@ -51,6 +51,7 @@ class MetaUpload(Sending):
         if not meta.is_whole:  # nodes tag their own names as they must: the merged meta's are the same for all
             plain = names.untagged(self._record.path)
             own_names = [plain, names.tagged(plain, meta.save_id)]
+        damaged: list[str] = []
         for name in self._candidate_names(meta) if meta.is_whole else own_names:
             if name in own_names and not meta.partial:  # what is here does not say all that the save has
                 with contextlib.suppress(PreconditionFailed):  # ours from before, or another save's: read next
@@ -64,6 +65,8 @@ class MetaUpload(Sending):
             if info.crc32c is not None and crc32c(there) != info.crc32c:
                 raise Temporary(f"{name} arrived broken from {context.mirror.url}.")  # it may well be ours
             found = _meta_or_none(there)
+            if found is None and self._is_damaged_own(info, meta):
+                damaged.append(name)
             if found is None or found.save_id != meta.save_id:
                 continue
             if isinstance(found, Tombstone):
@@ -78,6 +81,8 @@ class MetaUpload(Sending):
                 f"{context.mirror.url} has no meta of step {meta.step}, and only a part of the save is here.",
                 hint="Mirror it from where all of it is.",
             )
+        if damaged:
+            raise self._say_what_to_delete(damaged)
         raise StorePermanent(f"Both names for the meta of step {meta.step} are taken on {context.mirror.url}.")
 
     def _naming_what_was_verified(

@@ -8,20 +8,22 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import IntegrityError, StorePermanent
 from ckptmirror.core.model import Meta
+from ckptmirror.core.verification import delete_command
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload.transfer_progress import UnderWay
 from ckptmirror.local import files
 from ckptmirror.local.uploads import Claim, UploadRecord, UploadsTable
-from ckptmirror.stores.base import Store
+from ckptmirror.stores.base import ObjectInfo, Store
 
 __all__ = ["LEASE_S", "Sending", "UploadContext"]
 
@@ -77,6 +79,26 @@ class Sending:
         plain = names.untagged(self._record.path)
         came_from = [n for n in (plain, names.tagged(plain, meta.save_id)) if self._store.stat(n) is not None]
         return list(dict.fromkeys([*came_from, *own]))
+
+    def _is_damaged_own(self, info: ObjectInfo, meta: Meta) -> bool:
+        """Whether an object that is not what was saved is this save's all the same, so that a person may delete it.
+
+        What names another save is never ours. Without a word of its own an object is ours only by this save's tag.
+        """
+        owner = info.metadata.get("ckptmirror-save")
+        return owner == meta.save_id if owner else info.name == names.tagged(names.untagged(info.name), meta.save_id)
+
+    def _say_what_to_delete(self, damaged: Sequence[str]) -> StorePermanent:
+        """What is damaged under every name is never replaced: a person deletes it, and then it is sent again."""
+        mirror, folder = self._context.mirror, self._store.local_directory
+        urls = [f"{mirror.url}/{name}" for name in damaged]
+        at = urls if folder is None else [str(folder / name) for name in damaged]
+        commands = "`, `".join(delete_command(one) or one for one in at)
+        return StorePermanent(
+            f"{self._record.path} is damaged on {mirror.url} under every name that it may have: "
+            f"{', '.join(urls)}. Nothing there is replaced. Delete it: `{commands}`; "
+            f"then `ckptmirror retry --root {quote(str(self._context.root))}`, and it is sent again."
+        )
 
     def _metadata(self, meta: Meta) -> dict[str, str]:
         return {
