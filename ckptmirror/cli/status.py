@@ -103,7 +103,7 @@ def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
         silent = ", ".join(status.unasked)
         return DeadlinePassed, f"NOT SAFE: {silent} has not confirmed yet what it still has; `ckptmirror drain` asks it"
     if not status.is_mirrored(None):
-        what = "there are saves without upload records; `ckptmirror drain` creates and finishes them"
+        what = "there are saves that are not queued for upload yet; `ckptmirror drain` sends them"
         return DeadlinePassed, f"NOT SAFE: {what}"
     if status.emergency_step is not None:
         is_apart = status.emergency_copy is not None and _is_apart(status.emergency_copy, status.root)

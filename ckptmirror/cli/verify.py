@@ -135,7 +135,7 @@ def _tell(found: Verification) -> int:
     if found.deep:
         parts.append(f"{size(sum(save.read_bytes for save in found.saves))} read")
     if found.pending_again:
-        parts.append(f"{found.pending_again} upload records are pending again")
+        parts.append(f"{found.pending_again} of the files there are to be sent again")
     error = _ERROR_OF.get(found.outcome)
     if error is None:
         aside = "; what is damaged is off the lineage, and no run continues from it" if damaged or unread else ""

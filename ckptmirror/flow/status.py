@@ -209,7 +209,7 @@ def _waiting(
                 f"{len(open_ones)} of {len(mine)} files not verified ({worst.path} {worst.state.value}{error})"
             )
         elif url in gaps:
-            waiting[url] = gaps[url] if mine else "no upload record"
+            waiting[url] = gaps[url] if mine else "not queued for upload yet"
         elif url in unasked:
             waiting[url] = "it has not confirmed yet that it still has what was verified there"
     return waiting

@@ -133,7 +133,7 @@ def test_status_does_not_call_a_save_without_records_safe(tmp_path: Path):
     root = drained_root(tmp_path, 100)
     make_save(root, 200, ("model",), number=2)
     said = run("status", "--root", root).stdout
-    assert said.startswith("NOT SAFE: there are saves without upload records")
+    assert said.startswith("NOT SAFE: there are saves that are not queued for upload yet")
     assert "newest step 200, newest safe step 100" in said
     assert run("drain", "--root", root).returncode == 0
     assert run("status", "--root", root).stdout.startswith("safe")

@@ -133,7 +133,7 @@ def test_a_drain_of_some_mirrors_leaves_the_others_pending(tmp_path: Path) -> No
     assert (report.pending, report.drained.files_done) == (0, 5)
     assert {r.state for r in place.records(mirror=second)} == {RecordState.PENDING}
     assert object_names(place.stores[second]) == []
-    with pytest.raises(ConfigError, match="not a mirror of"):
+    with pytest.raises(ConfigError, match="is not a mirror of"):
         drain(place.root, only=[memory_url()])
     place.close()
 
@@ -231,10 +231,10 @@ def test_no_record_means_not_safe(tmp_path: Path) -> None:
     raw.close()
     (line,) = read_status(place.root).saves
     assert not line.safe
-    assert "no sound record" in line.waiting[place.mirrors[0].url]
+    assert "nothing says that its meta was uploaded" in line.waiting[place.mirrors[0].url]
     place.lose_table()
     (line,) = read_status(place.root).saves
-    assert line.waiting[place.mirrors[0].url] == "no upload record"
+    assert line.waiting[place.mirrors[0].url] == "not queued for upload yet"
     place.close()
 
 

@@ -109,7 +109,9 @@ def _open_on(table: UploadsTable, save_id: str, mirror: str, required: bool) -> 
     if not records and not required:
         return None  # this mirror was never meant to have it
     waiting = sum(record.state in WAITING for record in records)
-    return OpenSave(save_id, mirror, max(1, waiting), there.reason if there is not None else "no upload record")
+    return OpenSave(
+        save_id, mirror, max(1, waiting), there.reason if there is not None else "not queued for upload yet"
+    )
 
 
 def left_settled(table: UploadsTable, mirrors: Collection[str], save_id: str) -> bool:

@@ -36,7 +36,7 @@ def save_safety(table: UploadsTable, mirrors: Sequence[Mirror], save_id: str) ->
     for mirror in mirrors:
         there = standing.get(mirror.url)
         if there is None:
-            safeties.append(MirrorSafety(mirror.url, mirror.required, False, False, "no upload record"))
+            safeties.append(MirrorSafety(mirror.url, mirror.required, False, False, "not queued for upload yet"))
             continue
         verified = there.verified or there.removed
         committed = there.committed or there.removed
@@ -62,7 +62,7 @@ def why_not_same(table: UploadsTable, mirrors: Iterable[Mirror], meta: Meta) -> 
             continue
         records = table.records(save_id=meta.save_id, mirror=mirror.url)
         if {r.path: (r.size_bytes, r.crc32c) for r in records if r.role == "artifact"} != wanted:
-            return f"{mirror.url}: the records are not those of the files here"
+            return f"{mirror.url}: the files that were uploaded are not those here"
     return None
 
 
@@ -86,7 +86,7 @@ def why_not_safe(table: UploadsTable, mirrors: Iterable[Mirror], save_id: str) -
 def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None:
     there = next((there for there in table.standing(save_id) if there.mirror == mirror.url), None)
     if there is None:
-        return "the table has no record of it there"
+        return "nothing says that it was uploaded there"
     if there.skipped:
         return None
     if not there.removed and not (there.verified and there.committed):
@@ -94,7 +94,7 @@ def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None
     records = table.records(save_id=save_id, mirror=mirror.url)
     meta = next((record for record in records if record.role == "meta"), None)
     if meta is None:
-        return "its meta has no sound record"
+        return "nothing says that its meta was uploaded"
     try:
         data, _ = mirror.store.read(meta.object or meta.path, limit_bytes=META_LIMIT_BYTES)
     except ObjectNotFound:

@@ -117,6 +117,6 @@ class Sending:
                 except FileNotFoundError as error:
                     raise StorePermanent(f"{path} is gone.", hint="Nothing was deleted by ckptmirror.") from error
                 if meta.save_id != self._record.save_id:
-                    raise IntegrityError(f"{path} names a save other than its record does.")
+                    raise IntegrityError(f"{path} is the meta of another save, not of the one being sent.")
                 return meta
-        raise IntegrityError(f"The table has no meta record for save {self._record.save_id[:8]}.")
+        raise IntegrityError(f"The table does not know the meta of save {self._record.save_id[:8]}.")

@@ -59,7 +59,9 @@ def free_dead_workers(table: UploadsTable, mirror: str | None = None) -> int:
     """Put back at once what workers of this machine held whose process is dead. Returns how many records."""
     held = table.records(mirror=mirror, state=RecordState.UPLOADING)
     workers = {record.claimed_by for record in held if record.claimed_by}
-    return sum(table.put_back_all(worker, "its worker's process is dead") for worker in workers if _is_dead(worker))
+    return sum(
+        table.put_back_all(worker, "the process that was sending it died") for worker in workers if _is_dead(worker)
+    )
 
 
 def upload_save(context: UploadContext, save_id: str) -> None:

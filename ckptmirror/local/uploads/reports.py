@@ -128,7 +128,11 @@ def _standing_on(mirror: str, save: SaveRow | None, found: Sequence[UploadRecord
     elif not complete:
         reason = rows.blocked_because(save, found) or "some of its artifacts were skipped"
     else:
-        reason = "its meta has no sound record" if meta is None else f"its meta is {meta.state.value}: {meta.reason}"
+        reason = (
+            "nothing says that its meta was uploaded"
+            if meta is None
+            else f"its meta is {meta.state.value}: {meta.reason}"
+        )
     return MirrorStanding(
         mirror=mirror,
         verified=complete,

@@ -42,7 +42,7 @@ class WorkerVerbs(Verbs):
             for late in list(
                 rows.iterate_records(connection, "find the records whose lease ran out", self._now(mirror))
             ):
-                back = changes.put_back(late, f"the lease of {late.claimed_by} ran out", 0, self._clock)
+                back = changes.put_back(late, f"{late.claimed_by} did not finish it in time", 0, self._clock)
                 rows.write_changed(connection, late, back)
             record = self._next(connection, mirror, exclude)
             taken = None
