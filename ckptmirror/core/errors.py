@@ -282,7 +282,7 @@ class LocalStorageFull(Temporary):
     """The local disk is full (no space or no inodes)."""
 
     lacks_room = True
-    hint = "Free space on that disk. For a trainer's root, `ckptmirror status` says which saves mirrors have."
+    hint = "Free space on that disk. In a trainer's root, see `ckptmirror status` and `ckptmirror rotate --dry-run`."
 
 
 class LocalStorageUnwritable(ConfigError):

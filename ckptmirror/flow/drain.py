@@ -273,6 +273,7 @@ def confirm(root: Path, save_id: str, urls: Collection[str]) -> None:
     """
     with open_known_table(root) as table:
         specs = [MirrorSpec(row.url, row.required) for row in table.mirrors()]
+        save = next((one for one in table.saves() if one.save_id == save_id), None)
         mirrors = open_mirrors(specs, root, table)
         may_commit = DrainConfirmation(root, table, mirrors)
         try:
@@ -281,8 +282,8 @@ def confirm(root: Path, save_id: str, urls: Collection[str]) -> None:
                 try:
                     upload_save(context, save_id)
                 except CkptMirrorError as error:
-                    log = saying(_log, mirror=mirror.url)
-                    log.warning("save %.8s is not confirmed there yet: %s", save_id, error)
+                    log = saying(_log, save, mirror=mirror.url)
+                    log.warning("save %.8s is not confirmed on %s yet: %s", save_id, mirror.url, error)
         finally:
             close_mirrors(mirrors)
 

@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,15 +24,17 @@ from ckptmirror.core.errors import (
     RootLocked,
     UsageError,
 )
+from ckptmirror.flow.drain import confirm
 from ckptmirror.flow.places.attempt_lists import read_local_attempts
 from ckptmirror.flow.places.resolve import list_checkpoints
 from ckptmirror.flow.start.rewind import plan_rewind, rewind
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import RootLock
+from ckptmirror.local.table_place import table_path
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.cli import assert_tells, run
 from tests.kit.faults import faulty, flip_bit, refusing
-from tests.kit.roots import content, drained
+from tests.kit.roots import content, drained, make_pending
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts
 from tests.kit.training import everything, new_state, running, same, saved_run
 
@@ -341,6 +345,31 @@ def test_status_calls_a_save_safe_that_a_rewind_brought_from_the_mirror(tmp_path
     new = tmp_path / "new-disk"
     assert run("rewind", new, "--step", "100", "--mirror", url).returncode == 0
     assert run("status", new).stdout.startswith("safe: ")
+
+
+HOLDS_THE_TABLE = """
+import sqlite3, sys
+table = sqlite3.connect(sys.argv[1], isolation_level=None)
+table.execute("BEGIN IMMEDIATE")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_table_that_another_holds_leaves_a_save_unconfirmed_and_the_log_says_of_which(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, (meta,) = make_pending(tmp_path, f"file://{tmp_path}/mirror", 100, kinds=("model",))
+    command = [sys.executable, "-c", HOLDS_THE_TABLE, str(table_path(root))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        confirm(root, meta.save_id, [f"file://{tmp_path}/mirror"])
+        other.communicate()
+    (line,) = [record for record in caplog.records if "not confirmed" in record.getMessage()]
+    assert (line.step, line.save_id, line.mirror) == (100, meta.save_id, f"file://{tmp_path}/mirror")  # type: ignore[attr-defined]
+    confirm(root, meta.save_id, [f"file://{tmp_path}/mirror"])
+    assert run("status", root).stdout.startswith("safe: ")
 
 
 def test_a_save_that_was_brought_from_one_mirror_is_not_called_unsafe_for_the_other(tmp_path: Path) -> None:
