@@ -1,11 +1,11 @@
-"""Writing one file of a save: tensors or JSON, checksummed as they are written, sealed or published.
+"""Writes one file of a save: tensors or JSON, checksummed while written, then sealed or published.
 
 Rules:
 * The bytes go straight from the tensors' memory to the writer.
-* The first error of the disk is the one that is raised, not what torch makes of it.
+* The first disk error is raised, not the error that torch makes of it.
 * A file that failed leaves nothing behind.
-* A file of tensors is read back by the loader that a resume uses before it is reported: all of it but the tensors'
-  bytes. So a value that nothing could load never becomes part of a save.
+* Before a file of tensors is reported, the loader that a resume uses reads it back, except the tensors' bytes. So a
+  value that cannot be loaded never becomes part of a save.
 * Sealed: complete and fsynced under its temporary name, for the node's leader to publish. Published: under its final
   name.
 """
@@ -37,11 +37,11 @@ _SHOWN_LETTERS = 100
 class ArtifactStream(io.RawIOBase):
     """An :class:`ArtifactWriter` in the form that torch writes to.
 
-    An error of the disk is not raised into torch, whose frames would keep the memory of an ``io.BytesIO`` that was
-    being written: where the garbage collector finds it in a cycle, Python 3.12.0 and 3.12.1 crash (gh-111049).
+    A disk error is not raised into torch, whose frames would keep the memory of an ``io.BytesIO`` that was being
+    written: if the garbage collector finds it in a cycle, Python 3.12.0 and 3.12.1 crash (gh-111049).
 
     Attributes:
-        error: The first error. What is written after it goes nowhere; the caller raises it when torch has returned.
+        error: The first error. Later writes are discarded; the caller raises the error after torch has returned.
     """
 
     def __init__(self, writer: ArtifactWriter) -> None:
@@ -68,7 +68,7 @@ class ArtifactStream(io.RawIOBase):
         return self.writer.tell()
 
     def flush(self) -> None:
-        """Do nothing: torch asks for it after every item; the writer makes the bytes durable at its end."""
+        """Do nothing: torch calls this after every item, but the writer makes the bytes durable at the end."""
 
 
 def _without_frames(error: Exception) -> Exception:
@@ -84,7 +84,7 @@ def write_pt(tree: Any, path: Path, *, save_id: str, publish: bool = False) -> D
     """Write ``tree`` (tensors and plain values) with ``torch.save`` as ``path``, sealed or published.
 
     Raises:
-        NameTaken: ``publish``, and the path exists.
+        NameTaken: ``publish`` was set and the path exists.
         LocalStorageFull: The disk is full.
         UsageError: The tree holds something that a load refuses.
     """

@@ -6,7 +6,7 @@ leader, which publishes the files when their upload records are durable (flow/sa
 that registers a :class:`Format`.
 
 Rules:
-* ``write`` touches only host memory and the files it names; it never talks to the training's process group.
+* ``write`` uses only host memory and its own files; it never uses the training's process group.
 * Every byte is checksummed as it is written. Nothing appears under its final name before it is complete and fsynced.
 * Nothing is unpickled without an allow-list.
 """
@@ -29,11 +29,11 @@ class Snapshot:
     """What one rank contributes to a save. All fields are pytrees of dict/list/tuple, tensors and plain values.
 
     Attributes:
-        model: Parameters and buffers by clean name (no ``module.``, no ``_orig_mod.``): what this rank holds (DTensors
-            where sharded).
+        model: The parameters and buffers that this rank holds (DTensors where sharded), by clean name (no ``module.``,
+            no ``_orig_mod.``).
         optimizer: Optimizer state keyed by parameter name (``get_optimizer_state_dict``), or None.
-        full_model: The whole unsharded model on rank 0 if kind "model" was asked for, else None. Where the model is
-            not sharded these are the very tensors of ``model``: a host copy that keeps aliases copies them once.
+        full_model: The whole unsharded model on rank 0 if kind "model" was asked for, else None. If the model is not
+            sharded these are the same tensors as in ``model``, and a host copy that keeps aliases copies them once.
         extra: This rank's scheduler, RNG, scaler, EMA, data position, user's extra, step.
         sharded: Whether the ranks hold different pieces (then every rank writes its own ``optim_*``; else rank 0
             alone).
@@ -61,7 +61,7 @@ class WriteContext:
         kinds: All kinds of this save.
         rank: Global rank; ``world_size`` ranks in all.
         is_leader: Whether this rank leads its node.
-        torch_group: A CPU process group of our own, used by this thread alone; None in a single process.
+        torch_group: A separate CPU process group that only this thread uses; None in a single process.
     """
 
     root: Path
@@ -81,7 +81,7 @@ class LoadReport:
     Attributes:
         step: The step of the save.
         loaded: Which parts of the state were loaded ("model", "optimizer", "scheduler", "rng", ...).
-        missing: Parts of the state that the save does not hold, each with what was done about it.
+        missing: Parts of the state that the save lacks, each with what happened to it.
     """
 
     step: int
@@ -108,7 +108,7 @@ class Format(Protocol):
         """On the leader, after every rank of the node reported, before publishing: structure check of what was written.
 
         Raises:
-            IntegrityError: What is on disk does not hold together; the save is not committed.
+            IntegrityError: The files on disk are not consistent; the save is not committed.
         """
         ...
 
@@ -123,5 +123,5 @@ class Format(Protocol):
         exclude: frozenset[str],
         torch_group: Any,
     ) -> LoadReport:
-        """Load model and optimizer (not the sidecars) of ``meta``, whose files lie in ``root``, into a TrainState."""
+        """Load model and optimizer (not the sidecars) of ``meta``, whose files are in ``root``, into a TrainState."""
         ...

@@ -1,13 +1,14 @@
 """From live objects to a :class:`Snapshot`: on the training thread, before the host copy.
 
 Rules:
-* Nothing is cloned: a snapshot's tensors are the live ones, so the host copy must follow before training goes on. Only
-  the whole model of a sharded one is gathered, one parameter at a time, to the host memory of rank 0.
+* Nothing is cloned: a snapshot's tensors are the live ones, so the host copy must be made before training continues.
+  The one exception is the full model of a sharded one, which is gathered to the host memory of rank 0, one parameter at
+  a time.
 * Collectives run only for that gathering, in the calling thread, in the same order on every rank.
-* Of what all ranks hold alike, rank 0's is saved: the other ranks leave out buffers (their running averages may
-  differ), extra state and EMA, and everything but the sidecar if no kind of the save asks them for more. What they
-  leave out is in ``left_out``, to be compared.
-* What a safe load could not read back is refused here, with its name.
+* If all ranks hold the same value, rank 0 saves it. The other ranks leave out buffers (whose running averages may
+  differ), extra state and EMA, and everything but the sidecar if no kind of the save needs more from them. ``left_out``
+  holds what they leave out, so that it can be compared.
+* A value that a safe load could not read back is refused here, by name.
 """
 
 from __future__ import annotations
@@ -72,14 +73,14 @@ def capture(
     Args:
         state: What to save.
         step: The step.
-        kinds: What the save consists of.
+        kinds: The kinds of the save.
         rank: This process's rank.
         world_size: Number of ranks.
         before_collectives: Called on every rank before the first collective, if there is one, with this rank's failure;
             it raises on all ranks if one failed, so that none waits in a collective for a rank that never comes.
 
     Raises:
-        UsageError: Something in ``state`` could not be loaded back; names it.
+        UsageError: Something in ``state`` could not be loaded back; the message names it.
     """
     agree = before_collectives if "model" in kinds and _has_shards_to_gather(state.model) else None
     try:
@@ -125,7 +126,7 @@ def capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
     Args:
         state: What to save.
         step: The step.
-        with_ema: Whether an average that is not sharded is this rank's to save.
+        with_ema: Whether this rank saves an EMA that is not sharded.
     """
     try:
         return _capture_local(state, step=step, with_ema=with_ema)
@@ -186,18 +187,18 @@ def snapshot_tree(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def snapshot_from_tree(tree: Mapping[str, Any]) -> Snapshot:
-    """Return the snapshot that :func:`snapshot_tree` was given, over the copied tensors."""
+    """Rebuild the snapshot from a copy of its :func:`snapshot_tree`."""
     return Snapshot(**{**tree, "buffers": frozenset(tree["buffers"])})
 
 
 def architecture_hash(snapshot: Snapshot) -> str:
-    """Return a hash of the whole model's names, shapes and dtypes: the same on every rank, however it is sharded."""
+    """Return a hash of the full model's names, shapes and dtypes: equal on every rank, however it is sharded."""
     known = snapshot.extra.get(_ARCHITECTURE)
     return known if isinstance(known, str) else _hash_of_shapes(snapshot.model)
 
 
 def parameters_hash(snapshot: Snapshot) -> str:
-    """Return a hash of the names, whole shapes and dtypes of the parameters: alike on all ranks that hold one model."""
+    """Return a hash of the parameters' names, full shapes and dtypes: equal on all ranks that hold the same model."""
     return str(snapshot.extra.get(_PARAMETERS, ""))
 
 
@@ -207,13 +208,13 @@ def optimizer_holdings(snapshot: Snapshot) -> str:
 
 
 def _hash_of_holdings(state: dict[str, Any]) -> str:
-    # To look into the state of a parameter that has none makes an empty one.
+    # Looking up the state of a parameter that has none would create an empty one.
     held = [(str(name), sorted(map(str, of)) if isinstance(of, dict) else []) for name, of in state.items() if of != {}]
     return hashlib.sha256(repr(sorted(held)).encode()).hexdigest()
 
 
 def fingerprint(snapshot: Snapshot) -> str:
-    """Return a hash of this rank's model and optimizer values; call it on the host copy. One pass over the bytes."""
+    """Return a hash of this rank's model and optimizer values, in one pass over the bytes; call it on the host copy."""
     digest = hashlib.sha256()
     for name, value in walk_tensors({"model": snapshot.model, "optimizer": snapshot.optimizer}, plain=True):
         if isinstance(value, torch.Tensor):
@@ -256,7 +257,10 @@ def _gather(live: torch.nn.Module, model: Mapping[str, Any], *, keep: bool) -> d
             full = value.full_tensor()
             try:
                 gathered[key] = full.cpu() if keep and failure is None else None
-            except (RuntimeError, MemoryError) as error:  # no memory: the others still count on the next collectives
+            except (
+                RuntimeError,
+                MemoryError,
+            ) as error:  # out of memory, but the other ranks still wait in the next collectives
                 gathered[key], failure = None, error
             del full
         whole[name] = gathered[key]
@@ -289,7 +293,7 @@ def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: Mappi
     ema = None
     if state.ema is not None:
         ema = encode(state_of(state.ema, "ema", versions=versions, path=("ema",)), "ema")
-        if with_ema or has_shards(ema):  # beside a model that is whole on each rank it may be sharded all the same
+        if with_ema or has_shards(ema):  # it may be sharded even if each rank holds the full model
             extra["ema"] = ema
     if state.extra is not None:
         own = {

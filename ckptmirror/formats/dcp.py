@@ -77,10 +77,10 @@ class DcpFormat:
         ]
 
     def check(self, context: WriteContext, artifacts: Sequence[Artifact]) -> None:
-        """Check the node's temporary directory: its files are exactly the artifacts, and hold what ``.metadata`` says.
+        """Check that the node's temporary directory holds exactly the artifacts and all that ``.metadata`` names.
 
         Raises:
-            IntegrityError: They do not; the save must not be committed.
+            IntegrityError: It does not; the save must not be committed.
         """
         directory = _temporary(context)
         prefix = f"{context.name.dcp_dir}/"
@@ -134,7 +134,7 @@ FORMAT = DcpFormat()
 
 
 def from_checkpoint_exception(error: BaseException, doing: str) -> CkptMirrorError:
-    """Return the error to raise for torch's ``CheckpointException``: the first failed rank's, with its number."""
+    """Return the error to raise for torch's ``CheckpointException``: that of the first failed rank, with its number."""
     if isinstance(error, CkptMirrorError):
         return error
     failures = getattr(error, "failures", None) or {}
@@ -155,7 +155,7 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
         # Said at every save of one process. The filter is not restored: other threads may change filters meanwhile.
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
     try:
-        # A second sum of every byte costs most of the processor time of a write. Only torch reads these files, and it
+        # A second checksum of every byte costs most of the CPU time of a write. Only torch reads these files, and it
         # does not check it; what is checked is the artifact's crc32c. The setting is this thread's alone.
         with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at import
             metadata = save(
@@ -194,15 +194,16 @@ def _layout(snapshot: Snapshot) -> dict[str, Any]:
             "param_groups": _flattenable(snapshot.optimizer["param_groups"]),
         }
     if (versions := versions_in(snapshot.extra, ("model",))) is not None:
-        state[KEY] = to_text(versions)  # here too: the files of extra state may be left behind
+        state[KEY] = to_text(versions)  # here too, since the extra files may not travel with the directory
     return cast(dict[str, Any], compact(state))
 
 
 def _flattenable(tree: Any, shape: torch.Size | None = None) -> Any:
-    """Return ``tree`` so that DCP keeps it whole.
+    """Return ``tree`` in a form that DCP saves without loss.
 
-    Its flattening drops empty dicts and turns every key into text; and a load makes every tensor anew, row by row. What
-    lies otherwise in memory keeps that by a mark, unless it has the parameter's ``shape``: that lies as the parameter.
+    DCP's flattening drops empty dicts and converts every key to text, and a load recreates every tensor in row-major
+    order. A tensor with another memory layout gets a mark that keeps it, unless it has the parameter's ``shape``: it
+    then takes the parameter's layout.
     """
     if type(tree) is dict:
         if any(type(key) is not str for key in tree):
@@ -235,7 +236,7 @@ def _share_metadata(directory: Path, group: Any) -> bytes | None:
     """Collective: return the coordinator's ``.metadata``, or None if it could not be read there."""
     box: list[bytes | None] = [None]
     if dist.get_rank(group) == 0:
-        with suppress(OSError):  # the coordinator finds out again in check(), the others when the box is empty
+        with suppress(OSError):  # the coordinator's check() finds this again, the other ranks get an empty box
             box = [(directory / METADATA_NAME).read_bytes()]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     return box[0]

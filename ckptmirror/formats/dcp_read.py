@@ -1,9 +1,9 @@
-"""Reading a DCP directory that nobody vouches for, into live objects, for any number of ranks.
+"""Reads an untrusted DCP directory into live objects, for any number of ranks.
 
 Rules:
 * ``.metadata`` is parsed by the allow-list unpickler and checked before torch sees it; plain values are loaded with
   ``weights_only``; no name leaves the directory and no link is followed.
-* Each rank reads what it needs by itself, without collectives: a rank that fails holds nobody up.
+* Each rank reads what it needs by itself, without collectives: a rank that fails does not block the others.
 * Names, shapes and the optimizer's groups are compared before the first live tensor is written.
 * Optimizer state is allocated from ``.metadata`` and the live parameters, so a fresh optimizer is never stepped.
 """
@@ -74,7 +74,7 @@ def read_directory_metadata(directory: Path, *, just_written: bool = False) -> M
 
     Raises:
         UnsafePickle: It asks for something that is not on the allow-list.
-        IntegrityError: It is missing or broken, or names a file outside the directory.
+        IntegrityError: It is missing or broken, or it names a file outside the directory.
     """
     path = directory / METADATA_NAME
     check_regular(path)
@@ -149,13 +149,13 @@ def load_directory(
     """Load the model and the optimizer of a DCP directory into ``state`` (a ``TrainState``).
 
     Args:
-        directory: Where it lies.
+        directory: The DCP directory.
         state: What to load into.
-        step: For the report.
-        exclude: Parts to leave alone.
-        is_scheduled: Whether a scheduler will be loaded too; asked only where that matters.
+        step: The step, for the report.
+        exclude: Parts to leave unchanged.
+        is_scheduled: Returns whether a scheduler will be loaded too; called only if that matters.
     """
-    # Files of other nodes may be elsewhere: what this rank needs is found out when it is read.
+    # Files of other nodes may be elsewhere, so a missing file shows only when this rank reads it.
     entries, reader = _open(directory, all_here=False)
     loaded: list[str] = []
     missing: list[str] = []
@@ -187,7 +187,7 @@ def read_full_directory(directory: Path) -> dict[str, Any]:
     """
     tree = read_tree(directory)
     if isinstance(tree, dict) and KEY in tree:
-        tree.setdefault("model", {})  # of our own saves one without tensors leaves nothing
+        tree.setdefault("model", {})  # a model without tensors leaves no entry
     if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
         raise UsageError(f"{directory} holds no model.")
     versions = from_text(tree.pop(KEY), str(directory)) if KEY in tree else None
@@ -198,7 +198,7 @@ def read_full_directory(directory: Path) -> dict[str, Any]:
 
 
 def read_tree(directory: Path) -> Any:
-    """Return all that a DCP directory holds, as it was given to DCP: whole tensors and plain values.
+    """Return everything in a DCP directory as it was passed to DCP: full tensors and plain values.
 
     Raises:
         IntegrityError: The directory is incomplete, broken or hostile.
@@ -210,7 +210,7 @@ def read_tree(directory: Path) -> Any:
 
 
 def check_plain_values(directory: Path, metadata: Metadata, present: Container[str]) -> None:
-    """Read every plain value that lies in the files ``present`` as a load does, and put the whole together.
+    """Read every plain value in the files ``present`` as a load does, and rebuild the tree.
 
     Raises:
         UsageError: A load would refuse a value.
@@ -223,7 +223,7 @@ def check_plain_values(directory: Path, metadata: Metadata, present: Container[s
     with refused_as_usage():
         _read(flat, SafeReader(directory, metadata))
         if len(here) < len(plain):
-            return  # the rest lies on the disks of other nodes
+            return  # the rest is on the disks of other nodes
         for entry in entries:
             if isinstance(entry.described, TensorStorageMetadata):
                 flat[entry.key] = torch.empty(
@@ -292,7 +292,7 @@ def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: SafeRead
 
 
 def _check_tied(live: dict[str, Any], saved: Callable[[str], _Entry], reader: SafeReader) -> None:
-    """Read what shares memory here beside it first, to see whether it can be given all that was saved."""
+    """First read values that share memory here into separate memory, to check that they can take all that was saved."""
     found = {name for run in sharing(live) for name in run}
     shared = {name: value for name, value in live.items() if name in found}
     if not shared:
@@ -373,7 +373,7 @@ def _read(flat: dict[str, Any], reader: SafeReader) -> None:
 
 
 def _assemble(items: list[tuple[Path_, Any]]) -> Any:
-    """Put leaves with their paths together again: text makes dicts, numbers make lists."""
+    """Rebuild a tree from leaves and their paths: text keys make dicts, numbers make lists."""
     if len(items) == 1 and not items[0][0]:
         return items[0][1]
     below: dict[str | int, list[tuple[Path_, Any]]] = {}

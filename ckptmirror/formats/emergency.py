@@ -1,13 +1,13 @@
-"""Kind ``emergency``: what a rank can save by itself in the last seconds, in a directory of its own.
+"""Kind ``emergency``: what a rank can save by itself in its last seconds, in a separate directory.
 
 ``rank0.pt`` is ``{"step", "world_size", "sharded", "model", "optimizer", "extra"}``; sharded tensors are plain pieces
 with their place in the whole; ``tensors_rank0.json`` lists them.
 
 Rules:
 * No collectives, ever: another rank may be dead or stuck in one.
-* Where tensors are sharded every rank writes its pieces, and a load needs the same number of ranks. So does every rank
-  where a save was refused because the ranks differ. Else rank 0 writes model and optimizer, the others their own extra
-  state, and any number of ranks can load.
+* If tensors are sharded, or an earlier save was refused because the ranks differ, every rank writes its own pieces, and
+  a load needs the same number of ranks. Otherwise rank 0 writes model and optimizer, the other ranks only their own
+  extra state, and any number of ranks can load.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def load_emergency(
     world_size: int,
     exclude: frozenset[str] = frozenset(),
 ) -> LoadReport:
-    """Load an emergency snapshot, extra state included, into ``state``. Talks to no other rank.
+    """Load an emergency snapshot, including its extra state, into ``state``. Needs no other rank.
 
     Raises:
         IntegrityError: A file is missing, broken or hostile.
@@ -147,7 +147,7 @@ def load_emergency(
 
 
 class EmergencyFormat:
-    """Reads kind ``emergency``; it is written by :func:`write_emergency`, in one go and without a host copy."""
+    """Reads kind ``emergency``; :func:`write_emergency` writes it, in one go and without a host copy."""
 
     kind: Kind = "emergency"
 
@@ -173,7 +173,7 @@ class EmergencyFormat:
         exclude: frozenset[str],
         torch_group: Any,  # noqa: ARG002 - the seam's signature
     ) -> LoadReport:
-        """Load all of the snapshot, extra state included: it has no sidecars."""
+        """Load the whole snapshot, including its extra state, since it has no sidecars."""
         names = {artifact.path.split("/")[0] for artifact in meta.artifacts_of("emergency") if "/" in artifact.path}
         if len(names) != 1:
             raise IntegrityError(f"The meta names {len(names)} directories of an emergency snapshot.")

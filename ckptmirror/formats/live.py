@@ -1,9 +1,9 @@
 """Into live objects: giving loaded values back to a model, strictly and in place.
 
 Rules:
-* Names, shapes and kinds of values are compared before the first value is copied, so a wrong checkpoint leaves the
-  model as it was.
-* What a module sizes by its data (extra state, the buffers of observers) is given to it as it was saved.
+* Names, shapes and kinds of values are compared before the first value is copied, so a wrong checkpoint does not change
+  the model.
+* Values that a module sizes by its data (extra state, the buffers of observers) are passed to it as they were saved.
 * Values are copied into the existing tensors, shard by shard, without talking to other ranks; the model's own
   ``load_state_dict`` runs at the end, with the versions that the modules were saved in, so its hooks and extra state
   are honoured.
@@ -37,7 +37,7 @@ def pair_names(saved: Iterable[str], live: Mapping[str, Any]) -> dict[str, str]:
     """Return the saved name of each live name, strictly.
 
     Raises:
-        UsageError: A name is missing or unexpected; lists the first few.
+        UsageError: A name is missing or unexpected; the message lists the first few.
     """
     saved = list(saved)
     matched = match_names(saved, live)
@@ -61,13 +61,13 @@ def check_fits(name: str, shape: tuple[int, ...] | None, live: Any, *, is_free: 
         name: For messages.
         shape: Of the saved tensor.
         live: The live value.
-        is_free: Whether the module takes it in another form than the live one has (``names.makes_room``).
+        is_free: Whether the module accepts another shape than the live value's (``names.makes_room``).
 
     Returns:
         Whether it can be copied into the live tensor.
 
     Raises:
-        UsageError: They cannot fit; names both shapes.
+        UsageError: They do not fit; the message names both shapes.
     """
     same = shape == (tuple(live.shape) if isinstance(live, torch.Tensor) else None)
     if (same and shape is None) or (not same and is_free):
@@ -101,12 +101,12 @@ def load_model(
     """Load ``saved`` (tensors, pieces and plain values by name) into ``module``; return the dtypes by saved name.
 
     Args:
-        module: Named, wrapped or sharded as may be.
-        saved: By name; names are matched without the marks of wrappers if need be.
-        others: Gives the values of a saved name in the other ranks' files, read only where this rank's do not suffice.
-        check: Called with the name, the saved name, the live tensor and the values of all that will be filled, before
-            anything is; it raises if that may not be.
-        versions: What the modules said of their layout when they were saved; None if the save does not have it.
+        module: The live model, however it is wrapped or sharded.
+        saved: The values by name; if needed, names are matched without the prefixes of wrappers.
+        others: Returns the values of a saved name in the other ranks' files, read only if this rank's do not suffice.
+        check: Called for each tensor that will be filled, before any is: name, saved name, live tensor and values. It
+            raises if the tensor must not be filled.
+        versions: The layout versions of the modules when they were saved; None if the save does not have them.
     """
     live = live_values(module)
     names = pair_names(saved, live)
@@ -140,10 +140,10 @@ def finish_model(
     dtypes: Mapping[str, torch.dtype],
     versions: Versions | None,
 ) -> None:
-    """Hand values that are already in place to the module's own ``load_state_dict``, strictly.
+    """Pass values that are already in place to the module's own ``load_state_dict``, strictly.
 
     Raises:
-        UsageError: It does not take them; whatever it raised, with the name of the module that did.
+        UsageError: It does not take them; the message quotes its error and names the module that raised it.
     """
     cast = [name for name, dtype in dtypes.items() if live[name].dtype != dtype]
     if cast:
@@ -160,7 +160,7 @@ def finish_model(
         set_model_state_dict(module, attached(given, metadata), options=StateDictOptions(strict=True))
     except CkptMirrorError:
         raise
-    except Exception as error:  # code of the module's own; whatever it raises, the answer is the same
+    except Exception as error:  # a module's own code may raise anything; the answer is the same
         raise UsageError(
             f"{_raised_in(module, error)} does not take the checkpoint: {type(error).__name__}: {error}",
             hint="Build the model as it was when it was saved.",
@@ -168,7 +168,7 @@ def finish_model(
 
 
 def _raised_in(module: torch.nn.Module, error: BaseException) -> str:
-    """Return the name and the kind of the innermost module whose code raised ``error``."""
+    """Return the name and the class of the innermost module whose code raised ``error``."""
     names = {id(part): name for name, part in module.named_modules()}
     found = "The model"
     trace = error.__traceback__
@@ -182,14 +182,14 @@ def _raised_in(module: torch.nn.Module, error: BaseException) -> str:
 
 
 def warn_missing(part: str, what: str) -> str:
-    """Log, loudly, that a save lacks a part of the state; return the line for the report."""
+    """Warn that the save lacks a part of the state; return the line for the report."""
     line = f"{part}: {what}"
     log.warning("The save holds no %s", line)
     return line
 
 
 def warn_unused(part: str) -> str:
-    """Log, loudly, that nothing here takes a part of what was saved; return the line for the report."""
+    """Warn that nothing here takes a part of the save; return the line for the report."""
     line = f"{part}: the save has its state, and nothing here takes it"
     log.warning("%s", line)
     return line

@@ -5,7 +5,7 @@
 ``{"state": {name: {...}}, "param_groups": [...]}``, with sharded tensors as plain pieces.
 
 Rules:
-* Rank 0 writes the model. Where tensors are sharded every rank writes its own optimizer file, else rank 0 alone.
+* Rank 0 writes the model. If tensors are sharded, every rank writes its own optimizer file, otherwise only rank 0.
 * A load compares names and shapes before it writes; it copies in place, shard by shard, and works on any number of
   ranks.
 """
@@ -43,7 +43,7 @@ class ModelFormat:
     kind: Kind = "model"
 
     def write(self, snapshot: Snapshot, context: WriteContext) -> list[Artifact]:
-        """Write and seal this rank's files; ranks that have nothing to write return nothing.
+        """Write and seal this rank's files; a rank that has nothing to write returns an empty list.
 
         Raises:
             UsageError: The snapshot was captured without kind ``model``.
@@ -60,10 +60,10 @@ class ModelFormat:
         return written
 
     def check(self, context: WriteContext, artifacts: Sequence[Artifact]) -> None:
-        """Check that every file of this kind is on disk, of the right size, and a readable archive of tensors.
+        """Check that every file of this kind is on disk, has the right size and is a readable archive of tensors.
 
         Raises:
-            IntegrityError: One is not.
+            IntegrityError: A file is not.
         """
         for artifact in artifacts:
             parsed = parse_name(artifact.path)
@@ -123,7 +123,7 @@ FORMAT = ModelFormat()
 def read_optimizer(
     root: Path, files: Mapping[int, str], module: torch.nn.Module, *, rank: int
 ) -> dict[str, Any] | None:
-    """Return the state in the optimizer files (by rank), sharded as the live parameters are; None without files."""
+    """Return the state in the optimizer files (by rank), sharded like the live parameters; None without files."""
     if not files:
         return None
     source = RankFiles({writer: root / path for writer, path in files.items()}, rank)
@@ -131,7 +131,7 @@ def read_optimizer(
 
 
 def full_optimizer(source: RankFiles, at: tuple[str, ...], module: torch.nn.Module) -> dict[str, Any]:
-    """Return the optimizer that lies at ``at`` in the files of ``source``."""
+    """Return the full optimizer state at ``at`` in the files of ``source``."""
     tree = source.tree()
     for key in at:
         tree = tree[key]

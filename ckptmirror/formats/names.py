@@ -1,11 +1,11 @@
-"""Names of parameters and buffers without the marks of wrappers.
+"""Names of parameters and buffers without the prefixes that wrappers add.
 
 Rules:
-* On save and for the live model torch's own traversal gives the names: it takes off ``module.`` and ``_orig_mod.``
-  only where a wrapper put them. It is asked again only when the model's own names change: it takes longer than all
+* On save, and for the live model, torch's own traversal gives the names: it removes ``module.`` and ``_orig_mod.`` only
+  where a wrapper added them. It runs again only when the model's own names change, since it takes longer than anything
   else on the training thread.
-* Names from a file are matched exactly first; only if that fails, both sides are compared without the marks of
-  wrappers, and only if that is unambiguous.
+* Names from a file are first matched exactly. Only if that fails, both sides are compared without wrapper prefixes, and
+  only if the result is unambiguous.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _ANYWHERE = ("_orig_mod", _CHECKPOINTED, "_fsdp_wrapped_module")
 
 
 class LiveValues(dict[str, Any]):
-    """The values of a model by clean name, and what its modules say of their layout, by the names that they have."""
+    """The values of a model by clean name, and the layout versions of its modules by their own names."""
 
     metadata: Any = None
 
 
 def live_values(model: torch.nn.Module) -> LiveValues:
     """Return the model's persistent tensors and extra state by clean name; tensors are aliases of the live ones."""
-    is_patched = "state_dict" in vars(model)  # by torch, to copy or to gather, for one; its helper sees through that
+    is_patched = "state_dict" in vars(model)  # for example by torch, to copy or to gather; its helper handles that
     state = get_model_state_dict(model) if is_patched else model.state_dict()
     names = _KNOWN.get(model, {}) if not is_patched else {name: name for name in state}
     if names.keys() != state.keys():
@@ -69,7 +69,7 @@ def live_values(model: torch.nn.Module) -> LiveValues:
 
 
 def shard_again(model: torch.nn.Module) -> None:
-    """Have FSDP2 shard again what a forward without a backward left whole: to ask the model for its state does that."""
+    """Make FSDP2 reshard what a forward without a backward left unsharded, by asking the model for its state."""
     live_values(model)
 
 
@@ -81,10 +81,10 @@ def live_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Para
 
 
 def makes_room(model: torch.nn.Module) -> Callable[[str], bool]:
-    """Return what says of a clean name whether the module that has the value takes it in another shape.
+    """Return a function that says, for a clean name, whether its module accepts the value in another shape.
 
     Extra state may be anything. Observers and fake quantizers size their buffers by the data that they have seen, and
-    make room for those of a checkpoint in a ``_load_from_state_dict`` of their own. Parameters always have to fit.
+    resize them for a checkpoint in their own ``_load_from_state_dict``. Parameters always have to fit.
     """
     clean = clean_names(model)
     plain = torch.nn.Module._load_from_state_dict
@@ -103,9 +103,9 @@ def makes_room(model: torch.nn.Module) -> Callable[[str], bool]:
 
 
 def clean_names(model: torch.nn.Module) -> Callable[[str], str]:
-    """Return what takes the marks of the model's wrappers off a name, of a value or a module."""
+    """Return a function that removes the prefixes of the model's wrappers from the name of a value or a module."""
     outermost: dict[str, torch.nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):  # from the outside to the inside
+    for name, module in model.named_modules(remove_duplicate=False):  # outermost first
         outermost.setdefault(_without_checkpointing(name), module)
     wrappers = {name for name, module in outermost.items() if _wraps(module)}
     return lambda name: _without_wrappers(_without_checkpointing(name), wrappers)
@@ -122,7 +122,7 @@ def _without_checkpointing(name: str) -> str:
 
 
 def _without_wrappers(name: str, wrappers: set[str]) -> str:
-    """Take off what lies right in a wrapper; one inside a checkpointing wrapper stays, as torch leaves it there."""
+    """Remove wrapper prefixes; one inside a checkpointing wrapper stays, because torch leaves it there too."""
     parts = name.split(".")
     kept = [
         part
@@ -133,7 +133,7 @@ def _without_wrappers(name: str, wrappers: set[str]) -> str:
 
 
 def bare(name: str) -> str:
-    """Return ``name`` without any part that a wrapper may have put there."""
+    """Return ``name`` without any part that a wrapper may have added."""
     parts = [part for part in name.split(".") if part not in _ANYWHERE]
     while len(parts) > 1 and parts[0] == _PREFIX:
         parts = parts[1:]
@@ -141,7 +141,7 @@ def bare(name: str) -> str:
 
 
 def match_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """Return the live name of each saved name (its own name where there is no match)."""
+    """Return the live name for each saved name (the saved name itself if nothing matches)."""
     saved, live = list(saved), list(live)
     if set(saved) == set(live):
         return {name: name for name in saved}

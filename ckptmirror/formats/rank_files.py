@@ -1,7 +1,7 @@
-"""One file per rank, read by any number of ranks: this rank's own first, the others only where it does not suffice.
+"""One file per rank, read by any number of ranks: this rank's own first, the others only if it does not suffice.
 
 Rules:
-* Files are mapped, not read; what is kept is copied out of the map, so that a file that is removed frees its space.
+* Files are mapped, not read. Values that are kept are copied out of the map, so that a deleted file frees its space.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RankFiles:
         self._trees: dict[int, Any] = {}
 
     def tree(self, rank: int | None = None) -> Any:
-        """Return the decoded content of one rank's file: by default this rank's, or the lowest if it has none."""
+        """Return the decoded contents of one rank's file, by default this rank's, else the lowest rank's."""
         rank = self._own if rank is None else rank
         if rank not in self._paths:
             raise IntegrityError(
@@ -55,7 +55,7 @@ class RankFiles:
         return sorted(self._paths)
 
     def of(self, rank: int) -> RankFiles:
-        """Return the same files, read first from ``rank``'s."""
+        """Return the same files, reading those of ``rank`` first."""
         return RankFiles(self._paths, rank)
 
     def value(self, path: tuple[Key, ...]) -> Any:
@@ -72,7 +72,7 @@ class RankFiles:
         return value
 
     def others(self, path: tuple[Key, ...]) -> Iterator[Any]:
-        """Yield the value at ``path`` in the other ranks' files, reading each only when it is asked for."""
+        """Yield the value at ``path`` in the other ranks' files, reading each file only when needed."""
         for rank in sorted(self._paths):
             if rank != self._own:
                 value = self.tree(rank)
@@ -81,7 +81,7 @@ class RankFiles:
                 yield value
 
     def full_value(self, path: tuple[Key, ...], like: Any = None) -> Any:
-        """Return what is at ``path``, its pieces put together.
+        """Return the value at ``path`` with its pieces joined.
 
         Args:
             path: Keys and indices from the top.
@@ -100,7 +100,7 @@ class RankFiles:
 
 
 def below(like: Any, key: Any) -> Any:
-    """Return what a live tree has at ``key``: None if nothing; a tensor stands for all that is below it."""
+    """Return what a live tree has at ``key``, or None; below a tensor, every key returns that tensor."""
     return like if isinstance(like, torch.Tensor) else (like[key] if _has(like, key) else None)
 
 

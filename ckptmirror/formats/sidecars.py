@@ -1,12 +1,13 @@
-"""What goes beside every kind: ``extra_*`` (all else a resume needs) and ``tensors_*`` (what was saved, to compare).
+"""The files beside every kind: ``extra_*`` (everything else that a resume needs) and ``tensors_*`` (for comparison).
 
 Rules:
-* Each rank writes its own pair, once a save, whatever the kinds.
-* Random generators and the data position belong to a rank; a rank that the save did not have keeps its own, and says
-  so; on fewer ranks, the positions of those that are gone are reported. All else (scheduler, scaler, EMA, the user's
-  extra) is shared: a new rank takes rank 0's. Where each rank had an extra of its own after all, that is reported.
-* All that is loaded shares the account of what has its values already: memory may belong to several parts.
-* A part that the save lacks, or that the state here lacks, is reported and logged, never skipped in silence.
+* Each rank writes its own pair once per save, whatever the kinds.
+* Random generators and the data position belong to a rank. A rank that the save did not have keeps its own, and reports
+  that; with fewer ranks, the positions of the missing ranks are reported. Everything else (scheduler, scaler, EMA, the
+  user's extra) is shared: a new rank takes rank 0's. If the ranks' extras differed, that is reported.
+* All parts of a load share one record of the memory that already has its values, since several parts may own the same
+  memory.
+* A part that the save lacks, or that the live state lacks, is reported and logged, never skipped silently.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def write_sidecars(snapshot: Snapshot, context: WriteContext) -> tuple[list[Artifact], list[dict[str, Any]]]:
-    """Write and seal this rank's ``extra_*`` and ``tensors_*``, which belong to all kinds of the save.
+    """Write and seal this rank's ``extra_*`` and ``tensors_*`` files, which all kinds of the save share.
 
     Returns:
         The artifacts, and the entries of ``tensors_*``.
@@ -61,10 +62,10 @@ def write_sidecars(snapshot: Snapshot, context: WriteContext) -> tuple[list[Arti
 
 
 def tensor_list(snapshot: Snapshot, *, rank: int, world_size: int, sums: bool = True) -> dict[str, Any]:
-    """Return the content of ``tensors_*.json``: this rank's tensors: shape, dtype, place, sums of the bytes.
+    """Return the contents of ``tensors_*.json``: shape, dtype, place and checksums of each of this rank's tensors.
 
-    ``sum32`` adds up over the pieces of a tensor (see ``formats.tensor_bytes.sum32``); ``crc32c`` is of the piece.
-    Nothing else is in it, so that saves of equal tensors have equal files.
+    ``sum32`` adds up over the pieces of a tensor (see ``formats.tensor_bytes.sum32``); ``crc32c`` is that of the piece.
+    The list holds nothing else, so that saves of equal tensors have equal files.
     """
     parts = {"model": snapshot.model, "optimizer": snapshot.optimizer, "ema": snapshot.extra.get("ema")}
     return {
@@ -104,7 +105,7 @@ def load_sidecars(
     """Load everything but model and optimizer into ``state`` (a ``TrainState``), on any number of ranks.
 
     Args:
-        root: Where the files of the save lie.
+        root: The directory with the files of the save.
         meta: The save.
         state: What to load into.
         rank: This process's rank.
@@ -138,7 +139,7 @@ def is_scheduled(root: Path, meta: Meta, state: Any, *, rank: int, exclude: froz
 
 
 def takes_schedule(state: Any, extra: Any, exclude: frozenset[str]) -> bool:
-    """Whether a scheduler of ``state`` will be given what ``extra`` has of it; one may lie in the user's extra."""
+    """Whether ``extra`` has the state of a scheduler of ``state``, which may also be in the user's extra."""
     if not isinstance(extra, dict):
         return False
     known = optimizers_of(state.optimizer)
@@ -167,16 +168,16 @@ def load_extra(
     world_size: int,
     exclude: frozenset[str],
 ) -> LoadReport:
-    """Load the extra state that lies at ``at`` in the files of ``source``.
+    """Load the extra state at ``at`` in the files of ``source``.
 
     Args:
         source: The files by rank.
         at: Keys from the top of a file to the extra state.
         state: What to load into.
-        step: The step that the files must be of.
-        exclude: Parts to leave alone.
+        step: The step that the files must have.
+        exclude: Parts to leave unchanged.
         world_size: Number of ranks that load.
-        own: Whether this rank was among those of the save, so that random generators and data position are its own.
+        own: Whether the save has this rank's own random generators and data position.
     """
     loader = _Loader(source, at, state, own, world_size, exclude)
     if (saved := loader.tree.get("step")) != step:
@@ -215,7 +216,7 @@ class _Loader:
         if name in self.exclude:
             return
         if target is None:
-            if self.tree.get(name):  # an empty one has nothing to take
+            if self.tree.get(name):  # an empty state has nothing to load
                 self.missing.append(warn_unused(name))
             return
         if name == "dataloader":
@@ -230,7 +231,7 @@ class _Loader:
                 return  # it is disabled here too
             self._lacks(name, "state, it was disabled; it starts at its default")
         elif name == "scaler" and self.tree.get(name) and state_of(target, name) == {}:
-            self.missing.append(warn_unused(name))  # it is disabled here, and takes nothing
+            self.missing.append(warn_unused(name))  # it is disabled here and would ignore the state
         elif name in self.tree or (name == "ema" and name in self._tree(0)):
             self._take(name, target)
             self.loaded.append(name)
@@ -255,7 +256,7 @@ class _Loader:
         )
         try:
             if name == "extra":
-                self.taken.take(state_of(self.state.ema, "ema"), "the average")  # the extra may hold something of it
+                self.taken.take(state_of(self.state.ema, "ema"), "the average")  # the extra may share memory with it
                 restorer.restore_values(target, (*self.at, name), name)
             elif name == "dataloader":
                 restorer.restore_objects(target, (*self.at, name), name, has_position)
@@ -276,7 +277,7 @@ class _Loader:
             self.missing.append(line)
 
     def _compare_ranks(self) -> None:
-        """Say so where the number of ranks is another and the ranks of the save had different values in extra."""
+        """Report it if the number of ranks changed and the ranks of the save had different values in extra."""
         first, *others = self.source.ranks
         if not self.own and any(self._differs(first, rank) for rank in others):
             self._report(
@@ -310,7 +311,7 @@ class _Loader:
         self.missing += [f"rng.{name}: the save has it, this process has not" for name in absent]
 
     def learning_rates(self) -> None:
-        """Have an optimizer that was not loaded follow a scheduler that was."""
+        """Set the learning rates of an optimizer that was not loaded from a scheduler that was."""
         loaded = []
         if "optimizer" not in self.exclude and self.tree.get(HAS_OPTIMIZER, True):
             loaded = optimizers_of(self.state.optimizer)

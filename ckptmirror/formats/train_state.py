@@ -1,9 +1,9 @@
-"""What a training loop hands over to be saved, and gets filled again by a load.
+"""The state that a training loop passes to a save, and that a load fills.
 
 Rules:
-* Nothing here imports torch before a state is made: ``import ckptmirror`` stays light.
-* A part that could not be saved is refused where it is passed: the first save may be hours away.
-* Objects are held, never copied. Every one of them is optional, except the model.
+* Nothing here imports torch until a state is created, so ``import ckptmirror`` stays light.
+* A part that could not be saved is refused when it is passed, since the first save may be hours away.
+* The state holds references, not copies. Every part is optional, except the model.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class TrainState:
         scheduler: Anything with ``state_dict`` and ``load_state_dict``, or a list of such.
         scaler: A ``GradScaler``.
         ema: Shadow weights: a module, or anything with ``state_dict`` and ``load_state_dict``, or a list of such.
-        dataloader: A data loader that knows its position (``state_dict``, ``load_state_dict``); others are left alone.
-        extra: Values of your own: plain values, tensors (sharded ones too), arrays, objects with ``state_dict`` and
-            ``load_state_dict``, and lists and dicts of these. A load writes back into this dict: tensors, arrays, sets
-            and byte arrays in place, but for those that share memory with something that was saved with other values.
+        dataloader: A data loader that can save its position (``state_dict``, ``load_state_dict``); others are ignored.
+        extra: Your own values: plain values, tensors (sharded ones too), arrays, objects with ``state_dict`` and
+            ``load_state_dict``, and lists and dicts of these. A load writes back into this dict, filling tensors,
+            arrays, sets and byte arrays in place, except those that share memory with something saved with other
+            values.
         training_config: Plain values that describe the run; they go into the meta.
 
     Raises:
@@ -102,7 +103,7 @@ def _kind(value: Any) -> str:
 
 
 def checked_parts(exclude: Collection[str]) -> frozenset[str]:
-    """Return the parts of a state that a load leaves alone.
+    """Return the parts of a state that a load should leave unchanged.
 
     Raises:
         UsageError: One is not among :data:`PARTS`.
@@ -118,6 +119,6 @@ def checked_parts(exclude: Collection[str]) -> frozenset[str]:
 
 
 def left_out(state: TrainState, exclude: Collection[str]) -> tuple[str, ...]:
-    """Return a line for each part of ``state`` that a load with ``exclude`` leaves alone."""
+    """Return a line for each part of ``state`` that a load with ``exclude`` leaves unchanged."""
     here = (part for part in PARTS if part == "rng" or getattr(state, part) is not None)
     return tuple(f"{part}: left out (exclude), it stays as it is" for part in here if part in exclude)

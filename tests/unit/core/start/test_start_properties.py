@@ -163,12 +163,14 @@ def _without_a_claim(world: World, chooses: Random) -> World:
     """Return the world as it was before a mirror was told of an attempt that saved nothing there."""
     less = copy.deepcopy(world)
     mirror = chooses.choice(list(less.mirrors.values()))
-    if mirror.told is not None:
+    if mirror.listing is not None:
         saved = {save.attempt for save in mirror.facts()}
-        told = [one for one in mirror.told.attempts if one.id not in saved and not one.by_person]
-        if told:
-            gone = chooses.choice(told)
-            mirror.told = replace(mirror.told, attempts=tuple(one for one in mirror.told.attempts if one != gone))
+        unneeded = [one for one in mirror.listing.attempts if one.id not in saved and not one.by_person]
+        if unneeded:
+            gone = chooses.choice(unneeded)
+            mirror.listing = replace(
+                mirror.listing, attempts=tuple(one for one in mirror.listing.attempts if one != gone)
+            )
     return less
 
 

@@ -50,7 +50,7 @@ _OF_METAS = {Voice.NAMED, Voice.COUNTS}  # a meta tells neither the root of its 
 class Place:
     """What a place holds: saves by id, whole or not, and its list."""
 
-    told: AttemptList | None = None
+    listing: AttemptList | None = None
     lost: ListFound = ListFound.LOST
     saves: dict[str, tuple[SaveFacts, Origin]] = field(default_factory=dict)
     damaged: dict[str, Problem] = field(default_factory=dict)
@@ -124,9 +124,9 @@ class World:
     def _disk(self, root: Root) -> Row:
         counts = {save.attempt for save, origin in root.saves.values() if origin is not Origin.STAGED}
         counts |= {one.save.attempt for one in root.damaged.values() if one.save is not None}
-        listed = root.told.attempts if root.told is not None else ()
+        listed = root.listing.attempts if root.listing is not None else ()
         counts |= {one.parent.attempt for one in listed if one.parent is not None and one.root == root.identity}
-        completed = root.completed if root.told is not None else frozenset()
+        completed = root.completed if root.listing is not None else frozenset()
         voices = {Voice.COUNTS: counts, Voice.COMPLETED: completed, Voice.UPLOADED: root.uploaded}
         return self._row(root, DISK, "disk", voices | {Voice.FENCED_US: root.met})
 
@@ -138,7 +138,7 @@ class World:
 
     def _row(self, place: Place, name: str, sort: str, voices: dict[Voice, Iterable[str]]) -> Row:
         heard: dict[str, set[Voice]] = {}
-        for one in place.told.attempts if place.told is not None else ():
+        for one in place.listing.attempts if place.listing is not None else ():
             heard.setdefault(one.id, set()).add(Voice.CLAIMED)
         for save in [save for save, _ in place.saves.values()] + [p.save for p in place.damaged.values() if p.save]:
             if Voice.CLAIMED not in heard.setdefault(save.attempt, set()):
@@ -147,7 +147,7 @@ class World:
             for one in group:
                 if voice is not Voice.COUNTS or one in heard:  # a tombstone does not tell what its attempt was
                     heard.setdefault(one, set()).add(voice)
-        told = [
+        listed = [
             replace(self.attempts[one], by_person=False, root="", required=())
             if said <= _OF_METAS
             else self.attempts[one]
@@ -157,10 +157,10 @@ class World:
         return Row(
             name,
             sort,  # type: ignore[arg-type]
-            listed=ListFound.SOUND if place.told is not None else lost if sort != "persistent" else ListFound.NONE,
+            listed=ListFound.SOUND if place.listing is not None else lost if sort != "persistent" else ListFound.NONE,
             run_id=RUN if heard else None,
-            names_required=place.told.required if place.told is not None else (),
-            heard=tuple(Heard(one, frozenset(heard[one.id])) for one in told),
+            names_required=place.listing.required if place.listing is not None else (),
+            heard=tuple(Heard(one, frozenset(heard[one.id])) for one in listed),
             copies=tuple(Copy(save, origin) for save, origin in place.saves.values()),
             problems=tuple(place.damaged.values()),
             removed=tuple(save.save_id for save in place.removed),
@@ -185,17 +185,17 @@ class World:
         if not set(claim.needs) <= answering:
             return
         self.attempts[entry.id] = claim.attempt
-        root.told = claim.root_list
+        root.listing = claim.root_list
         for url in root.mirrors:
             if url in answering:
                 mirror = self.mirrors[url]
-                mirror.before, mirror.told = mirror.told, mirror_list(claim, mirror.told)
+                mirror.before, mirror.listing = mirror.listing, mirror_list(claim, mirror.listing)
         if chosen is not None and chosen.save_id not in root.saves:
             root.damaged.pop(chosen.save_id, None)
             root.saves[chosen.save_id] = (chosen, Origin.STAGED)
         if needs_all:
             root.completed |= {entry.id}
-            root.told = replace(root.told, completed=tuple(sorted(root.completed)))
+            root.listing = replace(root.listing, completed=tuple(sorted(root.completed)))
         root.last_mirrors = root.mirrors
         root.live, root.live_knows = entry.id, claim.known
 
@@ -213,7 +213,7 @@ class World:
     def upload(self, root: Root, url: str) -> None:
         """Commit what the running attempt saved on a mirror, as far as it may."""
         mirror = self.mirrors[url]
-        strange = {one.id for one in mirror.told.attempts} - root.live_knows if mirror.told is not None else set()
+        strange = {one.id for one in mirror.listing.attempts} - root.live_knows if mirror.listing is not None else set()
         if strange:
             root.met |= strange
             root.live = ""
@@ -226,9 +226,13 @@ class World:
                 root.live = ""
             if verdict.may != "commit":
                 return
-            told = [one for one in root.told.attempts if one.id == root.live or not one.by_person] if root.told else []
-            ours = AttemptList(RUN, tuple(told), root.told.required if root.told else ())
-            mirror.told = merge_attempts(mirror.told, ours) if mirror.told is not None else ours
+            listed = (
+                [one for one in root.listing.attempts if one.id == root.live or not one.by_person]
+                if root.listing
+                else []
+            )
+            ours = AttemptList(RUN, tuple(listed), root.listing.required if root.listing else ())
+            mirror.listing = merge_attempts(mirror.listing, ours) if mirror.listing is not None else ours
             self._commit(root, mirror, save)
 
     def drain(self, root: Root, url: str) -> None:
@@ -237,7 +241,7 @@ class World:
         for save in self._to_upload(root, mirror):
             seen = self.see(root)
             if may_drain(seen, url, save).may == "commit":
-                mirror.told = drained_list(seen, url, self.attempts[save.attempt], RUN, mirror.told)
+                mirror.listing = drained_list(seen, url, self.attempts[save.attempt], RUN, mirror.listing)
                 self._commit(root, mirror, save)
 
     def _to_upload(self, root: Root, mirror: Mirror) -> list[SaveFacts]:
@@ -280,7 +284,7 @@ class World:
 
     def retire(self, mirror: Mirror) -> None:
         """Retention removes the oldest save of the lineage from a mirror, if that has two newer ones."""
-        whole = Root(told=mirror.told, mirrors=tuple(self.mirrors))
+        whole = Root(listing=mirror.listing, mirrors=tuple(self.mirrors))
         kept = [save for save in count(self.see(whole)).order.in_order() if save.save_id in mirror.saves]
         if len(kept) > 2:
             mirror.removed.append(mirror.saves.pop(kept[0].save_id)[0])
@@ -344,7 +348,7 @@ def worlds(draw: st.DrawFn, *, calm: bool = False) -> World:
                 world.save(root, draw(st.sampled_from(KINDS)), draw(st.sampled_from([0, 100, 100, 200])))
             case "upload" if root.live and mirror.up and mirror.url in root.mirrors:
                 world.upload(root, mirror.url)
-            case "drain" if not root.live and mirror.up and mirror.url in root.mirrors and root.told is not None:
+            case "drain" if not root.live and mirror.up and mirror.url in root.mirrors and root.listing is not None:
                 world.drain(root, mirror.url)
             case "up or down":
                 mirror.up = not mirror.up
@@ -364,9 +368,9 @@ def worlds(draw: st.DrawFn, *, calm: bool = False) -> World:
             case "list":
                 place = draw(st.sampled_from([root, mirror]))
                 if place is mirror and mirror.before is not None and draw(st.booleans()):
-                    mirror.told = mirror.before
+                    mirror.listing = mirror.before
                 else:
-                    place.told, place.lost = None, draw(st.sampled_from([ListFound.LOST, ListFound.BROKEN]))
+                    place.listing, place.lost = None, draw(st.sampled_from([ListFound.LOST, ListFound.BROKEN]))
                     root.completed = frozenset() if place is root else root.completed
             case "configure" if len(urls) > 1:
                 root.mirrors = draw(st.sampled_from([urls, urls[1:], urls[:1]]))
