@@ -71,46 +71,46 @@ class Story:
 
     def tell(self) -> None:
         """Tell it all."""
-        self.say("A run of two ranks trains on the standard library's sources and nobody disturbs it.")
+        self.say("Two ranks train a small model on the source code of Python's standard library, undisturbed.")
         reference = self.train("reference", root=self.folder / "undisturbed", mirror=f"{self.place}/undisturbed")
         losses = self.losses("reference")
-        self.check(reference == 0 and len(losses) == STEPS, f"it ends after {len(losses)} steps")
+        self.check(reference == 0 and len(losses) == STEPS, f"the run ends after {len(losses)} steps")
 
         self.killed_while_saving()
         self.resumed(losses)
         self.rotated()
         self.disk_lost()
         self.evaluated(self.preempted())
-        self.say(f"The end, after {time.monotonic() - self.started:.0f} s.")
+        self.say(f"Done, after {time.monotonic() - self.started:.0f} s.")
 
     # -- the chapters ---------------------------------------------------------------------------------------
 
     def killed_while_saving(self) -> None:
         """Rank 0 dies by SIGKILL between the files of a save and its meta."""
-        self.say("The same run again, but kill -9 hits it in the middle of saving step 30.")
+        self.say("The same run starts again, but kill -9 hits it while it saves step 30.")
         code = self.train("killed", crash_at="save.publish:before@18")
         steps = find_local_checkpoint_steps(self.root)
-        self.check(code != 0, "it died")
-        self.check(30 not in steps and 20 in steps, f"on disk there are the whole steps {steps}, and no step 30")
+        self.check(code != 0, "the run died")
+        self.check(30 not in steps and 20 in steps, f"on disk, the steps {steps} are whole, and there is no step 30")
 
     def resumed(self, losses: dict[int, str]) -> None:
         """The same command resumes; its losses are those of the undisturbed run."""
-        self.say("The same command is started again.")
+        self.say("The same command runs again.")
         if self.server is not None:
             self.server.faults([Fault("upload.*", object="run/model_000040", times=0, status=400)])
         code = self.train("resumed")
         start = self.note("resumed", "start")
         again = self.losses("resumed")
         if self.server is None:
-            self.check(code == 0, "its exit code says that everything is mirrored")
+            self.check(code == 0, "the exit code says that everything is mirrored")
         else:
-            told = "its exit code says that something is not mirrored (a mirror refuses one file, see below)"
+            told = "the exit code says that something is not mirrored (the mirror refuses one file, see below)"
             self.check(code != 0, told)
         self.check(start["step"] == 20, f"it continued from step {start['step']} ({start['kind']}, {start['place']})")
         same = all(losses[step] == loss for step, loss in again.items())
         self.check(
             same and max(again) == STEPS,
-            f"all {len(again)} losses up to step {STEPS} equal the undisturbed run's, bit for bit",
+            f"all {len(again)} losses up to step {STEPS} equal those of the undisturbed run, bit for bit",
         )
 
     def rotated(self) -> None:
@@ -120,7 +120,7 @@ class Story:
             self.kept_for_its_failed_upload(self.server)
         self.cli("rotate", "--root", str(self.root), "--keep-last", "2")
         steps = find_local_checkpoint_steps(self.root)
-        now = "and now rotation deletes step 40" if self.server is not None else "on disk are the last two"
+        now = "and now rotation deletes step 40" if self.server is not None else "the last two steps are on disk"
         self.check(steps == [50, 60], f"{now}: {steps}")
         on_mirror = sorted({line.step for line in list_checkpoints(self.mirror) if line.standing == "current"})
         self.check(on_mirror == [10, 20, 30, 40, 50, 60], f"the mirror has every step: {on_mirror}")
@@ -130,18 +130,24 @@ class Story:
         steps = find_local_checkpoint_steps(self.root)
         status = read_status(self.root)
         why = next(iter(next(line for line in status.saves if line.step == 40).waiting.values()))
-        self.check(steps == [40, 50, 60], f"on disk are {steps}: the last two, and step 40, which is not safe ({why})")
+        self.check(
+            steps == [40, 50, 60],
+            f"the steps {steps} are on disk: the last two, and step 40, which is not safe ({why})",
+        )
         server.clear_faults()
         drained = self.cli("drain", "--root", str(self.root))
         self.check(
-            drained.returncode == 0, "the mirror is repaired, `ckptmirror drain` finishes: " + drained.stdout.strip()
+            drained.returncode == 0,
+            "once the mirror is repaired, `ckptmirror drain` finishes: " + drained.stdout.strip(),
         )
 
     def disk_lost(self) -> None:
         """The machine is gone; the next one starts from the mirror, and is preempted."""
         drawn = self.cli("timeline", "--root", str(self.root), "--out", str(self.folder / FIRST_DISK))
-        self.check(drawn.returncode == 0, f"`ckptmirror timeline` draws all of it ({FIRST_DISK}; --timeline keeps it)")
-        self.say("The machine is gone, with its disk. The same command starts on a new one, to train on.")
+        self.check(
+            drawn.returncode == 0, f"`ckptmirror timeline` draws everything so far ({FIRST_DISK}; --timeline keeps it)"
+        )
+        self.say("The machine is lost, with its disk. The same command starts on a new machine and trains further.")
         shutil.rmtree(self.root)
         code = self.train("warm", steps=100 * STEPS, sigterm_at=STEPS + 5)
         start = self.note("warm", "start")
@@ -149,7 +155,7 @@ class Story:
             start["step"] == STEPS and start["place"] == self.mirror,
             f"it continued from step {start['step']} of {start['place']}",
         )
-        self.check(code == 0, "SIGTERM reaches rank 0 alone: both ranks stop, with exit code 0")
+        self.check(code == 0, "SIGTERM reaches only rank 0, but both ranks stop, with exit code 0")
 
     def preempted(self) -> int:
         """SIGTERM left an emergency snapshot, from which the next start continues; return the last step."""
@@ -157,10 +163,10 @@ class Story:
         emergencies = sorted(path.name for path in self.root.glob("emergency_step_*"))
         self.check(
             len(emergencies) == 1 and f"{stopped['step']:06d}" in emergencies[0],
-            f"they stopped at the same step, {stopped['step']}, and left {emergencies[0]}",
+            f"they stopped at the same step, {stopped['step']}, and left the snapshot {emergencies[0]}",
         )
         last = int(stopped["step"]) + EVERY
-        self.say("The same command once more, to the end.")
+        self.say("The same command runs once more, to the end.")
         code = self.train("last", steps=last)
         start = self.note("last", "start")
         self.check(
@@ -171,7 +177,7 @@ class Story:
 
     def evaluated(self, last: int) -> None:
         """An eval host stages both kinds, and both evaluate to the same loss."""
-        self.say("An eval host, which has nothing but the mirror's URL, stages the last step in both kinds.")
+        self.say("An eval host that has only the mirror's URL stages the last step, in both kinds.")
         paths = []
         for kind in ("dcp", "model"):
             dest = self.folder / "eval" / kind
@@ -186,7 +192,7 @@ class Story:
         trained = self.note("last", "finished")["eval_loss"]
         self.check(
             len(lines) == 2 and {line["eval_loss"] for line in lines} == {trained},
-            f"both have the loss {float.fromhex(trained):.4f}, as the trainer had",
+            f"both give the loss {float.fromhex(trained):.4f}, the same as in the trainer",
         )
         total = sum(path.stat().st_size for path in (self.folder / "eval").rglob("*") if path.is_file())
         self.say(f"  ({size(total)} staged and verified)")

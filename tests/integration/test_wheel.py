@@ -127,4 +127,4 @@ def test_two_ranks_save_and_resume(place: Place, programs: Path):
 
 
 def test_the_demo_tells_its_story(place: Place, programs: Path):
-    assert "The end, after" in place.done(programs / "ckptmirror", "demo")
+    assert "Done, after" in place.done(programs / "ckptmirror", "demo")
