@@ -77,7 +77,8 @@ def command(
     retention = load_settings({f"retention.{name}": given for name, given in flags.items()}, environ=environ).retention
     if retention.keep_last is None:
         raise UsageError(
-            "It is not set how many steps to keep.", hint="Pass --keep-last N, or set retention.keep_last for the run."
+            "The number of steps to keep is not set.",
+            hint="Pass --keep-last N, or set retention.keep_last for the run.",
         )
     plan = rotate_root(root, retention, dry_run=True)
     if not as_json:

@@ -66,7 +66,7 @@ def parse_location(url: str, bucket_pattern: str) -> BucketLocation:
     if "@" in bucket or any(mark in rest for mark in "?#"):
         raise ConfigError(f"A {scheme}:// URL is a bucket and a prefix, without user, query or fragment.")
     if not separator or not re.fullmatch(bucket_pattern, bucket):
-        raise ConfigError(f"{url!r} does not name a bucket.", hint=f"Write {scheme}://bucket/prefix.")
+        raise ConfigError(f"{url!r} does not name a valid bucket.", hint=f"Write {scheme}://bucket/prefix.")
     prefix = prefix.rstrip("/")
     if prefix:
         try:

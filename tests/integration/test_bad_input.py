@@ -197,8 +197,8 @@ def test_a_wrong_retention_is_refused_when_it_is_made(policy: dict[str, int]):
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("gs://", "does not name a bucket"),
-        ("gs://B!/x", "does not name a bucket"),
+        ("gs://", "does not name a valid bucket"),
+        ("gs://B!/x", "does not name a valid bucket"),
         ("gs://user:hush@bucket/x", "without user"),
         ("gs://bucket/x?token=hush", "without user, query or fragment"),
         ("gs://bucket/a/../b", ".."),

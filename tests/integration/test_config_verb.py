@@ -163,7 +163,7 @@ def test_what_to_keep_of_one_root_is_not_said_by_the_settings_of_another(tmp_pat
     require(root, url)
     folder = write(tmp_path / "project", f'root = "{tmp_path}/elsewhere"\n[retention]\nkeep_last = 1\n')
     ended = run("rotate", "--root", root, cwd=folder)
-    assert_tells(ended, 2, "It is not set how many steps to keep", "--keep-last")
+    assert_tells(ended, 2, "The number of steps to keep is not set", "--keep-last")
     assert run("push", "--root", root, "--mirror", url).returncode == 0
     write(root, "[retention]\nkeep_last = 1\n")
     planned = json.loads(run("rotate", "--dry-run", "--json", cwd=root).stdout)
@@ -173,7 +173,7 @@ def test_what_to_keep_of_one_root_is_not_said_by_the_settings_of_another(tmp_pat
 def test_rotate_wants_to_be_told_how_many_steps_to_keep(tmp_path: Path):
     folder = write(tmp_path, 'root = "/x"\n[retention]\nkeep_every = 100\n')
     ended = run("rotate", cwd=folder)
-    assert_tells(ended, 2, "It is not set how many steps to keep", "--keep-last", "retention.keep_last")
+    assert_tells(ended, 2, "The number of steps to keep is not set", "--keep-last", "retention.keep_last")
 
 
 def test_stage_and_ls_read_from_the_first_of_several_mirrors_and_push_asks_which(tmp_path: Path):

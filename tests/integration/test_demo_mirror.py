@@ -171,7 +171,7 @@ def test_an_interrupted_demo_does_not_promise_to_continue_and_says_where_its_obj
         assert process.stdout is not None
         found = re.search(r"Everything is under (\S+)\.", process.stdout.readline())
         assert found
-        assert "trains" in process.stdout.readline()
+        assert "train" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     finally:

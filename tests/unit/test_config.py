@@ -260,7 +260,7 @@ WRONG_IN_FILE = [
     ("mirrors = [5]", "mirrors[0] is 5; it must be a URL, or a table with a url"),
     ("mirrors = ['/a', '/a']", "configured twice"),
     ("mirrors = ['/a', 'nowhere']", "mirrors[1] is not understood"),
-    ("mirrors = ['gs://b/x']", "mirrors[0] is not understood: 'gs://b/x' does not name a bucket"),
+    ("mirrors = ['gs://b/x']", "mirrors[0] is not understood: 'gs://b/x' does not name a valid bucket"),
     ("mirrors = [{ required = true }]", "mirrors[0] is a table; it must be a URL, or a table with a url"),
     ("mirrors = [{ url = 3 }]", "mirrors[0].url is 3; it must be text"),
     ("mirrors = [{ url = '/a', required = 1 }]", "mirrors[0].required is 1; it must be true or false"),
