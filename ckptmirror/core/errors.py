@@ -5,8 +5,8 @@ Rules:
 * ``exit_code`` is what the CLI exits with (the table in docs/reference/exit-codes.md is checked against it).
 * ``hint`` names the next command or action; an instance may replace it.
 * A message holds no character that controls a terminal, since it may quote names and answers from elsewhere.
-* The class says whether an operation may be retried (``temporary``), and whether the local disk had no room for it
-  (``lacks_room``). Nobody guesses from a message, and both are known for another rank's error too.
+* The class says whether an operation may be retried (``temporary``); nobody guesses it from a message.
+* It also says whether the local disk had no room (``lacks_room``); both are known for another rank's error too.
 """
 
 from __future__ import annotations
