@@ -1,8 +1,9 @@
-"""What DCP's ``.metadata`` may name, and the unpickler that takes nothing else.
+"""The classes that DCP's ``.metadata`` may name, and an unpickler that accepts nothing else.
 
 Rules:
-* Its own dataclasses, sizes, dtypes, layouts and paths; no class of anybody else's, and no function but ours.
-* A pickle may set attributes of a class that it may name (BUILD): ``unchanged_classes`` undoes that.
+* Allowed are DCP's own dataclasses, sizes, dtypes, layouts and paths; no other class, and only functions of this
+  module.
+* A pickle may set attributes on a class that it may name (BUILD): ``unchanged_classes`` undoes that.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class AllowListUnpickler(pickle.Unpickler):
 
 @contextmanager
 def unchanged_classes() -> Iterator[list[str]]:
-    """Undo what happens to the classes on the list meanwhile. Yields a list: of those that were changed, after it."""
+    """Undo changes to the classes on the list. Yields a list that afterwards holds the classes that were changed."""
     before = [dict(vars(kind)) for kind in _CLASSES]
     changed: list[str] = []
     try:

@@ -1,11 +1,11 @@
-"""The archive around a ``.pt`` file, and whether loading it costs no more than its bytes.
+"""Checks the archive around a ``.pt`` file, so that loading it costs no more memory than the file has bytes.
 
 Rules:
-* Only the directory at the end of the archive is believed, and only if it is as torch writes it: nothing compressed,
-  nothing twice, nothing outside the file, no two records in one place. So what is read is never more than the file.
-* Every storage that the pickle names has its record with that many bytes; every tensor lies inside its storage.
-* Nothing is called that allocates by a number. What may be named at all is torch's allow-list's to say.
-* Checked before torch sees the file, of one's own writing too: what a load refuses is not saved.
+* Only the directory at the end of the archive is trusted, and only if torch could have written it: nothing compressed,
+  no name twice, nothing outside the file, no two records in the same place. So a read never exceeds the file.
+* Every storage that the pickle names has a record of that many bytes; every tensor is inside its storage.
+* Calls that allocate memory by a number are refused. torch's allow-list decides what a pickle may name.
+* The check runs before torch sees the file, also on files that ckptmirror wrote: what a load would refuse is not saved.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """What is known of an archive that was checked.
+    """The result of checking an archive.
 
     Attributes:
-        has_sparse: Whether it makes sparse tensors: their indices can be looked at only once they are loaded.
+        has_sparse: Whether it holds sparse tensors, whose indices can only be checked after loading.
     """
 
     has_sparse: bool
@@ -63,7 +63,7 @@ def check_archive_file(path: Path) -> Archive:
 
 
 def check_archive_stream(stream: BinaryIO | io.BytesIO) -> Archive:
-    """Check an archive that fills a stream from here to its end, and leave the stream where it was."""
+    """Check an archive that fills the rest of a stream, and restore the stream's position."""
     begin = stream.tell()
     size_bytes = stream.seek(0, os.SEEK_END) - begin
 
@@ -81,8 +81,8 @@ def check_archive(read_at: ReadAt, size_bytes: int) -> Archive:
     """Check an archive of ``size_bytes``.
 
     Raises:
-        UnsafePickle: Loading it would cost more than its bytes, or do what no checkpoint needs.
-        IntegrityError: It is broken, or no archive as torch writes it.
+        UnsafePickle: Loading it would cost more than its bytes, or do something that no checkpoint needs.
+        IntegrityError: It is broken, or not an archive that torch writes.
     """
     try:
         records = _records(read_at, size_bytes)
@@ -267,7 +267,7 @@ def _is_empty(made: Made) -> bool:
 
 
 def _check_view(arguments: list[Any]) -> None:
-    """Refuse a tensor that does not lie inside its storage."""
+    """Refuse a tensor that is not inside its storage."""
     storage, offset, size, stride = arguments[:4] if len(arguments) >= 4 else (None, None, None, None)
     shapes = [shape.items for shape in (size, stride) if isinstance(shape, Made) and shape.kind == "tuple"]
     if not isinstance(storage, Made) or storage.size_bytes is None or len(shapes) != 2:

@@ -1,8 +1,8 @@
 """Values outside torch that are filled in place: NumPy arrays, byte arrays and sets.
 
 Rules:
-* What is filled holds afterwards exactly what was saved, or the answer is that it could not be filled.
-* An array keeps its dtype and shape: it is filled where both are as they were saved, and where it may be written.
+* After a fill, a value holds exactly what was saved; otherwise the fill reports that it was not possible.
+* An array keeps its dtype and shape: it is filled only if both match the save and it is writable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["arrays_share", "bounds_of", "fill_buffer", "is_array", "is_buffer"]
 
-_WORK = 10_000  # steps of NumPy's search for a common byte; what takes more is taken to have one
+_WORK = 10_000  # steps of NumPy's search for a common byte; if that is not enough, assume that there is one
 
 
 def is_array(value: Any) -> bool:
@@ -28,7 +28,7 @@ def is_buffer(now: Any, saved: Any) -> bool:
 
 
 def bounds_of(value: Any) -> tuple[int, int] | None:
-    """Return the addresses between which an array or a byte array lies; None where it has no bytes."""
+    """Return the first and last address of an array or a byte array; None if it has no bytes."""
     if type(value) is bytearray:
         if not value:
             return None
@@ -63,10 +63,10 @@ def fill_buffer(now: Any, saved: Any) -> bool:
     if type(now) is bytearray:
         try:
             now[:] = saved
-        except BufferError:  # of another length, and something else looks at it
+        except BufferError:  # it has another length, and another object exports its memory
             return False
         return True
     if now.dtype != saved.dtype or now.shape != saved.shape or not now.flags.writeable:
         return False
     now[...] = saved
-    return bool(now.tobytes() == saved.tobytes())  # not where several of its values are one
+    return bool(now.tobytes() == saved.tobytes())  # false if several of its values share memory

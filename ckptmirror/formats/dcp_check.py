@@ -1,9 +1,9 @@
-"""Whether a DCP directory holds together: what ``.metadata`` promises against the files that are there.
+"""Checks that a DCP directory is consistent: that its files hold what ``.metadata`` says.
 
 Rules:
 * Every name is one plain file name inside the directory, every range lies inside its file, ranges do not overlap.
 * Every chunk of every tensor, and every plain value, has its range; chunks of a tensor cover it.
-* No file is there that nothing refers to.
+* Every file is referred to.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def check_ranges(
 
     Args:
         metadata: Checked by :func:`check_entries`.
-        where: What to call it in messages.
-        sizes_bytes: The size of each file that is there, without ``.metadata``.
-        expected: Whether a file that is referred to ought to be among them (it may lie on another node's disk).
+        where: The directory's name, for messages.
+        sizes_bytes: The size of each file in the directory, except ``.metadata``.
+        expected: Whether a file that is referred to should be among them (it may be on another node's disk).
 
     Raises:
         IntegrityError: A file is missing, too short, or referred to by nothing; ranges overlap.

@@ -1,4 +1,4 @@
-"""How torch's DCP writer gets to our files: a file system of its own whose streams are checksummed and made durable.
+"""The file system that torch's DCP writer writes to: its streams are checksummed and made durable.
 
 Rules:
 * One writer thread: torch swallows the errors of further ones.

@@ -1,8 +1,8 @@
 """The learning rates after a load: an optimizer that was not loaded follows its scheduler that was.
 
 Rules:
-* A scheduler writes its rate into the optimizer's groups as it steps, most of them by a factor on what is there: one
-  that was loaded beside an optimizer that was not would go on from the rate of the constructor.
+* A scheduler writes its rate into the optimizer's groups at each step, usually by scaling the current rate. If the
+  scheduler was loaded but the optimizer was not, it would continue from the constructor's rate.
 * An optimizer that was loaded keeps its rates, whatever its scheduler last set.
 """
 
@@ -22,10 +22,10 @@ _log = logging.getLogger("ckptmirror.formats")
 
 
 def follow_schedulers(scheduler: Any, is_loaded: Callable[[Any], bool]) -> list[str]:
-    """Give the groups of optimizers the rates that their schedulers last set; return a line for each that changed.
+    """Set the rates of optimizer groups to those that their schedulers last set; return a line for each that changed.
 
     Args:
-        scheduler: What was loaded: a scheduler, or containers of them.
+        scheduler: The loaded scheduler, or containers of schedulers.
         is_loaded: Whether an optimizer was loaded too.
     """
     lines = []
@@ -53,7 +53,7 @@ def follow_schedulers(scheduler: Any, is_loaded: Callable[[Any], bool]) -> list[
 def _differ(before: list[Any], rates: Any) -> bool:
     try:
         return [float(rate) for rate in before] != [float(rate) for rate in rates]
-    except (TypeError, ValueError):  # rates of the user's own making
+    except (TypeError, ValueError):  # rates of a type of the user's own
         return False
 
 

@@ -1,9 +1,9 @@
-"""What an optimizer may keep so that a load can give it back: looked at while saving, and refused with its place.
+"""Checks, while saving, that a load can restore everything that an optimizer keeps.
 
 Rules:
-* An optimizer's state is saved by the names of its parameters, once for all ranks: what has no such name, what two
-  optimizers have under one name, and what each rank may have otherwise is refused.
-* What comes back otherwise than it was, but is no loss, is said once.
+* An optimizer's state is saved by parameter name, once for all ranks. State is refused if it has no such name, if two
+  optimizers have it under one name, or if it may differ between ranks.
+* State that comes back changed, but without loss, is logged once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def not_in_model(parameter: torch.Tensor, index: int, params: Sequence[torch.Ten
 
 
 def refuse_spread(one: Any, where: str) -> None:
-    """Refuse an optimizer that keeps the state of each parameter on one rank and gives all of it on none."""
+    """Refuse an optimizer that keeps each parameter's state on one rank only, so that no rank can return all of it."""
     package = sys.modules.get("torch.distributed.optim")
     kind = getattr(package, "ZeroRedundancyOptimizer", None)
     if kind is not None and isinstance(one, kind):
@@ -64,7 +64,7 @@ def refuse_spread(one: Any, where: str) -> None:
 
 
 def refuse_more(raw: Mapping[str, Any]) -> None:
-    """Refuse an optimizer that keeps something beside state and param_groups, which has no place under names here."""
+    """Refuse an optimizer that keeps more than state and param_groups, since that cannot be saved by name."""
     more = sorted(str(key) for key in raw if key not in ("state", "param_groups"))
     if more:
         raise UsageError(
@@ -73,7 +73,7 @@ def refuse_more(raw: Mapping[str, Any]) -> None:
 
 
 def refuse_second_owner(name: str, owners: Mapping[str, int], index: int) -> None:
-    """Refuse a parameter that an earlier optimizer holds: ``owners`` has the number of each parameter's optimizer."""
+    """Refuse a parameter that an earlier optimizer owns; ``owners`` has the number of each parameter's optimizer."""
     if owners.get(name, index) != index:
         raise UsageError(
             f"Two optimizers hold the parameter {name}, and an optimizer's state is saved by its parameter's name.",
@@ -82,13 +82,13 @@ def refuse_second_owner(name: str, owners: Mapping[str, int], index: int) -> Non
 
 
 def refuse_strays(one: Any, raw: Mapping[Any, Any], keys: Mapping[Any, str], *, names: Any, several: bool) -> None:
-    """Refuse state that belongs to no parameter and could not be told from one's, or from another optimizer's.
+    """Refuse state of no parameter that could be confused with a parameter's, or with another optimizer's.
 
     Args:
         one: The optimizer.
-        raw: Its state as it gives it.
-        keys: The parameter's name of each key of ``raw`` that has one.
-        names: Of all parameters of the model.
+        raw: Its state, as its ``state_dict`` returns it.
+        keys: The parameter name for each key of ``raw`` that has one.
+        names: The names of all parameters of the model.
         several: Whether there are other optimizers.
     """
     strays = [key for key in raw if key not in keys]
@@ -113,7 +113,7 @@ def _has_tensor_keys_only(state: Mapping[Any, Any]) -> bool:
 
 
 def refuse_local_state(tree: Any, parameter: torch.Tensor, where: str) -> None:
-    """Refuse plain values of a parameter that is cut up over ranks: each rank may have others, and one's are saved."""
+    """Refuse plain values of a sharded parameter: they may differ between ranks, and only one rank's would be saved."""
     if is_split(parameter):
         for place, size in _plain_tensors(tree, where):
             raise UsageError(
@@ -147,7 +147,7 @@ def _plain_tensors(tree: Any, where: str) -> Iterator[tuple[str, int]]:
 
 
 def check_shards(tree: Any, shape: torch.Size | None, where: str) -> None:
-    """Refuse what a load could not shard again: a DTensor that is not of its parameter's shape."""
+    """Refuse a DTensor of another shape than its parameter, since a load could not shard it again."""
     if is_mapping(tree):
         for key, item in tree.items():
             check_shards(item, shape, f"{where}.{key}")
@@ -162,12 +162,12 @@ def check_shards(tree: Any, shape: torch.Size | None, where: str) -> None:
 
 
 def warn_of_shared_state(one: Any, state: Mapping[Any, Any], names: Mapping[Any, str]) -> None:
-    """Say once of an optimizer that parameters share a tensor of its state: each comes back with one of its own.
+    """Warn once if parameters share a tensor of an optimizer's state: after a load each has its own copy.
 
     Args:
         one: The optimizer.
-        state: By key, as it gives it.
-        names: The parameter's name of each key.
+        state: Its state by key, as its ``state_dict`` returns it.
+        names: The parameter name for each key.
     """
     if not state or not isinstance(one, torch.optim.Optimizer) or one in _looked_at:
         return
@@ -191,6 +191,6 @@ def warn_of_shared_state(one: Any, state: Mapping[Any, Any], names: Mapping[Any,
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first few names, and how many there are more."""
+    """Return a text with the first few names and the number of the others."""
     shown = ", ".join(list(names)[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

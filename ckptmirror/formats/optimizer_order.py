@@ -1,8 +1,8 @@
-"""The order of an optimizer's parameter groups: its state goes by names, what a scheduler keeps goes by positions.
+"""The order of an optimizer's parameter groups: its state is saved by name, but a scheduler keeps rates by position.
 
 Rules:
-* Groups, or optimizers in a list, may are not in the order in which they were saved as long as no scheduler is given
-  the rates of the others.
+* Groups, or optimizers in a list, may be in another order than they were saved in, unless a scheduler would then get
+  the rates of other groups.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def refuse_other_order(
     """Refuse groups in another order than they were saved in, where a scheduler will be loaded.
 
     Args:
-        plans: For each optimizer, of each of its groups, the position among the saved groups.
+        plans: For each optimizer and each of its groups, the position among the saved groups.
         saved: The saved optimizer.
-        is_scheduled: Asked only if the order is another.
+        is_scheduled: Returns whether a scheduler will be loaded; called only if the order differs.
 
     Raises:
-        UsageError: It lists both orders.
+        UsageError: The order differs; the message lists both orders.
     """
     order = [index for plan in plans for index, _ in plan]
     if order == list(range(len(order))) or not is_scheduled():

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name: taken from live optimizers, given back to them.
+"""Optimizer state by parameter name: captured from live optimizers and loaded back into them.
 
 Rules:
 * Nothing here calls ``optimizer.step()``. The helpers in ``torch.distributed.checkpoint.state_dict`` fill an
@@ -6,7 +6,7 @@ Rules:
   training that follows.
 * The layout is theirs: ``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``, so either side
   reads the other's.
-* A mapping that is not certain is an error that lists what differs; it is never guessed.
+* If the mapping is not certain, that is an error that lists what differs; nothing is guessed.
 * What was saved comes back exactly, in every container, and keeps its dtype; only where a parameter's dtype differs
   from the saved one's is floating-point state cast along with it. Tensors move to the parameter's device, ``step``
   where torch wants it.
@@ -120,10 +120,10 @@ Plan = list[tuple[int, list[str]]]
 
 
 def plan_optimizer(model: torch.nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> list[Plan]:
-    """Map each optimizer's live groups to saved ones, touching nothing: (saved group, saved name per parameter).
+    """Map each optimizer's live groups to saved ones, changing nothing: (saved group, saved name per parameter).
 
     Raises:
-        UsageError: The parameters are grouped otherwise than in the save.
+        UsageError: The parameters are grouped differently in the save.
         IntegrityError: The save has no parameter groups.
     """
     groups = saved.get("param_groups")
@@ -149,13 +149,13 @@ def plan_optimizer(model: torch.nn.Module, optimizer: Any, saved: Mapping[str, A
 def load_optimizer(
     optimizer: Any, plans: Sequence[Plan], saved: Mapping[str, Any], saved_dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Give ``saved`` (the layout of :func:`capture_optimizer`, fit for the live parameters) to ``optimizer``.
+    """Load ``saved`` (in the layout of :func:`capture_optimizer`, sharded like the live parameters) into ``optimizer``.
 
     Args:
         optimizer: One or several.
         saved: The state and the parameter groups.
         plans: What :func:`plan_optimizer` returned.
-        saved_dtypes: The dtype in which each parameter was saved, where it is known.
+        saved_dtypes: The dtype in which each parameter was saved, if known.
 
     Raises:
         UsageError: An optimizer does not take the state.
@@ -168,10 +168,10 @@ def load_optimizer(
 
 
 def state_by_key(one: torch.optim.Optimizer, where: str) -> Any:
-    """Return the state of an optimizer as it gives it, and which of its parameters are sharded; tensors are aliases.
+    """Return an optimizer's ``state_dict`` and which of its parameters are sharded; tensors are aliases.
 
     Raises:
-        UsageError: It holds a DTensor that no load could shard again; names ``where``.
+        UsageError: It holds a DTensor that no load could shard again; the message names ``where``.
     """
     raw = _state_dict(one, where)
     keyed = parameters_by_key(one, raw)
@@ -185,7 +185,7 @@ def state_by_key(one: torch.optim.Optimizer, where: str) -> Any:
 
 
 def parameters_by_key(one: torch.optim.Optimizer, state: Any) -> dict[Any, torch.Tensor] | None:
-    """Return the live parameter of each key in ``state``; None where that has not torch's layout, or other groups."""
+    """Return the live parameter for each key in ``state``; None if it has other groups or not torch's layout."""
     groups = (
         state.get("param_groups") if isinstance(state, Mapping) and isinstance(state.get("state"), Mapping) else None
     )
@@ -201,7 +201,7 @@ def parameters_by_key(one: torch.optim.Optimizer, state: Any) -> dict[Any, torch
 
 
 def sharded_like(keyed: Mapping[Any, torch.Tensor], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, as a tree like ``saved``, the parameter that each saved tensor is sharded like where that is to be."""
+    """Return a tree like ``saved`` that holds, for each tensor to shard, the parameter whose sharding it follows."""
     split = saved.get(_SHARDED) or ()
     state = saved["state"]
     return {"state": {key: _of_pieces(state.get(key), p) if key in split else p for key, p in keyed.items()}}
@@ -216,7 +216,7 @@ def _of_pieces(saved: Any, parameter: torch.Tensor) -> Any:
 
 
 def load_by_key(one: torch.optim.Optimizer, saved: Mapping[str, Any], where: str) -> None:
-    """Give ``saved``, for which :func:`parameters_by_key` has an answer, to an optimizer, in place of all it has.
+    """Replace the whole state of an optimizer with ``saved``, which :func:`parameters_by_key` could map.
 
     Raises:
         UsageError: It does not take it.
@@ -296,7 +296,7 @@ def _live_names(one: Any, plan: Plan) -> Iterator[tuple[torch.Tensor, str]]:
 
 
 class _Held:
-    """A value that ``Optimizer.load_state_dict`` passes on as it is: it spoils text, arrays and what is in lists."""
+    """Wraps a value so that ``Optimizer.load_state_dict`` passes it on unchanged: it damages text, arrays and lists."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -311,7 +311,7 @@ def _hold(state: Any) -> Any:
 
 
 def _restore(now: Any, saved: Any, parameter: torch.Tensor, *, cast: bool) -> Any:
-    """Return the live state of a parameter with the held values in their places and the casts to its dtype undone."""
+    """Return the live state of a parameter, with wrapped values put back and casts to its dtype undone."""
     if isinstance(now, _Held):
         return _moved(now.value, parameter, cast=cast)
     if not isinstance(now, dict) or not isinstance(saved, Mapping):
@@ -331,7 +331,7 @@ def _restore(now: Any, saved: Any, parameter: torch.Tensor, *, cast: bool) -> An
 
 
 def _laid_out(state: Any, parameter: torch.Tensor) -> Any:
-    """Return a parameter's state with its tensors in memory as the parameter is: fused kernels walk both alike."""
+    """Return a parameter's state with its tensors laid out like the parameter, as fused kernels expect."""
     if not isinstance(state, dict) or isinstance(parameter, DTensor):
         return state
     for key, value in state.items():

@@ -1,17 +1,17 @@
-"""Reading a pickle without making anything of it: what would cost more than its bytes is refused before it is loaded.
+"""Scans a pickle without building its objects, and refuses one that would cost more than its bytes to load.
 
-An allow-list says what a pickle may name. It does not say how much that makes: six bytes ask the C unpickler for a memo
-of gigabytes, a tuple that is hashed 100,000 deep ends the process, one that holds itself twice, 60 times over, is
-never hashed to its end, ``bytearray(10**12)`` is on every list.
+An allow-list says what a pickle may name, but not how much that creates. Six bytes can ask the C unpickler for a memo
+of gigabytes; hashing a tuple nested 100,000 deep crashes the process; hashing one that contains itself twice, 60 levels
+deep, never ends; and every list allows ``bytearray(10**12)``.
 
 Rules:
-* Every opcode is read, none is run; all that the stack would hold is known by its shape. An opcode that honest
+* Every opcode is read and none is run; only the shapes of the values on the stack are tracked. An opcode that honest
   picklers do not write is refused.
-* No limit is one of size alone: whatever an honest pickler writes, of any length, is let through.
-* Lengths lie inside the file, memo numbers follow one another, calls that allocate by a number are refused.
-* What is hashed is small. What comes out is no deeper than a recursion goes, holds not itself, and unfolds to little
-  more than it is.
-* Linear in the length of the pickle, in time and in memory.
+* No limit is on size alone: whatever an honest pickler writes passes, at any length.
+* Lengths must be inside the file and memo numbers consecutive; calls that allocate by a number are refused.
+* Hashed values must be small. The result must not be nested too deeply to walk, must not contain itself, and must not
+  unfold to much more than its size.
+* The scan is linear in the length of the pickle, in time and in memory.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _MAX_MARKS = 10_000  # at once: one or two for each level that a container is in
 _MAX_MEMO_GAP = 1_000  # picklers number by ones; the C unpickler makes room up to the highest
 _MAX_KEY_VALUES = 100_000  # of one key; a position of a game or a row of a table may be one
 _MAX_KEY_DEPTH = 16  # hashing a tuple recurses in C, without a check
-_FREE_WORK = 10_000_000  # a second; beyond it one for each byte: a key has at least as many as it has values
+_FREE_WORK = 10_000_000  # about a second; beyond it one unit per byte
 _NOTHING: Final = object()  # under a number that nobody gave; a list takes a tenth of what a dict takes
 _SHOWN_BYTES = 1 << 16  # longer texts name nothing, and are skipped
 
 
 class PickleRules:
-    """What one kind of pickle may do besides; the default: no persistent objects, any call."""
+    """What one kind of pickle may do; by default no persistent objects, and any call."""
 
     def check_call(self, called: Any, arguments: list[Any]) -> bool:  # noqa: ARG002 - for others to look at
         """Raise UnsafePickle for a call that is not allowed; return whether nobody walks into what it makes."""
         return False
 
     def persistent(self, identifier: Any) -> Made:
-        """Return what a persistent id stands for; raise UnsafePickle if nothing."""
+        """Return the object for a persistent id; raise UnsafePickle if there is none."""
         del identifier
         raise UnsafePickle("It asks for a persistent object.")
 
@@ -54,7 +54,7 @@ def scan_pickle(data: bytes | memoryview, rules: PickleRules) -> None:
     """Read a whole pickle, and return if loading it is bounded by its size.
 
     Raises:
-        UnsafePickle: It is beyond the limits, or calls what the rules refuse.
+        UnsafePickle: It exceeds the limits, or makes a call that the rules refuse.
         IntegrityError: It is broken.
     """
     scan = _Scan(bytes(data), rules)
@@ -82,7 +82,7 @@ class _Scan:
         self.done = 0
 
     def run(self) -> Any:
-        """Read up to STOP and return what lies on top then."""
+        """Read up to STOP and return the top of the stack."""
         data, opcodes = self.data, _OPCODES
         while True:  # up to the end of the data at most
             code = data[self.at]
@@ -173,7 +173,7 @@ class _Scan:
         self.extend(items)
 
     def check_key(self, key: Any) -> None:
-        """Refuse what would be hashed for long, or deep."""
+        """Refuse a key that would take long, or deep recursion, to hash."""
         if not isinstance(key, Made):
             return
         waiting: list[tuple[Made, int]] = [(key, 1)]
@@ -220,7 +220,7 @@ class _Scan:
             self.work(state.count)
 
     def work(self, values: int) -> None:
-        """Count what is copied or hashed beside what the pickle itself is long."""
+        """Add to the count of values that are copied or hashed, and refuse too many for the pickle's length."""
         self.done += values
         if self.done > self.work_limit:
             raise UnsafePickle("It copies or hashes the same values too often.")

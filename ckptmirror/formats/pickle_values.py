@@ -1,8 +1,8 @@
-"""What a pickle would make, by its shape alone; and whether that can be walked through.
+"""The shape of what a pickle would create, and whether it can be walked safely.
 
 Rules:
-* Nothing here is a value of the pickle's but its numbers, texts and bytes.
-* Deep, circular and endlessly unfolding values are told of without recursion, in linear time.
+* Of the pickle's values, only numbers, texts and bytes are created here.
+* Deep, circular and endlessly unfolding values are found without recursion, in linear time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Global(str):
 
 
 class Made:
-    """Something that the pickle would make: a container, or what a call returns; with all that is put into it.
+    """Something that the pickle would create, with its contents: a container, or the result of a call.
 
     Attributes:
         kind: ``tuple list dict set object``.
-        items: Values and other ``Made``; of a call what is called, and its arguments.
-        count: As many values as it can hold once it is made: of a call those of its arguments.
-        size_bytes: Of a storage: the bytes that are there.
+        items: Values and other ``Made``; for a call, the callable and its arguments.
+        count: The most values that it can hold; for a call, those of its arguments.
+        size_bytes: For a storage, the number of bytes in the file.
     """
 
     __slots__ = ("count", "items", "kind", "size_bytes")
@@ -44,7 +44,7 @@ class Made:
 
 
 def check_whole(root: Made, held: int) -> None:
-    """Refuse what is too deep, holds itself, or unfolds to too much; children first, without recursion."""
+    """Refuse a value that is too deep, contains itself, or unfolds to too much; children first, without recursion."""
     limit = _UNFOLDS_FREELY + _UNFOLDS_TIMES * held
     deepest = max_depth()
     known: dict[int, tuple[int, int]] = {}  # values and depth of what is done

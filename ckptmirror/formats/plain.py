@@ -1,12 +1,12 @@
 """Values that ``torch.load(weights_only=True)`` gives back: encoding on save, decoding on load.
 
 Rules:
-* An encoded tree holds dict, list, tuple, tensors and plain values only, in containers of its own: what training
-  changes later does not reach it. Tensors stay the very same memory.
-* What the safe loader would not load back exactly is either written in a marked plain form (``MARK``) or refused while
-  saving, with its place in the state; never found out at load time. Only keys change their type: a NumPy number that is
-  a key becomes the Python number that equals it.
-* A DTensor must lie where a load finds its pieces in the other ranks' files: under keys and positions.
+* An encoded tree holds only dicts, lists, tuples, tensors and plain values. Its containers are new, so later changes by
+  the training do not reach them; its tensors share the same memory.
+* A value that the safe loader would not load back exactly is either written in a marked plain form (``MARK``), or
+  refused while saving, with its place in the state; a load never finds one. Only keys change type: a NumPy number used
+  as a key becomes the equal Python number.
+* A DTensor must be reachable by keys and positions, so that a load finds its pieces in the other ranks' files.
 * Decoding builds only types on the list below.
 """
 
@@ -52,7 +52,7 @@ def encode(value: Any, where: str) -> Any:
         where: The place of the value in the state, for messages (``"extra.history"``).
 
     Raises:
-        UsageError: The safe loader could not load this value back; names the place and the type.
+        UsageError: The safe loader could not load this value back; the message names the place and the type.
     """
     kind = type(value)
     if kind is int and value.bit_length() > _INT_BITS:
@@ -85,10 +85,10 @@ def decode(value: Any, leaf: Callable[[dict[str, Any]], Any] | None = None) -> A
 
     Args:
         value: What was loaded.
-        leaf: Called with a marked dict of a name that is not known here (a shard); without it such a dict is an error.
+        leaf: Called with a marked dict whose mark is unknown here (a shard); without it such a dict is an error.
 
     Raises:
-        IntegrityError: A marked value of an unknown name or a wrong form.
+        IntegrityError: A marked value has an unknown mark or a wrong form.
     """
     if type(value) is OrderedDict:
         own = dict(vars(value))
@@ -116,7 +116,7 @@ def decode(value: Any, leaf: Callable[[dict[str, Any]], Any] | None = None) -> A
 
 
 def as_torch_has_it(value: Any) -> Any:
-    """Return an encoded value with its marks taken off wherever the safe loader gives back the value without them."""
+    """Return an encoded value without the marks that the safe loader does not need."""
     if type(value) in (list, tuple):
         return type(value)(map(as_torch_has_it, value))
     if type(value) is not dict:

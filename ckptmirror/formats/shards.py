@@ -1,4 +1,4 @@
-"""Pieces of sharded tensors: cutting them out on save, putting them together for any number of ranks.
+"""Pieces of sharded tensors: cuts them out on save, and joins them for any number of ranks on load.
 
 Rules:
 * A piece is a plain tensor with the shape of the whole and its own offsets: reading it needs no process group.
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Region:
-    """Where a block of a tensor lies: ``sizes`` elements from ``offsets``, in a whole of ``shape``."""
+    """The place of a block of a tensor: ``sizes`` elements from ``offsets``, in a full tensor of ``shape``."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -56,7 +56,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """Return what this rank holds of ``tensor`` (all of it, if it is not sharded)."""
+    """Return the region of ``tensor`` that this rank holds (all of it, if it is not sharded)."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Region(shape, (0,) * len(shape), shape)
@@ -75,7 +75,7 @@ def piece_of(tensor: torch.Tensor) -> Piece:
 
 
 def cut(tree: Any) -> Any:
-    """Return ``tree`` with a marked, plain piece in the place of each DTensor."""
+    """Return ``tree`` with a marked, plain piece in place of each DTensor."""
     if type(tree) is dict:
         return {key: cut(item) for key, item in tree.items()}
     if type(tree) in (list, tuple):
@@ -149,7 +149,7 @@ def _copy_overlap(target: torch.Tensor, region: Region, piece: Piece) -> int:
 
 
 def spread(value: Any, others: Callable[[], Iterator[Any]], like: torch.Tensor | None, name: str) -> Any:
-    """Return a saved value as a live one: whole, or sharded in the way of ``like``.
+    """Return a saved value as a live one: full, or sharded like ``like``.
 
     Args:
         value: A :class:`Piece`, a plain tensor, or a plain value (returned as it is), from this rank's file.

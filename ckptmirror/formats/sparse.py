@@ -1,8 +1,9 @@
-"""Sparse tensors that were loaded: whether their indices lie inside, which torch itself does not look at by default.
+"""Checks that the indices of loaded sparse tensors are in bounds, which torch does not do by default.
 
 Rules:
-* torch's own switch for this belongs to the whole process, and so to the training: it is not touched.
-* It is looked for wherever a safe load can leave a tensor: in containers, as a key, as an attribute of another.
+* torch's own switch for this affects the whole process, and so the training: it is not changed.
+* Every place is checked where a safe load can leave a tensor: in containers, as a key, as an attribute of another
+  tensor.
 """
 
 from __future__ import annotations

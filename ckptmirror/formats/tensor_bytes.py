@@ -1,7 +1,7 @@
-"""Tensors as bytes: views without copies, storages of their own, sums.
+"""Tensors as bytes: views without copies, separate storages, checksums.
 
 Rules:
-* A view keeps the memory that it shows alive.
+* A view keeps its memory alive.
 * Nothing here copies a dense, contiguous tensor.
 """
 
@@ -25,7 +25,7 @@ _WORDS_PER_CHUNK = 1 << 15  # up to here torch sums in the calling thread, which
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor keeps its values in other tensors and has no bytes of its own, as quantised ones do.
 
-    A DTensor is none: its local part is asked.
+    A DTensor is not one: ask for its local part.
     """
     if isinstance(tensor, DTensor):
         return is_wrapper(tensor.to_local())
@@ -41,7 +41,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as writable bytes; the view keeps the tensor alive.
 
     Raises:
-        UsageError: It has none of its own.
+        UsageError: It has no memory of its own.
     """
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes == 0:
@@ -76,7 +76,7 @@ def digest32(tensor: torch.Tensor) -> tuple[int, int]:
 
 def sum32_there(tensor: torch.Tensor) -> torch.Tensor:
     """Return :func:`sum32`, as a signed number, of a plain tensor on any device, without waiting for the device."""
-    if tensor.element_size() == 4 and not tensor.is_neg():  # most are: no copy, however it lies, and few calls
+    if tensor.element_size() == 4 and not tensor.is_neg():  # the usual case: no copy in any layout, and few calls
         return tensor.detach().view(torch.int32).sum(dtype=torch.int32)
     data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 4:

@@ -84,10 +84,10 @@ def load_stream(stream: BinaryIO | io.BytesIO, name: str) -> Any:
 
 
 def check_slice(stream: Any, offset: int, length: int, name: str) -> None:
-    """Check a tensor's archive that lies in a larger file, as :func:`load_stream` does before it loads.
+    """Check a tensor's archive inside a larger file, as :func:`load_stream` does before it loads.
 
     Raises:
-        UnsafePickle: Loading it would do or cost what no tensor needs.
+        UnsafePickle: Loading it would do or cost more than any tensor needs.
         IntegrityError: It is broken.
     """
 
@@ -127,7 +127,7 @@ def broken(error: BaseException, name: str) -> IntegrityError:
 
 @contextmanager
 def refused_as_usage() -> Generator[None, None, None]:
-    """While one's own files are read back before they count: what the loader refuses is a value that cannot be saved.
+    """Convert refusals to usage errors while a save reads its own files back: the value cannot be saved.
 
     Raises:
         UsageError: In place of :class:`UnsafePickle`.

@@ -1,12 +1,12 @@
-"""What modules say of the layout of their state: ``_version`` and the like, by which they migrate an older one.
+"""The layout versions of modules: ``_version`` and the like, which a module uses to migrate older state.
 
-torch keeps it as ``_metadata`` of a ``state_dict()``. A module that finds none takes what it is given for the oldest
-layout, and changes new weights.
+torch keeps them as ``_metadata`` of a ``state_dict()``. Without them a module assumes the oldest layout, and would
+change new weights.
 
 Rules:
-* It is saved under the clean names of the modules, as text in JSON; in ``model_*.pt`` it is ``_metadata`` itself.
-* Only numbers and text, of any file: nothing else is handed to a module.
-* A save that has none is taken to be of the modules as they are here.
+* They are saved under the clean names of the modules, as JSON text; in ``model_*.pt`` they are ``_metadata`` itself.
+* Whatever the file, only numbers and text are passed to a module.
+* If a save has none, it is assumed to have the versions of the live modules.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger("ckptmirror.formats")
 
 
 def clean_versions(model: torch.nn.Module, metadata: Any) -> Versions | None:
-    """Return ``metadata`` of the model's own state under clean names, of wrappers only what they wrap."""
+    """Return ``metadata`` of the model's own state under clean names; of a wrapper, only what it wraps."""
     if not isinstance(metadata, Mapping):
         return None
     clean = clean_names(model)
@@ -53,12 +53,12 @@ def clean_versions(model: torch.nn.Module, metadata: Any) -> Versions | None:
 
 
 def for_live(model: torch.nn.Module, metadata: Any, saved: Versions | None) -> Mapping[str, Any] | None:
-    """Return the ``_metadata`` to load a state with: what was saved, under the names that the modules have here.
+    """Return the ``_metadata`` to load a state with: the saved versions, under the live modules' names.
 
     Args:
-        model: What takes the state.
-        metadata: What its own state has as ``_metadata``.
-        saved: By clean name; None if the save has none.
+        model: The model that loads the state.
+        metadata: The ``_metadata`` of its own state.
+        saved: The saved versions by clean name; None if the save has none.
     """
     own = metadata if isinstance(metadata, Mapping) else None
     if saved is None:
@@ -78,7 +78,7 @@ def for_live(model: torch.nn.Module, metadata: Any, saved: Versions | None) -> M
 
 
 def migrating(model: torch.nn.Module, now: Any, given: Mapping[str, Any] | None) -> Callable[[str], bool]:
-    """Return what says of a clean name whether a module may change its value, being given another version."""
+    """Return a function that says, for a clean name, whether its module may migrate the value from another version."""
     plain = torch.nn.Module._load_from_state_dict
     clean = clean_names(model)
     own = now if isinstance(now, Mapping) else {}
@@ -91,7 +91,7 @@ def migrating(model: torch.nn.Module, now: Any, given: Mapping[str, Any] | None)
 
 
 def attached(values: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> OrderedDict[str, Any]:
-    """Return ``values`` in a new mapping that carries ``metadata`` in the way of a ``state_dict()``."""
+    """Return ``values`` in a new mapping that carries ``metadata`` as a ``state_dict()`` does."""
     result: OrderedDict[str, Any] = OrderedDict(values)
     if metadata is not None:
         result._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]  # as torch does it
@@ -99,7 +99,7 @@ def attached(values: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> O
 
 
 def plain_model(saved: Any, name: str) -> tuple[dict[str, Any], Versions | None]:
-    """Return the values and the versions in what was loaded from a file of a model.
+    """Return the values and the versions from a loaded model file.
 
     Raises:
         IntegrityError: It is something else, or carries more than that.
@@ -114,7 +114,7 @@ def plain_model(saved: Any, name: str) -> tuple[dict[str, Any], Versions | None]
 
 
 def checked(metadata: Any, name: str) -> Versions:
-    """Return versions from a file that nobody vouches for.
+    """Check and return versions from an untrusted file.
 
     Raises:
         IntegrityError: They are not numbers and text by name.
@@ -127,12 +127,12 @@ def checked(metadata: Any, name: str) -> Versions:
 
 
 def to_text(versions: Versions) -> str:
-    """Return versions as one text: a host copy need not walk through them."""
+    """Return versions as one text, so that a host copy does not have to walk them."""
     return json.dumps(versions, sort_keys=True, separators=(",", ":"))
 
 
 def from_text(text: Any, name: str) -> Versions:
-    """Return what :func:`to_text` was given.
+    """Return the versions that :func:`to_text` converted.
 
     Raises:
         IntegrityError: It is something else.

@@ -1,14 +1,14 @@
-"""Trying a large pickle in a child with limits before it is unpickled here.
+"""Tries a large pickle in a child process with limits before it is unpickled here.
 
-Reading a pickle opcode by opcode (``pickle_scan``) takes some microseconds for each: nothing for a small one, minutes
-for the ``.metadata`` of a job of a thousand ranks. A child that unpickles it, with as much memory and processor time
-as honest ones need many times over, takes as long as the unpickling itself, and says the same.
+Reading a pickle opcode by opcode (``pickle_scan``) takes some microseconds per opcode: nothing for a small pickle,
+minutes for the ``.metadata`` of a job with a thousand ranks. A child process that unpickles it takes only as long as
+the unpickling, and gives the same answer. Its limits are many times what honest pickles need.
 
 Rules:
-* The child has the same allow-list, and nothing that it makes comes back: only whether it got to the end.
-* The limits follow the size of the pickle: what unfolds, hashes or nests without end meets one of them.
-* Where no child can be had, the opcodes are read after all.
-* A save does without: it starts no process for what it has just written.
+* The child has the same allow-list, and returns nothing but whether it finished.
+* The limits grow with the size of the pickle: whatever unfolds, hashes or nests without end exceeds one of them.
+* If no child can be started, the opcodes are read instead.
+* A save never starts a child for what it has just written.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def vet(data: bytes) -> None:
     """Return if unpickling ``data``, with the allow-list of ``.metadata``, is bounded by its size.
 
     Raises:
-        UnsafePickle: It asks for what is not allowed, or takes more than its size explains.
+        UnsafePickle: It asks for what is not allowed, or needs more than its size explains.
         IntegrityError: It is broken.
-        Temporary: The machine is too busy to say.
+        Temporary: The machine is too busy to tell.
     """
     if len(data) < VET_FROM_BYTES or not sys.executable:
         scan_pickle(data, PickleRules())
@@ -55,7 +55,7 @@ def vet(data: bytes) -> None:
     places = json.dumps([place for place in sys.path if isinstance(place, str)])
     command = [sys.executable, "-I", "-c", _CHILD, places, str(len(data)), str(limit_s)]
     try:
-        child = subprocess.run(  # in a session of its own: a signal to the training is none to it
+        child = subprocess.run(  # in its own session: signals to the training do not reach it
             command,
             input=data,
             capture_output=True,
@@ -75,7 +75,7 @@ def vet(data: bytes) -> None:
         raise (UnsafePickle if is_unsafe else IntegrityError)(message)
     if child.returncode in (_TOO_MUCH, -signal.SIGXCPU, -signal.SIGSEGV):
         raise UnsafePickle(f"Its {len(data)} bytes take more memory or time than {len(data)} honest ones can.")
-    scan_pickle(data, PickleRules())  # the child could not begin, or somebody ended it: that says nothing of the data
+    scan_pickle(data, PickleRules())  # the child could not start or was killed, which says nothing about the data
 
 
 def _seconds_for(size_bytes: int) -> int:
@@ -83,7 +83,7 @@ def _seconds_for(size_bytes: int) -> int:
 
 
 def main(size_bytes: int, limit_s: int) -> NoReturn:
-    """Be the child: unpickle what comes on standard input, within limits of memory and of processor time."""
+    """Run as the child: unpickle standard input within limits of memory and CPU time."""
     data = sys.stdin.buffer.read(size_bytes)
     end_s = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2])) + limit_s
     resource.setrlimit(resource.RLIMIT_CPU, (end_s, end_s + 5))  # SIGXCPU first, and SIGKILL in the end
@@ -99,7 +99,7 @@ def main(size_bytes: int, limit_s: int) -> NoReturn:
         sys.stdout.write("\n" + json.dumps([isinstance(error, UnsafePickle), text[:300]]))
         sys.stdout.flush()
         os._exit(_REFUSED)  # nothing is printed after it
-    os._exit(0)  # without taking apart what was made: it may be deeper than a recursion goes
+    os._exit(0)  # without freeing the objects, which may be nested too deeply
 
 
 def _data_bytes() -> int:
