@@ -28,13 +28,13 @@ from ckptmirror.core.errors import (
     CheckpointNotFound,
     CkptMirrorError,
     ConfigError,
-    NotAuthorised,
     RootLocked,
     StoreTemporary,
     Temporary,
 )
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
+from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.flow.fetch.destination import is_training_root
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import (
@@ -428,7 +428,7 @@ class _Work:
         pending = max(0, open_files(still_open) - len(wanted))
         refused = {url: reason for url, reason in refusals.final.items() if url in {one.mirror for one in still_open}}
         unasked = self._unasked()
-        refused |= {url: str(error) for url, error in unasked.items() if isinstance(error, NotAuthorised)}
+        refused |= {url: str(error) for url, error in unasked.items() if reach_after(error) is Reach.REFUSED}
         unasked = {url: error for url, error in unasked.items() if url not in refused}
         left = left_behind(table, {row.url for row in table.mirrors()})
         found = _emergency(self._root, here)

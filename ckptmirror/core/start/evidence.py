@@ -18,6 +18,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar
 
 from ckptmirror.core.model import Attempt, Kind
+from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.lineage import SaveFacts
 
 __all__ = [
@@ -40,15 +41,6 @@ __all__ = [
 DISK = "disk"
 Sort = Literal["disk", "mirror", "persistent"]
 Hindrance = Literal["", "unreadable", "refused"]
-
-
-class Reach(StrEnum):
-    """Whether a place answered."""
-
-    ANSWERED = "answered"
-    SILENT = "silent"  # it may hold anything
-    REFUSED = "refused"  # it rejects these credentials, and may hold anything
-    DROPPED = "dropped"  # not configured, but it was a mirror of this root or a list names it
 
 
 class ListFound(StrEnum):

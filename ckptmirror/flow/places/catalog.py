@@ -27,6 +27,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.model import Artifact, AttemptList, Kind, Meta, Tombstone
 from ckptmirror.core.problems import Hindrance, Problem, facts_of
+from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.start.lineage import Lineage, attempts_of_metas, lineage
 from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.places.match import why_differs
@@ -206,7 +207,7 @@ def mirror_catalog(
 
 def _hindrance(error: CkptMirrorError) -> Hindrance:
     """Whether a meta that could not be read may be sound, and why it was not."""
-    if isinstance(error, NotAuthorised):
+    if reach_after(error) is Reach.REFUSED:
         return "refused"
     unreadable = isinstance(error, NewerFormat | StorePermanent) and not isinstance(error, ObjectNotFound)
     return "unreadable" if unreadable else ""

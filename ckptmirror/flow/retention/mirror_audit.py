@@ -20,11 +20,10 @@ from ckptmirror.core.errors import (
     CheckpointNotFound,
     CkptMirrorError,
     IllegalTransition,
-    NotAuthorised,
     StoreTemporary,
-    Temporary,
 )
 from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local.saying import saying
@@ -42,6 +41,10 @@ class _Question:
     """What a mirror is to be asked, and why it did not answer the last time."""
 
     error: CkptMirrorError | None = None
+
+    def was_silent(self) -> bool:
+        """Whether it was asked, and may yet answer."""
+        return self.error is not None and reach_after(self.error) is Reach.SILENT
 
 
 class Recheck:
@@ -123,13 +126,11 @@ class Recheck:
 
     def silent(self) -> set[str]:
         """Return those that were asked and may yet answer."""
-        return {url for url, one in self._open.items() if isinstance(one.error, Temporary)}
+        return {url for url, one in self._open.items() if one.was_silent()}
 
     def waits_for(self, urls: Collection[str]) -> bool:
         """Whether one of ``urls`` may still answer: it has not yet, and did not refuse for good."""
-        return any(
-            url in urls and (one.error is None or isinstance(one.error, Temporary)) for url, one in self._open.items()
-        )
+        return any(url in urls and (one.error is None or one.was_silent()) for url, one in self._open.items())
 
     def _note(self) -> None:
         still_open = set(self._open)
@@ -146,7 +147,7 @@ class Recheck:
             _ask(self._table, mirror)
         except CkptMirrorError as failure:
             error = failure
-            refused = isinstance(error, NotAuthorised)
+            refused = reach_after(error) is Reach.REFUSED
             self._bus.emit(events.MirrorUnreachable(mirror=mirror.url, reason=str(error), refused=refused))
         with self._lock:
             if self._open.get(mirror.url) is question:  # else it was put again meanwhile

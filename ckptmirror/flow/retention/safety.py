@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_or_tombstone_from_bytes
-from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NotAuthorised, ObjectNotFound, Temporary
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, ObjectNotFound
 from ckptmirror.core.model import Meta, Tombstone
+from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.retention import MirrorSafety
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.match import why_differs
@@ -74,10 +75,9 @@ def why_not_safe(table: UploadsTable, mirrors: Iterable[Mirror], save_id: str) -
     for mirror in required:
         try:
             reason = _why_not_on(table, mirror, save_id)
-        except (Temporary, NotAuthorised) as error:
-            return f"{mirror.url} does not answer: {error}"
         except (CkptMirrorError, OSError) as error:
-            return f"{mirror.url}: {error}"
+            may_answer_later = " cannot be asked now" if reach_after(error) is not Reach.ANSWERED else ""
+            return f"{mirror.url}{may_answer_later}: {error}"
         if reason is not None:
             return f"{mirror.url}: {reason}"
     return None

@@ -10,7 +10,8 @@ Rules:
 from __future__ import annotations
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ClaimLost, NotAuthorised
+from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ClaimLost
+from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.retry_delay import retry_delay_s
 from ckptmirror.flow.upload.artifact import ArtifactUpload
 from ckptmirror.flow.upload.meta import MetaUpload
@@ -42,7 +43,7 @@ def upload_claimed(context: UploadContext, claim: Claim) -> None:
         context.table.put_back(claim, str(error), not_before_s=_LONGEST_DELAY_S)
         raise
     except CkptMirrorError as error:
-        if error.temporary or isinstance(error, NotAuthorised):
+        if reach_after(error) is not Reach.ANSWERED:
             _put_back(context, claim, error)
         else:
             _fail(context, claim, str(error))
@@ -60,7 +61,8 @@ def _put_back(context: UploadContext, claim: Claim, error: Exception) -> None:
         _fail(context, claim, f"gave up after {tries} tries: {error}")
         return
     delay_s = retry_delay_s(error, tries, first_s=_FIRST_DELAY_S, longest_s=_LONGEST_DELAY_S)
-    if isinstance(error, NotAuthorised):
+    is_refused = reach_after(error) is Reach.REFUSED
+    if is_refused:
         delay_s = max(delay_s, min(2.0 * tries, 5.0))
     reason = f"{type(error).__name__}: {error}"
     try:
@@ -74,7 +76,7 @@ def _put_back(context: UploadContext, claim: Claim, error: Exception) -> None:
             step=claim.record.step,
             path=claim.record.path,
             reason=reason,
-            refused=isinstance(error, NotAuthorised),
+            refused=is_refused,
         )
     )
 
