@@ -72,7 +72,7 @@ def test_i1_an_object_that_is_gone_keeps_the_save_and_is_sent_again(place: Mirro
     info = place.store.stat("model_000100.pt")
     assert info is not None
     place.store.delete("model_000100.pt", generation=info.generation)
-    assert_refused(place, old, "model_000100.pt is gone")
+    assert_refused(place, old, "model_000100.pt is missing")
     place.upload()
     assert place.rotate().deleted == ((100, old.save_id),)
 

@@ -172,7 +172,7 @@ def test_i1_a_rotation_takes_no_name_whose_meta_went_away(place: MirroredRoot, m
     while_asked(monkeypatch, old, (place.root / "meta_000100.json").unlink)
     report = place.rotate()
     assert report.deleted == ()
-    assert "went away" in report.refused[old.save_id]
+    assert "disappeared" in report.refused[old.save_id]
     assert (place.root / "model_000100.pt").exists()
     monkeypatch.undo()
     place.rotate()

@@ -43,7 +43,7 @@ def why_differs(
     if found is None:
         return "is missing"
     if not isinstance(expected, Artifact) and found.generation != expected.generation:
-        return "is not the object that was verified"
+        return "is not the object that was verified: its generation changed"
     digest = expected.digest if isinstance(expected, Artifact) else expected
     if found.size_bytes != digest.size_bytes:
         return f"has {found.size_bytes} bytes instead of {digest.size_bytes}"

@@ -54,7 +54,10 @@ def test_sizes_alone_are_compared_where_that_is_asked(record: UploadRecord) -> N
 
 def test_a_record_is_compared_by_generation_too(record: UploadRecord) -> None:
     assert why_differs(record, FOUND) is None
-    assert why_differs(record, replace(FOUND, generation=8)) == "is not the object that was verified"
+    assert (
+        why_differs(record, replace(FOUND, generation=8))
+        == "is not the object that was verified: its generation changed"
+    )
     assert why_differs(record, replace(FOUND, crc32c=1)) == f"has crc32c 00000001 instead of {DIGEST.crc32c:08x}"
 
 
@@ -66,3 +69,10 @@ def test_an_object_of_a_mirror_that_reports_no_crc32c_is_read_back() -> None:
     silent = replace(info, crc32c=None)
     assert why_differs(ARTIFACT, silent) is None
     assert "has crc32c" in (why_differs(ARTIFACT, silent, store=store) or "")
+
+
+def test_absence_is_told_before_the_generation_the_generation_before_the_size(record: UploadRecord) -> None:
+    other = replace(FOUND, generation=8, size_bytes=3, crc32c=1)
+    assert why_differs(record, None) == "is missing"
+    assert "generation" in (why_differs(record, other) or "")
+    assert why_differs(record, replace(other, generation=7)) == f"has 3 bytes instead of {len(DATA)}"
