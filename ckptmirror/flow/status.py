@@ -161,7 +161,6 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     current = [line for line in saves if line.standing == "current"]
     safe = max((line.step for line in current if line.safe), default=None)
     snapshots = [line for line in current if line.kinds == ("emergency",) and (safe is None or line.step > safe)]
-    trainer = read_status_file(root)
     snapshot = max(snapshots, key=lambda line: line.step, default=None)
     trainer = read_status_file(root)
     skipped = _skipped(trainer)

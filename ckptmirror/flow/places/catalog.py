@@ -39,7 +39,6 @@ from ckptmirror.stores.base import ObjectInfo, Store
 __all__ = [
     "Catalog",
     "MetaCache",
-    "MirrorSave",
     "facts_of",
     "local_catalog",
     "mirror_catalog",
@@ -50,15 +49,6 @@ __all__ = [
 META_LIMIT_BYTES = 64 * 1024 * 1024
 _READERS = 8
 _FEW = 8  # so many single files are asked one by one, more by a listing
-
-
-@dataclass(frozen=True)
-class MirrorSave:
-    """A whole save on a mirror: its meta, and what the mirror says of each object it names."""
-
-    meta: Meta
-    meta_info: ObjectInfo
-    objects: Mapping[str, ObjectInfo]
 
 
 @dataclass(frozen=True)
@@ -182,7 +172,7 @@ def mirror_catalog(
             problems[name] = Problem(str(answer), _step_of(name), hindrance=_hindrance(answer))
     others = tuple(listed)
     if step is not None:
-        listed = _objects_of(mirror.store, [meta for _, meta in found])
+        listed = _objects_named(mirror.store, [one.object_name for _, meta in found for one in meta.artifacts])
     torn: list[tuple[str, Meta]] = []
     for name, meta in found:
         missing = _missing(meta, listed)
@@ -242,10 +232,6 @@ def objects_of(store: Store, meta: Meta, *kinds: Kind) -> dict[str, ObjectInfo]:
     """Ask the mirror, now, about every object of a save (of some kinds only, if given), by name."""
     wanted = meta.artifacts_of(*kinds) if kinds else meta.artifacts
     return _objects_named(store, [artifact.object_name for artifact in wanted])
-
-
-def _objects_of(store: Store, metas: Sequence[Meta]) -> dict[str, ObjectInfo]:
-    return _objects_named(store, [artifact.object_name for meta in metas for artifact in meta.artifacts])
 
 
 def _objects_named(store: Store, wanted: Iterable[str]) -> dict[str, ObjectInfo]:

@@ -23,7 +23,7 @@ from ckptmirror.flow.places.mirrors import counting_rows
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.local.uploads import MirrorStanding, UploadsTable
 
-__all__ = ["OpenSave", "count_lacking", "is_settled", "left_settled", "open_files", "open_saves"]
+__all__ = ["OpenSave", "count_lacking", "open_files", "open_saves"]
 
 _SETTLED = (RecordState.VERIFIED, RecordState.REMOVED, RecordState.SKIPPED)
 
@@ -43,7 +43,7 @@ class OpenSave:
     reason: str
 
 
-def is_settled(there: MirrorStanding) -> bool:
+def _is_settled(there: MirrorStanding) -> bool:
     """Whether nothing more is to be done for a save on a mirror."""
     return (there.verified and there.committed) or there.removed or there.skipped
 
@@ -72,7 +72,7 @@ def open_saves(
         _open_on(table, save_id, url, url in required and save_id in expected) for save_id in wanted for url in mirrors
     ]
     if save_ids is not None:
-        unknown = [one for one in save_ids if one not in wanted and not left_settled(table, mirrors, one)]
+        unknown = [one for one in save_ids if one not in wanted and not _left_settled(table, mirrors, one)]
         found += [OpenSave(save_id, url, 1, "nothing is known of it") for save_id in unknown for url in mirrors]
     return [one for one in found if one is not None]
 
@@ -81,7 +81,7 @@ def count_lacking(table: UploadsTable, metas: Iterable[Meta], mirror: str) -> in
     """Count the saves of this disk that could be on a mirror and are not settled there, with or without records."""
     wanted = [meta for meta in metas if not is_emergency(meta) and not meta.partial]
     return sum(
-        not any(there.mirror == mirror and is_settled(there) for there in table.standing(meta.save_id))
+        not any(there.mirror == mirror and _is_settled(there) for there in table.standing(meta.save_id))
         for meta in wanted
     )
 
@@ -93,7 +93,7 @@ def open_files(saves: Iterable[OpenSave]) -> int:
 
 def _is_settled_somewhere(table: UploadsTable, save_id: str) -> bool:
     try:
-        return any(is_settled(there) for there in table.standing(save_id))
+        return any(_is_settled(there) for there in table.standing(save_id))
     except BrokenTable:
         return False
 
@@ -103,7 +103,7 @@ def _open_on(table: UploadsTable, save_id: str, mirror: str, required: bool) -> 
         there = next((one for one in table.standing(save_id) if one.mirror == mirror), None)
     except BrokenTable as error:
         return OpenSave(save_id, mirror, 1, str(error))
-    if there is not None and is_settled(there):
+    if there is not None and _is_settled(there):
         return None
     records = table.records(save_id=save_id, mirror=mirror)
     if not records and not required:
@@ -114,7 +114,7 @@ def _open_on(table: UploadsTable, save_id: str, mirror: str, required: bool) -> 
     )
 
 
-def left_settled(table: UploadsTable, mirrors: Collection[str], save_id: str) -> bool:
+def _left_settled(table: UploadsTable, mirrors: Collection[str], save_id: str) -> bool:
     """Whether a save that left the table (rotation deleted it) was settled on these mirrors when it did."""
     left = [moved for moved in table.history(save_id) if moved.new is None]
     for mirror in mirrors:
