@@ -25,6 +25,7 @@ from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
+from tests.kit.roots import assert_sound
 
 __all__ = ["Place", "newest_was_found", "wrong_after_kill", "wrong_after_recovery"]
 
@@ -185,7 +186,7 @@ def newest_was_found(place: Place) -> list[str]:
 def _wrong_records(place: Place, local: Catalog, mirrored: bool) -> list[str]:
     wrong = []
     with UploadsTable.open(place.root / names.TABLE_NAME) as table:
-        table.check()
+        assert_sound(table)
         known = {save.save_id: save for save in table.saves()}
         records = table.records()
     wrong += [f"step {save.step} was never released" for save in known.values() if not save.released]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -15,6 +16,7 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Artifact, Digest
 from ckptmirror.local import crashpoints
 from ckptmirror.local.uploads import Claim, UploadsTable
+from tests.kit.roots import assert_sound
 
 GS = "gs://bucket/run"
 SAVES = 6 if os.environ.get("CKPTMIRROR_CAMPAIGN") == "full" else 1
@@ -101,20 +103,32 @@ def run_until_killed(path: Path, crash_at: int) -> tuple[int, int]:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), acknowledged
 
 
+class Watched:
+    """A table of which a picture is taken after each of its verbs; what follows in one step of a life has several."""
+
+    def __init__(self, table: UploadsTable, seen: list[list[object]]) -> None:
+        self._table = table
+        self._seen = seen
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        verb = getattr(self._table, name)
+
+        def watched(*arguments: object, **more: object) -> object:
+            result = verb(*arguments, **more)
+            self._seen.append(picture(self._table))
+            return result
+
+        return watched
+
+
 def pictures_and_points(tmp_path: Path) -> tuple[list[list[list[object]]], int]:
     """Return, per number of acknowledged verbs, every picture on the way to the next; and the number of points."""
     between: list[list[list[object]]] = []
     with UploadsTable.open(tmp_path / "baseline.db", create=True) as table:
         for verb in verbs():
             seen = [picture(table)]
-
-            def look(seen: list[list[object]] = seen) -> None:
-                seen.append(picture(table))
-
-            table.on_change[:] = [look]
-            verb(table)
+            verb(cast(UploadsTable, Watched(table, seen)))
             between.append(seen)
-        table.on_change.clear()
         between.append([picture(table)])
     crashpoints.arm()
     try:
@@ -135,7 +149,7 @@ def test_killed_at_any_point_the_table_is_before_or_after_and_what_was_acknowled
         code, acknowledged = run_until_killed(path, crash_at)
         assert code == -9, f"point {crash_at} was not passed"
         with UploadsTable.open(path, create=True) as table:
-            table.check()
+            assert_sound(table)
             assert picture(table) in between[acknowledged], f"after point {crash_at}, {acknowledged} verbs acknowledged"
         assert [p.name for p in path.parent.iterdir()] == ["uploads.db"], f"after point {crash_at}"
     code, acknowledged = run_until_killed(tmp_path / "whole.db", points + 1)

@@ -17,7 +17,7 @@ from ckptmirror.flow.status import is_mirrored
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.testing import GcsServerProcess
 from tests.kit.cli import AS_MODULE, clean_environment, run
-from tests.kit.roots import content, make_mirrored, make_pending
+from tests.kit.roots import assert_sound, content, make_mirrored, make_pending
 from tests.kit.servers.certificates import make_certificate
 
 pytestmark = pytest.mark.long
@@ -83,7 +83,7 @@ def test_a_claim_of_a_process_that_died_with_its_clock_a_year_off_is_taken_over_
     assert run("drain", "--root", root, "--timeout", "30").returncode == 0
     assert is_mirrored(root, None)
     with UploadsTable.open(root / names.TABLE_NAME) as table:
-        table.check()
+        assert_sound(table)
 
 
 @pytest.mark.parametrize("shift", [YEAR_LATER, YEAR_EARLIER])

@@ -35,7 +35,7 @@ from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 from tests.kit.claiming import start_node
 from tests.kit.mirrors import memory_url, object_names
-from tests.kit.roots import MirroredRoot
+from tests.kit.roots import MirroredRoot, assert_sound
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts
 from tests.kit.training import new_state
 
@@ -349,7 +349,7 @@ def test_i7_a_fork_waits_for_a_change_that_does_not_end_only_so_long(tmp_path: P
     go_on.set()
     thread.join()
     table.set_mirrors([("file:///x", True)])
-    table.check()
+    assert_sound(table)
     table.close()
 
 

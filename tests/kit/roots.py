@@ -153,6 +153,12 @@ class MirroredRoot:
             store.close()
 
 
+def assert_sound(table: UploadsTable) -> None:
+    """Pages, indexes and rows are as they were written."""
+    table.check_pages()
+    assert table.drop_broken_rows() == []
+
+
 def two_saves(place: MirroredRoot, kinds: tuple[str, ...] = ("dcp", "model")) -> tuple[Meta, Meta]:
     return place.commit(100, kinds), place.commit(200, kinds)  # type: ignore[arg-type]
 

@@ -6,13 +6,13 @@ Rules:
 * The design, the schema and the state graph are in docs/design/uploads-table.md.
 """
 
-from ckptmirror.local.uploads.database import RootIdentity
 from ckptmirror.local.uploads.lease_clock import BootClock, LeaseClock
 from ckptmirror.local.uploads.records import (
     BrokenRow,
     Claim,
     MirrorRow,
     MirrorStanding,
+    RootIdentity,
     SaveRow,
     StateCount,
     Summary,

@@ -19,63 +19,23 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import apsw
 
-from ckptmirror.core.errors import BrokenTable, CkptMirrorError, ForeignTable, NewerTable, NoTable, TableLocked
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NewerTable, NoTable, TableLocked
 from ckptmirror.local.crashpoints import around
 from ckptmirror.local.file_systems import refuse_network_place
-from ckptmirror.local.uploads.failures import foreign_table, named_failures, reuse_log_if_full
+from ckptmirror.local.uploads.failures import named_failures, reuse_log_if_full
 from ckptmirror.local.uploads.place import create_in_place, set_aside
 from ckptmirror.local.uploads.records import canonical_crc
 from ckptmirror.local.uploads.statements import migrations, statement
 
-__all__ = ["APPLICATION_ID", "Database", "RootIdentity"]
+__all__ = ["APPLICATION_ID", "Database"]
 
 APPLICATION_ID = 0x636B7074
 """The letters "ckpt" in the file's header: what kind of database this is."""
-
-
-@dataclass(frozen=True, slots=True)
-class RootIdentity:
-    """Whose table this is.
-
-    Attributes:
-        run_id: 32 hex digits.
-        root: The root's resolved path when the table was made.
-        device: st_dev of the root then.
-        inode: st_ino of the root then.
-    """
-
-    run_id: str
-    root: str
-    device: int
-    inode: int
-
-    @classmethod
-    def of(cls, root: Path, run_id: str) -> RootIdentity:
-        """Return the identity of a directory, for a run."""
-        status = root.stat()
-        return cls(run_id, str(root.resolve()), status.st_dev, status.st_ino)
-
-    def is_directory(self, path: Path) -> bool:
-        """Whether ``path`` names the very directory now, not only the same path."""
-        try:
-            status = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return (self.device, self.inode) == (status.st_dev, status.st_ino)
-
-    def same_root(self, other: RootIdentity) -> bool:
-        """Whether both are one root of one run: moved to another path it is still the same directory."""
-        return self.run_id == other.run_id and self.same_directory(other)
-
-    def same_directory(self, other: RootIdentity) -> bool:
-        """Whether both are one root, whatever its run."""
-        return self.root == other.root or (self.device, self.inode) == (other.device, other.inode)
 
 
 class Database:
@@ -280,40 +240,6 @@ class Database:
         row = {"name": name, "value": text, "row_crc": canonical_crc([name, text])}
         with self.change("write_fact") as connection:
             connection.execute(statement("write a fact" if replace else "write a fact unless it is there"), row)
-
-    def identity(self) -> RootIdentity | None:
-        """Return whose table this is, None if nobody has said."""
-        value = self.read_fact("identity")
-        return None if value is None else RootIdentity(**value)
-
-    def check_root(self, root: Path) -> bool:
-        """See that this is the root's table, or nobody's yet; say whether the root is the directory that it was.
-
-        Raises:
-            ForeignTable: It is another root's.
-        """
-        known = self.identity()
-        if known is None or known.is_directory(root):
-            return True
-        if known.root != str(root.resolve()):
-            raise foreign_table(self.path, root, known.root, known.run_id)
-        return False
-
-    def claim_identity(self, identity: RootIdentity) -> None:
-        """Write the identity if there is none, else see that it is the same root's.
-
-        Raises:
-            ForeignTable: It is another root's, or another run's.
-        """
-        known = self.identity()
-        if known is None:
-            if not self.read_only:
-                self.write_fact("identity", asdict(identity))
-        elif not known.same_root(identity):
-            raise ForeignTable(
-                f"{self.path} is the table of {known.root} (run {known.run_id}), "
-                f"not of {identity.root} (run {identity.run_id})"
-            )
 
 
 class _Closing:

@@ -18,7 +18,7 @@ import apsw
 from ckptmirror.core import errors
 from ckptmirror.local.uploads.statements import statement
 
-__all__ = ["foreign_table", "named_failures", "reuse_log_if_full"]
+__all__ = ["named_failures", "reuse_log_if_full"]
 
 _REBUILD = (
     "Nothing is deleted meanwhile. The next start of the trainer moves the table aside, "
@@ -66,17 +66,6 @@ def named_failures(path: Path) -> Iterator[None]:
 def _directory(path: Path) -> errors.LocalStorageUnwritable:
     hint = "Move it away: the next start of the trainer rebuilds the table from disk and mirrors."
     return errors.LocalStorageUnwritable(f"{path} is a directory, not the pending-uploads table.", hint=hint)
-
-
-def foreign_table(path: Path, root: Path, known_root: str, run_id: str) -> errors.ForeignTable:
-    """Return the error that says whose table it is; one that came along with a copied root can be made anew."""
-    error = errors.ForeignTable(f"{path} is the table of {known_root} (run {run_id}), not of {root}")
-    if path.is_relative_to(root):
-        error.hint = (
-            f"If {root} is a copy, move {path.name} and its logs away: the next start of the trainer makes the table "
-            "anew, from disk and mirrors. Only one of the copies can continue."
-        )
-    return error
 
 
 def reuse_log_if_full(connection: apsw.Connection, error: BaseException) -> None:

@@ -12,6 +12,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from ckptmirror.core.lifecycle import RecordState
@@ -22,6 +23,7 @@ __all__ = [
     "Claim",
     "MirrorRow",
     "MirrorStanding",
+    "RootIdentity",
     "SaveRow",
     "StateCount",
     "Summary",
@@ -39,6 +41,45 @@ __all__ = [
 
 Value = int | str | bytes | float | None
 Role = Literal["artifact", "meta"]
+
+
+@dataclass(frozen=True, slots=True)
+class RootIdentity:
+    """Whose table this is.
+
+    Attributes:
+        run_id: 32 hex digits.
+        root: The root's resolved path when the table was made.
+        device: st_dev of the root then.
+        inode: st_ino of the root then.
+    """
+
+    run_id: str
+    root: str
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, root: Path, run_id: str) -> RootIdentity:
+        """Return the identity of a directory, for a run."""
+        status = root.stat()
+        return cls(run_id, str(root.resolve()), status.st_dev, status.st_ino)
+
+    def is_directory(self, path: Path) -> bool:
+        """Whether ``path`` names the very directory now, not only the same path."""
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return (self.device, self.inode) == (status.st_dev, status.st_ino)
+
+    def same_root(self, other: RootIdentity) -> bool:
+        """Whether both are one root of one run: moved to another path it is still the same directory."""
+        return self.run_id == other.run_id and self.same_directory(other)
+
+    def same_directory(self, other: RootIdentity) -> bool:
+        """Whether both are one root, whatever its run."""
+        return self.root == other.root or (self.device, self.inode) == (other.device, other.inode)
 
 
 @dataclass(frozen=True, slots=True)

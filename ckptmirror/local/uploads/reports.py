@@ -7,18 +7,15 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import apsw
 
-from ckptmirror.core.errors import BrokenTable, IntegrityError
+from ckptmirror.core.errors import BrokenTable
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.model import Artifact
-from ckptmirror.local.uploads import changes, rows
-from ckptmirror.local.uploads.lease_clock import LeaseClock
+from ckptmirror.local.uploads import rows
 from ckptmirror.local.uploads.records import (
-    BrokenRow,
     MirrorStanding,
     SaveRow,
     StateCount,
@@ -33,43 +30,13 @@ from ckptmirror.local.uploads.statements import statement
 
 __all__ = [
     "history",
-    "is_known",
     "may_be_sent",
     "records",
-    "records_of_save",
-    "saves",
     "standing",
     "summary",
-    "take_out_broken",
 ]
 
 _WAITING = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)
-
-
-def records_of_save(
-    save: SaveRow, artifacts: Sequence[Artifact], mirrors: Sequence[str], token: int, clock: LeaseClock
-) -> Iterator[UploadRecord]:
-    """Yield every record that a save must have, in its first state."""
-    for mirror in mirrors:
-        for artifact in artifacts:
-            yield changes.new_record(save, artifact, mirror, token, clock)
-        yield changes.new_meta_record(save, mirror, token, clock)
-
-
-def is_known(wanted: UploadRecord, known: UploadRecord | None) -> bool:
-    """Whether the table has this record already.
-
-    Raises:
-        IntegrityError: It has it with another content.
-    """
-    if known is None:
-        return False
-    same = (known.role, known.kinds, known.rank) == (wanted.role, wanted.kinds, wanted.rank)
-    if wanted.role == "artifact":
-        same = same and (known.size_bytes, known.crc32c) == (wanted.size_bytes, wanted.crc32c)
-    if not same:
-        raise IntegrityError(f"{wanted.path} of save {wanted.save_id} is in the table with other contents")
-    return True
 
 
 def may_be_sent(connection: apsw.Connection, record: UploadRecord) -> bool:
@@ -102,11 +69,6 @@ def records(
         for record in rows.iterate_records(connection, name, parameters)
         if mirror in (None, record.mirror) and state in (None, record.state)
     ]
-
-
-def saves(connection: apsw.Connection) -> list[SaveRow]:
-    """Return the sound saves, oldest first."""
-    return list(rows.iterate_saves(connection))
 
 
 def standing(connection: apsw.Connection, save_id: str, configured: Sequence[str]) -> tuple[MirrorStanding, ...]:
@@ -178,13 +140,3 @@ def _oldest(connection: apsw.Connection, mirror: str) -> WaitingSave | None:
         return None
     _, save_id, step, at_utc = min(found, key=lambda row: cast(int, row[0]))
     return WaitingSave(mirror, text_of(save_id), cast(int, step), text_of(at_utc))
-
-
-def take_out_broken(connection: apsw.Connection, broken: BrokenRow, at_utc: str) -> None:
-    """Delete a broken row; of a record, the history says that it went and why."""
-    if broken.table == "saves":
-        connection.execute(statement("delete a broken save"), {"save_order": broken.number})
-        return
-    noted = {"id": broken.number, "reason": f"the row was broken: {broken.why}", "at_utc": at_utc}
-    connection.execute(statement("note that a broken record goes"), noted)
-    connection.execute(statement("delete a broken record"), {"id": broken.number})

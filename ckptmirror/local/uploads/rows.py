@@ -28,8 +28,8 @@ from ckptmirror.local.uploads.statements import statement
 
 __all__ = [
     "Parameters",
-    "all_rows",
     "blocked_because",
+    "broken_rows",
     "first_record",
     "iterate_records",
     "iterate_saves",
@@ -88,18 +88,14 @@ def first_record(connection: apsw.Connection, name: str, parameters: Parameters)
         return next(records, None)
 
 
-def all_rows(connection: apsw.Connection) -> tuple[list[UploadRecord], list[SaveRow], list[BrokenRow]]:
-    """Return the sound records, the sound saves and every broken row."""
-    rows = [record_from_row(row) for row in connection.execute(statement("read all records"), {})]
+def broken_rows(connection: apsw.Connection) -> list[BrokenRow]:
+    """Read every row and return those that do not check."""
+    records = [record_from_row(row) for row in connection.execute(statement("read all records"), {})]
     saves = [save_from_row(row) for row in connection.execute(statement("read all saves"), {})]
-    broken = [row for row in (*rows, *saves) if isinstance(row, BrokenRow)]
+    broken = [row for row in (*records, *saves) if isinstance(row, BrokenRow)]
     for row in broken:
         _report(row)
-    return (
-        [row for row in rows if isinstance(row, UploadRecord)],
-        [row for row in saves if isinstance(row, SaveRow)],
-        broken,
-    )
+    return broken
 
 
 def read_record(connection: apsw.Connection, save_id: str, path: str, mirror: str) -> UploadRecord | None:

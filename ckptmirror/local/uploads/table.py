@@ -1,48 +1,79 @@
-"""The pending-uploads table: opening it, whose it is, and what it says.
+"""The pending-uploads table: whose it is, what becomes of saves and their records, and what it says.
 
 Rules:
 * Every verb is one transaction, durable when it returns; the history is written in the same one (by triggers).
 * The same table may be used by any number of threads and processes, and across forks.
-* The verbs stand in ``save_verbs``, ``worker_verbs`` and ``settled_verbs``; questions in ``reports``.
+* Records are added before the save's local meta exists and may be claimed only after it does (``release_save``).
+* Adding is repeatable: what is there stays as it is, what is missing is added, what contradicts is refused.
+* Each verb of a worker reads the row again, inside the transaction, and continues only if the state is ``uploading``
+  under the claim's own token: a worker that was overtaken gets ``ClaimLost`` and has changed nothing.
+* A lease that ran out is ended when somebody asks for work, in the same transaction as the claim.
+* A decision of policy, reconcile or a person takes the record from the worker that holds it.
+* What leaves the table leaves its history.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Collection, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import cast
 
-from ckptmirror.core.errors import BrokenTable, Temporary, UsageError
+import apsw
+
+from ckptmirror.core.errors import (
+    BrokenTable,
+    CheckpointNotFound,
+    ClaimLost,
+    ForeignTable,
+    IntegrityError,
+    Temporary,
+    UsageError,
+)
 from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.model import Artifact, Kind
 from ckptmirror.core.names import ATTEMPTS_NAME
-from ckptmirror.local.uploads import place, reports, rows
-from ckptmirror.local.uploads.database import Database, RootIdentity
+from ckptmirror.local.uploads import changes, place, reports, rows
+from ckptmirror.local.uploads.database import Database
 from ckptmirror.local.uploads.lease_clock import BootClock, LeaseClock
 from ckptmirror.local.uploads.records import (
     BrokenRow,
+    Claim,
     MirrorRow,
     MirrorStanding,
+    RootIdentity,
     SaveRow,
     Summary,
     Transition,
     UploadRecord,
+    record_to_columns,
+    save_to_columns,
 )
-from ckptmirror.local.uploads.save_verbs import SaveVerbs
-from ckptmirror.local.uploads.settled_verbs import SettledVerbs
 from ckptmirror.local.uploads.statements import statement
-from ckptmirror.local.uploads.worker_verbs import WorkerVerbs
 
-__all__ = ["UploadsTable"]
+__all__ = ["HISTORY_KEPT", "UploadsTable"]
+
+HISTORY_KEPT = 200_000
+"""How many transitions are kept; older ones are forgotten when a save is added."""
+
+_UNSENT = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)
 
 
-class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
+class UploadsTable:
     """A durable table of upload records.
 
     Attributes:
         path: The database file.
-        on_change: Called without arguments after every change made through this object.
     """
+
+    def __init__(self, database: Database, clock: LeaseClock) -> None:
+        self.path = database.path
+        self._database = database
+        self._clock = clock
 
     @classmethod
     def open(
@@ -80,12 +111,13 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
             if create:
                 database.create()
             database.check()
+            table = cls(database, clock if clock is not None else BootClock())
             if identity is not None:
-                database.claim_identity(identity)
+                table.claim_identity(identity)
         except BaseException:
             database.close()
             raise
-        return cls(database, clock if clock is not None else BootClock())
+        return table
 
     @staticmethod
     def set_aside(path: Path, *, timeout_s: float = 5.0) -> Path:
@@ -105,16 +137,25 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
     # -- whose it is, and where it mirrors to ---------------------------------------------------------------
 
     def identity(self) -> RootIdentity | None:
-        """Return whose table this is."""
-        return self._database.identity()
+        """Return whose table this is, None if nobody has said."""
+        value = self._database.read_fact("identity")
+        return None if value is None else RootIdentity(**value)
 
     def claim_identity(self, identity: RootIdentity) -> None:
         """Write whose table this is, if nobody has yet; else see that it is the same root of the same run.
 
         Raises:
-            ForeignTable: It is another's.
+            ForeignTable: It is another root's, or another run's.
         """
-        self._database.claim_identity(identity)
+        known = self.identity()
+        if known is None:
+            if not self._database.read_only:
+                self._database.write_fact("identity", asdict(identity))
+        elif not known.same_root(identity):
+            raise ForeignTable(
+                f"{self.path} is the table of {known.root} (run {known.run_id}), "
+                f"not of {identity.root} (run {identity.run_id})"
+            )
 
     def check_root(self, root: Path) -> None:
         """See that this is the root's table, or nobody's yet. Asked before anything is changed.
@@ -126,26 +167,36 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
             ForeignTable: It is another root's.
             Temporary: The saves of this table are not to be looked for here.
         """
-        if self._database.check_root(root) or os.path.lexists(root / ATTEMPTS_NAME):
+        known = self.identity()
+        if known is None or known.is_directory(root):
             return
-        if any(save.released for save in self.saves()):
+        if known.root != str(root.resolve()):
+            raise self._foreign(root, known)
+        if not os.path.lexists(root / ATTEMPTS_NAME) and any(save.released for save in self.saves()):
             raise Temporary(
                 f"{root} is not the directory that {self.path} names, and no run is in it: is it mounted?",
                 hint=f"Mount it and start again. If it was emptied on purpose, move {self.path.name} and its logs away "
                 "or set another state_dir: the mirrors are asked again.",
             )
 
-    def start_anew(self) -> Path | None:
-        """Put an empty table in the place of one that broke or went away; return where the broken one lies now.
+    def _foreign(self, root: Path, known: RootIdentity) -> ForeignTable:
+        error = ForeignTable(f"{self.path} is the table of {known.root} (run {known.run_id}), not of {root}")
+        if self.path.is_relative_to(root):  # it came along with a copied root
+            error.hint = (
+                f"If {root} is a copy, move {self.path.name} and its logs away: the next start of the trainer makes "
+                "the table anew, from disk and mirrors. Only one of the copies can continue."
+            )
+        return error
 
-        Everybody who holds this object goes on with the new table; a claim of the old one is lost.
+    def start_anew(self) -> Path | None:
+        """Put an empty table in the place of one that broke or went away; return where the broken one is now.
+
+        Everybody who holds this object continues with the new table; a claim of the old one is lost.
 
         Raises:
             NoTable: This object was closed.
         """
-        aside = self._database.start_anew()
-        self._tell()
-        return aside
+        return self._database.start_anew()
 
     def set_mirrors(self, mirrors: Sequence[tuple[str, bool]], pushed: Collection[str] = ()) -> None:
         """Replace the list of ``(url, required)``, and which of them were pushed to.
@@ -153,17 +204,15 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
         Nothing is written if it is that list (the disk may be full).
         """
         self._set_fact("pushed", sorted(pushed), unset=[])
-        if self._set_fact("mirrors", [[url, required] for url, required in mirrors]):
-            self._tell()
+        self._set_fact("mirrors", [[url, required] for url, required in mirrors])
 
-    def _set_fact(self, name: str, wanted: Sequence[object], *, unset: Sequence[object] | None = None) -> bool:
-        """Write a fact, unless it says so already or was never written and is ``unset`` then; whether it was."""
+    def _set_fact(self, name: str, wanted: Sequence[object], *, unset: Sequence[object] | None = None) -> None:
+        """Write a fact, unless it says so already or was never written and is ``unset`` then."""
         with suppress(BrokenTable):
             found = self._database.read_fact(name)
             if (unset if found is None else found) == wanted:
-                return False
+                return
         self._database.write_fact(name, wanted)
-        return True
 
     def knows_mirrors(self) -> bool:
         """Whether the list of mirrors was ever written: a table that was just made does not know which there are.
@@ -212,12 +261,282 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
         self._database.write_fact(f"mirror {url}", identity, replace=False)
         return self.mirror_identity(url) or identity
 
+    # -- whole saves -----------------------------------------------------------------------------------------
+
+    def add_save(
+        self,
+        save_id: str,
+        step: int,
+        kinds: Sequence[Kind],
+        artifacts: Sequence[Artifact],
+        mirrors: Sequence[str],
+        *,
+        meta_path: str | None = None,
+    ) -> int:
+        """Add what is missing of a save's records: one per artifact and mirror, and one per mirror for the meta.
+
+        Records of a new save are pending, but not claimable before ``release_save``.
+
+        Args:
+            save_id: 32 hex digits.
+            step: The save's step.
+            kinds: The save's kinds.
+            artifacts: What the node's meta will name.
+            mirrors: The mirrors' URLs.
+            meta_path: The meta's name, ``meta_<step>.json`` if not given.
+
+        Returns:
+            How many records were added.
+
+        Raises:
+            IntegrityError: The table knows this save with other contents.
+        """
+        if len({artifact.path for artifact in artifacts}) != len(artifacts):
+            raise IntegrityError(f"save {save_id} names a path twice")
+        total = sum(artifact.digest.size_bytes for artifact in artifacts)
+        meta = meta_path if meta_path is not None else f"meta_{step:06d}.json"
+        wanted = SaveRow(0, save_id, step, tuple(kinds), meta, len(artifacts), total, released=False)
+        # Tokens start anywhere: a worker of a table that was since rebuilt cannot hold one that is valid here.
+        token = secrets.randbits(48)
+        with self._database.change("add_save") as connection:
+            save = self._same_save(connection, wanted)
+            found = rows.iterate_records(connection, "read the records of a save", {"save_id": save_id})
+            known = {(record.path, record.mirror): record for record in found}
+            fresh = [
+                record
+                for record in _records_of_save(save, artifacts, mirrors, token, self._clock)
+                if not _is_known(record, known.get((record.path, record.mirror)))
+            ]
+            before = _count(connection, save_id)
+            connection.executemany(statement("add a record"), [record_to_columns(record) for record in fresh])
+            added = _count(connection, save_id) - before
+            connection.execute(statement("forget the oldest history"), {"keep": HISTORY_KEPT})
+        return added
+
+    def _same_save(self, connection: apsw.Connection, wanted: SaveRow) -> SaveRow:
+        known = rows.read_save(connection, wanted.save_id)
+        if known is None:
+            connection.execute(statement("add a save"), save_to_columns(wanted))
+            return replace(wanted, save_order=connection.last_insert_rowid())
+        if replace(known, save_order=0, released=False) != wanted:
+            raise IntegrityError(f"save {wanted.save_id} is in the table with other contents; a save never changes")
+        return known
+
+    def release_save(self, save_id: str) -> None:
+        """The save's local meta is on disk: from here its records may be claimed.
+
+        Raises:
+            CheckpointNotFound: The save is not in the table.
+        """
+        with self._database.change("release_save") as connection:
+            save = rows.read_save(connection, save_id)
+            if save is None:
+                raise CheckpointNotFound(f"save {save_id} is not in the table")
+            columns = save_to_columns(replace(save, released=True))
+            connection.execute(statement("write a changed save"), columns | {"save_order": save.save_order})
+
+    def discard_unreleased(self, save_ids: Iterable[str]) -> int:
+        """Take out saves that a crash left without a meta; released ones stay. Returns how many went."""
+        gone = 0
+        with self._database.change("discard_unreleased") as connection:
+            for save_id in save_ids:
+                save = rows.read_save(connection, save_id)
+                if save is not None and not save.released:
+                    self._take_out(connection, save_id, "discarded: the save was never committed on this disk")
+                    gone += 1
+        return gone
+
+    def forget_save(self, save_id: str, reason: str = "the local save was deleted") -> None:
+        """Take out a save that rotation deleted from this disk; its history stays."""
+        with self._database.change("forget_save") as connection:
+            self._take_out(connection, save_id, reason)
+
+    def _take_out(self, connection: apsw.Connection, save_id: str, reason: str) -> None:
+        noted = {"save_id": save_id, "reason": reason, "at_utc": self._clock.utc()}
+        connection.execute(statement("note that the records of a save go"), noted)
+        connection.execute(statement("delete the records of a save"), {"save_id": save_id})
+        connection.execute(statement("delete a save"), {"save_id": save_id})
+
+    # -- what a worker does with the record that it holds ----------------------------------------------------
+
+    def claim(self, worker: str, mirror: str, *, lease_s: float, exclude: Collection[str] = ()) -> Claim | None:
+        """Take the oldest record of a mirror that may be sent, or None.
+
+        Oldest save first, artifacts before the meta. A record whose lease ran out counts as pending again.
+
+        Args:
+            worker: Names the worker, for people and for ``put_back_all``.
+            mirror: The mirror's URL.
+            lease_s: How long the record is held unless the lease is renewed, at most a day.
+            exclude: Ids of saves to pass over.
+        """
+        if not self._anything(mirror, exclude):
+            return None  # without a write transaction: idle workers ask often
+        with self._database.change("claim") as connection:
+            for late in list(
+                rows.iterate_records(connection, "find the records whose lease ran out", self._now(mirror))
+            ):
+                back = changes.put_back(late, f"{late.claimed_by} did not finish it in time", 0, self._clock)
+                rows.write_changed(connection, late, back)
+            record = self._next(connection, mirror, exclude)
+            taken = None
+            if record is not None:
+                taken = changes.claimed(record, worker, changes.duration_ms(lease_s), self._clock)
+                rows.write_changed(connection, record, taken)
+        return None if taken is None else Claim(taken, taken.token)
+
+    def _now(self, mirror: str) -> dict[str, int | str | None]:
+        return {"mirror": mirror, "boot": self._clock.boot_id, "now_ms": self._clock.now_ms()}
+
+    def _anything(self, mirror: str, exclude: Collection[str]) -> bool:
+        with self._database.reading() as connection:
+            ended = rows.first_record(connection, "find the records whose lease ran out", self._now(mirror))
+            return ended is not None or self._next(connection, mirror, exclude) is not None
+
+    def _next(self, connection: apsw.Connection, mirror: str, exclude: Collection[str]) -> UploadRecord | None:
+        excluded = json.dumps(sorted(exclude))
+        to_send = self._now(mirror) | {"longest_wait_ms": changes.LONGEST_MS, "excluded": excluded}
+        for record in rows.iterate_records(connection, "find the records that may be sent, oldest first", to_send):
+            if record.state is RecordState.PENDING and reports.may_be_sent(connection, record):
+                return record
+        return None
+
+    def _worker_change(self, verb: str, claim: Claim, change: Callable[[UploadRecord], UploadRecord]) -> UploadRecord:
+        held = claim.record
+        with self._database.change(verb) as connection:
+            record = rows.read_record(connection, held.save_id, held.path, held.mirror)
+            if record is None or record.state is not RecordState.UPLOADING or record.token != claim.token:
+                now = "gone" if record is None else f"{record.state.value}, token {record.token}"
+                raise ClaimLost(
+                    f"{held.path} of save {held.save_id} on {held.mirror} is {now}; yours was {claim.token}"
+                )
+            new = change(record)
+            rows.write_changed(connection, record, new)
+        return new
+
+    def renew(self, claim: Claim, lease_s: float) -> Claim:
+        """Hold the record for ``lease_s`` from now. Raises ClaimLost, as all of a worker's verbs do."""
+        lease_ms = changes.duration_ms(lease_s)
+        return Claim(
+            self._worker_change("renew", claim, lambda r: changes.renewed(r, lease_ms, self._clock)), claim.token
+        )
+
+    def set_session(self, claim: Claim, session: str | None) -> Claim:
+        """Store the resumable session, so that any process can continue the upload."""
+        record = self._worker_change("set_session", claim, lambda r: changes.with_session(r, session))
+        return Claim(record, claim.token)
+
+    def set_object(self, claim: Claim, object_name: str) -> Claim:
+        """Choose another name on the mirror, where another save's object is in the way."""
+        return Claim(
+            self._worker_change("set_object", claim, lambda r: changes.with_object(r, object_name)), claim.token
+        )
+
+    def verify(self, claim: Claim, *, object_name: str, generation: int, size_bytes: int, crc32c: int) -> UploadRecord:
+        """The mirror was asked and answered this.
+
+        Raises:
+            ClaimLost: Another worker holds the record.
+            IntegrityError: The answer is not what was saved; nothing changed.
+        """
+
+        def change(record: UploadRecord) -> UploadRecord:
+            return changes.verified(
+                record,
+                object_name=object_name,
+                generation=generation,
+                size_bytes=size_bytes,
+                crc32c=crc32c,
+                clock=self._clock,
+            )
+
+        return self._worker_change("verify", claim, change)
+
+    def put_back(self, claim: Claim, reason: str, *, not_before_s: float = 0.0) -> UploadRecord:
+        """A temporary fault: pending again, not claimed for ``not_before_s`` from now (at most a day)."""
+        wait_ms = changes.duration_ms(not_before_s)
+        return self._worker_change("put_back", claim, lambda r: changes.put_back(r, reason, wait_ms, self._clock))
+
+    def fail(self, claim: Claim, reason: str) -> UploadRecord:
+        """A permanent fault: nobody tries again before ``retry_failed``."""
+        return self._worker_change("fail", claim, lambda r: changes.failed(r, reason, self._clock))
+
+    # -- what policy, a reconcile or a person decides --------------------------------------------------------
+
+    def unverify(self, save_id: str, path: str, mirror: str, reason: str) -> None:
+        """The mirror no longer has what was verified: pending again.
+
+        Raises:
+            CheckpointNotFound: There is no such record.
+            IllegalTransition: It is not verified.
+        """
+        with self._database.change("unverify") as connection:
+            record = rows.read_record(connection, save_id, path, mirror)
+            if record is None:
+                raise CheckpointNotFound(f"{path} of save {save_id} has no record on {mirror}")
+            rows.write_changed(connection, record, changes.unverified(record, reason, self._clock))
+
+    def skip(self, save_id: str, reason: str, *, mirror: str | None = None) -> int:
+        """Policy leaves this save out: what is not on a mirror yet is not sent. Returns how many records changed."""
+        return self._change_all(
+            "skip",
+            "read the records of a save",
+            {"save_id": save_id},
+            lambda r: r.state in _UNSENT and mirror in (None, r.mirror),
+            lambda r: changes.skipped(r, reason, self._clock),
+        )
+
+    def remove(self, save_id: str, mirror: str, reason: str) -> int:
+        """A tombstone stands for this save on the mirror. Returns how many records changed."""
+        return self._change_all(
+            "remove",
+            "read the records of a save on a mirror",
+            {"save_id": save_id, "mirror": mirror},
+            lambda r: r.state is not RecordState.REMOVED,
+            lambda r: changes.removed(r, reason, self._clock),
+        )
+
+    def retry_failed(self, mirror: str | None = None, step: int | None = None) -> int:
+        """Make failed records pending again, of one mirror or step or of all. Returns how many."""
+        return self._change_all(
+            "retry_failed",
+            "read all records in a state",
+            {"state": RecordState.FAILED.value},
+            lambda r: mirror in (None, r.mirror) and step in (None, r.step),
+            lambda r: changes.retried(r, self._clock),
+        )
+
+    def put_back_all(self, worker: str, reason: str) -> int:
+        """Make the records of a worker that is known to be dead pending at once, leases or not. Returns how many."""
+        return self._change_all(
+            "put_back_all",
+            "read all records in a state",
+            {"state": RecordState.UPLOADING.value},
+            lambda r: r.claimed_by == worker,
+            lambda r: changes.put_back(r, reason, 0, self._clock),
+        )
+
+    def _change_all(
+        self,
+        verb: str,
+        name: str,
+        parameters: rows.Parameters,
+        wanted: Callable[[UploadRecord], bool],
+        change: Callable[[UploadRecord], UploadRecord],
+    ) -> int:
+        """Change every sound record that a statement finds and that is wanted, in one transaction; return how many."""
+        with self._database.change(verb) as connection:
+            found = [record for record in rows.iterate_records(connection, name, parameters) if wanted(record)]
+            for record in found:
+                rows.write_changed(connection, record, change(record))
+        return len(found)
+
     # -- reading --------------------------------------------------------------------------------------------
 
     def records(
         self, *, save_id: str | None = None, mirror: str | None = None, state: RecordState | None = None
     ) -> list[UploadRecord]:
-        """Return the sound records, oldest save first; broken ones are logged and left out (see ``broken_rows``)."""
+        """Return the sound records, oldest save first; broken ones are logged and left out."""
         with self._database.reading() as connection:
             return reports.records(connection, save_id, mirror, state)
 
@@ -230,7 +549,7 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
     def saves(self) -> list[SaveRow]:
         """Return the sound saves, oldest first, released or not."""
         with self._database.reading() as connection:
-            return reports.saves(connection)
+            return list(rows.iterate_saves(connection))
 
     def standing(self, save_id: str) -> tuple[MirrorStanding, ...]:
         """Say for each mirror, configured or met before, what is durably known of a save. No record means not durable.
@@ -252,41 +571,64 @@ class UploadsTable(SaveVerbs, WorkerVerbs, SettledVerbs):
         with self._database.reading() as connection:
             return reports.summary(connection)
 
-    def broken_rows(self) -> list[BrokenRow]:
-        """Read every row and return those that do not check."""
-        with self._database.reading() as connection:
-            return rows.all_rows(connection)[2]
+    # -- damage ------------------------------------------------------------------------------------------------
 
     def drop_broken_rows(self) -> list[BrokenRow]:
-        """Take broken rows out, so that a reconcile adds them anew as pending. Returns what they held."""
+        """Take broken rows out, so that a reconcile adds them again as pending. Returns what they held."""
         with self._database.change("drop_broken_rows") as connection:
-            broken = rows.all_rows(connection)[2]
+            broken = rows.broken_rows(connection)
             for row in broken:
-                reports.take_out_broken(connection, row, self._clock.utc())
-        self._tell()
+                _take_out_broken(connection, row, self._clock.utc())
         return broken
 
     def check_pages(self) -> None:
         """Read the whole file and compare pages and indexes; rows may still be broken one by one.
 
         Raises:
-            BrokenTable: Something does not fit: the table cannot be used, nor mended row by row.
+            BrokenTable: Something does not fit: the table cannot be used, nor repaired row by row.
         """
         with self._database.reading() as connection:
             found = connection.execute(statement("look over pages and indexes")).fetchall()
             if found != [("ok",)]:
                 raise BrokenTable(f"{self.path} is not a sound table: {found[0][0]}")
 
-    def check(self) -> None:
-        """Read the whole file and compare pages, indexes and rows.
 
-        Raises:
-            BrokenTable: Something does not fit.
-        """
-        self.check_pages()
-        with self._database.reading() as connection:
-            broken = rows.all_rows(connection)[2]
-        if broken:
-            raise BrokenTable(
-                f"{len(broken)} rows of {self.path} are broken, first {broken[0].table} {broken[0].number}"
-            )
+def _records_of_save(
+    save: SaveRow, artifacts: Sequence[Artifact], mirrors: Sequence[str], token: int, clock: LeaseClock
+) -> Iterator[UploadRecord]:
+    """Yield every record that a save must have, in its first state."""
+    for mirror in mirrors:
+        for artifact in artifacts:
+            yield changes.new_record(save, artifact, mirror, token, clock)
+        yield changes.new_meta_record(save, mirror, token, clock)
+
+
+def _is_known(wanted: UploadRecord, known: UploadRecord | None) -> bool:
+    """Whether the table has this record already.
+
+    Raises:
+        IntegrityError: It has it with another content.
+    """
+    if known is None:
+        return False
+    same = (known.role, known.kinds, known.rank) == (wanted.role, wanted.kinds, wanted.rank)
+    if wanted.role == "artifact":
+        same = same and (known.size_bytes, known.crc32c) == (wanted.size_bytes, wanted.crc32c)
+    if not same:
+        raise IntegrityError(f"{wanted.path} of save {wanted.save_id} is in the table with other contents")
+    return True
+
+
+def _count(connection: apsw.Connection, save_id: str) -> int:
+    rows_found = connection.execute(statement("count the records of a save"), {"save_id": save_id}).fetchall()
+    return cast(int, rows_found[0][0])
+
+
+def _take_out_broken(connection: apsw.Connection, broken: BrokenRow, at_utc: str) -> None:
+    """Delete a broken row; of a record, the history says that it went and why."""
+    if broken.table == "saves":
+        connection.execute(statement("delete a broken save"), {"save_order": broken.number})
+        return
+    noted = {"id": broken.number, "reason": f"the row was broken: {broken.why}", "at_utc": at_utc}
+    connection.execute(statement("note that a broken record goes"), noted)
+    connection.execute(statement("delete a broken record"), {"id": broken.number})

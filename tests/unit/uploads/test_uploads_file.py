@@ -26,6 +26,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.local.file_systems import file_system_type, refuse_network_place
 from ckptmirror.local.uploads import BootClock, RootIdentity, UploadsTable
 from tests.kit.clock import HandClock
+from tests.kit.roots import assert_sound
 from tests.kit.saves import save_id_of
 
 Add = Callable[..., str]
@@ -107,7 +108,7 @@ def test_a_log_left_behind_without_its_table_is_not_replayed_into_a_new_one(tmp_
     (tmp_path / "uploads.db-wal").write_bytes(log)
     with UploadsTable.open(path, create=True) as table:
         assert table.records() == []
-        table.check()
+        assert_sound(table)
     assert [p.read_bytes() for p in tmp_path.glob("*.stray-*-wal")] == [log]
 
 
@@ -267,7 +268,7 @@ def test_after_a_fork_both_sides_go_on_with_connections_of_their_own(table: Uplo
     assert table.claim("parent", GS, lease_s=600) is not None
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert sorted(str(r.claimed_by) for r in table.records() if r.claimed_by) == ["child", "parent", "parent"]
-    table.check()
+    assert_sound(table)
 
 
 def test_a_fork_waits_for_the_change_of_another_thread(table: UploadsTable, add: Add) -> None:

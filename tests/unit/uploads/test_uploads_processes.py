@@ -11,6 +11,7 @@ from uploads_fakes import GS, artifacts_of
 
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.local.uploads import UploadsTable
+from tests.kit.roots import assert_sound
 from tests.kit.saves import save_id_of
 
 WORKER = """
@@ -67,7 +68,7 @@ def test_processes_that_claim_at_once_never_share_a_record(tmp_path: Path) -> No
         assert len(done) == len(set(done))
         assert all(r.attempts_made == 1 for r in records if r.state is RecordState.VERIFIED)
         assert len(table.history()) == len(records) + 2 * len(done)
-        table.check()
+        assert_sound(table)
 
 
 def test_a_process_that_died_with_a_claim_loses_it_when_the_lease_ends(tmp_path: Path) -> None:

@@ -128,20 +128,8 @@ def test_the_list_of_mirrors_is_replaced_as_a_whole(table: UploadsTable) -> None
     assert table.mirrors() == [MirrorRow(NFS, True)]
 
 
-def test_listeners_are_told_after_the_commit_and_their_errors_change_nothing(table: UploadsTable, add: Add) -> None:
-    seen: list[int] = []
-
-    def listen() -> None:
-        seen.append(len(table.records()))
-        raise RuntimeError("a listener that fails")
-
-    table.on_change.append(listen)
-    add(200)
-    assert seen == [3, 3]
-
-
 def test_history_is_bounded(table: UploadsTable, add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptmirror.local.uploads.save_verbs.HISTORY_KEPT", 5)
+    monkeypatch.setattr("ckptmirror.local.uploads.table.HISTORY_KEPT", 5)
     for step in range(1, 6):
         add(step)
     assert len(table.history()) == 5

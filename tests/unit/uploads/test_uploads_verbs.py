@@ -9,6 +9,7 @@ from uploads_fakes import GS, NFS, answer, artifacts_of, take
 
 from ckptmirror.core.errors import CheckpointNotFound, ClaimLost, IntegrityError
 from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.local import crashpoints
 from ckptmirror.local.uploads import UploadsTable
 from tests.kit.clock import HandClock
 from tests.kit.saves import save_id_of
@@ -82,10 +83,12 @@ def test_releasing_an_unknown_save_is_an_error(table: UploadsTable) -> None:
 
 
 def test_five_thousand_artifacts_are_added_in_one_transaction(table: UploadsTable) -> None:
-    changes: list[None] = []
-    table.on_change.append(lambda: changes.append(None))
-    assert table.add_save(save_id_of(1), 1, ("dcp",), artifacts_of(1, 5000), [GS]) == 5001
-    assert len(changes) == 1
+    crashpoints.arm()
+    try:
+        assert table.add_save(save_id_of(1), 1, ("dcp",), artifacts_of(1, 5000), [GS]) == 5001
+        assert crashpoints.passed() == ["table.add_save:before", "table.add_save:after"]
+    finally:
+        crashpoints.disarm()
 
 
 # -- claiming -----------------------------------------------------------------------------------------------
