@@ -159,8 +159,8 @@ def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Te
 
 def strangers(order: Lineage, known: Iterable[Attempt]) -> list[SaveFacts]:
     """Return the whole saves of attempts that no list names: a list was lost, or an older one was restored."""
-    told = {attempt.id for attempt in known if attempt.decided}
-    return [save for save in (*order.superseded, *order.unknown) if save.attempt not in told]
+    listed = {attempt.id for attempt in known if attempt.decided}
+    return [save for save in (*order.superseded, *order.unknown) if save.attempt not in listed]
 
 
 def unexplained(

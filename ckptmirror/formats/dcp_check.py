@@ -1,7 +1,7 @@
 """Checks that a DCP directory is consistent: that its files hold what ``.metadata`` says.
 
 Rules:
-* Every name is one plain file name inside the directory, every range lies inside its file, ranges do not overlap.
+* Every name is one plain file name inside the directory, every range is inside its file, ranges do not overlap.
 * Every chunk of every tensor, and every plain value, has its range; chunks of a tensor cover it.
 * Every file is referred to.
 """

@@ -226,8 +226,8 @@ def _named(group: Mapping[str, Any], one: Any, module: torch.nn.Module) -> dict[
                 raise _Doubt("its state goes by positions, and one position appears twice.")
             by_key[str(key)] = names[id(parameter)]
             _check_shapes(group, key, parameter)
-    for told in group["param_groups"]:
-        _check_param_names(told, [by_key[str(key)] for key in told["params"]])
+    for params in group["param_groups"]:
+        _check_param_names(params, [by_key[str(key)] for key in params["params"]])
     state = {by_key.get(str(key), key): value for key, value in (group.get("state") or {}).items()}
     groups = [{**params, "params": [by_key[str(key)] for key in params["params"]]} for params in group["param_groups"]]
     return {"state": state, "param_groups": groups}

@@ -237,7 +237,7 @@ def _encode_metadata(value: OrderedDict[Any, Any]) -> list[Any] | None:
 
 
 def _decode_permuted(value: dict[str, Any]) -> torch.Tensor:
-    """Return a tensor whose axes lie in the order of its memory: ``order`` has the axis that came to each place."""
+    """Return the tensor with its axes back in place: it was saved in memory order, and ``order`` lists the axes."""
     data: torch.Tensor = value["data"]
     return data.permute([value["order"].index(axis) for axis in range(data.dim())])
 

@@ -25,7 +25,7 @@ def checked_sparse(loaded: Any) -> Any:
     """Return what was loaded, after every sparse tensor in it was checked.
 
     Raises:
-        IntegrityError: One has indices outside of it: whoever reads it would read or write elsewhere.
+        IntegrityError: One has indices out of bounds, so using it would read or write other memory.
     """
     seen: set[int] = set()
     waiting = [loaded]

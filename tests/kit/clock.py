@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class HandClock:
-    """A clock for leases and delays that stands still until a test moves it."""
+    """A clock for leases and delays that moves only when a test moves it."""
 
     def __init__(self) -> None:
         self.boot_id = "boot-1"

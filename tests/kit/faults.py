@@ -1,7 +1,7 @@
 """What goes wrong in a test: a damaged file, a mirror that refuses or is silent, a disk that fails at one change.
 
 Rules:
-* Each change of the disk lies between two crash points. At the first of them the change is refused, as the kernel or
+* Each change of the disk is between two crash points. At the first of them the change is refused, as the kernel or
   SQLite would refuse it: nothing was changed.
 * What takes something away, or only makes a name durable, needs no room: a full disk lets it through, a broken one not.
 """

@@ -81,7 +81,7 @@ class FaultyStore(StoreDecorator):
         self.script(*faults)
 
     def script(self, *faults: StoreFault) -> None:
-        """Replace the script; counting begins anew."""
+        """Replace the script and restart the count."""
         with self._lock:
             self._faults = list(faults)
             self._seen = [0] * len(faults)

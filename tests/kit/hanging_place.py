@@ -1,4 +1,4 @@
-"""A directory whose file system hangs when told to: bindfs whose daemon is stopped, as a dead NFS server."""
+"""A directory whose file system hangs on demand: a bindfs mount whose daemon is stopped, like a dead NFS server."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def tuple_(*items: bytes) -> bytes:
 
 
 def put(index: int) -> bytes:
-    """Remember what lies on the top of the stack."""
+    """Store the top of the stack in the memo."""
     return b"r" + struct.pack("<I", index)
 
 
@@ -47,7 +47,7 @@ def get(index: int) -> bytes:
 
 
 def storage(key: str, count: int, kind: str = "FloatStorage") -> bytes:
-    """Push a storage of ``count`` values that lies in the record ``data/<key>``."""
+    """Push a storage of ``count`` values from the record ``data/<key>``."""
     return tuple_(text("storage"), global_("torch", kind), text(key), text("cpu"), number(count)) + b"Q"
 
 
@@ -103,7 +103,7 @@ def pickled(body: bytes) -> bytes:
 
 @dataclass
 class Record:
-    """One record of an archive; what is not None lies."""
+    """One record of an archive; a field that is not None is a lie."""
 
     name: str
     data: bytes

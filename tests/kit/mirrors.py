@@ -31,7 +31,7 @@ OBJECTS_PER_SAVE = 131
 
 
 def crowd(name: str, folder: Path, objects: int) -> tuple[memory.MemoryStore, Meta]:
-    """Fill ``memory://name/run``; return it, and the newest save, which also lies in ``folder``."""
+    """Fill ``memory://name/run``; return it, and the newest save, which is also in ``folder``."""
     store = memory.open(f"memory://{name}/run")
     saves = objects // OBJECTS_PER_SAVE
     newest = make_save(folder, saves, ranks=RANKS, number=saves, size_bytes=200)

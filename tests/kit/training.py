@@ -112,7 +112,7 @@ def running(root: Path, *mirrors: Any, **more: Any) -> Iterator[CheckpointManage
 
 
 def saved_run(root: Path, steps: tuple[int, ...], *mirrors: Any, **more: Any) -> dict[int, dict[str, Any]]:
-    """One attempt that goes on from what there is, saves at ``steps`` and closes; return the state at each step."""
+    """Run one attempt that resumes, saves at ``steps`` and closes; return the state at each step."""
     states = {}
     with CheckpointManager(root, mirrors, **more) as manager:
         state = new_state()

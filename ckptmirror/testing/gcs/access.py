@@ -1,10 +1,10 @@
 """Who may do what: IAM permissions of a caller (https://cloud.google.com/storage/docs/access-control/iam-json).
 
 Rules:
-* A caller without grants of its own may do everything; one with grants may do what they name, and what the bucket's
-  policy gives it (``policies``), and nothing else.
-* A refusal has the service's words: 403 with the caller's name and the permission, 401 where the caller has no name.
-* To replace a live object one needs ``storage.objects.delete`` too. Whether the service judges that before or after a
+* A caller without grants may do everything. A caller with grants may do only what they name, and what the bucket's
+  policy allows (``policies``).
+* A refusal uses the service's words: 403 with the caller's name and the permission, 401 if the caller has no name.
+* Replacing a live object also needs ``storage.objects.delete``. Whether the service checks that before or after a
   precondition is not documented; here permissions come first.
 
 Not modelled: conditions, managed folders, access lists.
@@ -110,9 +110,9 @@ class Caller:
     """Who asks.
 
     Attributes:
-        name: As it stands in a refusal; empty for an anonymous caller.
-        grants: What it may; None for everything.
-        bound: What a bucket's policy gives it besides; None for nothing.
+        name: The name shown in refusals; empty for an anonymous caller.
+        grants: What the caller may do; None for everything.
+        bound: What a bucket's policy also allows; None for nothing.
     """
 
     name: str = ""

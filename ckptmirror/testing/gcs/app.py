@@ -115,7 +115,7 @@ class GcsServer:
         return await exchange.send(response)
 
     def _refuse(self, request: web.Request, error: ApiError) -> web.Response:
-        """The answer to what is no operation; it stands in the log too."""
+        """The answer to a request that is not an operation; it is logged too."""
         exchange = Exchange(request, "", {}, self._script)
         exchange.entry["status"] = error.status
         self._entries.append(exchange.entry)
@@ -125,7 +125,7 @@ class GcsServer:
         """The answer to one operation.
 
         Raises:
-            Dropped: The connection is to be cut.
+            Dropped: The connection should be cut.
             Broken: It is.
         """
         self._entries.append(exchange.entry)

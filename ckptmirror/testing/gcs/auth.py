@@ -1,8 +1,9 @@
 """Bearer tokens (https://cloud.google.com/storage/docs/authentication).
 
 Rules:
-* Without ``--token``, ``--denied-token``, ``--tokens-file`` and ``--require-auth`` everybody may do everything.
-* No token or an unknown or expired one: 401. A denied one: 403. One of the tokens file may do what stands there.
+* Without ``--token``, ``--denied-token``, ``--tokens-file`` and ``--require-auth`` every caller may do everything.
+* A missing, unknown or expired token gets 401, a denied one 403. A token of the tokens file may do what the file
+  allows.
 * An upload session's URI is its own credential: a request on it needs no token, but a bad one is refused.
 """
 
@@ -57,7 +58,7 @@ def read_custom_roles(path: Path) -> dict[str, frozenset[str]]:
     """The permissions of the projects' own roles in a tokens file, by the name of the role.
 
     Raises:
-        ValueError: A name is none, or there is no such permission.
+        ValueError: A name is not a role's name, or a permission does not exist.
         OSError: It cannot be read.
     """
     content = json.loads(path.read_text())

@@ -6,7 +6,7 @@ Rules:
 * One part's failure is that part's alone. The batch itself answers 200.
 * The headers of the batch, but for Content-…, are those of each call that does not have its own.
 * Uploads, downloads of bytes and batches are not taken as parts.
-* Each part is an operation of its own to the log and to faults; one that cuts the connection cuts that of the batch.
+* For the log and for faults each part is a separate operation; a part that cuts the connection cuts that of the batch.
 
 What the service answers to a 101st call is not documented; here the batch is refused with 400 before any call is done.
 """
@@ -65,7 +65,7 @@ async def perform_batch(exchange: Exchange, perform: Callable[[Part], Awaitable[
     """Perform every call, one after the other; ``perform`` gives the HTTP answer of one.
 
     Raises:
-        ApiError: 400 or 413: this is no batch, or too large a one.
+        ApiError: 400 or 413: this is not a batch, or it is too large.
     """
     await exchange.identify("")
     match = re.search(r'boundary=(?:"([^"]+)"|([^\s;"]+))', exchange.request.headers.get("Content-Type", ""))
@@ -90,7 +90,7 @@ async def perform_batch(exchange: Exchange, perform: Callable[[Part], Awaitable[
 
 
 def part_bytes(response: web.StreamResponse, body: bytes) -> bytes:
-    """An answer as it stands in a part."""
+    """An answer in the form of a part."""
     headers = {key: value for key, value in response.headers.items() if key.lower() != "content-length"}
     if body:
         headers["Content-Length"] = str(response.content_length or len(body))

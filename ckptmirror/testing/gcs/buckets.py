@@ -192,7 +192,7 @@ async def get_bucket(exchange: Exchange, state: State, name: str) -> web.StreamR
 
 
 async def change_bucket(exchange: Exchange, state: State, name: str) -> web.StreamResponse:
-    """PATCH merges settings, PUT (update) replaces them; where the bucket lies and how it is built stays."""
+    """PATCH merges settings, PUT (update) replaces them; the bucket's location and layout stay."""
     await exchange.identify(name)
     change = await exchange.json_body()
     bucket = _checked(exchange, state.bucket(name))

@@ -2,7 +2,7 @@
 
 Rules:
 * Names come in the order of their UTF-8 bytes, the versions of one name by rising generation.
-* A page has at most 1,000 items and prefixes together; the next one goes on exactly where it ended.
+* A page has at most 1,000 items and prefixes together; the next page continues exactly where it ended.
 * ``versions`` lists live and noncurrent versions, ``softDeleted`` those that can be restored and no others. Both at
   once are refused: the page does not say what the service answers.
 * Folders of a bucket with hierarchical namespace show only with ``includeFoldersAsPrefixes``, which wants the

@@ -1,7 +1,7 @@
 """How often one object may change (https://cloud.google.com/storage/quotas#objects): about once a second, more is 429.
 
 Rules:
-* Off unless the server was told a rate. One change is allowed at once, each next one ``1 / per_s`` after the last.
+* Off unless the server was started with a rate. One change is allowed at once, each further one ``1 / per_s`` later.
 * Counted per bucket and name, over uploads, compositions, rewrites, changes of metadata and deletions.
 * The rate lives in memory: a restarted server has forgotten who was too fast.
 

@@ -5,7 +5,7 @@ Rules:
 * Bytes that are already kept are skipped when they come again; a gap is refused with 503.
 * One request at a time feeds a session: the newest. What an older one still brings is dropped.
 * Preconditions and checksums are judged at the end; a refused end kills the session (410).
-* A session lives on disk: after a restart of the server it goes on where its file ends.
+* A session is kept on disk: after a restart of the server it continues where its file ends.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ResumableUploads:
         """An open session with its lock.
 
         Raises:
-            ApiError: 404, 410 or 499: there is no such session, or none any more.
+            ApiError: 404, 410 or 499: the session does not exist, or no longer.
             _Done: The upload is complete.
         """
         while True:
@@ -311,7 +311,7 @@ class ResumableUploads:
                 upload_id=session.upload_id,
             )
         except ApiError as error:
-            if error.status != 429:  # too fast is not refused: the bytes stay, the end may be asked for again
+            if error.status != 429:  # too fast is not a refusal: the bytes stay, and the client may send the end again
                 await self._end(session, feed, "dead")
             raise
         except OSError as error:

@@ -3,18 +3,17 @@
 Sources: https://cloud.google.com/storage/docs/json_api/v1/objects/rewrite, …/copy, …/move
 
 Rules:
-* A rewrite within one location and storage class is done in one call. Any other moves at most
-  ``maxBytesRewrittenPerCall`` bytes a call, and answers with a token until all are moved. A server that was told
-  ``--rewrite-bytes-per-call`` does so with every rewrite.
+* A rewrite within one location and storage class is done in one call. Any other rewrite moves at most
+  ``maxBytesRewrittenPerCall`` bytes per call, and answers with a token until all are moved. With
+  ``--rewrite-bytes-per-call`` the server does so for every rewrite.
 * A token belongs to its request: source, its generation, destination, limit and metadata; with another one it is 400,
   after a week 410. It survives the server.
-* To what is moved away happens what happens to what is deleted: in a versioned bucket it becomes noncurrent, with a
+* An object that is moved is treated as deleted under its old name: in a versioned bucket it becomes noncurrent, with a
   soft delete policy it can be restored. The page on moving does not say so.
 * Preconditions on the source are judged at each call, those on the destination at the last one.
 * An empty body copies the metadata, another one replaces it; the storage class is the one given or else the bucket's.
-  The bytes stay as they are, and so do the checksums and
-  the component count (whether the service counts the components of a rewritten composite anew where it moves bytes is
-  not modelled).
+  The bytes, the checksums and the component count stay the same (whether the service recounts the components of a
+  composite when it moves bytes is not modelled).
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ async def copy_object(exchange: Exchange, state: State, source: _Name, target: _
 
 
 async def move_object(exchange: Exchange, state: State, source: _Name, target: _Name) -> web.StreamResponse:
-    """``moveTo``: another name in the same bucket; the old one goes in the same moment."""
+    """``moveTo``: another name in the same bucket; the old name is removed atomically."""
     await exchange.identify(source[1])
     _check_target(exchange, state, target)
     item = _source(exchange, state, source)
@@ -123,7 +122,7 @@ async def rewrite_object(
 def _progress(
     exchange: Exchange, state: State, request: dict[str, Any], size_bytes: int, bytes_per_call: int | None
 ) -> Rewrite | None:
-    """Move as many bytes as a call may; the rewrite to go on with, or None when all are moved.
+    """Move as many bytes as a call may; return the rewrite to continue, or None when all are moved.
 
     Raises:
         ApiError: 400 or 410 for a token.

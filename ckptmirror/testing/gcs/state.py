@@ -97,7 +97,7 @@ class State:
         return secrets.token_hex(16)
 
     def path(self, file: str) -> Path:
-        """Where the bytes of ``file`` lie."""
+        """The path of the bytes of ``file``."""
         return self._data / file
 
     def remove_file(self, file: str) -> None:

@@ -103,7 +103,7 @@ def _read(request: web.Request, parts: list[str], query: dict[str, str]) -> Targ
 
 
 def _read_below(method: str, bucket: str, rest: list[str], query: dict[str, str]) -> Target:
-    """What lies below a bucket."""
+    """The part of a path below a bucket."""
     match rest:
         case []:
             operations = {

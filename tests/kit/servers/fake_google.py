@@ -4,7 +4,7 @@ It answers by the JSON of its first argument:
 
 * ``POST /token``: a service account's signed assertion (``public_key`` checks it) or a login's ``refresh_token``;
 * ``POST /sts/token``: the exchange of somebody else's token, ``subject``, for a federated one;
-* ``POST …/EMAIL:generateAccessToken``: impersonation, for whoever comes with ``may_impersonate``;
+* ``POST …/EMAIL:generateAccessToken``: impersonation, for a caller with ``may_impersonate``;
 * ``GET /subject``: where a workload finds its own token; ``GET /computeMetadata/…``: a virtual machine's;
 * ``GET /asked``: what was asked for so far.
 """
@@ -21,7 +21,7 @@ from tests.kit.servers.small_server import Answers, SmallServer, running, serve
 
 EXCHANGE = "urn:ietf:params:oauth:grant-type:token-exchange"
 JWT = "urn:ietf:params:oauth:grant-type:jwt-bearer"
-# A login's token service, and impersonation: where they are no file and no variable can say.
+# The token service of a login, and impersonation: neither a file nor a variable can set their addresses.
 GOOGLES_NAMES = ("oauth2.googleapis.com", "iamcredentials.googleapis.com")
 
 

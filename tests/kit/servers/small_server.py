@@ -24,7 +24,7 @@ HOME = Path(__file__).resolve().parents[3]
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """One request. Whoever answers appends to ``asked``."""
+    """One request. The server's answer function appends to ``asked``."""
 
     facts: ClassVar[dict[str, Any]] = {}
     asked: ClassVar[list[Any]] = []
