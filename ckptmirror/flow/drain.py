@@ -282,8 +282,9 @@ def confirm(root: Path, save_id: str, urls: Collection[str]) -> None:
                 try:
                     upload_save(context, save_id)
                 except CkptMirrorError as error:
-                    log = saying(_log, save, mirror=mirror.url)
-                    log.warning("save %.8s is not confirmed on %s yet: %s", save_id, mirror.url, error)
+                    saying(_log, save, mirror=mirror.url).warning(
+                        "save %.8s is not confirmed on %s yet: %s", save_id, mirror.url, error
+                    )
         finally:
             close_mirrors(mirrors)
 
