@@ -89,7 +89,7 @@ ROWS = [
     # a mirror that is written wrong, or is not there
     ("stage gs:/bucket/run --step 1", 10, "as a URL or an absolute path", "Write gs://bucket/run."),
     ("push {root} bucket/run", 10, "as a URL or an absolute path", "Write gs://bucket/run"),
-    ("stage gs:// --step 1", 10, "does not name a bucket", "Write gs://bucket/prefix."),
+    ("stage gs:// --step 1", 10, "does not name a valid bucket", "Write gs://bucket/prefix."),
     ("stage --step 1", 10, "No mirror is given", "Pass --mirror URL"),
     *((f"{line}", 10, "bucket does not exist", "Correct the mirror's URL, or create the bucket.") for line in (
         "ls gs://no-such-bucket/run", "stage gs://no-such-bucket/run --step 1", "verify gs://no-such-bucket/run",
@@ -112,7 +112,7 @@ ROWS = [
     *((f"{verb} {{broken}}{more}", 6, "not a sound table", "The next start of the trainer") for verb, more in (
         ("status", ""), ("drain", ""), ("retry", ""), ("rotate", " --keep-last 1"))),
     ("rotate {root} --keep-last 1 --keep-best 1", 10, "needs a metric", "--metric NAME"),
-    ("rotate {root}", 2, "how many steps to keep", "Pass --keep-last N"),
+    ("rotate {root}", 2, "number of steps to keep is not set", "Pass --keep-last N"),
 ]  # fmt: skip
 
 
