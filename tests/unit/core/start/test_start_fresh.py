@@ -43,6 +43,9 @@ rewind = by("rewind", 1, after=a100, person=True, needs=(M,))
 theirs = by("theirs", 1, after=a100, root=THERE)
 alone = by("alone", 2, after=a100)
 t300 = theirs.save(300)
+theirs_first = by("theirs first", 0, root=THERE)
+meanwhile = by("meanwhile", 1, after=theirs_first.save(100))
+over_there = by("over there", 1, root=THERE, person=True, needs=(M, N))
 loose = (Problem("dcp_000002", "no valid meta names it", 2, is_save=False), a.attempt)
 torn_list = replace(disk(None, saved=[a100]), listed=ListFound.BROKEN, why="attempts.json is torn")
 
@@ -63,6 +66,20 @@ FRESH = [
         "a broken meta, even after a decided start over",
         [disk([over], damaged=[broken(a100, "bad checksum", readable=False)], completed=[over])],
         refuses(RefusedOnlyCopy, "bad checksum"),
+    ),
+    Case(
+        "an attempt that died before its first save does not undo a start from scratch",
+        [
+            disk([theirs_first, meanwhile], saved=[theirs_first.save(100)]),
+            mirror(M, [theirs_first, over_there], [theirs_first.save(100)]),
+            mirror(N, [theirs_first, over_there], [theirs_first.save(100)]),
+        ],
+        step_0(),
+    ),
+    Case(
+        "an attempt continued from a save that no place has",
+        [disk(), mirror(M, [theirs_first, meanwhile]), mirror(N, [theirs_first])],
+        refuses(RefusedOnlyCopy),
     ),
     Case("files that no meta names", [disk(damaged=[loose])], refuses(RefusedOnlyCopy, "no valid meta names it")),
     Case(
