@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError, NotAuthorised, ObjectNotFound
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, ObjectNotFound
 from ckptmirror.core.model import Digest
+from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.verification import State
 from ckptmirror.local import direct_io
 from ckptmirror.local.checksums import crc32c
@@ -198,7 +199,7 @@ class _Item:
             begin = number * self.digest.block_size_bytes
             return Finding(f"block {number} (from byte {begin}) has another crc32c{others}")
         if self._left and ended is not None:
-            state: State = "refused" if isinstance(ended, NotAuthorised) else "unreadable"
+            state: State = "refused" if reach_after(ended) is Reach.REFUSED else "unreadable"
             return Finding(f"it was not read to its end: {ended}", state)
         return None
 

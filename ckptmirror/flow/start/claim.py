@@ -35,6 +35,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.model import AttemptList, Meta, new_id
 from ckptmirror.core.problems import facts_of
+from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.start.attempts import Claim, Verdict, drained_list, may_commit, may_drain, mirror_list
 from ckptmirror.core.start.decide import run_of
 from ckptmirror.core.start.explain import with_root
@@ -116,7 +117,7 @@ def waiting(verdict: Verdict, root: Path) -> StoreTemporary:
 def _not_taken_down(mirror: Mirror, error: CkptMirrorError) -> CkptMirrorError:
     """Return the error of a start when a mirror that must take its claim does not."""
     why = f"{mirror.url} must record where training continues, but does not: {error.message}"
-    return (NotAuthorised if isinstance(error, NotAuthorised) else StoreTemporary)(why, hint=error.hint)
+    return (NotAuthorised if reach_after(error) is Reach.REFUSED else StoreTemporary)(why, hint=error.hint)
 
 
 class RunClaim:
@@ -176,7 +177,9 @@ class RunClaim:
                     self._enter(mirror, StartOver)
                     claimed.add(mirror.url)
                     continue
-                except (Temporary, NotAuthorised, StorePermanent) as failure:
+                except CkptMirrorError as failure:
+                    if reach_after(failure) is Reach.ANSWERED and not isinstance(failure, StorePermanent):
+                        raise
                     error = failure
             if mirror.url in self._claim.needs:
                 raise _not_taken_down(mirror, error) from error

@@ -20,15 +20,14 @@ from ckptmirror.core.errors import (
     CkptMirrorError,
     IntegrityError,
     NewerFormat,
-    NotAuthorised,
     StoreHangs,
     StorePermanent,
-    Temporary,
 )
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.problems import Problem as FoundProblem
 from ckptmirror.core.problems import facts_of, unexplained
+from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.start.evidence import (
     DISK,
     Copy,
@@ -37,7 +36,6 @@ from ckptmirror.core.start.evidence import (
     ListFound,
     Origin,
     Problem,
-    Reach,
     Row,
     Voice,
 )
@@ -118,11 +116,10 @@ def _ask(mirror: Mirror, cache: MetaCache | None) -> Seen:
     try:
         attempts, generation, listed, error = _list_of(mirror)
         catalog = mirror_catalog(mirror, with_attempts=False, cache=cache)
-    except StorePermanent as failure:
-        if mirror.required:
+    except CkptMirrorError as failure:
+        is_tolerated = isinstance(failure, StorePermanent) and not mirror.required
+        if reach_after(failure) is Reach.ANSWERED and not is_tolerated:
             raise
-        return Seen(attempts, error=failure)
-    except (Temporary, NotAuthorised) as failure:
         return Seen(attempts, error=failure)
     if listed is ListFound.NONE and catalog.metas():
         listed = ListFound.LOST
@@ -279,7 +276,8 @@ class _Rows:
     def _mirror_row(self, mirror: Mirror) -> Row:
         seen = self._seen[mirror.url]
         if seen.catalog is None:
-            reach = Reach.REFUSED if isinstance(seen.error, NotAuthorised) else Reach.SILENT
+            is_refused = seen.error is not None and reach_after(seen.error) is Reach.REFUSED
+            reach = Reach.REFUSED if is_refused else Reach.SILENT
             return replace(self._row(mirror.url, "mirror", seen, None, reach), heard=tuple(self._heard(seen, (), ())))
         catalog = seen.catalog
         run_id = self._run_id(seen, catalog)
