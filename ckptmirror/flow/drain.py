@@ -493,7 +493,7 @@ class _Looker:
 
 
 def _settled(table: UploadsTable, urls: Sequence[str], seen: Seen) -> Drained:
-    rows = [count for count in table.summary().counts if count.mirror in urls]
+    rows = [count for count in table.counts() if count.mirror in urls]
     settled = [row for row in rows if row.state in (RecordState.VERIFIED, RecordState.REMOVED, RecordState.SKIPPED)]
     return Drained(
         files_done=sum(row.records for row in settled),

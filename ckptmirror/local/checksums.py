@@ -25,7 +25,7 @@ from ckptmirror.local import direct_io
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BlockDigest", "block_size_for", "combine", "crc32c", "digest_file", "verify_file"]
+__all__ = ["BlockDigest", "combine", "crc32c", "digest_file", "verify_file"]
 
 
 @functools.cache
@@ -44,14 +44,6 @@ def crc32c(buffer: Buffer, previous: int = 0) -> int:
 def combine(first: int, second: int, second_size_bytes: int) -> int:
     """Return the CRC-32C of two pieces laid end to end, from theirs and the length of the second."""
     return int(_native().combine_crc32c(first, second, second_size_bytes)) if second_size_bytes else first
-
-
-def block_size_for(size_bytes: int) -> int:
-    """Return the block size in bytes of a file: the smallest power of two from 4 MiB with at most 4,096 blocks."""
-    block_size_bytes = MIN_BLOCK_SIZE_BYTES
-    while size_bytes > block_size_bytes * MAX_BLOCKS:
-        block_size_bytes *= 2
-    return block_size_bytes
 
 
 class BlockDigest:
@@ -116,14 +108,14 @@ def _combined_pairs(blocks: list[int], size_bytes: int) -> list[int]:
     return pairs + blocks[-1:] if len(blocks) % 2 else pairs
 
 
-def digest_file(path: Path, block_size_bytes: int | None = None) -> Digest:
-    """Read a file from the disk and return its digest, in blocks of ``block_size_bytes`` if given.
+def digest_file(path: Path) -> Digest:
+    """Read a file from the disk and return its digest.
 
     Raises:
         FileNotFoundError: There is no such file.
         IntegrityError: It cannot be read, or is not a regular file.
     """
-    found = BlockDigest(block_size_bytes or MIN_BLOCK_SIZE_BYTES)
+    found = BlockDigest()
     descriptor = _open_regular(path)
     try:
         for piece in _pieces(descriptor, path):

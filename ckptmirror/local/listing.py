@@ -59,11 +59,6 @@ class Listing:
         entry = self._entry(path)
         return entry is not None and entry.is_dir(follow_symlinks=False)
 
-    def is_link(self, path: str) -> bool:
-        """Whether ``path`` is a symbolic link."""
-        entry = self._entry(path)
-        return entry is not None and entry.is_symlink()
-
     def is_unreadable(self, directory: str) -> bool:
         """Whether a directory is there and cannot be listed now."""
         fault = self._directory(directory).fault

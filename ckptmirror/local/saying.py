@@ -20,7 +20,6 @@ def saying(
     save: object = None,
     *,
     event: str | None = None,
-    step: int | None = None,
     rank: int | None = None,
     mirror: str | None = None,
 ) -> _Adapter:
@@ -29,7 +28,6 @@ def saying(
     Args:
         save: Whatever has some of ``step``, ``kinds``, ``save_id``, ``mirror`` and ``rank``: a meta, a record, a row.
         event: Name of the class of event that is emitted too.
-        step: Of the save, where there is nothing that has it.
         rank: Which rank it was.
         mirror: URL.
     """
@@ -37,7 +35,7 @@ def saying(
         log,
         about(
             event=event,
-            step=step if step is not None else getattr(save, "step", None),
+            step=getattr(save, "step", None),
             kinds=getattr(save, "kinds", None) or (),
             rank=rank if rank is not None else getattr(save, "rank", None),
             mirror=mirror if mirror is not None else getattr(save, "mirror", None),

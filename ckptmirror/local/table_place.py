@@ -175,7 +175,7 @@ def _open_own(root: Path, path: Path, clock: LeaseClock | None) -> UploadsTable:
     try:
         table.check_root(root)
         table.check_pages()
-        for ask in (table.saves, table.records, table.summary, table.mirrors, table.unasked):
+        for ask in (table.saves, table.records, table.counts, table.mirrors, table.unasked):
             ask()  # damage in the schema shows only when something is asked
         return table
     except BaseException:

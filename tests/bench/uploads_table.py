@@ -130,7 +130,7 @@ def measure_table(folder: Path) -> list[str]:
         lines.append(
             f"ask for work where there is none: {_median_ms(lambda: table.claim('b', nothing, lease_s=1), 50):.2f} ms"
         )
-        lines.append(f"summary: {_median_ms(table.summary, 20):.2f} ms")
+        lines.append(f"counts: {_median_ms(table.counts, 20):.2f} ms")
         lines.append(f"standing of one save: {_median_ms(lambda: table.standing('0' * 32), 20):.2f} ms")
         lines.append(f"read and check all 10,000 records: {_median_ms(table.records, 5):.0f} ms")
     lines.append(f"open: {_median_ms(lambda: UploadsTable.open(folder / 'uploads.db').close(), 5):.1f} ms")

@@ -44,7 +44,7 @@ def still_moving(table: UploadsTable, mirrors: Collection[str], save_id: str | N
     A failed file is not among them, nor is the meta that waits for it: a person mends the cause, or the next start
     tries.
     """
-    counts = [count for count in table.summary().counts if count.mirror in mirrors]
+    counts = [count for count in table.counts() if count.mirror in mirrors]
     if save_id is None and not any(count.state is RecordState.FAILED for count in counts):
         return sum(count.records for count in counts if count.state in _MOVING)
     records = [record for record in table.records(save_id=save_id) if record.mirror in mirrors]

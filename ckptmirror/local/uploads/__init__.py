@@ -15,10 +15,8 @@ from ckptmirror.local.uploads.records import (
     RootIdentity,
     SaveRow,
     StateCount,
-    Summary,
     Transition,
     UploadRecord,
-    WaitingSave,
 )
 from ckptmirror.local.uploads.table import UploadsTable
 
@@ -32,9 +30,7 @@ __all__ = [
     "RootIdentity",
     "SaveRow",
     "StateCount",
-    "Summary",
     "Transition",
     "UploadRecord",
     "UploadsTable",
-    "WaitingSave",
 ]

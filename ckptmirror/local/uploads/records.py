@@ -26,10 +26,8 @@ __all__ = [
     "RootIdentity",
     "SaveRow",
     "StateCount",
-    "Summary",
     "Transition",
     "UploadRecord",
-    "WaitingSave",
     "canonical_crc",
     "record_from_row",
     "record_to_columns",
@@ -148,7 +146,11 @@ class Claim:
     """A worker's time-limited hold on a record. Every verb on it checks the token."""
 
     record: UploadRecord
-    token: int
+
+    @property
+    def token(self) -> int:
+        """The fencing token that the record was claimed under."""
+        return self.record.token
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,38 +225,15 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class StateCount:
-    """How many records of one mirror are in one state, and their bytes as far as known."""
+    """How many records of one mirror are in one state, and their bytes as far as known.
+
+    For people: not checked row by row, never a ground for a deletion.
+    """
 
     mirror: str
     state: RecordState
     records: int
     size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingSave:
-    """The oldest save that a mirror still waits for."""
-
-    mirror: str
-    save_id: str
-    step: int
-    changed_at_utc: str
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The table in a few numbers. For people: not checked row by row, never a ground for a deletion."""
-
-    counts: tuple[StateCount, ...]
-    oldest_waiting: tuple[WaitingSave, ...]
-
-    def records(self, state: RecordState, mirror: str | None = None) -> int:
-        """Return the number of records in ``state``, of one mirror or of all."""
-        return sum(c.records for c in self.counts if c.state is state and mirror in (None, c.mirror))
-
-    def size_bytes(self, state: RecordState, mirror: str | None = None) -> int:
-        """Return the bytes of the records in ``state``, of one mirror or of all."""
-        return sum(c.size_bytes for c in self.counts if c.state is state and mirror in (None, c.mirror))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Rules:
 * What a deletion or a commit rests on is read row by row and checked: ``standing`` and ``may_be_sent``.
-* ``summary`` and ``history`` are for people.
+* ``counts`` and ``history`` are for people.
 """
 
 from __future__ import annotations
@@ -19,24 +19,20 @@ from ckptmirror.local.uploads.records import (
     MirrorStanding,
     SaveRow,
     StateCount,
-    Summary,
     Transition,
     UploadRecord,
-    WaitingSave,
     text_of,
     transition_from_row,
 )
 from ckptmirror.local.uploads.statements import statement
 
 __all__ = [
+    "counts",
     "history",
     "may_be_sent",
     "records",
     "standing",
-    "summary",
 ]
-
-_WAITING = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)
 
 
 def may_be_sent(connection: apsw.Connection, record: UploadRecord) -> bool:
@@ -114,29 +110,12 @@ def history(connection: apsw.Connection, save_id: str | None) -> list[Transition
     return [transition_from_row(row) for row in found]
 
 
-def summary(connection: apsw.Connection) -> Summary:
+def counts(connection: apsw.Connection) -> tuple[StateCount, ...]:
     """Count what the index says."""
     known = {state.value: state for state in RecordState}
-    counts = [
+    found = connection.execute(statement("count records and bytes by mirror and state"), {})
+    return tuple(
         StateCount(text_of(mirror), known[text_of(state)], cast(int, count), int(cast(float, size)))
-        for mirror, state, count, size in connection.execute(
-            statement("count records and bytes by mirror and state"), {}
-        )
+        for mirror, state, count, size in found
         if text_of(state) in known
-    ]
-    mirrors = dict.fromkeys(count.mirror for count in counts if count.state in _WAITING)
-    waiting = [_oldest(connection, mirror) for mirror in mirrors]
-    return Summary(tuple(counts), tuple(row for row in waiting if row is not None))
-
-
-def _oldest(connection: apsw.Connection, mirror: str) -> WaitingSave | None:
-    name = "find the oldest save that a mirror still waits for"
-    found = [
-        row
-        for state in _WAITING
-        for row in connection.execute(statement(name), {"mirror": mirror, "state": state.value}).fetchall()
-    ]
-    if not found:
-        return None
-    _, save_id, step, at_utc = min(found, key=lambda row: cast(int, row[0]))
-    return WaitingSave(mirror, text_of(save_id), cast(int, step), text_of(at_utc))
+    )

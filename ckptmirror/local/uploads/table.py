@@ -47,7 +47,7 @@ from ckptmirror.local.uploads.records import (
     MirrorStanding,
     RootIdentity,
     SaveRow,
-    Summary,
+    StateCount,
     Transition,
     UploadRecord,
     record_to_columns,
@@ -383,7 +383,7 @@ class UploadsTable:
             if record is not None:
                 taken = changes.claimed(record, worker, changes.duration_ms(lease_s), self._clock)
                 rows.write_changed(connection, record, taken)
-        return None if taken is None else Claim(taken, taken.token)
+        return None if taken is None else Claim(taken)
 
     def _now(self, mirror: str) -> dict[str, int | str | None]:
         return {"mirror": mirror, "boot": self._clock.boot_id, "now_ms": self._clock.now_ms()}
@@ -417,20 +417,15 @@ class UploadsTable:
     def renew(self, claim: Claim, lease_s: float) -> Claim:
         """Hold the record for ``lease_s`` from now. Raises ClaimLost, as all of a worker's verbs do."""
         lease_ms = changes.duration_ms(lease_s)
-        return Claim(
-            self._worker_change("renew", claim, lambda r: changes.renewed(r, lease_ms, self._clock)), claim.token
-        )
+        return Claim(self._worker_change("renew", claim, lambda r: changes.renewed(r, lease_ms, self._clock)))
 
     def set_session(self, claim: Claim, session: str | None) -> Claim:
         """Store the resumable session, so that any process can continue the upload."""
-        record = self._worker_change("set_session", claim, lambda r: changes.with_session(r, session))
-        return Claim(record, claim.token)
+        return Claim(self._worker_change("set_session", claim, lambda r: changes.with_session(r, session)))
 
     def set_object(self, claim: Claim, object_name: str) -> Claim:
         """Choose another name on the mirror, where another save's object is in the way."""
-        return Claim(
-            self._worker_change("set_object", claim, lambda r: changes.with_object(r, object_name)), claim.token
-        )
+        return Claim(self._worker_change("set_object", claim, lambda r: changes.with_object(r, object_name)))
 
     def verify(self, claim: Claim, *, object_name: str, generation: int, size_bytes: int, crc32c: int) -> UploadRecord:
         """The mirror was asked and answered this.
@@ -566,10 +561,10 @@ class UploadsTable:
         with self._database.reading() as connection:
             return reports.history(connection, save_id)
 
-    def summary(self) -> Summary:
-        """Return counts and bytes per mirror and state, and the oldest save that each mirror waits for."""
+    def counts(self) -> tuple[StateCount, ...]:
+        """Return how many records and bytes each mirror has in each state."""
         with self._database.reading() as connection:
-            return reports.summary(connection)
+            return reports.counts(connection)
 
     # -- damage ------------------------------------------------------------------------------------------------
 

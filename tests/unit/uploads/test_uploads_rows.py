@@ -218,7 +218,7 @@ def test_flipped_bits_never_make_a_record_verified_and_raise_only_our_errors(
                 for save in table.saves():
                     assert not table.standing(save.save_id)[0].verified or save.save_id in complete
                 table.drop_broken_rows()
-                table.summary()
+                table.counts()
                 table.history()
                 while claim := table.claim("worker", GS, lease_s=60):
                     if claim.record.role == "meta":

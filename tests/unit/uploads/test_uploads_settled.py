@@ -10,7 +10,7 @@ from uploads_fakes import GS, NFS, answer, take
 
 from ckptmirror.core.errors import CheckpointNotFound, IllegalTransition
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.local.uploads import MirrorRow, UploadsTable
+from ckptmirror.local.uploads import MirrorRow, StateCount, UploadsTable
 from tests.kit.saves import save_id_of
 
 Add = Callable[..., str]
@@ -106,19 +106,18 @@ def test_standing_counts_only_what_is_verified_and_no_record_is_not_durable(
     assert [(s.verified, s.committed) for s in table.standing(save_id_of(77))] == [(False, False), (False, False)]
 
 
-def test_the_summary_counts_records_and_bytes_and_names_the_oldest_waiting_save(
+def test_records_and_bytes_are_counted_by_mirror_and_state(
     table: UploadsTable, add: Add, verify_all: Callable[[str], int]
 ) -> None:
     add(100)
     verify_all(GS)
-    second = add(200)
-    add(300)
+    add(200)
     table.fail(take(table), "refused")
-    summary = table.summary()
-    assert summary.records(RecordState.VERIFIED) == 3
-    assert summary.size_bytes(RecordState.VERIFIED, GS) == 251
-    assert summary.records(RecordState.PENDING, NFS) == 0
-    assert [(w.mirror, w.save_id, w.step) for w in summary.oldest_waiting] == [(GS, second, 200)]
+    assert set(table.counts()) == {
+        StateCount(GS, RecordState.VERIFIED, 3, 251),
+        StateCount(GS, RecordState.FAILED, 1, 100),
+        StateCount(GS, RecordState.PENDING, 2, 101),
+    }
 
 
 def test_the_list_of_mirrors_is_replaced_as_a_whole(table: UploadsTable) -> None:

@@ -62,7 +62,6 @@ def test_migrations_are_numbered_and_lead_to_the_version_in_the_file(table: Uplo
         ("read the records of a mirror in a state", "records_to_send"),
         ("count the records of a save", "records_of_a_save"),
         ("count records and bytes by mirror and state", "COVERING INDEX records_counted"),
-        ("find the oldest save that a mirror still waits for", "records_to_send"),
         ("read a save", "sqlite_autoindex_saves_1"),
         ("read the history of a save", "transitions_of_a_save"),
         ("write a changed record", "INTEGER PRIMARY KEY"),
