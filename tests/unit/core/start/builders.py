@@ -95,7 +95,7 @@ def broken(
     hindrance: Hindrance = "",
     kinds: tuple[Kind, ...] | None = None,
 ) -> tuple[Problem, Attempt]:
-    """Return the problem that a save is which cannot be resumed from; ``readable``: its meta."""
+    """Return the problem of a save that cannot be resumed from; ``readable``: whether its meta can be read."""
     name = at or f"meta_{save.facts.step:06d}.json"
     facts = save.facts if readable else None
     found = Problem(name, why, save.facts.step, save.id, kinds or save.facts.kinds, facts, hindrance)
@@ -127,9 +127,9 @@ def _row(
     for voice, group in voices.items():
         for by_whom in group:
             heard[by_whom.attempt.id].add(voice)
-    told = ListFound.SOUND if lists is not None else ListFound.LOST if of_metas else ListFound.NONE
+    list_found = ListFound.SOUND if lists is not None else ListFound.LOST if of_metas else ListFound.NONE
     found = {
-        "listed": told if sort != "persistent" else ListFound.NONE,
+        "listed": list_found if sort != "persistent" else ListFound.NONE,
         "run_id": RUN if attempts else None,
         "heard": tuple(Heard(attempts[one], frozenset(said)) for one, said in heard.items()),
         "copies": tuple(Copy(save.facts, origin, save.unfinished, save.ranks) for save, origin in copies),
@@ -150,7 +150,7 @@ def disk(
     damaged: Iterable[tuple[Problem, Attempt]] = (),
     **more: object,
 ) -> Row:
-    """Return what this disk says. ``lists`` None: its list is lost, or there never was one."""
+    """Return the row of this disk. ``lists`` None: its list is lost, or it never had one."""
     groups = ((saved, Origin.SAVED_HERE), (staged, Origin.STAGED), (copied, Origin.COPIED))
     holds = [(save, origin) for saves, origin in groups for save in saves]
     counts = {save.attempt.id for save, origin in holds if origin is not Origin.STAGED}
@@ -169,7 +169,7 @@ def mirror(
     removed: Iterable[Saved] = (),
     **more: object,
 ) -> Row:
-    """Return what a mirror says that answers; it is required unless it is ``O``."""
+    """Return the row of a mirror that answers; it is required unless it is ``O``."""
     gone = list(removed)
     counts = {save.attempt.id for save in (*holds, *gone)} | {
         attempt.id for problem, attempt in damaged if problem.save
@@ -179,7 +179,7 @@ def mirror(
 
 
 def kept(*saves: Saved, damaged: Iterable[tuple[Problem, Attempt]] = (), run: str | None = RUN) -> Row:
-    """Return what the persistent directory says of one run."""
+    """Return the row of the persistent directory for one run."""
     damaged = list(damaged)
     counts = [save.attempt.id for save in saves] + [attempt.id for problem, attempt in damaged if problem.save]
     holds = [(save, Origin.REMOTE) for save in saves]
@@ -202,7 +202,7 @@ def dropped(place: str, *, was_required: bool = True) -> Row:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a start does: one of its moves, and phrases of what it says."""
+    """What a start does: one of its moves, and phrases of its notices or its error."""
 
     move: type[Move]
     save: Saved | None = None
@@ -244,7 +244,7 @@ class Case:
     tried: Sequence[Outcome] = ()
 
     def check(self) -> None:
-        """Check that the start does what is expected, also where the evidence came through JSON."""
+        """Check that the start does what is expected, and that the evidence survives JSON."""
         evidence = Evidence(tuple(self.rows), HERE)
         assert evidence_from_json(evidence_to_json(evidence)) == evidence
         move = next_move(evidence, self.wish, self.tried)

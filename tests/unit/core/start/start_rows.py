@@ -29,11 +29,11 @@ def place(
     uploaded: str = "",
     completed: str = "",
 ) -> Row:
-    """What a place says: this disk, whose saves were made here, or a required mirror that answers.
+    """Return the row of this disk, whose saves were made here, or of a required mirror that answers.
 
     Args:
-        uploaded: Of this disk: the attempts (a letter each) of which it committed a save on a mirror.
-        completed: Of this disk: those whose claims every required mirror took down.
+        uploaded: For this disk, the attempts (a letter each) of which it committed a save on a mirror.
+        completed: For this disk, the attempts whose claims every required mirror recorded.
     """
     saves, saved = tuple(saves), {one.attempt for one in saves}
     voices = {

@@ -1,4 +1,4 @@
-"""What holds for every start, over generated histories of a run; what they can and cannot make is told in ``worlds``.
+"""What holds for every start, over generated histories of a run; ``worlds`` says what the histories can contain.
 
 ``CKPTMIRROR_CAMPAIGN=full`` takes 20,000 examples of each.
 """
@@ -35,7 +35,7 @@ many = settings(max_examples=20_000 if FULL else 300, suppress_health_check=list
 TRIED_IN_VAIN = [one for one in Result if one not in (Result.MADE_ROOM, Result.STILL_FULL)]
 
 
-# -- what is true, told without the rules under test -----------------------------------------------------------
+# -- what is true, computed without the rules under test -------------------------------------------------------
 
 
 class Past:
@@ -160,7 +160,7 @@ def _without_a_copy(world: World, chooses: Random) -> World:
 
 
 def _without_a_claim(world: World, chooses: Random) -> World:
-    """Return the world as it was before a mirror was told of an attempt that saved nothing there."""
+    """Return the world as it was before a mirror listed an attempt that saved nothing there."""
     less = copy.deepcopy(world)
     mirror = chooses.choice(list(less.mirrors.values()))
     if mirror.listing is not None:
