@@ -24,7 +24,6 @@ from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
 from ckptmirror.flow.places.mirrors import MirrorSpec, mirror_specs
-from ckptmirror.flow.retention.durability import open_files
 from ckptmirror.flow.save.emergency import save_emergency
 from ckptmirror.flow.save.handle import DEFAULT_WAIT_S, SaveHandle, raise_skipped
 from ckptmirror.flow.save.save import LeaderSide, Saver, SaveRequest
@@ -402,7 +401,7 @@ class CheckpointManager:
         if self._node is None:
             return
         try:
-            pending = open_files(self._node.unsafe_saves())
+            pending = self._node.durability().files
         except CkptMirrorError as error:
             _log.error("%s: close() was not called, and what is not safe yet is unknown: %s", self.root, error)
             return

@@ -48,7 +48,7 @@ from ckptmirror.flow.places.mirrors import (
     stop_retrying,
 )
 from ckptmirror.flow.places.select import lineage_of
-from ckptmirror.flow.retention.durability import open_files, open_saves
+from ckptmirror.flow.retention.durability import Durability, open_saves
 from ckptmirror.flow.retention.mirror_audit import Recheck
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.save.emergency_files import is_emergency
@@ -424,11 +424,11 @@ class _Work:
         given_up = [record for record in table.records(state=RecordState.FAILED) if record.mirror in urls]
         failed = [f"{record.mirror}: {record.path}: {record.last_error}" for record in given_up]
         here = local_catalog(self._root)
-        still_open = open_saves(table, here.whole.values(), urls, save_ids)
+        unasked = self._unasked()  # first, as durability() does
+        now = Durability(tuple(open_saves(table, here.whole.values(), urls, save_ids)))
         wanted = [record for record in given_up if save_ids is None or record.save_id in save_ids]
-        pending = max(0, open_files(still_open) - len(wanted))
-        refused = {url: reason for url, reason in refusals.final.items() if url in {one.mirror for one in still_open}}
-        unasked = self._unasked()
+        pending = max(0, now.files - len(wanted))
+        refused = {url: reason for url, reason in refusals.final.items() if url in {one.mirror for one in now.open}}
         refused |= {url: str(error) for url, error in unasked.items() if reach_after(error) is Reach.REFUSED}
         unasked = {url: error for url, error in unasked.items() if url not in refused}
         left = left_behind(table, {row.url for row in table.mirrors()})

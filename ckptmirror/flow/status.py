@@ -17,7 +17,7 @@ from ckptmirror.core.model import Kind
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.mirrors import counting_rows
 from ckptmirror.flow.places.select import lineage_of
-from ckptmirror.flow.retention.durability import count_lacking, open_saves
+from ckptmirror.flow.retention.durability import count_lacking, durability, open_saves
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of
 from ckptmirror.local.status_file import is_writer_alive, read_status_file
@@ -112,10 +112,9 @@ def is_mirrored(
             return False  # it is being made anew just now
         metas = local_catalog(root).whole.values()
         rows = [row for row in table.mirrors() if configured is None or row.url in configured]
-        asked = counting_rows(rows)
-        if save_id is None and table.unasked().intersection(asked):
-            return False  # what was verified there earlier may be gone
-        return not open_saves(table, metas, asked, None if save_id is None else [save_id])
+        if save_id is None:
+            return durability(table, metas, counting_rows(rows)).is_safe
+        return not open_saves(table, metas, counting_rows(rows), [save_id])
 
 
 def read_status(root: Path, state_dir: Path | None = None) -> Status:
@@ -130,11 +129,10 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         required = [url for url, is_required in mirrors if is_required]
         records = table.records()
         catalog = local_catalog(root)
-        missing = open_saves(table, catalog.whole.values(), counting_rows(rows))
-        unasked = table.unasked().intersection(counting_rows(rows))
+        now = durability(table, catalog.whole.values(), counting_rows(rows))
         pushed = {row.url: count_lacking(table, catalog.whole.values(), row.url) for row in rows if row.pushed}
     gaps: dict[str, dict[str, str]] = {}
-    for one in missing:
+    for one in now.open:
         gaps.setdefault(one.save_id, {})[one.mirror] = one.reason
     standing = lineage_of(catalog).standing_by_save()
     by_save: dict[str, list[UploadRecord]] = {}
@@ -142,7 +140,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         by_save.setdefault(record.save_id, []).append(record)
     saves = []
     for meta in sorted(catalog.saves.values(), key=lambda meta: (meta.step, meta.attempt.number, meta.save_number)):
-        waiting = _waiting(by_save.get(meta.save_id, []), required, gaps.get(meta.save_id, {}), unasked)
+        waiting = _waiting(by_save.get(meta.save_id, []), required, gaps.get(meta.save_id, {}), now.unasked)
         if is_emergency(meta):
             waiting = dict.fromkeys(required, "no mirror gets an emergency snapshot")
         saves.append(
@@ -176,8 +174,8 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         trainer=trainer,
         trainer_alive=is_writer_alive(trainer),
         problems={name: str(why) for name, why in catalog.problems.items()},
-        unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in missing},
-        unasked=tuple(url for url, _ in mirrors if url in unasked),
+        unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in now.open},
+        unasked=tuple(url for url, _ in mirrors if url in now.unasked),
         emergency_step=snapshot.step if snapshot is not None else None,
         emergency_copy=copy_of(root, snapshot.save_id) if snapshot is not None else None,
         skipped=tuple(step for step, _ in skipped),
@@ -194,7 +192,7 @@ def _skipped(trainer: Mapping[str, Any]) -> list[tuple[int, str]]:
 
 
 def _waiting(
-    records: list[UploadRecord], required: list[str], gaps: Mapping[str, str], unasked: Collection[str]
+    records: list[UploadRecord], required: list[str], gaps: Mapping[str, str], unasked: Mapping[str, str]
 ) -> dict[str, str]:
     """Say for each required mirror that lacks a save, by ``gaps``, what of it waits, and why."""
     waiting = {}
@@ -210,5 +208,5 @@ def _waiting(
         elif url in gaps:
             waiting[url] = gaps[url] if mine else "not queued for upload yet"
         elif url in unasked:
-            waiting[url] = "it has not confirmed yet that it still has what was verified there"
+            waiting[url] = unasked[url]
     return waiting

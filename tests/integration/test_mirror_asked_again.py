@@ -27,8 +27,8 @@ from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.mirrors import MirrorSpec, open_mirrors
+from ckptmirror.flow.retention.durability import why_not_safe
 from ckptmirror.flow.retention.rotation import rotate_root
-from ckptmirror.flow.retention.safety import why_not_safe
 from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.uploads import UploadsTable

@@ -18,8 +18,8 @@ from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, check_places, open_mirrors
+from ckptmirror.flow.retention.durability import why_not_safe
 from ckptmirror.flow.retention.rotation import rotate_root
-from ckptmirror.flow.retention.safety import why_not_safe
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
 from ckptmirror.local.uploads import UploadsTable

@@ -1,29 +1,53 @@
-"""Durability: whether everything that lies on this disk is provably on its mirrors, by the table.
+"""Durability: the one answer to "is everything safe?", for rotation, status, close and drain.
+
+The table says whether a save is *settled* on a mirror or *open* there. Before a deletion the mirrors are asked too.
 
 Rules:
-* What counts is ``UploadsTable.standing``: every artifact verified and the meta committed; or a tombstone; or left out
-  by policy. No record means not durable, a broken one neither.
-* Asked about are the whole saves of this disk and every released save of the table, not a count of what is pending:
-  a row that is gone is pending nowhere.
+* A save is settled if every artifact is verified and the meta is committed, if a tombstone replaced it, or if policy
+  left it out. A save without a record is open, and so is one whose record is broken.
+* The whole saves of this disk and every released save of the table are looked at. Pending rows are not counted for the
+  answer: a row that is gone is pending nowhere. ``upload.workers.still_moving`` counts them, for waiting.
 * An emergency snapshot is never mirrored. A save that rotation deleted was settled if its last records say so.
 * A save that is on a mirror and not on this disk can be sent to no other: a mirror that was added later waits for no
   such save.
-* Counting what moves (``upload.workers.still_moving``) is for waiting; this is for the answer.
+* A mirror that has not confirmed yet that it still has what was verified there keeps the answer open. That is read
+  first: an answer makes what is gone pending, and only then leaves that list.
+* For a deletion the table never suffices (I1). Each required mirror is asked, for this deletion, for a whole meta of
+  this very save or its tombstone, and for every object of its records, which must be what was verified. What a mirror
+  no longer has is pending again.
+* Where a mirror is asked, everything unforeseen is a reason, not an error: a reason keeps the save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from ckptmirror.core.errors import BrokenTable
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_or_tombstone_from_bytes
+from ckptmirror.core.errors import BrokenTable, CkptMirrorError, ObjectNotFound
 from ckptmirror.core.lifecycle import WAITING, RecordState
-from ckptmirror.core.model import Meta
-from ckptmirror.flow.places.mirrors import counting_rows
+from ckptmirror.core.model import Meta, Tombstone
+from ckptmirror.core.reach import Reach, reach_after
+from ckptmirror.core.retention import MirrorSafety
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
+from ckptmirror.flow.places.match import why_differs
+from ckptmirror.flow.places.mirrors import Mirror, counting_rows
+from ckptmirror.flow.retention.mirror_audit import forget_verified
 from ckptmirror.flow.save.emergency_files import is_emergency
-from ckptmirror.local.uploads import MirrorStanding, UploadsTable
+from ckptmirror.local.uploads import MirrorStanding, UploadRecord, UploadsTable
 
-__all__ = ["OpenSave", "count_lacking", "open_files", "open_saves"]
+__all__ = [
+    "Durability",
+    "OpenSave",
+    "count_lacking",
+    "durability",
+    "is_skipped",
+    "open_saves",
+    "save_safety",
+    "why_not_safe",
+    "why_not_same",
+]
 
 _SETTLED = (RecordState.VERIFIED, RecordState.REMOVED, RecordState.SKIPPED)
 
@@ -41,6 +65,48 @@ class OpenSave:
     mirror: str
     files: int
     reason: str
+
+
+@dataclass(frozen=True)
+class Durability:
+    """Whether everything is safe, at one moment.
+
+    Attributes:
+        open: What is not settled.
+        unasked: Mirrors that have not confirmed yet that they still have what was verified there, with the reason.
+    """
+
+    open: tuple[OpenSave, ...] = ()
+    unasked: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether nothing is open and every mirror confirmed what it has."""
+        return not (self.open or self.unasked)
+
+    @property
+    def files(self) -> int:
+        """How many files are not settled; a file counts once for each mirror."""
+        return sum(save.files for save in self.open)
+
+
+def durability(
+    table: UploadsTable, metas: Iterable[Meta], mirrors: Collection[str], unasked: Mapping[str, str] | None = None
+) -> Durability:
+    """Say whether everything is safe on these mirrors.
+
+    Args:
+        metas: The whole saves of this disk.
+        mirrors: The mirrors that count.
+        unasked: Mirrors that have not confirmed, read before the table is; None: those that the trainer noted there.
+
+    Raises:
+        BrokenTable: The list of mirrors is broken.
+    """
+    if unasked is None:
+        unasked = dict.fromkeys(table.unasked(), "it has not confirmed yet that it still has what was verified there")
+    found = {url: why for url, why in unasked.items() if url in mirrors}
+    return Durability(tuple(open_saves(table, metas, mirrors)), found)
 
 
 def _is_settled(there: MirrorStanding) -> bool:
@@ -86,11 +152,6 @@ def count_lacking(table: UploadsTable, metas: Iterable[Meta], mirror: str) -> in
     )
 
 
-def open_files(saves: Iterable[OpenSave]) -> int:
-    """Count the files of saves that are not settled."""
-    return sum(save.files for save in saves)
-
-
 def _is_settled_somewhere(table: UploadsTable, save_id: str) -> bool:
     try:
         return any(_is_settled(there) for there in table.standing(save_id))
@@ -123,3 +184,108 @@ def _left_settled(table: UploadsTable, mirrors: Collection[str], save_id: str) -
         if not has_meta or not all(state in _SETTLED for state in states.values()):
             return False
     return True
+
+
+def save_safety(table: UploadsTable, mirrors: Sequence[Mirror], save_id: str) -> tuple[MirrorSafety, ...]:
+    """Say for each mirror, from the table alone, whether a save is verified and committed there."""
+    try:
+        standing = {there.mirror: there for there in table.standing(save_id)}
+    except BrokenTable as error:
+        return tuple(MirrorSafety(mirror.url, mirror.required, False, False, str(error)) for mirror in mirrors)
+    safeties = []
+    for mirror in mirrors:
+        there = standing.get(mirror.url)
+        if there is None:
+            safeties.append(MirrorSafety(mirror.url, mirror.required, False, False, "not queued for upload yet"))
+            continue
+        verified = there.verified or there.removed
+        committed = there.committed or there.removed
+        safeties.append(MirrorSafety(mirror.url, mirror.required, verified, committed, there.reason))
+    return tuple(safeties)
+
+
+def is_skipped(table: UploadsTable, mirrors: Sequence[Mirror], save_id: str) -> bool:
+    """Whether policy left a save out of every required mirror."""
+    required = {mirror.url for mirror in mirrors if mirror.required}
+    try:
+        standing = [there for there in table.standing(save_id) if there.mirror in required]
+    except BrokenTable:
+        return False
+    return bool(standing) and all(there.skipped for there in standing)
+
+
+def why_not_same(table: UploadsTable, mirrors: Iterable[Mirror], meta: Meta) -> str | None:
+    """Say why the table's records are not of the save that lies on this disk; None if they are."""
+    wanted = {artifact.path: (artifact.digest.size_bytes, artifact.digest.crc32c) for artifact in meta.artifacts}
+    for mirror in mirrors:
+        if not mirror.required:
+            continue
+        records = table.records(save_id=meta.save_id, mirror=mirror.url)
+        if {r.path: (r.size_bytes, r.crc32c) for r in records if r.role == "artifact"} != wanted:
+            return f"{mirror.url}: the files that were uploaded are not those here"
+    return None
+
+
+def why_not_safe(table: UploadsTable, mirrors: Iterable[Mirror], save_id: str) -> str | None:
+    """Ask every required mirror, now, about every object of a save; None if all of it is there as the table says."""
+    required = [mirror for mirror in mirrors if mirror.required]
+    if not required:
+        return "no required mirror is configured"
+    for mirror in required:
+        try:
+            reason = _why_not_on(table, mirror, save_id)
+        except (CkptMirrorError, OSError) as error:
+            may_answer_later = " cannot be asked now" if reach_after(error) is not Reach.ANSWERED else ""
+            return f"{mirror.url}{may_answer_later}: {error}"
+        if reason is not None:
+            return f"{mirror.url}: {reason}"
+    return None
+
+
+def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None:
+    there = next((there for there in table.standing(save_id) if there.mirror == mirror.url), None)
+    if there is None:
+        return "nothing says that it was uploaded there"
+    if there.skipped:
+        return None
+    if not there.removed and not (there.verified and there.committed):
+        return there.reason
+    records = table.records(save_id=save_id, mirror=mirror.url)
+    meta = next((record for record in records if record.role == "meta"), None)
+    if meta is None:
+        return "nothing says that its meta was uploaded"
+    try:
+        data, _ = mirror.store.read(meta.object or meta.path, limit_bytes=META_LIMIT_BYTES)
+    except ObjectNotFound:
+        forget_verified(table, meta, "the mirror's meta is gone")
+        return "its meta is gone from the mirror"
+    found = meta_or_tombstone_from_bytes(data)
+    if found.save_id != save_id:
+        return f"{meta.object or meta.path} is another save's meta"
+    if isinstance(found, Tombstone):
+        return None
+    for record in records:
+        name = record.object or record.path
+        why = why_differs(record, mirror.store.stat(name), store=mirror.store)
+        if why is not None:
+            forget_verified(table, record, f"{name} {why}")
+            return f"{name} {why}"
+    return _why_meta_differs(found, records)
+
+
+def _why_meta_differs(found: Meta, records: Sequence[UploadRecord]) -> str | None:
+    """Say why the mirror's meta does not lead to the objects that were verified; None if it does."""
+    if not found.is_whole:
+        return "only one node's part of it is committed there"
+    named = {names.untagged(artifact.path): artifact for artifact in found.artifacts}
+    for record in records:
+        if record.role != "artifact":
+            continue
+        artifact = named.get(names.untagged(record.path))
+        if artifact is None:
+            return f"its meta there does not name {record.path}"
+        if (artifact.digest.size_bytes, artifact.digest.crc32c) != (record.size_bytes, record.crc32c):
+            return f"its meta there names {record.path} with other contents"
+        if artifact.object_name != (record.object or record.path):
+            return f"its meta there names {artifact.object_name}, but what was verified is {record.object}"
+    return None

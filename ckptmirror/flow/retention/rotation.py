@@ -38,8 +38,8 @@ from ckptmirror.core.retention import Retention, RotationPlan, SaveStatus, plan_
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, local_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
 from ckptmirror.flow.places.trash import empty_trash
+from ckptmirror.flow.retention.durability import is_skipped, save_safety, why_not_safe, why_not_same
 from ckptmirror.flow.retention.ownership import why_not_ours
-from ckptmirror.flow.retention.safety import is_skipped, save_safety, why_not_safe, why_not_same
 from ckptmirror.flow.save.commit import NAMES_LOCK_NAME, claimed_by_others, latest_target, stray_below
 from ckptmirror.flow.save.emergency_files import delete_emergency, is_emergency, meta_paths
 from ckptmirror.flow.save.persistent_dir import snapshots_in

@@ -48,7 +48,7 @@ from ckptmirror.flow.places.mirrors import (
     stop_retrying,
 )
 from ckptmirror.flow.places.trash import empty_trash
-from ckptmirror.flow.retention.durability import OpenSave, open_files, open_saves
+from ckptmirror.flow.retention.durability import Durability, OpenSave, open_saves
 from ckptmirror.flow.retention.mirror_audit import Recheck
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.retention.rotation import ROTATE_LOCK_NAME, RotationReport, rotate
@@ -253,7 +253,7 @@ class Node:
             return asked and not still_moving(self.table, self._counting(), save_id)
 
         workers.wait_until_verified(is_over, timeout_s)
-        return not self.unsafe_saves(save_id) and (save_id is not None or not self._unasked())
+        return self.durability().is_safe if save_id is None else not self.unsafe_saves(save_id)
 
     def unsafe_saves(self, save_id: str | None = None) -> list[OpenSave]:
         """List the files of one save, or of all, that are not safe on a mirror that counts, or have no record."""
@@ -263,6 +263,11 @@ class Node:
             return []
         # A rotation may run between reading the disk and reading the table, so a finding must be seen twice.
         return open_saves(self.table, self._whole(), counting, ids)
+
+    def durability(self) -> Durability:
+        """Say whether everything is safe now."""
+        unasked = self._unasked()  # first, as flow.retention.durability says
+        return Durability(tuple(self.unsafe_saves()), unasked)
 
     def _unasked(self) -> dict[str, str]:
         asked = self._recheck.unasked(self._counting()) if self._recheck is not None else {}
@@ -390,9 +395,7 @@ class Node:
             unasked = self._see_to_the_rest(timeout_s, stopped)
             limit_s = limit_s if stopped else max(limit_s, ends_s - time.monotonic())
             services_ended = self._stop_services(limit_s)
-            pending = open_files(
-                self.unsafe_saves()
-            )  # only now, since the threads that just ended may have added something
+            pending = self.durability().files  # only now: the threads that just ended may have added something
             status = "stopped" if stopped else "incomplete" if pending or unasked else "finished"
             if self.claim is not None:
                 self.write_status(status, pending=pending)
