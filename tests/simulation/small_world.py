@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
 from ckptmirror.core.model import Attempt, AttemptList, SaveRef
+from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.decide import Wish
-from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Reach, Row, Voice
+from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Row, Voice
 from ckptmirror.core.start.lineage import SaveFacts
 
 URLS = ("A", "B")

@@ -26,7 +26,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckptmirror.core.model import KINDS, Attempt, AttemptList
-from ckptmirror.core.start.evidence import Evidence, ListFound, Reach, Row, Voice
+from ckptmirror.core.reach import Reach
+from ckptmirror.core.start.evidence import Evidence, ListFound, Row, Voice
 from ckptmirror.core.start.lineage import Lineage, SaveFacts, is_fast_forward, lineage, merge_attempts, next_number
 
 __all__ = [

@@ -49,6 +49,7 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.model import KINDS, Attempt, Kind
+from ckptmirror.core.reach import Reach
 from ckptmirror.core.start import explain
 from ckptmirror.core.start.attempts import Counted, count, is_own, rival_of
 from ckptmirror.core.start.evidence import (
@@ -57,7 +58,6 @@ from ckptmirror.core.start.evidence import (
     ListFound,
     Origin,
     Problem,
-    Reach,
     Row,
     Voice,
 )

@@ -30,7 +30,6 @@ __all__ = [
     "ListFound",
     "Origin",
     "Problem",
-    "Reach",
     "Row",
     "Sort",
     "Voice",

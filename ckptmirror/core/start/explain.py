@@ -24,7 +24,8 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.model import Attempt
-from ckptmirror.core.start.evidence import Hindrance, Reach, Row
+from ckptmirror.core.reach import Reach
+from ckptmirror.core.start.evidence import Hindrance, Row
 from ckptmirror.core.start.lineage import Lineage
 
 __all__ = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptmirror.core.model import Attempt, SaveRef
-from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Reach, Row, Voice
+from ckptmirror.core.reach import Reach
+from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Row, Voice
 from ckptmirror.core.start.lineage import SaveFacts
 
 HERE, ELSEWHERE = "this root", "another root"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptmirror.core.errors import CheckpointNotFound, NotAuthorised, StoreTemporary
+from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.decide import Result, Wish
-from ckptmirror.core.start.evidence import Reach
 from tests.unit.core.start.builders import (
     THERE,
     Case,

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 
 from ckptmirror.core.model import Attempt, AttemptList, Kind, SaveRef
+from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.attempts import claim_from, count, drained_list, may_commit, may_drain, mirror_list
 from ckptmirror.core.start.decide import Scratch, Try, Wish, next_move
 from ckptmirror.core.start.evidence import (
@@ -32,7 +33,6 @@ from ckptmirror.core.start.evidence import (
     ListFound,
     Origin,
     Problem,
-    Reach,
     Row,
     Voice,
 )
