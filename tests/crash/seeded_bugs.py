@@ -16,7 +16,7 @@ from ckptmirror.flow.save import commit, save
 from ckptmirror.flow.start import bring
 from ckptmirror.flow.upload.artifact import ArtifactUpload
 from ckptmirror.local import crashpoints, files
-from ckptmirror.local.uploads import UploadsTable, worker_verbs
+from ckptmirror.local.uploads import UploadsTable, rows
 from ckptmirror.stores import file as file_store
 
 __all__ = ["BUGS"]
@@ -84,13 +84,13 @@ def records_are_verified_before_the_upload() -> None:
 
 
 def the_mirrors_meta_goes_first() -> None:
-    honest = worker_verbs.WorkerVerbs._next
+    honest = UploadsTable._next
 
     def meta_first(self: Any, connection: Any, mirror: str, exclude: Any) -> Any:
-        waiting = worker_verbs.rows.iterate_records(connection, "read all records in a state", {"state": "pending"})
+        waiting = rows.iterate_records(connection, "read all records in a state", {"state": "pending"})
         return next((r for r in waiting if r.role == "meta"), None) or honest(self, connection, mirror, exclude)
 
-    plant(worker_verbs.WorkerVerbs, "_next", meta_first)
+    plant(UploadsTable, "_next", meta_first)
 
 
 def what_arrives_is_not_compared() -> None:
