@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from ckptmirror.core.errors import IllegalTransition
 
-__all__ = ["TRANSITIONS", "WAITING", "RecordState", "can_go", "check_transition", "state_diagram"]
+__all__ = ["SETTLED", "TRANSITIONS", "WAITING", "RecordState", "can_go", "check_transition", "state_diagram"]
 
 
 class RecordState(StrEnum):
@@ -29,6 +29,7 @@ class RecordState(StrEnum):
 
 
 WAITING = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)  # not on the mirror, and meant to be
+SETTLED = (RecordState.VERIFIED, RecordState.REMOVED, RecordState.SKIPPED)  # on the mirror, or not meant to be
 _S = RecordState
 
 TRANSITIONS: Mapping[tuple[RecordState, RecordState], str] = MappingProxyType(

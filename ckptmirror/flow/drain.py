@@ -32,7 +32,7 @@ from ckptmirror.core.errors import (
     StoreTemporary,
     Temporary,
 )
-from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.lifecycle import SETTLED, RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.flow.fetch.destination import is_training_root
@@ -494,7 +494,7 @@ class _Looker:
 
 def _settled(table: UploadsTable, urls: Sequence[str], seen: Seen) -> Drained:
     rows = [count for count in table.counts() if count.mirror in urls]
-    settled = [row for row in rows if row.state in (RecordState.VERIFIED, RecordState.REMOVED, RecordState.SKIPPED)]
+    settled = [row for row in rows if row.state in SETTLED]
     return Drained(
         files_done=sum(row.records for row in settled),
         files_total=sum(row.records for row in rows),

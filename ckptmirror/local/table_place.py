@@ -33,7 +33,7 @@ from ckptmirror.local import files
 from ckptmirror.local.file_systems import refuse_fuse, refuse_network_place
 from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
 
-__all__ = ["check_place", "known_table_path", "note_place", "open_known_table", "open_table", "table_path"]
+__all__ = ["check_place", "note_place", "open_known_table", "open_table", "table_path"]
 
 _NOTE_LIMIT_BYTES = 64 * 1024
 _log = logging.getLogger("ckptmirror")
@@ -134,7 +134,23 @@ def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | No
     return table
 
 
-def known_table_path(root: Path, state_dir: Path | None = None) -> Path:
+def open_known_table(root: Path, state_dir: Path | None = None, *, read_only: bool = False) -> UploadsTable:
+    """Open the root's pending-uploads table, which must be there.
+
+    Raises:
+        NoTable: ckptmirror has not saved here.
+        ForeignTable: The table is another root's.
+    """
+    table = UploadsTable.open(_known_path(root, state_dir), read_only=read_only)
+    try:
+        table.check_root(root)  # what another root's table says would pass for this one's
+    except BaseException:
+        table.close()
+        raise
+    return table
+
+
+def _known_path(root: Path, state_dir: Path | None) -> Path:
     """Return where the root's table is.
 
     Raises:
@@ -152,22 +168,6 @@ def known_table_path(root: Path, state_dir: Path | None = None) -> Path:
         )
     hint = "`ckptmirror push --mirror URL` mirrors what is saved there." if any(root.glob("meta_*.json")) else None
     raise NoTable(f"{root} has no pending-uploads table: no trainer has saved there.", hint=hint)
-
-
-def open_known_table(root: Path, state_dir: Path | None = None, *, read_only: bool = False) -> UploadsTable:
-    """Open the root's pending-uploads table, which must be there.
-
-    Raises:
-        NoTable: ckptmirror has not saved here.
-        ForeignTable: The table is another root's.
-    """
-    table = UploadsTable.open(known_table_path(root, state_dir), read_only=read_only)
-    try:
-        table.check_root(root)  # what another root's table says would pass for this one's
-    except BaseException:
-        table.close()
-        raise
-    return table
 
 
 def _open_own(root: Path, path: Path, clock: LeaseClock | None) -> UploadsTable:

@@ -16,8 +16,8 @@ from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, entries_from
 from ckptmirror.core.model import Meta
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.line_file import read_lines
-from ckptmirror.local.table_place import known_table_path
-from ckptmirror.local.uploads import Transition, UploadsTable
+from ckptmirror.local.table_place import open_known_table
+from ckptmirror.local.uploads import Transition
 
 __all__ = ["History", "read_history"]
 
@@ -70,6 +70,5 @@ def read_history(root: Path) -> History:
 
 
 def _transitions(root: Path) -> list[Transition]:
-    with UploadsTable.open(known_table_path(root), read_only=True) as table:
-        table.check_root(root)  # what another root's table says would pass for this one's
+    with open_known_table(root, read_only=True) as table:
         return table.history()

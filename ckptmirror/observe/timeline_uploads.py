@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ckptmirror.core import names
 from ckptmirror.core.journal import utc_seconds
-from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.lifecycle import SETTLED, RecordState
 from ckptmirror.local.uploads import Transition
 from ckptmirror.observe.bars import Bar, ended_bar
 
@@ -23,8 +23,6 @@ __all__ = ["forgotten_saves", "upload_bars"]
 _FORGOTTEN = "the local save was deleted"
 When = Callable[[float, float], float]
 """Lays a wall clock's time, given a moment that it cannot lie before."""
-
-_SETTLED = {RecordState.VERIFIED, RecordState.SKIPPED, RecordState.REMOVED}
 
 
 @dataclass
@@ -45,7 +43,7 @@ class _Upload:
         """Whether a file waits again that had failed, was done, or had left the table."""
         if one.new is not RecordState.PENDING:
             return False
-        return one.old in (RecordState.FAILED, *_SETTLED) or (one.old is None and one.path in self.states)
+        return one.old in (RecordState.FAILED, *SETTLED) or (one.old is None and one.path in self.states)
 
     def begin_anew(self) -> None:
         self.begin_s, self.tries, self.reason, self.dropped = None, 0, "", False
@@ -58,7 +56,7 @@ class _Upload:
             self.tries += 1
         elif one.old is RecordState.UPLOADING and one.new in (RecordState.PENDING, RecordState.FAILED):
             self.reason = one.reason
-        elif one.new is None and self.begin_s is not None and one.old not in _SETTLED:
+        elif one.new is None and self.begin_s is not None and one.old not in SETTLED:
             self.reason, self.dropped = one.reason, True
         if one.new is not None:
             self.states[one.path] = one.new
@@ -71,7 +69,7 @@ class _Upload:
             return None
         states = set(self.states.values())
         failed = self.dropped or RecordState.FAILED in states
-        is_over = self.dropped or (failed and RecordState.UPLOADING not in states) or states <= _SETTLED
+        is_over = self.dropped or (failed and RecordState.UPLOADING not in states) or states.issubset(SETTLED)
         end_s = max(self.begin_s, self.last_s) if is_over else None
         return Bar(
             kind="upload",

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_or_tombstone_from_bytes
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError, ObjectNotFound
-from ckptmirror.core.lifecycle import WAITING, RecordState
+from ckptmirror.core.lifecycle import SETTLED, WAITING
 from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.retention import MirrorSafety
@@ -48,8 +48,6 @@ __all__ = [
     "why_not_safe",
     "why_not_same",
 ]
-
-_SETTLED = (RecordState.VERIFIED, RecordState.REMOVED, RecordState.SKIPPED)
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,7 @@ def _left_settled(table: UploadsTable, mirrors: Collection[str], save_id: str) -
     for mirror in mirrors:
         states = {moved.path: moved.old for moved in left if moved.mirror == mirror}
         has_meta = any(path.startswith("meta_") for path in states)
-        if not has_meta or not all(state in _SETTLED for state in states.values()):
+        if not has_meta or not all(state in SETTLED for state in states.values()):
             return False
     return True
 

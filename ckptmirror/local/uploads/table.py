@@ -34,7 +34,7 @@ from ckptmirror.core.errors import (
     Temporary,
     UsageError,
 )
-from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Artifact, Kind
 from ckptmirror.core.names import ATTEMPTS_NAME
 from ckptmirror.local.uploads import changes, place, reports, rows
@@ -59,8 +59,6 @@ __all__ = ["HISTORY_KEPT", "UploadsTable"]
 
 HISTORY_KEPT = 200_000
 """How many transitions are kept; older ones are forgotten when a save is added."""
-
-_UNSENT = (RecordState.PENDING, RecordState.UPLOADING, RecordState.FAILED)
 
 
 class UploadsTable:
@@ -477,7 +475,7 @@ class UploadsTable:
             "skip",
             "read the records of a save",
             {"save_id": save_id},
-            lambda r: r.state in _UNSENT and mirror in (None, r.mirror),
+            lambda r: r.state in WAITING and mirror in (None, r.mirror),
             lambda r: changes.skipped(r, reason, self._clock),
         )
 
