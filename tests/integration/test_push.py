@@ -100,7 +100,7 @@ def test_i12_a_table_that_was_just_made_is_not_taken_for_one_without_mirrors(tmp
     put_attempts(root, [FIRST_ATTEMPT])
     meta = make_save(root, 100, ("model",))
     UploadsTable.open(table_path(root), create=True).close()  # the start that made it was killed before it said more
-    with pytest.raises(Temporary, match="does not know the mirrors"):
+    with pytest.raises(Temporary, match="does not know its mirrors"):
         drain(root, timeout_s=LIMIT_S)
     assert not is_mirrored(root, meta.save_id)
     assert not is_mirrored(root, None)
