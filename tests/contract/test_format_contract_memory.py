@@ -300,5 +300,5 @@ def test_a_schedule_in_extra_is_refused_with_groups_in_another_order_too(kind: K
         return TrainState(model=model, optimizer=optimizer, extra={"schedule": schedule})
 
     meta = save(kind, tmp_path, build("weight", "bias"))
-    with pytest.raises(UsageError, match="another order"):
+    with pytest.raises(UsageError, match="not in the order in which they were saved"):
         load(kind, tmp_path, meta, build("bias", "weight"))
