@@ -42,7 +42,6 @@ class BoundedStore(StoreDecorator):
         self._ending = threading.Event()
 
     def identity(self, expected: str | None = None) -> str | None:
-        """See :meth:`Store.identity`."""
         return self._bounded(lambda: self._store.identity(expected))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -50,7 +49,6 @@ class BoundedStore(StoreDecorator):
         return iter(self._bounded(lambda: [*self._store.list(prefix)]))
 
     def upload(self, upload: Upload) -> ObjectInfo:
-        """See :meth:`Store.upload`."""
 
         def run() -> ObjectInfo:
             call = guarded_call()
@@ -65,7 +63,6 @@ class BoundedStore(StoreDecorator):
         return self._bounded(run, upload.digest.size_bytes)
 
     def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
-        """See :meth:`Store.download`."""
 
         def run() -> None:
             call = guarded_call()

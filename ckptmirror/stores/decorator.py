@@ -52,25 +52,20 @@ class StoreDecorator:
         return self._store.local_directory
 
     def identity(self, expected: str | None = None) -> str | None:
-        """See :meth:`Store.identity`."""
         return self._store.identity(expected)
 
     def stat(self, name: str) -> ObjectInfo | None:
-        """See :meth:`Store.stat`."""
         return self._call("stat", name, lambda: self._store.stat(name))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :meth:`Store.list`."""
         return self._call("list", prefix, lambda: self._store.list(prefix))
 
     def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """See :meth:`Store.read`."""
         return self._call("read", name, lambda: self._store.read(name, generation=generation, limit_bytes=limit_bytes))
 
     def write(
         self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
     ) -> ObjectInfo:
-        """See :meth:`Store.write`."""
 
         def run() -> ObjectInfo:
             return self._store.write(name, data, if_generation=if_generation, metadata=metadata)
@@ -78,11 +73,9 @@ class StoreDecorator:
         return self._call("write", name, run, len(data))
 
     def upload(self, upload: Upload) -> ObjectInfo:
-        """See :meth:`Store.upload`."""
         return self._call("upload", upload.name, lambda: self._store.upload(upload), upload.digest.size_bytes)
 
     def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
-        """See :meth:`Store.download`."""
 
         def run() -> None:
             self._store.download(name, generation=generation, offset=offset, buffer=buffer)
@@ -90,7 +83,6 @@ class StoreDecorator:
         self._call("download", name, run, len(buffer))
 
     def delete(self, name: str, *, generation: int) -> None:
-        """See :meth:`Store.delete`."""
         self._call("delete", name, lambda: self._store.delete(name, generation=generation))
 
     def stop_retrying(self) -> None:

@@ -118,7 +118,6 @@ class FileStore:
     # -- asking ---------------------------------------------------------------------------------------------
 
     def stat(self, name: str) -> ObjectInfo | None:
-        """See :meth:`Store.stat`."""
         with explained(f"{self.url}/{name}"), self._opened(name) as descriptor:
             info = None if descriptor is None else _info(name, os.fstat(descriptor))
             if descriptor is not None and info is not None and info.size_bytes == 0:
@@ -126,7 +125,6 @@ class FileStore:
             return info
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :meth:`Store.list`."""
         start = tuple(prefix.split("/")[:-1])
         if start:
             check_relative_path("/".join(start))
@@ -135,7 +133,6 @@ class FileStore:
         return iter(sorted(found, key=lambda info: info.name))
 
     def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """See :meth:`Store.read`."""
         with explained(f"{self.url}/{name}"), self._at(name, generation) as (descriptor, info):
             if info.size_bytes > limit_bytes:
                 raise StorePermanent(f"{self.url}/{name} has {info.size_bytes} bytes, more than {limit_bytes}.")
@@ -145,7 +142,6 @@ class FileStore:
             return bytes(data), info
 
     def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
-        """See :meth:`Store.download`."""
         with explained(f"{self.url}/{name}"), self._at(name, generation) as (descriptor, info):
             if not allow_direct(descriptor):  # the disk is to be asked, not the page cache
                 os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_DONTNEED)

@@ -119,7 +119,6 @@ class FsspecStore(Store):
     # -- asking ---------------------------------------------------------------------------------------------
 
     def stat(self, name: str) -> ObjectInfo | None:
-        """See :meth:`Store.stat`."""
         with self._explained(f"stat of {self.url}/{name}"):
             fs, path = self._fs(), self._path(name)
             fs.invalidate_cache()
@@ -130,7 +129,6 @@ class FsspecStore(Store):
             return self._info(name, found) if found.get("type") != "directory" else None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :meth:`Store.list`."""
         with self._explained(f"listing of {self.url}/{prefix}"):
             found = self._find(prefix)
         base = self._base() + "/"
@@ -147,7 +145,6 @@ class FsspecStore(Store):
         return {path if path.startswith(self._base()) else "/" + path: info for path, info in found.items()}
 
     def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """See :meth:`Store.read`."""
         info = self._at(name, generation)
         if info.size_bytes > limit_bytes:
             raise StorePermanent(f"{self.url}/{name} has {info.size_bytes} bytes, more than {limit_bytes}.")
@@ -159,7 +156,6 @@ class FsspecStore(Store):
         return bytes(data), info
 
     def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
-        """See :meth:`Store.download`."""
         self._at(name, generation)
         if len(buffer):
             self._fill(name, offset, buffer)
@@ -245,7 +241,6 @@ class FsspecStore(Store):
             raise
 
     def delete(self, name: str, *, generation: int) -> None:
-        """See :meth:`Store.delete`."""
         there = self.stat(name)
         if there is None:
             return

@@ -127,7 +127,6 @@ class GsStore(Store):
     # -- asking ---------------------------------------------------------------------------------------------
 
     def stat(self, name: str) -> ObjectInfo | None:
-        """See :meth:`Store.stat`."""
         return self._stat(name, None)
 
     def _stat(self, name: str, generation: int | None) -> ObjectInfo | None:
@@ -189,7 +188,6 @@ class GsStore(Store):
         raise StorePermanent(f"{what}: more than {_PAGES_LIMIT} pages.")
 
     def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """See :meth:`Store.read`."""
         from ckptmirror.local.checksums import crc32c
 
         for _ in range(_READ_RACES_LIMIT):
@@ -211,7 +209,6 @@ class GsStore(Store):
         raise IntegrityError(f"{self.url}/{name} is not what its crc32c says.")
 
     def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
-        """See :meth:`Store.download`."""
         what = f"download of {self.url}/{name}"
         if len(buffer) == 0:
             if self._stat(name, generation) is None:
@@ -225,7 +222,6 @@ class GsStore(Store):
     def write(
         self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
     ) -> ObjectInfo:
-        """See :meth:`Store.write`."""
         from ckptmirror.local.checksums import crc32c
 
         object_name, crc = self._location.object_name(name), crc32c(data)
@@ -236,7 +232,6 @@ class GsStore(Store):
             raise StoreTemporary(f"{self.url}/{name}: the bytes or the answer changed on their way: {error}") from error
 
     def upload(self, upload: Upload) -> ObjectInfo:
-        """See :meth:`Store.upload`."""
         from ckptmirror.stores.gs_upload import send
 
         object_name, digest = self._location.object_name(upload.name), upload.digest
@@ -262,7 +257,6 @@ class GsStore(Store):
         return info
 
     def delete(self, name: str, *, generation: int) -> None:
-        """See :meth:`Store.delete`."""
         try:
             self._changes.delete(self._location.object_name(name), generation)
         except PreconditionFailed:
@@ -270,7 +264,6 @@ class GsStore(Store):
                 raise
 
     def close(self) -> None:
-        """See :meth:`Store.close`."""
         self._transport.close()
         if self._changes_made is not None:
             self._changes_made.close()

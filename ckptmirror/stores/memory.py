@@ -81,7 +81,6 @@ class MemoryStore(Store):
         return Capabilities(True, True, True, True, True)
 
     def stat(self, name: str) -> ObjectInfo | None:
-        """See :meth:`Store.stat`."""
         found = self._find(name)
         return None if found is None else found[1]
 
@@ -91,14 +90,12 @@ class MemoryStore(Store):
         return None if found is None else (found[0], replace(found[1], name=name))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :meth:`Store.list`."""
         start = self._location.under(prefix)
         with self._bucket.lock:
             found = {name: info for name, (_, info) in self._bucket.objects.items() if name.startswith(start)}
         return iter([replace(found[name], name=self._location.relative(name)) for name in sorted(found)])
 
     def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """See :meth:`Store.read`."""
         data, info = self._at(name, generation)
         if info.size_bytes > limit_bytes:
             raise StorePermanent(f"{self.url}/{name} has {info.size_bytes} bytes, more than {limit_bytes}.")
@@ -113,7 +110,6 @@ class MemoryStore(Store):
     def write(
         self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
     ) -> ObjectInfo:
-        """See :meth:`Store.write`."""
         return self._put(name, bytes(data), if_generation, metadata or {})
 
     def _put(self, name: str, data: bytes, if_generation: int, metadata: Mapping[str, str]) -> ObjectInfo:
@@ -127,7 +123,6 @@ class MemoryStore(Store):
             return info
 
     def upload(self, upload: Upload) -> ObjectInfo:
-        """See :meth:`Store.upload`."""
         key, session = self._session(upload)
         with session.lock:
             if session.done is None:
@@ -170,7 +165,6 @@ class MemoryStore(Store):
             raise IntegrityError(f"The bytes of {upload.name} are not those that were committed; nothing was stored.")
 
     def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
-        """See :meth:`Store.download`."""
         data, _ = self._at(name, generation)
         piece = memoryview(data)[offset : offset + len(buffer)]
         buffer[: len(piece)] = piece
@@ -178,7 +172,6 @@ class MemoryStore(Store):
             raise StoreTemporary(f"{self.url}/{name} ends before byte {offset + len(buffer)}.")
 
     def delete(self, name: str, *, generation: int) -> None:
-        """See :meth:`Store.delete`."""
         object_name = self._location.object_name(name)
         with self._bucket.lock:
             there = self._bucket.objects.get(object_name)

@@ -46,12 +46,10 @@ class ObservedStore(StoreDecorator):
         self._clock = clock
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :meth:`Store.list`."""
         with self._told("list", prefix):
             yield from self._store.list(prefix)
 
     def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """See :meth:`Store.read`."""
         with self._told("read", name) as call:
             data, info = self._store.read(name, generation=generation, limit_bytes=limit_bytes)
             call.size_bytes = len(data)

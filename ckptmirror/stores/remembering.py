@@ -38,7 +38,6 @@ class RememberingStore(StoreDecorator):
         self._is_met = False
 
     def identity(self, expected: str | None = None) -> str | None:
-        """See :meth:`Store.identity`."""
         return self._store.identity(expected if expected is not None else self._recall())
 
     def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:

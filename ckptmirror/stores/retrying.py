@@ -95,7 +95,6 @@ class RetryingStore(StoreDecorator):
         self._silent_since_s: float | None = None
 
     def identity(self, expected: str | None = None) -> str | None:
-        """See :meth:`Store.identity`."""
         return self._retried(lambda: self._store.identity(expected), StoreHangs)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -105,7 +104,6 @@ class RetryingStore(StoreDecorator):
             yield info
 
     def upload(self, upload: Upload) -> ObjectInfo:
-        """See :meth:`Store.upload`."""
         session = upload.session
 
         def keep(learned: str) -> None:

@@ -86,14 +86,12 @@ class ThrottledStore(StoreDecorator):
         self._wait = wait if wait is not None else self._closed.wait
 
     def upload(self, upload: Upload) -> ObjectInfo:
-        """See :meth:`Store.upload`."""
         if self._bytes is None:
             return super().upload(upload)
         source = _PaidSource(upload.source, self._pay_bytes, self._bytes.piece_bytes)
         return super().upload(replace(upload, source=source))
 
     def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
-        """See :meth:`Store.download`."""
         self._pay_bytes(len(buffer))
         super().download(name, generation=generation, offset=offset, buffer=buffer)
 
