@@ -149,11 +149,11 @@ def _age_of(meta: Meta) -> tuple[int, int]:
 
 
 def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Temporary | NotAuthorised:
-    """Return the error for something that cannot be read now and may be whole."""
+    """Return the error of a reader that was asked for something that cannot be read now and may be whole."""
     kind = NotAuthorised if hindrance == "refused" else Temporary
     return kind(
-        f"{what} cannot be read now: {why}. It may be whole, and training would be set back from it.",
-        hint="Fix what keeps it from being read, or go back on purpose with policy=<step>.",
+        f"{what} cannot be read now: {why}. It may be whole.",
+        hint="Fix what keeps it from being read, or name another step.",
     )
 
 

@@ -18,6 +18,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar
 
 from ckptmirror.core.model import Attempt, Kind
+from ckptmirror.core.problems import Hindrance
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.lineage import SaveFacts
 
@@ -26,7 +27,6 @@ __all__ = [
     "Copy",
     "Evidence",
     "Heard",
-    "Hindrance",
     "ListFound",
     "Origin",
     "Problem",
@@ -39,7 +39,6 @@ __all__ = [
 
 DISK = "disk"
 Sort = Literal["disk", "mirror", "persistent"]
-Hindrance = Literal["", "unreadable", "refused"]
 
 
 class ListFound(StrEnum):

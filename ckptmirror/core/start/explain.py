@@ -24,8 +24,9 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.model import Attempt
+from ckptmirror.core.problems import Hindrance
 from ckptmirror.core.reach import Reach
-from ckptmirror.core.start.evidence import Hindrance, Row
+from ckptmirror.core.start.evidence import Row
 from ckptmirror.core.start.lineage import Lineage
 
 __all__ = [
@@ -124,11 +125,11 @@ def person_in_doubt(attempts: Sequence[Attempt], silent: Mapping[str, str]) -> S
 
 
 def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Temporary | NotAuthorised:
-    """Return the error for something that cannot be read now and may be whole."""
+    """Return the error of a start that would go back past something that cannot be read now and may be whole."""
     kind = NotAuthorised if hindrance == "refused" else Temporary
     return kind(
         f"{what} cannot be read now: {why}. It may be whole, and training would be set back from it.",
-        hint="Remove what keeps it from being read, or go back on purpose with policy=<step>.",
+        hint="Fix what keeps it from being read, or go back on purpose with policy=<step>.",
     )
 
 

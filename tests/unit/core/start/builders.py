@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Attempt, Kind, SaveRef
+from ckptmirror.core.problems import Hindrance
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.decide import MakeRoom, Move, Outcome, Refuse, Result, Scratch, Try, Wish, next_move
 from ckptmirror.core.start.evidence import (
@@ -18,7 +19,6 @@ from ckptmirror.core.start.evidence import (
     Copy,
     Evidence,
     Heard,
-    Hindrance,
     ListFound,
     Origin,
     Problem,

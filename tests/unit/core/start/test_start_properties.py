@@ -339,7 +339,7 @@ REACHED: dict[str, Callable[[World], bool]] = {
 def test_the_worlds_reach_what_matters() -> None:
     reached: set[str] = set()
 
-    @settings(many, max_examples=600)
+    @settings(many, max_examples=700, database=None, derandomize=True)
     @given(worlds())
     def look(world: World) -> None:
         reached.update(what for what, is_there in REACHED.items() if what not in reached and is_there(world))
