@@ -3,8 +3,8 @@
 The decision is ``core.retention.plan_rotation``; this file gathers its facts, asks the mirrors again, and deletes.
 
 Rules:
-* Before each delete every required mirror is asked, for this deletion, about every object of the save (``safety``).
-  Anything but a full yes is a refusal with a reason.
+* Before each delete every required mirror is asked, for this deletion, about every object of the save
+  (``why_not_safe``). Anything but a full yes is a refusal with a reason.
 * What someone else put under a save's names is never deleted: a file changed since the commit is compared with its
   checksum, and a directory that holds more than the save's files stays.
 * What goes is a save, not its names: under the lock of names that a commit holds, the meta is read once more. A person
@@ -13,8 +13,8 @@ Rules:
   Where a name cannot be moved (an overlay renames no directory of its lower layer), all that was moved is put back. A
   crash in between leaves files that the table proves to be verified and without a meta; :func:`finish_interrupted`
   carries on, but for what a later save of the same bytes names by then.
-* An emergency snapshot goes in the stead of a newer save, about which the mirrors are asked (docs/adr/0003), and with
-  it its copy in the persistent directory.
+* An emergency snapshot goes once the mirrors confirm a newer save that takes its place (docs/adr/0003), and with it its
+  copy in the persistent directory.
 * ``latest`` is moved to the newest save of the lineage before what it points at goes.
 * One rotation at a time per root, held by a lock file.
 """
