@@ -317,7 +317,7 @@ def _reconcile_if_free(
     try:
         done = reconcile(root, table, specs)
     finally:
-        lock.release()  # before mirrors are asked, which may take its time: a trainer that starts need not wait for it
+        lock.release()  # before the mirrors are asked, which may take long: a trainer that starts need not wait
     carry_on(root, table, mirrors, recheck)
     return [f"step {step} (save {save_id[:8]}): {reason}" for step, save_id, reason in done.gone]
 

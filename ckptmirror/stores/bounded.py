@@ -95,7 +95,7 @@ class BoundedStore(StoreDecorator):
 
 
 class _Awaited:
-    """A source that may take its time: a slow disk of ours, or a limit of bytes, is no mirror that hangs."""
+    """A source whose waits do not count: a slow local disk, or a byte limit, does not mean that the mirror hangs."""
 
     def __init__(self, source: Source, call: GuardedCall) -> None:
         self._source = source
