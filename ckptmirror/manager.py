@@ -35,7 +35,7 @@ from ckptmirror.flow.status import Status, is_mirrored, read_status
 from ckptmirror.formats.train_state import check_state, checked_parts
 from ckptmirror.local.files import absolute_dir
 from ckptmirror.local.lock import RankLock
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.observe.journal import Journal
 from ckptmirror.observe.log import LogListener, log_failure
 from ckptmirror.ranks import Ranks, StopRequest, open_ranks
@@ -170,7 +170,7 @@ class CheckpointManager:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
             self._saver = None  # its attempt is over, even if this resume fails
             if (last := self._last_before) and not last.skipped and (failure := last.unobserved) is not None:
-                saying(_log, last).error(
+                save_logger(_log, last).error(
                     "step %d was not saved; the next save() or close() will raise the error: %s", last.step, failure
                 )
         info, run_id, attempt = resume_run(
@@ -192,7 +192,7 @@ class CheckpointManager:
         if info is None:
             _log.info("run %s attempt %d starts at step 0", run_id[:8], attempt.number)
         else:
-            saying(_log, info, event="AttemptDecided").info(
+            save_logger(_log, info, event="AttemptDecided").info(
                 "run %s attempt %d continues from step %d (%s, %s)",
                 run_id[:8],
                 attempt.number,

@@ -14,7 +14,7 @@ from ckptmirror.cli._options import json_option, print_json, root_option, step_o
 from ckptmirror.cli._words import size
 
 if TYPE_CHECKING:
-    from ckptmirror.flow.upload.retry import Retried, RetriedFile
+    from ckptmirror.flow.upload.retry_failed import Retried, RetriedFile
 
 
 @exit_codes(3, 6, 10, 11)
@@ -35,7 +35,7 @@ def command(root: Path, mirrors: tuple[str, ...], step: int | None, as_json: boo
       ckptmirror retry /local-ssd/run-17
       ckptmirror retry /local-ssd/run-17 --step 5000
     """
-    from ckptmirror.flow.upload.retry import retry
+    from ckptmirror.flow.upload.retry_failed import retry
 
     retried = retry(root, mirrors=mirrors, step=step)
     by_mirror: dict[str, list[RetriedFile]] = {}

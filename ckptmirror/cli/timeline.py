@@ -12,8 +12,8 @@ from ckptmirror.cli._options import json_option, print_json, root_option
 from ckptmirror.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptmirror.observe.bars import Bar
     from ckptmirror.observe.timeline import Timeline
+    from ckptmirror.observe.timeline_bars import Bar
 
 _ENDINGS = (".svg", ".html")
 
@@ -61,7 +61,7 @@ def command(root: Path, out: Path | None, as_json: bool) -> int:
     elif out is not None:
         print(out)
     else:
-        from ckptmirror.cli._drawing import bar_text, summary
+        from ckptmirror.cli._timeline_drawing import bar_text, summary
 
         for bar in timeline.bars:
             print(bar_text(bar))
@@ -70,8 +70,8 @@ def command(root: Path, out: Path | None, as_json: bool) -> int:
 
 
 def _write(timeline: Timeline, root: Path, out: Path) -> None:
-    from ckptmirror.cli._drawing import draw
-    from ckptmirror.cli._page import page
+    from ckptmirror.cli._timeline_drawing import draw
+    from ckptmirror.cli._timeline_page import page
     from ckptmirror.core.model import new_id
     from ckptmirror.local import files
 

@@ -40,7 +40,6 @@ from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalo
 from ckptmirror.flow.places.mirrors import (
     Mirror,
     MirrorSpec,
-    OnWait,
     close_mirrors,
     left_behind,
     mirror_specs,
@@ -49,7 +48,7 @@ from ckptmirror.flow.places.mirrors import (
 )
 from ckptmirror.flow.places.select import lineage_of
 from ckptmirror.flow.retention.durability import Durability, open_saves
-from ckptmirror.flow.retention.mirror_audit import Recheck
+from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of
@@ -60,9 +59,10 @@ from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, held_elsewhere
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.pool import begin, is_over
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.table_place import check_place, note_place, open_known_table, table_path
 from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.stores.retrying import OnWait
 
 __all__ = ["DrainReport", "Drained", "confirm", "drain", "push"]
 
@@ -208,7 +208,7 @@ def push(
     parts = [m for m in found if m not in metas and (step is not None or standing[m.save_id] == "current")]
     if not found:
         of_step = f" of step {step}" if step is not None else ""
-        from ckptmirror.flow.places.older import ADOPT_HINT, find_older
+        from ckptmirror.flow.places.legacy_references import ADOPT_HINT, find_older
 
         older = [one for one in find_older(root) if step in (None, one.step)]
         if older:
@@ -282,7 +282,7 @@ def confirm(root: Path, save_id: str, urls: Collection[str]) -> None:
                 try:
                     upload_save(context, save_id)
                 except CkptMirrorError as error:
-                    saying(_log, save, mirror=mirror.url).warning(
+                    save_logger(_log, save, mirror=mirror.url).warning(
                         "save %.8s is not confirmed on %s yet: %s", save_id, mirror.url, error
                     )
         finally:
@@ -305,20 +305,20 @@ def _reconcile_if_free(
     table: UploadsTable,
     specs: Sequence[MirrorSpec],
     mirrors: Sequence[Mirror],
-    recheck: Recheck,
+    audit: MirrorAudit,
 ) -> list[str]:
     """Say which saves were removed before they were uploaded: nobody can upload them any more."""
     lock = RootLock(root)
     try:
         lock.acquire({"verb": "drain"})
     except RootLocked:  # a live trainer looks after its root itself; what its mirrors hold it asked when it started
-        recheck.ask()
+        audit.ask()
         return []
     try:
         done = reconcile(root, table, specs)
     finally:
         lock.release()  # before the mirrors are asked, which may take long: a trainer that starts need not wait
-    carry_on(root, table, mirrors, recheck)
+    carry_on(root, table, mirrors, audit)
     return [f"step {step} (save {save_id[:8]}): {reason}" for step, save_id, reason in done.gone]
 
 
@@ -358,15 +358,15 @@ class _Work:
         self._urls = [spec.url for spec in served]
         self._bus = bus
         self._looker = _Looker(held.table, self._urls, on_progress)
-        self._audit: Recheck | None = None
+        self._audit: MirrorAudit | None = None
 
-    def look(self, ask: Callable[[Recheck], _Result], ends_s: float) -> _Result | None:
+    def look(self, ask: Callable[[MirrorAudit], _Result], ends_s: float) -> _Result | None:
         """Open the mirrors, and ask them in another thread; None if that took too long."""
 
         def ask_all() -> _Result:
             self._held.mirrors += open_mirrors(self._known, self._root, self._table, on_wait=self._looker.waits)
             self._looker.look()
-            self._audit = Recheck(self._table, self.served(), self._bus)
+            self._audit = MirrorAudit(self._table, self.served(), self._bus)
             answer = ask(self._audit)
             self._looker.answered(self._audit)
             return answer
@@ -483,8 +483,8 @@ class _Looker:
                 seen = self.under_way.seen()  # before the table: what is verified in between counts twice, not never
                 self._on_progress(_settled(self._table, self._urls, seen))
 
-    def answered(self, recheck: Recheck) -> None:
-        for url in set(self._urls) - recheck.unasked(self._urls).keys():
+    def answered(self, audit: MirrorAudit) -> None:
+        for url in set(self._urls) - audit.unasked(self._urls).keys():
             self.under_way.answered(url)
 
     def waits(self, url: str, delay_s: float, error: Exception) -> None:

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
-from ckptmirror.formats.aliases import KEY as ALIASES
-from ckptmirror.formats.aliases import aliases_of
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.dataloader_state import knows_its_position, position_of, warn_left_alone
 from ckptmirror.formats.depth import too_deep
+from ckptmirror.formats.extra_aliases import KEY as ALIASES
+from ckptmirror.formats.extra_aliases import aliases_of
 from ckptmirror.formats.names import bare, live_parameters, live_values
 from ckptmirror.formats.optimizer_state import capture_optimizer
 from ckptmirror.formats.plain import encode

@@ -40,7 +40,7 @@ from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
 from ckptmirror.formats.plain import decode
 from ckptmirror.formats.shards import piece_of
-from ckptmirror.formats.tied import refuse_two_values, sharing
+from ckptmirror.formats.tied_weights import refuse_two_values, sharing
 from ckptmirror.formats.unpickle import (
     broken,
     check_regular,

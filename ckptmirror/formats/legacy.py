@@ -44,7 +44,7 @@ from ckptmirror.formats.versions import Versions, plain_model
 
 __all__ = ["LegacyState", "load_legacy", "read_legacy"]
 
-_log = logging.getLogger("ckptmirror.older")
+_log = logging.getLogger("ckptmirror.legacy")
 _MODEL = "model"
 # The keys under which legacy writers kept the parts of a TrainState.
 _PART_OF = {

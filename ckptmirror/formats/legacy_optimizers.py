@@ -40,7 +40,7 @@ __all__ = [
 # Groups of optimizer keys: AdamW, Muon and scheduler histories; AdamW and Muon; AdamW; none.
 optimizer_key_counts = [3, 2, 1, 0]
 
-_log = logging.getLogger("ckptmirror.older")
+_log = logging.getLogger("ckptmirror.legacy")
 _KEY = re.compile(r"(?:optimizer|optim)s?(?:_([0-9]{1,3}))?", re.ASCII)
 
 

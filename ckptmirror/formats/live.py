@@ -22,7 +22,7 @@ from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.formats.memory import overlaps_itself
 from ckptmirror.formats.names import LiveValues, live_values, makes_room, match_names
 from ckptmirror.formats.shards import Piece, fill, local_of, region_of
-from ckptmirror.formats.tied import refuse_two_values
+from ckptmirror.formats.tied_weights import refuse_two_values
 from ckptmirror.formats.versions import Versions, attached, for_live, migrating
 
 __all__ = ["Check", "check_fits", "finish_model", "load_model", "pair_names", "warn_missing", "warn_unused"]

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
-from ckptmirror.formats.aliases import in_order
 from ckptmirror.formats.buffers import fill_buffer, is_buffer
+from ckptmirror.formats.extra_aliases import in_order
 from ckptmirror.formats.live import Check, load_model, warn_missing, warn_unused
 from ckptmirror.formats.memory import Taken, holds, same
 from ckptmirror.formats.names import live_parameters

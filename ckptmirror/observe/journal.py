@@ -23,10 +23,10 @@ from pathlib import Path
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.journal import FILE_LIMIT_BYTES, JournalEntry, line_of
+from ckptmirror.core.rate_limit import RateLimit
 from ckptmirror.local.line_file import append_line
 from ckptmirror.local.uploads.lease_clock import BootClock
 from ckptmirror.observe.log import log_failure
-from ckptmirror.observe.seldom import Seldom
 
 __all__ = ["Journal", "bus_with_journal"]
 
@@ -69,7 +69,7 @@ class Journal:
         self._writer = secrets.token_hex(4)
         self._number = 0
         self._lost = False
-        self._seldom = Seldom(lambda: self._boot.now_ms() / 1000)
+        self._rate_limit = RateLimit(lambda: self._boot.now_ms() / 1000)
 
     def __call__(self, event: events.Event) -> None:
         """Write one event."""
@@ -108,9 +108,9 @@ class Journal:
 
     def _is_due(self, event: events.Event) -> bool:
         if isinstance(event, events.MirrorUnreachable):
-            return self._seldom.is_due(("unreachable", event.mirror), _UNREACHABLE_EVERY_S)
+            return self._rate_limit.is_due(("unreachable", event.mirror), _UNREACHABLE_EVERY_S)
         if isinstance(event, events.RotationRefused):
-            return self._seldom.is_due(("refused", event.save_id), _REFUSED_EVERY_S)
+            return self._rate_limit.is_due(("refused", event.save_id), _REFUSED_EVERY_S)
         return True
 
 

@@ -17,7 +17,7 @@ from shlex import quote
 
 from ckptmirror.core import events
 from ckptmirror.core.log_fields import fields_of
-from ckptmirror.observe.seldom import Seldom
+from ckptmirror.core.rate_limit import RateLimit
 
 __all__ = ["LINES", "LogListener", "log_failure"]
 
@@ -75,7 +75,7 @@ class LogListener:
 
     def __init__(self, root: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._at_root = "" if root is None else f" --root {quote(str(root))}"
-        self._seldom = Seldom(clock)
+        self._rate_limit = RateLimit(clock)
 
     def __call__(self, event: events.Event) -> None:
         """Log one event."""
@@ -88,9 +88,9 @@ class LogListener:
     def _is_due(self, event: events.Event) -> bool:
         match event:
             case events.RotationRefused():
-                return self._seldom.is_due(f"{event.save_id} {event.reason}", _REPEAT_S)
+                return self._rate_limit.is_due(f"{event.save_id} {event.reason}", _REPEAT_S)
             case events.MirrorUnreachable():
-                return self._seldom.is_due(event.mirror, _REPEAT_S)
+                return self._rate_limit.is_due(event.mirror, _REPEAT_S)
         return True
 
 

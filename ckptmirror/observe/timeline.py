@@ -20,8 +20,8 @@ from typing import Any
 from ckptmirror.core import events
 from ckptmirror.core.clock_jumps import Jump, LaidClock, Reading
 from ckptmirror.core.journal import JournalEntry, utc_seconds
-from ckptmirror.observe.bars import Bar, BarKind, Outcome, ended_bar
 from ckptmirror.observe.history import History
+from ckptmirror.observe.timeline_bars import Bar, BarKind, Outcome, ended_bar
 from ckptmirror.observe.timeline_uploads import forgotten_saves, upload_bars
 
 __all__ = ["Timeline", "build_timeline"]

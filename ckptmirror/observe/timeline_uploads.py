@@ -16,7 +16,7 @@ from ckptmirror.core import names
 from ckptmirror.core.journal import utc_seconds
 from ckptmirror.core.lifecycle import SETTLED, RecordState
 from ckptmirror.local.uploads import Transition
-from ckptmirror.observe.bars import Bar, ended_bar
+from ckptmirror.observe.timeline_bars import Bar, ended_bar
 
 __all__ = ["forgotten_saves", "upload_bars"]
 

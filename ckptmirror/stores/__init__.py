@@ -49,9 +49,9 @@ def open_store(
     module, normalised = _understood(url)
     store: Store = module.open(normalised)
     if store.local_directory is not None:
-        from ckptmirror.stores.bounded import BoundedStore
+        from ckptmirror.stores.hang_guarded import HangGuardedStore
 
-        store = BoundedStore(store, store.local_directory)
+        store = HangGuardedStore(store, store.local_directory)
     if bus is not None:
         from ckptmirror.stores.observed import ObservedStore
 

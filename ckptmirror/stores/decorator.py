@@ -1,4 +1,4 @@
-"""A store around a store: what bounded, observed, throttled, retrying and remembering stores are made from.
+"""A store around a store: what hang-guarded, observed, throttled, retrying and remembering stores are made from.
 
 Rules:
 * It passes everything on. A decorator overrides what it changes, and nothing else.

@@ -37,6 +37,7 @@ _SHORTEST_S = 0.01  # with less than this left it is over
 _VARIABLE = "CKPTMIRROR_RETRY_S"
 
 OnWait: TypeAlias = Callable[[str, float, StoreTemporary], None]
+"""Called when a mirror is asked again later: its URL, in how many seconds, and why."""
 _Result = TypeVar("_Result")
 
 

@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from ckptmirror.core.events import EventBus
+from ckptmirror.stores import file as file_store
 from ckptmirror.stores import (
-    bounded,
     fsspec_any,
     gs,
+    hang_guarded,
     memory,
     observed,
     open_store,
@@ -28,7 +29,6 @@ from ckptmirror.stores import (
     retrying,
     throttled,
 )
-from ckptmirror.stores import file as file_store
 from ckptmirror.stores.base import Store, Upload
 from ckptmirror.stores.gs_http import Endpoint, Limits
 from ckptmirror.stores.locations import BucketLocation
@@ -138,7 +138,7 @@ OPENERS: dict[str, Make] = {
             make(directory, server), word, decorator
         )
         for word, decorator in (
-            ("bounded", lambda store: bounded.BoundedStore(store, Path(f"/nowhere-{next(_numbers)}"))),
+            ("hang_guarded", lambda store: hang_guarded.HangGuardedStore(store, Path(f"/nowhere-{next(_numbers)}"))),
             ("retrying", retrying.RetryingStore),
             ("faulty", FaultyStore),
             ("remembering", _remembering),

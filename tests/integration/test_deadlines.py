@@ -12,7 +12,7 @@ import pytest
 from ckptmirror import CheckpointManager
 from ckptmirror.core.errors import DeadlinePassed, StoreTemporary
 from ckptmirror.flow.drain import drain, push
-from ckptmirror.flow.retention.rotator import Rotator
+from ckptmirror.flow.retention.rotation_thread import RotationThread
 from ckptmirror.flow.upload.workers import UploadWorkers
 from ckptmirror.stores import memory
 from tests.kit.faulty_store import FaultyStore, StoreFault
@@ -57,7 +57,7 @@ def limits_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
         return stop_and_note
 
-    for kind in (Rotator, UploadWorkers):
+    for kind in (RotationThread, UploadWorkers):
         monkeypatch.setattr(kind, "stop", noted(kind.stop))
     return found
 

@@ -14,7 +14,7 @@ from ckptmirror.cli._program import program
 from ckptmirror.core import errors, names
 from ckptmirror.flow.save.emergency_files import note_path
 from ckptmirror.local.uploads import UploadsTable
-from ckptmirror.observe.bars import BarKind, Outcome
+from ckptmirror.observe.timeline_bars import BarKind, Outcome
 from tests.kit.cli import run
 from tests.kit.roots import fail_uploads, make_mirrored, make_pending, require
 from tests.kit.saves import FIRST_ATTEMPT, put_attempts

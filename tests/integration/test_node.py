@@ -25,7 +25,7 @@ from ckptmirror.flow import drain as drain_verb
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
-from ckptmirror.flow.retention.mirror_audit import Recheck
+from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.rotation import rotate_root
 from ckptmirror.flow.start.claim import RunClaim
 from ckptmirror.flow.start.leader import Node
@@ -300,11 +300,11 @@ def test_a_drain_asks_mirrors_without_the_roots_lock(
     honest = drain_verb.carry_on
     started: list[bool] = []
 
-    def carry_on(root: Path, table: UploadsTable, mirrors: list[Mirror], recheck: Recheck) -> bool:
+    def carry_on(root: Path, table: UploadsTable, mirrors: list[Mirror], audit: MirrorAudit) -> bool:
         with suppress(RootLocked):
             node(url).close()
             started.append(True)
-        return honest(root, table, mirrors, recheck)
+        return honest(root, table, mirrors, audit)
 
     monkeypatch.setattr(drain_verb, "carry_on", carry_on)
     drain(tmp_path / "root", timeout_s=30.0)

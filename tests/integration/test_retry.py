@@ -10,7 +10,7 @@ import pytest
 
 from ckptmirror.core.errors import CheckpointNotFound, ConfigError, NoTable
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.flow.upload.retry import retry
+from ckptmirror.flow.upload.retry_failed import retry
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.table_place import table_path
 from ckptmirror.local.uploads import UploadsTable

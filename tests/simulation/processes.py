@@ -19,7 +19,7 @@ from ckptmirror.core.start.decide import Wish
 from ckptmirror.flow.drain import _reconcile_if_free
 from ckptmirror.flow.places.attempt_lists import met_here, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.flow.retention.mirror_audit import Recheck
+from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.reconcile import carry_on, forget_brought
 from ckptmirror.flow.retention.rotation import RotationReport, rotate
 from ckptmirror.flow.save.commit import commit_save, free_tag
@@ -248,7 +248,7 @@ class Drainer:
         self.table = UploadsTable.open(path, clock=world.clock)
         try:
             self.mirrors = world.mirrors_for(lambda _place, _name: None)
-            _reconcile_if_free(host.root, self.table, world.specs, self.mirrors, Recheck(self.table, self.mirrors))
+            _reconcile_if_free(host.root, self.table, world.specs, self.mirrors, MirrorAudit(self.table, self.mirrors))
             self.table.retry_failed()
         except BaseException:
             self.table.close()

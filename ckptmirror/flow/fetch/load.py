@@ -17,11 +17,11 @@ from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UsageErro
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.training_config import _patch_missing_config_keys
 from ckptmirror.flow.places.catalog import local_catalog
-from ckptmirror.flow.places.older import look_up_older, meta_of_older
+from ckptmirror.flow.places.legacy_references import look_up_older, meta_of_older
 from ckptmirror.flow.places.reference import CheckpointReference
 from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
 from ckptmirror.local.checksums import verify_file
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint", "meta_of", "on_this_disk"]
 
@@ -73,7 +73,7 @@ def load_checkpoint(
     config, added = _patch_missing_config_keys(loaded.meta.training_config, new_config_keys or {})
     if not added:
         return loaded
-    saying(_log, found).warning("step %d was saved before there was %s: off", found.step, ", ".join(added))
+    save_logger(_log, found).warning("step %d was saved before there was %s: off", found.step, ", ".join(added))
     return replace(loaded, meta=replace(loaded.meta, training_config=config))
 
 

@@ -19,7 +19,7 @@ from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.flow.fetch.load import meta_of, on_this_disk
 from ckptmirror.flow.places.catalog import local_catalog
-from ckptmirror.flow.places.older import look_up_older
+from ckptmirror.flow.places.legacy_references import look_up_older
 from ckptmirror.flow.places.reference import CheckpointReference
 from ckptmirror.flow.places.resolve import main_path, resolve_checkpoint_reference
 from ckptmirror.flow.places.select import choose
@@ -31,7 +31,7 @@ from ckptmirror.ranks.base import Ranks, exchange_result
 if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadReport
     from ckptmirror.formats.train_state import TrainState
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 
 __all__ = ["Reference", "ResumeInfo", "check_share", "load_kind", "load_state"]
 
@@ -92,7 +92,7 @@ def load_state(
     report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
     missing = (*report.missing, *left_out(state, exclude))
     for part in missing:
-        saying(_log, given, rank=ranks.rank).warning("step %d: %s", report.step, part)
+        save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", report.step, part)
     return ResumeInfo(given.step, given.save_id or "", given.kind, str(given.path), report.loaded, missing, ())
 
 

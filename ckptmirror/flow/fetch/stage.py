@@ -28,13 +28,14 @@ from ckptmirror.flow.fetch.stage_progress import OnProgress, StageProgress
 from ckptmirror.flow.fetch.staging import Staging, wanted_artifacts
 from ckptmirror.flow.places.attempt_lists import read_local_attempts, told_here
 from ckptmirror.flow.places.catalog import mirror_catalog
-from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, OnWait, check_destination, mirror_specs
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, check_destination, mirror_specs
 from ckptmirror.flow.places.resolve import main_path
 from ckptmirror.flow.places.select import choose
 from ckptmirror.local import files
 from ckptmirror.local.lock import SHORT_VERBS, OnHeld, RootLock, exclusive
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.stores import open_store
+from ckptmirror.stores.retrying import OnWait
 
 __all__ = ["StageProgress", "StagedCheckpoint", "stage_checkpoint_step", "stage_save"]
 
@@ -187,8 +188,9 @@ def stage_save(
 
 
 def _waiting(meta: Meta, root: Path) -> OnHeld:
-    """Return what says that this stage waits for another process."""
-    return lambda who: saying(_log, meta).warning("step %d waits for another process in %s: %s", meta.step, root, who)
+    """Return a callback that logs which process this stage waits for."""
+    logger = save_logger(_log, meta)
+    return lambda who: logger.warning("step %d waits for another process in %s: %s", meta.step, root, who)
 
 
 def _check_run(dest: Path, meta: Meta, mirror: Mirror, *, repair: bool = False) -> None:

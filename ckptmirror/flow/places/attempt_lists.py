@@ -32,7 +32,7 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local import files
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.local.inventory import read_inventory
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 
 __all__ = [
     "attempts_here",
@@ -111,7 +111,7 @@ def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[Attempt
                 f"{mirror.url}/{names.WRITER_NAME} is broken: {error}",
                 hint="The next start of the trainer rebuilds it.",
             ) from error
-        saying(_log, mirror=mirror.url).error(
+        save_logger(_log, mirror=mirror.url).error(
             "%s/%s is broken and is rebuilt: %s", mirror.url, names.WRITER_NAME, error
         )
         return None, info.generation

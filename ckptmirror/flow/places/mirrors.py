@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,20 +23,21 @@ from ckptmirror.core.errors import BrokenTable, ConfigError, IntegrityError, Nam
 from ckptmirror.core.events import EventBus
 from ckptmirror.core.lifecycle import WAITING
 from ckptmirror.core.model import new_id
+from ckptmirror.core.rate_limit import RateLimit
 from ckptmirror.core.sealed_json import open_sealed, seal
 from ckptmirror.local import files
 from ckptmirror.local.hang_guard import hang_guard
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import MirrorRow, UploadsTable
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.decorator import StoreDecorator
 from ckptmirror.stores.remembering import RememberingStore
+from ckptmirror.stores.retrying import OnWait
 
 __all__ = [
     "Mirror",
     "MirrorSpec",
-    "OnWait",
     "ask_patiently",
     "check_destination",
     "check_places",
@@ -53,11 +54,8 @@ __all__ = [
 
 _NOTE_FORMAT = "ckptmirror-mirror"
 _NOTE_LIMIT_BYTES = 64 * 1024
-_SAY_EVERY_S = 30.0
+_LOG_EVERY_S = 30.0
 _log = logging.getLogger("ckptmirror")
-
-OnWait = Callable[[str, float, Exception], None]
-"""Called when a mirror is asked again later: its URL, in how many seconds, and why."""
 
 
 @dataclass(frozen=True)
@@ -155,14 +153,14 @@ def open_mirrors(
 
 
 def _log_waits() -> OnWait:
-    """Return what says in the log, every half minute, that a mirror is waited for."""
-    said_s: dict[str, float] = {}
+    """Return a callback that logs, at most every half minute for each mirror, that it is waited for."""
+    limit = RateLimit(time.monotonic)
 
     def log_wait(url: str, delay_s: float, error: Exception) -> None:
-        now_s = time.monotonic()
-        if now_s - said_s.get(url, -math.inf) >= _SAY_EVERY_S:
-            said_s[url] = now_s
-            saying(_log, mirror=url).warning("waiting for %s (retry in %.0f s): %s", url, math.ceil(delay_s), error)
+        if limit.is_due(url, _LOG_EVERY_S):
+            save_logger(_log, mirror=url).warning(
+                "waiting for %s (retry in %.0f s): %s", url, math.ceil(delay_s), error
+            )
 
     return log_wait
 
@@ -190,7 +188,7 @@ def set_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> None:
     with contextlib.suppress(BrokenTable):
         pushed = [row.url for row in table.mirrors() if row.pushed and row.url not in urls]
     for url, count in left_behind(table, {*urls, *pushed}).items():
-        saying(_log, mirror=url).error(
+        save_logger(_log, mirror=url).error(
             "%d files wait for %s, which is no longer a mirror: they are not sent until it is one again",
             count,
             url,

@@ -42,11 +42,11 @@ from ckptmirror.flow.places.select import (
 )
 from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.stores import normalise_url, open_store
 
 if TYPE_CHECKING:
-    from ckptmirror.local.older import OlderCheckpoint
+    from ckptmirror.local.legacy_listing import OlderCheckpoint
 
 __all__ = [
     "CheckpointReference",
@@ -134,7 +134,9 @@ def _on_disk(root: Path, located: Located, kind: Kind | None) -> CheckpointRefer
         return _named(root, located.name, kind)
     catalog = local_catalog(root)
     if not catalog.saves and not catalog.problems:
-        from ckptmirror.flow.places.older import newest_older  # here and below only now: most verbs never need it
+        from ckptmirror.flow.places.legacy_references import (
+            newest_older,  # here and below only now: most verbs never need it
+        )
 
         if (found := newest_older(root, kind)) is not None:
             return found
@@ -154,7 +156,7 @@ def _latest(link: Path, root: Path, target: str, kind: Kind | None) -> Checkpoin
         newest, _ = choose(local_catalog(root), "latest", staged=True)
         if newest.save_id != found.save_id and found.kind != "emergency":
             saves = (found.step, (found.save_id or "legacy")[:8], newest.step, newest.save_id)
-            saying(_log, found).warning(
+            save_logger(_log, found).warning(
                 "%s names step %d (save %.8s); a reader would take step %d (save %.8s)", link, *saves
             )
     return found
@@ -177,7 +179,7 @@ def _named(root: Path, name: str, kind: Kind | None) -> CheckpointReference:
     for item in inventory.broken:
         if _stem_of(item.path.name) == _stem_of(name):
             raise BrokenMeta(f"{item.path} cannot be trusted: {item.why}")
-    from ckptmirror.flow.places.older import named_older
+    from ckptmirror.flow.places.legacy_references import named_older
 
     if (found := named_older(root, name, kind)) is not None:
         return found
@@ -221,7 +223,7 @@ def _main_tops(artifacts: Iterable[Artifact], kind: Kind) -> Iterable[str]:
 
 
 def _on_mirror(place: str, located: Located, kind: Kind | None) -> CheckpointReference:
-    from ckptmirror.flow.places.older import not_on_a_mirror, older_on_mirror
+    from ckptmirror.flow.places.legacy_references import not_on_a_mirror, older_on_mirror
 
     parsed, last = located.parsed, located.name
     url = normalise_url(place)
@@ -262,7 +264,7 @@ def resolve_resume_path(root: Path | str) -> Path | None:
     catalog = local_catalog(root)
     table = not_superseded(catalog, placed=True)
     if not table:
-        from ckptmirror.flow.places.older import ADOPT_HINT, find_older
+        from ckptmirror.flow.places.legacy_references import ADOPT_HINT, find_older
 
         for older in find_older(root)[-1:]:
             _log.warning("nothing to resume in %s: %s is a legacy checkpoint. %s", root, older.path, ADOPT_HINT)
@@ -283,7 +285,7 @@ def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> l
     A DCP step counts only with its ``.metadata``, a valid meta, and every artifact with exactly its size. A step that
     an older writer left counts with its ``.metadata`` (or its model file) and a ``meta.json`` that speaks for it.
     """
-    from ckptmirror.flow.places.older import older_steps
+    from ckptmirror.flow.places.legacy_references import older_steps
 
     root = files.absolute_dir(root, "root")
     if not root.is_dir():
@@ -316,7 +318,7 @@ def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
 
 
 def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
-    from ckptmirror.flow.places.older import find_older, older_on_mirror
+    from ckptmirror.flow.places.legacy_references import find_older, older_on_mirror
 
     lines = [line for one in by_run(catalog) for line in _listed_whole(one)]
     for name, problem in catalog.problems.items():

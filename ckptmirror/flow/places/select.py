@@ -22,7 +22,7 @@ from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.problems import Candidate, facts_of, first_in_line, not_readable, passed_by, strangers
 from ckptmirror.core.start.lineage import Lineage, SaveFacts
 from ckptmirror.flow.places.catalog import Catalog
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 
 __all__ = [
     "MAIN_ROLE",
@@ -166,7 +166,7 @@ def _refuse_a_broken_kind(catalog: Catalog, step: int, kind: Kind | None) -> Non
 def _tell_of_a_broken_kind(catalog: Catalog, meta: Meta, taken: Kind) -> None:
     for problem in catalog.problems.values():
         if problem.save_id == meta.save_id and READ_ORDER[0] in problem.kinds:
-            saying(_log, meta).warning("step %d is taken in kind %s: %s", meta.step, taken, problem.why)
+            save_logger(_log, meta).warning("step %d is taken in kind %s: %s", meta.step, taken, problem.why)
 
 
 def _tell_of_a_later_save(table: Mapping[tuple[int, Kind], Meta], step: int, taken: Kind) -> None:
@@ -174,7 +174,7 @@ def _tell_of_a_later_save(table: Mapping[tuple[int, Kind], Meta], step: int, tak
     for (other_step, kind), meta in table.items():
         later = (meta.attempt.number, meta.save_number) > (mine.attempt.number, mine.save_number)
         if other_step == step and later:
-            saying(_log, mine).warning(
+            save_logger(_log, mine).warning(
                 "step %d is taken in kind %s from save %s; a later one, %s, has it in kind %s: ask for that to get it",
                 step,
                 taken,
@@ -193,7 +193,7 @@ def warn_of_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind) -> None:
 def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_for: bool) -> None:
     for save in strangers(lineage_of(catalog), attempts_of(catalog)):
         if save.step >= meta.step and kind in save.kinds:
-            saying(_log, save).warning(
+            save_logger(_log, save).warning(
                 "skipped step %d (save %s) in %s: no list there has its attempt, which continued elsewhere, or "
                 "was never recorded; name it by its path if it is right",
                 save.step,
@@ -212,7 +212,7 @@ def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_f
         if not is_asked_for:  # one broken meta keeps nobody from the other steps
             _log.warning("skipped %s: %s", where, problem.why)
         elif problem.step == meta.step and problem.meta is None and not problem.hindrance:
-            saying(_log, meta).warning(
+            save_logger(_log, meta).warning(
                 "step %d is taken from the whole save %s; beside it %s is broken (%s): `ckptmirror verify %s` names "
                 "what to delete",
                 meta.step,

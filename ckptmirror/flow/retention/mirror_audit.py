@@ -26,10 +26,10 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
-__all__ = ["ASK_AGAIN_S", "Recheck", "forget_verified"]
+__all__ = ["ASK_AGAIN_S", "MirrorAudit", "forget_verified"]
 
 ASK_AGAIN_S = 10.0
 _SHORT_S = 0.2
@@ -47,7 +47,7 @@ class _Question:
         return self.error is not None and reach_after(self.error) is Reach.SILENT
 
 
-class Recheck:
+class MirrorAudit:
     """Which mirrors have been asked by this process for what they are to hold. May be used by several threads.
 
     Args:
@@ -165,7 +165,7 @@ def _ask(table: UploadsTable, mirror: Mirror) -> None:
     for record, why in missed:
         forget_verified(table, record, f"{record.object or record.path} {why}")
     if missed:
-        saying(_log, mirror=mirror.url).error(
+        save_logger(_log, mirror=mirror.url).error(
             "%d objects that were verified on %s are gone, and are sent again: %s …",
             len(missed),
             mirror.url,
@@ -189,4 +189,4 @@ def forget_verified(table: UploadsTable, record: UploadRecord, reason: str) -> N
         try:
             table.unverify(one.save_id, one.path, one.mirror, reason)
         except (CheckpointNotFound, IllegalTransition) as error:  # rotated, or found missing by another, meanwhile
-            saying(_log, one).info("%s is no longer kept on %s: %s", one.path, one.mirror, error)
+            save_logger(_log, one).info("%s is no longer kept on %s: %s", one.path, one.mirror, error)

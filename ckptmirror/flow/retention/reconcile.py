@@ -32,14 +32,14 @@ from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.places.trash import empty_trash, parsed_in_trash
 from ckptmirror.flow.retention.durability import open_saves
-from ckptmirror.flow.retention.mirror_audit import Recheck
+from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.rotation import finish_interrupted
 from ckptmirror.flow.save.commit import claimed_by_others, made_by, may_be_meta_of, remove_uncommitted
 from ckptmirror.flow.save.emergency_files import remove_stale_notes
 from ckptmirror.flow.upload.workers import free_dead_workers
 from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import SaveRow, UploadsTable
 
 __all__ = [
@@ -123,7 +123,7 @@ def _forget_gone(root: Path, table: UploadsTable, on_disk: Collection[str]) -> t
         if not missing or _is_something_left(root, table, save):
             continue
         reason = f"nothing of it is left in {root}; {missing[0].mirror}: {missing[0].reason}"
-        saying(_log, save, event="SaveGone").error(
+        save_logger(_log, save, event="SaveGone").error(
             "the save of step %d was removed before it was mirrored: %s", save.step, reason
         )
         table.forget_save(save.save_id, REMOVED_REASON)
@@ -168,7 +168,7 @@ def add_missing_records(
             count = _add(table, wanted, meta)
         except IntegrityError as error:
             if meta.staged_from is None:
-                saying(_log, meta).error("step %d: %s", meta.step, error)
+                save_logger(_log, meta).error("step %d: %s", meta.step, error)
                 continue
             had = {record.mirror for record in table.records(save_id=meta.save_id)}
             table.forget_save(meta.save_id, "staged again under other names")
@@ -185,12 +185,12 @@ def _add(table: UploadsTable, urls: Sequence[str], meta: Meta) -> int:
     return count
 
 
-def carry_on(root: Path, table: UploadsTable, mirrors: Sequence[Mirror], recheck: Recheck | None = None) -> bool:
+def carry_on(root: Path, table: UploadsTable, mirrors: Sequence[Mirror], audit: MirrorAudit | None = None) -> bool:
     """What a start does once mirrors can be asked, for each when it answers; return whether one did.
 
     What was verified there is asked for, and rotations that were cut short are finished.
     """
-    if not (recheck or Recheck(table, mirrors)).ask():
+    if not (audit or MirrorAudit(table, mirrors)).ask():
         return False
     try:
         finish_interrupted(root, table, mirrors)

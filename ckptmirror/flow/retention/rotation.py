@@ -47,7 +47,7 @@ from ckptmirror.local import files
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.local.lock import exclusive
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import SaveRow, UploadRecord, UploadsTable
 
@@ -207,7 +207,7 @@ def _delete_pointed_at(
         if not pointed:
             _point_latest_elsewhere(root, meta, newest)
     except (CkptMirrorError, OSError) as error:
-        saying(_log, meta).error("step %d cannot be deleted: %s", meta.step, error)
+        save_logger(_log, meta).error("step %d cannot be deleted: %s", meta.step, error)
         return f"it cannot be deleted: {error}"
     return None
 
@@ -242,7 +242,7 @@ def _point_latest_elsewhere(root: Path, doomed: Meta, newest: Meta | None) -> bo
         try:
             files.replace_link(link, latest_target(newest))
         except LocalStorageFull as error:
-            saying(_log, doomed).warning("%s still names step %d: %s", link, doomed.step, error)
+            save_logger(_log, doomed).warning("%s still names step %d: %s", link, doomed.step, error)
             return False
     else:
         _discard(root, link)
@@ -345,7 +345,7 @@ def _finish(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[
         except WaitTimeout:
             continue  # the step is being staged, or a save shows its names: the next rotation looks again
         except (CkptMirrorError, OSError) as error:  # one save that cannot be deleted keeps no other
-            saying(_log, save).error("step %d is not all deleted yet: %s", save.step, error)
+            save_logger(_log, save).error("step %d is not all deleted yet: %s", save.step, error)
             continue
         if gone:
             empty_trash(root)

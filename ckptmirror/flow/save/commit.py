@@ -41,7 +41,7 @@ from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.listing import Listing
 from ckptmirror.local.lock import exclusive
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 
 if TYPE_CHECKING:  # readers of a mirror pass through here and need no table
     from ckptmirror.local.uploads import UploadsTable
@@ -111,7 +111,7 @@ def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], 
     try:
         table.release_save(meta.save_id)
     except CkptMirrorError as error:  # the save exists: whoever looks next over table and disk releases it
-        saying(_log, meta).error(
+        save_logger(_log, meta).error(
             "step %d is committed, but not handed to the uploads yet: %s; `ckptmirror drain --root %s` does that, or "
             "the next start",
             meta.step,
@@ -121,7 +121,7 @@ def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], 
     try:
         files.replace_link(root / names.LATEST_NAME, latest_target(meta))
     except CkptMirrorError as error:  # a hint for people: the save exists, whatever stands in the way of the link
-        saying(_log, meta).warning(
+        save_logger(_log, meta).warning(
             "step %d is committed, but %s does not name it: %s", meta.step, names.LATEST_NAME, error
         )
 
@@ -132,7 +132,7 @@ def _take_back(root: Path, table: UploadsTable, meta: Meta) -> None:
         remove_uncommitted(root, meta.save_id, made_by(meta))
         table.discard_unreleased([meta.save_id])
     except (OSError, CkptMirrorError) as error:  # its records stay too, by which the next start knows what to remove
-        saying(_log, meta).warning(
+        save_logger(_log, meta).warning(
             "what is left of the failed save of step %d stays until the next start: %s", meta.step, error
         )
 

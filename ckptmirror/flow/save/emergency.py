@@ -30,7 +30,7 @@ from ckptmirror.flow.save.emergency_files import note_path, read_note, write_not
 from ckptmirror.flow.save.handle import SaveHandle
 from ckptmirror.flow.save.persistent_dir import keep_copy
 from ckptmirror.local import files
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 
 if TYPE_CHECKING:
     from ckptmirror.formats.train_state import TrainState
@@ -101,7 +101,7 @@ def save_emergency(
     except LocalStorageFull as error:
         if persistent_dir is None:
             raise
-        saying(_log, plan, rank=rank).error(
+        save_logger(_log, plan, rank=rank).error(
             "the emergency snapshot of step %d goes to %s alone: %s", step, persistent_dir, error
         )
         home = persistent_dir
@@ -111,7 +111,7 @@ def save_emergency(
         try:
             files.replace_link(root / names.LATEST_NAME, name)
         except CkptMirrorError as error:  # a hint for people: the snapshot is durable, whatever stands in the way
-            saying(_log, meta, rank=rank).warning(
+            save_logger(_log, meta, rank=rank).warning(
                 "the emergency snapshot of step %d is durable, but latest does not name it: %s", step, error
             )
     bus.emit(

@@ -43,7 +43,7 @@ from ckptmirror.local.file_systems import refuse_fuse
 from ckptmirror.local.hang_guard import beat, hang_guard
 from ckptmirror.local.listing import is_not_readable_now
 from ckptmirror.local.pool import run_jobs
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 
 __all__ = ["bring_snapshot", "copy_of", "keep_copy", "open_persistent", "persistent_catalog", "snapshots_in"]
 
@@ -107,7 +107,7 @@ def keep_copy(root: Path, name: str, meta: Meta, rank: int, directory: Path) -> 
         write = partial(files.write_bytes, final, meta_to_bytes(meta), save_id=meta.save_id)
         guard.call(write, limit_s=_EMERGENCY_S)
     except (CkptMirrorError, OSError) as error:
-        saying(_log, meta, rank=rank).error(
+        save_logger(_log, meta, rank=rank).error(
             "the emergency snapshot of step %d is on this disk alone; it has no whole copy in %s: %s",
             meta.step,
             directory,
@@ -200,7 +200,7 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
     with contextlib.suppress(NameTaken):  # it was taken on this disk
         write_note(root, meta.save_id, name, directory)
     empty_trash(root)
-    saying(_log, meta).info("the emergency snapshot of step %d was copied back from %s", meta.step, directory)
+    save_logger(_log, meta).info("the emergency snapshot of step %d was copied back from %s", meta.step, directory)
 
 
 def _stray(root: Path, name: str, meta: Meta) -> str | None:

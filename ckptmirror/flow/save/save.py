@@ -35,7 +35,7 @@ from ckptmirror.core.errors import (
     StepBehind,
 )
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
-from ckptmirror.core.replicas import Held, digests_of
+from ckptmirror.core.rank_agreement import Held, digests_of
 from ckptmirror.flow.save.commit import commit_save, free_tag, may_be_meta_of
 from ckptmirror.flow.save.handle import SaveHandle, TurnLock
 from ckptmirror.flow.save.save_parts import (
@@ -54,7 +54,7 @@ from ckptmirror.flow.save.save_parts import (
     write_files,
 )
 from ckptmirror.local import files
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.ranks.base import Ranks
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Saver:
         try:
             threading.Thread(target=work, name=f"ckptmirror-save-{request.step}", daemon=daemon).start()
         except RuntimeError as error:
-            saying(_log, request).warning("step %d is saved while its caller waits: %s", request.step, error)
+            save_logger(_log, request).warning("step %d is saved while its caller waits: %s", request.step, error)
         else:
             return
         work()
@@ -259,7 +259,7 @@ class Saver:
         if earlier is None:
             return
         if not earlier.done() and earlier._error is None:
-            saying(_log, earlier).warning(
+            save_logger(_log, earlier).warning(
                 "step %d is still being written: the next save waits. Save less often, or give the root a faster disk.",
                 earlier.step,
             )
@@ -420,6 +420,6 @@ class Saver:
         try:
             files.remove_temporaries(self.root, context.save_id, rank=context.rank, shared=context.is_leader)
         except (OSError, CkptMirrorError) as error:
-            saying(_log, context.name).warning(
+            save_logger(_log, context.name).warning(
                 "temporaries of step %d stay until the next start: %s", context.name.step, error
             )

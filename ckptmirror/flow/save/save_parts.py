@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmirror.core import replicas
+from ckptmirror.core import rank_agreement
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable, RankFailed, RanksDiffer, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName, parse_name
 from ckptmirror.core.plain_values import finite_metrics, plain_values
-from ckptmirror.core.replicas import Digests, Held
+from ckptmirror.core.rank_agreement import Digests, Held
 from ckptmirror.flow.places.mirrors import MirrorSpec
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.ranks.base import Ranks
 
@@ -170,7 +170,7 @@ class SaveMetadata:
         """Make it plain, now. Metrics that are not finite are left out, with a warning."""
         metrics, dropped = finite_metrics(request.metrics)
         if dropped:
-            saying(_log, request).warning(
+            save_logger(_log, request).warning(
                 "step %d: the metrics %s are not finite and are left out", request.step, ", ".join(dropped)
             )
         return cls(metrics, plain_values(request.fields), plain_values(dict(state.training_config or {})))
@@ -232,27 +232,27 @@ class ReplicaCheck:
             RanksDiffer: Parameters, or the optimizer's state, differ. Raised on every rank.
         """
         self.differ = False
-        asked = replicas.representatives(digests, skip=replicas.BUFFERS if self._buffers_differ else None)
+        asked = rank_agreement.representatives(digests, skip=rank_agreement.BUFFERS if self._buffers_differ else None)
         if not asked:
             return
         mine = [one for one in held if ranks.rank in asked.get(one.group, ())]
         lists = ranks.exchange(mine, what=f"compare the tensors of step {context.name.step}")
-        found = replicas.differing(lists)
-        if names := found.pop(replicas.BUFFERS, None):
+        found = rank_agreement.differing(lists)
+        if names := found.pop(rank_agreement.BUFFERS, None):
             self._buffers_differ = True
             if ranks.rank == 0:
-                saying(_log, context.name).warning(
+                save_logger(_log, context.name).warning(
                     "the ranks hold different values of %s: rank 0's are saved, in this save and later ones, as "
                     "replicas that train together continue from rank 0's",
                     _some(names),
                 )
         if found:
             self.differ = True
-            apart = next(sides for group in found if (sides := replicas.sides(digests, group)))
+            apart = next(sides for group in found if (sides := rank_agreement.sides(digests, group)))
             names = [name for group in found.values() for name in group]
             raise RanksDiffer(
                 f"{_some(names)} {'have' if len(names) > 1 else 'has'} different values on "
-                f"{replicas.ranks_text(apart)}, and a checkpoint keeps one value under each name."
+                f"{rank_agreement.ranks_text(apart)}, and a checkpoint keeps one value under each name."
             )
 
 
@@ -275,7 +275,7 @@ class StallDetector:
         )
         earlier, self._previous = self._previous, (meta.step, sums)
         if sums and earlier[1] == sums and earlier[0] != meta.step:
-            saying(_log, meta).warning(
+            save_logger(_log, meta).warning(
                 "step %d holds exactly the tensors of the save before it: is the optimizer stepping?", meta.step
             )
 

@@ -42,7 +42,7 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
 from ckptmirror.local.root_id import keep_root_id
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 
 __all__ = ["Bringer", "Proposal"]
 
@@ -92,7 +92,7 @@ class Bringer:
         for row in self.seen.evidence.mirrors():
             error = self.seen.seen[row.place].error if row.place in self.seen.seen else None
             if not row.answers and error is not None:
-                saying(_log, mirror=row.place).warning(
+                save_logger(_log, mirror=row.place).warning(
                     "%s does not answer and is claimed later: %s", row.place, row.why
                 )
                 self._bus.emit(events.MirrorUnreachable(mirror=row.place, reason=row.why))

@@ -1,4 +1,4 @@
-"""What the leader of a node owns: the lock, the table, the claim of the run, the uploader, the rotator.
+"""What the leader of a node owns: the lock, the table, the claim of the run, the uploader, the rotation thread.
 
 Rules:
 * It opens them in an order in which a failure leaves nothing held: lock, table, reconcile, mirrors, claim.
@@ -49,17 +49,17 @@ from ckptmirror.flow.places.mirrors import (
 )
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.retention.durability import Durability, OpenSave, open_saves
-from ckptmirror.flow.retention.mirror_audit import Recheck
+from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.retention.rotation import ROTATE_LOCK_NAME, RotationReport, rotate
-from ckptmirror.flow.retention.rotator import Rotator
+from ckptmirror.flow.retention.rotation_thread import RotationThread
 from ckptmirror.flow.save.persistent_dir import open_persistent, persistent_catalog
 from ckptmirror.flow.start.claim import RunClaim
 from ckptmirror.flow.start.control_directory import take_root_again
 from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
 from ckptmirror.local import files
 from ckptmirror.local.lock import SHORT_VERBS, RootLock, exclusive
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.status_file import write_status_file
 from ckptmirror.local.table_place import check_place, note_place, open_table
 from ckptmirror.local.uploads import LeaseClock, RootIdentity
@@ -69,7 +69,7 @@ __all__ = ["Node", "open_table"]
 
 _log = logging.getLogger("ckptmirror")
 _STOP_WORKERS_S = 10.0
-_STOP_ROTATOR_S = 60.0
+_STOP_ROTATION_S = 60.0
 _STOP_LATE_S = 5.0  # how long to stop threads if the time is up and a mirror does not answer
 _SHORT_VERB_S = 60.0  # how long a start waits for a short verb to release the root
 _STOP_BRINGING_S = 2.0
@@ -103,8 +103,8 @@ class Node:
         self._workers_per_mirror = workers_per_mirror
         self.bringing: threading.Thread | None = None  # finds a copy to resume from, and may be staging it
         self._workers: UploadWorkers | None = None
-        self._rotator: Rotator | None = None
-        self._recheck: Recheck | None = None
+        self._rotation_thread: RotationThread | None = None
+        self._audit: MirrorAudit | None = None
         self._last_step: int | None = None
         self._retaking = threading.Lock()
         self._meet_again = False
@@ -136,8 +136,8 @@ class Node:
         Raises:
             Temporary: The root is still being changed.
         """
-        rotator_ended, _ = self._stop_services()
-        if not rotator_ended or self._is_bringing():
+        rotation_ended, _ = self._stop_services()
+        if not rotation_ended or self._is_bringing():
             raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
         ask_patiently(self.mirrors)
         self.persistent = self._look_at_persistent()
@@ -168,20 +168,20 @@ class Node:
         self._add_records(lambda whole: whole)
         self.table.retry_failed()
         counting_first = sorted(self.mirrors, key=lambda mirror: mirror.url not in self._counting())
-        recheck = self._recheck = Recheck(self.table, counting_first, self._bus, notes=True)
-        self._rotator = Rotator(
-            lambda: self._ask_mirrors(recheck), lambda: recheck.waits_for(self._counting()), self._rotate_by_policy
+        audit = self._audit = MirrorAudit(self.table, counting_first, self._bus, notes=True)
+        self._rotation_thread = RotationThread(
+            lambda: self._ask_mirrors(audit), lambda: audit.waits_for(self._counting()), self._rotate_by_policy
         )
-        self._rotator.start()
+        self._rotation_thread.start()
         self._workers.start()
 
-    def _ask_mirrors(self, recheck: Recheck) -> bool:
+    def _ask_mirrors(self, audit: MirrorAudit) -> bool:
         if self._meet_again:
             self._meet_again = False
             for mirror in self.mirrors:
                 with contextlib.suppress(CkptMirrorError):  # the next start finds it again
                     mirror.store.identity()
-        has_answered = carry_on(self.root, self.table, self.mirrors, recheck)
+        has_answered = carry_on(self.root, self.table, self.mirrors, audit)
         if has_answered and self._workers is not None:
             self._workers.notify()
         return has_answered
@@ -223,8 +223,8 @@ class Node:
         """Start the uploads of a committed save, and rotate what may go."""
         if self._workers is not None:
             self._workers.notify()
-        if self._rotator is not None:
-            self._rotator.wake()
+        if self._rotation_thread is not None:
+            self._rotation_thread.wake()
         self._last_step = meta.step
         self.write_status("running")
 
@@ -232,8 +232,8 @@ class Node:
         """Record in the status that the disk had no room for a save, and rotate what may go."""
         self._skipped.append({"step": step, "reason": reason})
         self.write_status("running")
-        if self._rotator is not None:
-            self._rotator.wake()
+        if self._rotation_thread is not None:
+            self._rotation_thread.wake()
 
     def wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
         """Wait until a save (None: every save, earlier ones included) is verified on every mirror that counts.
@@ -249,7 +249,7 @@ class Node:
             workers.notify()
 
         def is_over() -> bool:
-            asked = save_id is not None or self._recheck is None or not self._recheck.waits_for(self._counting())
+            asked = save_id is not None or self._audit is None or not self._audit.waits_for(self._counting())
             return asked and not still_moving(self.table, self._counting(), save_id)
 
         workers.wait_until_verified(is_over, timeout_s)
@@ -270,7 +270,7 @@ class Node:
         return Durability(tuple(self.unsafe_saves()), unasked)
 
     def _unasked(self) -> dict[str, str]:
-        asked = self._recheck.unasked(self._counting()) if self._recheck is not None else {}
+        asked = self._audit.unasked(self._counting()) if self._audit is not None else {}
         return {url: str(error) for url, error in asked.items()}
 
     def repair_records(self, wait_s: float = _REPAIR_WAIT_S) -> None:
@@ -423,21 +423,21 @@ class Node:
         except (BrokenTable, NoTable) as error:
             self.recreate_table(error)
         if not stopped and (self.wait_mirrored(None, timeout_s) or self._workers is None):
-            if self._recheck is not None and timeout_s > 0:  # without time there is no waiting for an answer
-                return self._ask_once_more(self._recheck, deadline - time.monotonic())
+            if self._audit is not None and timeout_s > 0:  # without time there is no waiting for an answer
+                return self._ask_once_more(self._audit, deadline - time.monotonic())
             return {}  # each answered at least once
         return {} if stopped else self._unasked()
 
-    def _ask_once_more(self, recheck: Recheck, timeout_s: float) -> dict[str, str]:
+    def _ask_once_more(self, audit: MirrorAudit, timeout_s: float) -> dict[str, str]:
         """Check that no mirror was emptied, and resend what is missing; return the mirrors that do not answer."""
         ends_s = time.monotonic() + timeout_s
-        recheck.ask_once_more(self._counting(), timeout_s)
+        audit.ask_once_more(self._counting(), timeout_s)
         if self.unsafe_saves():
             self.wait_mirrored(None, ends_s - time.monotonic())
         unasked = self._unasked()
-        for url in unasked.keys() & recheck.silent():
-            saying(_log, mirror=url).warning("%s is silent now (%s); all was verified earlier", url, unasked[url])
-        return {url: why for url, why in unasked.items() if url not in recheck.silent()}
+        for url in unasked.keys() & audit.silent():
+            save_logger(_log, mirror=url).warning("%s is silent now (%s); all was verified earlier", url, unasked[url])
+        return {url: why for url, why in unasked.items() if url not in audit.silent()}
 
     def close(
         self, limit_s: float | None = None, *, saving: bool = False, services_ended: tuple[bool, bool] | None = None
@@ -445,18 +445,18 @@ class Node:
         """Stop the threads; release the table, the stores and the lock.
 
         A thread that does not end within its limit, because a mirror keeps it waiting, keeps what it uses until this
-        process ends. An uploader keeps the table and the stores. The rotator, a save in flight (``saving``) and the
-        thread that brings a copy keep the lock too, since they change the root.
+        process ends. An uploader keeps the table and the stores. The rotation thread, a save in flight (``saving``) and
+        the thread that brings a copy keep the lock too, since they change the root.
         """
-        rotator_ended, workers_ended = services_ended or self._stop_services(limit_s)
+        rotation_ended, workers_ended = services_ended or self._stop_services(limit_s)
         saving = saving or self._is_bringing()
-        is_asking = self._recheck is not None and self._recheck.is_asking()
+        is_asking = self._audit is not None and self._audit.is_asking()
         try:
-            if rotator_ended and workers_ended and not saving and not is_asking:
+            if rotation_ended and workers_ended and not saving and not is_asking:
                 self.table.close()
                 close_mirrors(self.mirrors)
         finally:
-            if rotator_ended and not saving:
+            if rotation_ended and not saving:
                 self.lock.release()
 
     def _is_bringing(self) -> bool:
@@ -465,17 +465,17 @@ class Node:
         return self.bringing is not None and self.bringing.is_alive()
 
     def _stop_services(self, limit_s: float | None = None) -> tuple[bool, bool]:
-        """Stop the rotator and the workers; return whether each ended."""
+        """Stop the rotation thread and the workers; return whether each ended."""
         stop_retrying(self.mirrors)
-        ends_s = time.monotonic() + (_STOP_ROTATOR_S if limit_s is None else min(limit_s, _STOP_ROTATOR_S))
-        rotator, workers, self._rotator, self._workers = self._rotator, self._workers, None, None
+        ends_s = time.monotonic() + (_STOP_ROTATION_S if limit_s is None else min(limit_s, _STOP_ROTATION_S))
+        rotation, workers, self._rotation_thread, self._workers = self._rotation_thread, self._workers, None, None
         if workers is not None:
             workers.ask_to_stop()
-        rotator_ended = rotator is None or rotator.stop(ends_s - time.monotonic())
+        rotation_ended = rotation is None or rotation.stop(ends_s - time.monotonic())
         workers_ended = workers is None or workers.stop(min(_STOP_WORKERS_S, max(1.0, ends_s - time.monotonic())))
-        if not (rotator_ended and workers_ended):
-            _log.warning("a mirror keeps %s busy until this process ends", "uploads" if rotator_ended else "rotation")
-        return rotator_ended, workers_ended
+        if not (rotation_ended and workers_ended):
+            _log.warning("a mirror keeps %s busy until this process ends", "uploads" if rotation_ended else "rotation")
+        return rotation_ended, workers_ended
 
     def _on_fenced(self, claim: RunClaim, reason: str) -> None:
         if claim is not self.claim:
@@ -484,5 +484,5 @@ class Node:
         self.write_status("fenced", reason=reason)
 
     def _on_event(self, event: object) -> None:
-        if isinstance(event, events.MirrorCommitted) and self._rotator is not None:
-            self._rotator.wake()
+        if isinstance(event, events.MirrorCommitted) and self._rotation_thread is not None:
+            self._rotation_thread.wake()

@@ -28,7 +28,7 @@ def settled_policy(root: Path, policy: Policy) -> tuple[str | int, Kind | None]:
     """
     if isinstance(policy, int) or (isinstance(policy, str) and "/" not in policy):
         return policy, None
-    from ckptmirror.flow.places.older import ADOPT_HINT
+    from ckptmirror.flow.places.legacy_references import ADOPT_HINT
     from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
 
     found = resolve_checkpoint_reference(policy)

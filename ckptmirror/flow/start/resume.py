@@ -33,7 +33,7 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.policy import Policy, settled_policy
 from ckptmirror.formats.train_state import left_out
 from ckptmirror.local.listing import Fault
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.ranks.base import Ranks
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def _warn_about_latest(root: Path, chosen: Meta) -> None:
     except OSError:  # there is none, or it is not a link
         return
     if named is not None and named.step is not None and named.step < chosen.step:
-        saying(_log, chosen).warning(
+        save_logger(_log, chosen).warning(
             "%s names step %d, and is not followed: training continues from step %d. To go back, stop it and run "
             "`ckptmirror rewind --root %s --step %d`.",
             root / names.LATEST_NAME,
@@ -273,9 +273,9 @@ def _report(
 def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -> ResumeInfo:
     assert proposal.meta is not None
     for part in not_wanted:
-        saying(_log, proposal.meta).warning("step %d: %s", report.step, part)
+        save_logger(_log, proposal.meta).warning("step %d: %s", report.step, part)
     for part in report.missing:
-        saying(_log, proposal.meta).warning("step %d: %s", report.step, part)
+        save_logger(_log, proposal.meta).warning("step %d: %s", report.step, part)
     return ResumeInfo(
         step=proposal.meta.step,
         save_id=proposal.meta.save_id,

@@ -28,7 +28,7 @@ from ckptmirror.flow.upload.record import upload_claimed
 from ckptmirror.flow.upload.sending import LEASE_S, UploadContext
 from ckptmirror.flow.upload.transfer_progress import Held, UnderWay
 from ckptmirror.local.processes import is_alive, started
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import UploadsTable
 
 __all__ = ["IDLE_S", "UploadWorkers", "free_dead_workers", "held_elsewhere", "still_moving", "upload_save"]
@@ -190,7 +190,7 @@ class UploadWorkers:
                 if free_dead_workers(self._table, context.mirror.url):
                     continue
             except AttemptFenced as fenced:
-                saying(_log, event="Fenced", mirror=context.mirror.url).error("uploads stop: %s", fenced)
+                save_logger(_log, event="Fenced", mirror=context.mirror.url).error("uploads stop: %s", fenced)
                 self._on_fenced(str(fenced))
                 self._stopping = True
                 self.notify()

@@ -36,13 +36,14 @@ from ckptmirror.core.verification import (
 )
 from ckptmirror.flow.fetch.blocks import FileToRead, ObjectToRead, read_all
 from ckptmirror.flow.fetch.destination import is_training_root
-from ckptmirror.flow.places.mirrors import Mirror, OnWait
+from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import locate
 from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
 from ckptmirror.flow.verify.structure import Subject, look_at_mirror, look_at_root
 from ckptmirror.flow.verify.table_feedback import Table
 from ckptmirror.local.uploads import SaveRow
 from ckptmirror.stores import normalise_url, open_store
+from ckptmirror.stores.retrying import OnWait
 
 __all__ = ["Target", "Verification", "VerifiedSave", "target_of", "verify"]
 

@@ -17,7 +17,7 @@ import pytest
 
 from ckptmirror.core import events
 from ckptmirror.core.log_fields import FIELDS, RENAMED, about
-from ckptmirror.local.saying import saying
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.observe.log import LINES, LogListener
 
 HOME = Path(__file__).resolve().parents[3]
@@ -108,7 +108,7 @@ def test_the_same_complaint_is_logged_once_a_minute(caplog: pytest.LogCaptureFix
 
 def test_a_line_about_a_save_that_is_no_event_has_the_same_fields(caplog: pytest.LogCaptureFixture) -> None:
     save = SimpleNamespace(step=200, kinds=("dcp",), save_id=SAVE_ID)
-    saying(logging.getLogger("ckptmirror.commit"), save, mirror=URL).warning("step %d is slow", 200)
+    save_logger(logging.getLogger("ckptmirror.commit"), save, mirror=URL).warning("step %d is slow", 200)
     (record,) = caplog.records
     assert record.getMessage() == "step 200 is slow"
     assert {name: getattr(record, name) for name in FIELDS} == about(

@@ -9,9 +9,9 @@ import pytest
 from ckptmirror.core import events
 from ckptmirror.core.journal import utc_text
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.observe.bars import Bar
 from ckptmirror.observe.history import History
 from ckptmirror.observe.timeline import Timeline, build_timeline
+from ckptmirror.observe.timeline_bars import Bar
 from tests.kit.history import KINDS, MIRROR, START_S, WrittenRun, long_run
 from tests.kit.saves import save_id_of
 from tests.unit.core.core_builders import a_meta

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptmirror.core.log_fields import about
 
-__all__ = ["saying"]
+__all__ = ["save_logger"]
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -15,7 +15,7 @@ else:
     _Adapter = logging.LoggerAdapter
 
 
-def saying(
+def save_logger(
     log: logging.Logger,
     save: object = None,
     *,

@@ -1,4 +1,4 @@
-"""The rotator: the thread that asks mirrors for what they are to hold, and rotates; it never delays a save."""
+"""The thread that asks mirrors for what they should hold, and rotates; it never delays a save."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.flow.retention.mirror_audit import ASK_AGAIN_S
 
-__all__ = ["Rotator"]
+__all__ = ["RotationThread"]
 
 _log = logging.getLogger("ckptmirror")
 
 
-class Rotator:
+class RotationThread:
     """Works at its start, and at each :meth:`wake` (a commit, a verification).
 
     Args:

@@ -17,7 +17,7 @@ from ckptmirror.core.errors import BrokenMeta, CheckpointNotFound, KindMismatch,
 from ckptmirror.core.model import Attempt, Kind, Meta
 from ckptmirror.flow.places.reference import CheckpointReference
 from ckptmirror.flow.places.select import READ_ORDER
-from ckptmirror.local.older import OlderCheckpoint, find_older
+from ckptmirror.local.legacy_listing import OlderCheckpoint, find_older
 
 __all__ = [
     "ADOPT_HINT",
@@ -31,7 +31,7 @@ __all__ = [
     "older_steps",
 ]
 
-_log = logging.getLogger("ckptmirror.older")
+_log = logging.getLogger("ckptmirror.legacy")
 ADOPT_HINT = (
     "Make a save of it: in a new root, manager.resume(state), manager.load(state, reference=<its path>), "
     "manager.save(step, state)."

@@ -21,12 +21,12 @@ from ckptmirror.local.hang_guard import GuardedCall, guarded_call, hang_guard
 from ckptmirror.stores.base import ObjectInfo, Source, Store, Upload
 from ckptmirror.stores.decorator import StoreDecorator
 
-__all__ = ["BoundedStore"]
+__all__ = ["HangGuardedStore"]
 
 _Result = TypeVar("_Result")
 
 
-class BoundedStore(StoreDecorator):
+class HangGuardedStore(StoreDecorator):
     """``store``, as long as its directory answers.
 
     Args:

@@ -14,9 +14,9 @@ from ckptmirror.local.hang_guard import HangGuard
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import Store
-from ckptmirror.stores.bounded import BoundedStore
 from ckptmirror.stores.decorator import StoreDecorator
 from ckptmirror.stores.file import FileStore
+from ckptmirror.stores.hang_guarded import HangGuardedStore
 from ckptmirror.stores.remembering import RememberingStore
 from ckptmirror.stores.retrying import RetryingStore
 from ckptmirror.stores.throttled import ThrottledStore
@@ -55,8 +55,8 @@ def release(behind: FaultyStore) -> Iterator[threading.Event]:
     event.set()
 
 
-def impatient(behind: Store, limit_s: float = 0.0) -> BoundedStore:
-    return BoundedStore(behind, Path(f"/nfs/run-{next(_numbers)}"), limit_s)
+def impatient(behind: Store, limit_s: float = 0.0) -> HangGuardedStore:
+    return HangGuardedStore(behind, Path(f"/nfs/run-{next(_numbers)}"), limit_s)
 
 
 ASKS: list[Callable[[Store], object]] = [
@@ -102,7 +102,7 @@ def test_an_upload_that_was_given_up_reads_its_source_no_more(behind: FaultyStor
     assert behind._store.stat("z") is None
 
 
-def until_returned(store: BoundedStore) -> None:
+def until_returned(store: HangGuardedStore) -> None:
     """What hung has returned."""
     while store._guard._hanging:
         HangGuard(Path("/")).call(lambda: None)
@@ -116,14 +116,14 @@ def test_a_start_asks_a_directory_that_hangs_until_it_answers(tmp_path: Path) ->
 
 def test_a_directory_that_is_not_mounted_is_not_asked_again(tmp_path: Path) -> None:
     waits: list[float] = []
-    store = RetryingStore(BoundedStore(FileStore(tmp_path / "mirror"), tmp_path), wait=waits.append)
+    store = RetryingStore(HangGuardedStore(FileStore(tmp_path / "mirror"), tmp_path), wait=waits.append)
     with pytest.raises(StoreTemporary, match="is it mounted"):
         store.identity("11" * 16)
     assert waits == []
 
 
 def test_a_limit_of_bytes_is_no_hang(behind: FaultyStore) -> None:
-    bounded = BoundedStore(behind, Path("/nfs/slow"))
+    bounded = HangGuardedStore(behind, Path("/nfs/slow"))
     guard = bounded._guard
     now_s = [0.0]
     guard.clock = lambda: now_s[0]
@@ -139,6 +139,6 @@ def test_a_limit_of_bytes_is_no_hang(behind: FaultyStore) -> None:
 
 
 def test_every_mirror_in_a_directory_is_bounded_and_no_other_is(tmp_path: Path) -> None:
-    assert isinstance(open_store(f"file://{tmp_path}/m", retry=False), BoundedStore)
-    assert not isinstance(open_store("memory://bounded", retry=False), BoundedStore)
+    assert isinstance(open_store(f"file://{tmp_path}/m", retry=False), HangGuardedStore)
+    assert not isinstance(open_store("memory://bounded", retry=False), HangGuardedStore)
     assert isinstance(file_store.open(f"file://{tmp_path}/m"), FileStore)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptmirror.observe.bars import Bar
+from ckptmirror.observe.timeline_bars import Bar
 
 __all__ = ["LEAST_WIDTH", "Lane", "Placed", "lanes_of"]
 

@@ -1,16 +1,16 @@
-"""What repeats itself, let through once in a while."""
+"""A rate limit for log lines and journal entries that repeat."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["Seldom"]
+__all__ = ["RateLimit"]
 
 _KEYS_KEPT = 1000
 
 
-class Seldom:
-    """Says of what repeats itself whether it is due again.
+class RateLimit:
+    """Lets each key through once in a while.
 
     Args:
         clock: Seconds, monotonic.
