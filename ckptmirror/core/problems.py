@@ -1,4 +1,4 @@
-"""Problems: things that look like a save but are not whole, and whether a start would try them first.
+"""Problems: things that look like a save but are not whole, and which of them a reader skips for a whole one.
 
 Rules:
 * Files that no meta names make one problem for each save that they seem to belong to.
@@ -8,54 +8,28 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import (
-    NotAuthorised,
-    Temporary,
-)
 from ckptmirror.core.model import Attempt, Kind, Meta, Tombstone
-from ckptmirror.core.start.lineage import Lineage, SaveFacts, lineage
+from ckptmirror.core.start.lineage import SaveFacts, lineage
 
 __all__ = [
-    "DISK",
-    "Candidate",
     "Hindrance",
     "Problem",
     "facts_of",
-    "first_in_line",
-    "not_readable",
-    "passed_by",
-    "strangers",
+    "skipped_for",
     "unexplained",
 ]
 
-DISK = "disk"
 _PARTS_OF_SAVES: frozenset[names.Role] = frozenset({"model", "optim", "extra", "tensors", "dcp", "part"})
 _OF_OLDER_LAYOUTS: frozenset[names.Role] = frozenset(
     {"legacy_dcp", "legacy_extra", "legacy_meta", "legacy_extra_state"}
 )
 
 Hindrance = Literal["", "unreadable", "refused"]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One save in one kind, and the places that hold it whole, best first (``DISK`` or a mirror's URL).
-
-    Attributes:
-        replaced_by: The id of the save that is current for its step and kind; "" if that is this one.
-        age: Number of its attempt, and of the save within it: of two saves of one step, the greater is newer.
-    """
-
-    save: SaveFacts
-    kind: Kind
-    places: tuple[str, ...]
-    replaced_by: str = ""
-    age: tuple[int, int] = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -98,69 +72,40 @@ def facts_of(meta: Meta) -> SaveFacts:
     )
 
 
-# -- what is not whole ---------------------------------------------------------------------------------------
-
-
-def first_in_line(
-    problems: Mapping[str, Problem], attempts: Sequence[Attempt], saves: Collection[SaveFacts]
+def skipped_for(
+    meta: Meta, kind: Kind, problems: Mapping[str, Problem], attempts: Iterable[Attempt], saves: Iterable[Meta]
 ) -> dict[str, Problem]:
-    """Return the problems that could be saves of the lineage, each with only the kinds in which it would count.
+    """Return the problems that a reader skips when it takes this save in this kind.
 
-    Problems that would be superseded, or replaced by a whole save, even if they were whole, are left out.
+    Each would be chosen in place of the save, if it were whole. Problems that would be superseded, or replaced by a
+    whole save, even if they were whole, are left out.
 
     Args:
-        problems: The problems, by name.
-        attempts: The attempts that count.
-        saves: The whole saves of all places together.
+        problems: The problems of the place, by name.
+        attempts: Its attempts; undecided ones do not count.
+        saves: Its whole saves.
     """
-    kept: dict[str, Problem] = {}
+    decided = [attempt for attempt in attempts if attempt.decided]
+    whole = [facts_of(one) for one in saves]
+    found: dict[str, Problem] = {}
     for name, problem in problems.items():
-        kinds = problem.kinds
+        if kind not in problem.kinds or problem.save_id == meta.save_id:
+            continue
+        if problem.step is not None and problem.step < meta.step:
+            continue
         if problem.meta is not None:
+            if problem.step == meta.step and _age(problem.meta) < _age(meta):
+                continue
             facts = facts_of(problem.meta)
-            others = [save for save in saves if save.save_id != facts.save_id]
-            current = lineage(attempts, [*others, facts]).current
-            kinds = tuple(kind for kind in kinds if current.get((facts.step, kind)) == facts)
-        if kinds:
-            kept[name] = Problem(
-                problem.why, problem.step, problem.save_id, kinds, problem.meta, hindrance=problem.hindrance
-            )
-    return kept
+            others = [save for save in whole if save.save_id != facts.save_id]
+            if lineage(decided, [*others, facts]).current.get((facts.step, kind)) != facts:
+                continue
+        found[name] = problem
+    return found
 
 
-def passed_by(candidate: Candidate | None, problems: Mapping[str, Problem]) -> dict[str, Problem]:
-    """Return the problems that, if they were whole, would have been tried before ``candidate`` (None: step 0)."""
-    if candidate is None:
-        return dict(problems)
-    return {
-        name: problem
-        for name, problem in problems.items()
-        if problem.step is None
-        or problem.step > candidate.save.step
-        or (
-            problem.step == candidate.save.step
-            and (candidate.replaced_by or problem.meta is None or _age_of(problem.meta) >= candidate.age)
-        )
-    }
-
-
-def _age_of(meta: Meta) -> tuple[int, int]:
+def _age(meta: Meta) -> tuple[int, int]:
     return meta.attempt.number, meta.save_number
-
-
-def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Temporary | NotAuthorised:
-    """Return the error of a reader that was asked for something that cannot be read now and may be whole."""
-    kind = NotAuthorised if hindrance == "refused" else Temporary
-    return kind(
-        f"{what} cannot be read now: {why}. It may be whole.",
-        hint="Fix what keeps it from being read, or name another step.",
-    )
-
-
-def strangers(order: Lineage, known: Iterable[Attempt]) -> list[SaveFacts]:
-    """Return the whole saves of attempts that no list names: a list was lost, or an older one was restored."""
-    listed = {attempt.id for attempt in known if attempt.decided}
-    return [save for save in (*order.superseded, *order.unknown) if save.attempt not in listed]
 
 
 def unexplained(
@@ -201,9 +146,3 @@ def _loose(step: int | None, found: Sequence[str]) -> Problem:
         return Problem("of an older layout, which is never resumed from")
     more = f" (nor {len(found) - 1} more of step {step})" if len(found) > 1 else ""
     return Problem(f"no valid meta names it{more}", step)
-
-
-# -- what a person asks for ----------------------------------------------------------------------------------
-
-
-# -- step 0 --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 
 from ckptmirror import StopRequest
 from ckptmirror.core.errors import RefusedOnlyCopy
-from ckptmirror.core.problems import DISK
+from ckptmirror.core.start.evidence import DISK
 from ckptmirror.flow.save.persistent_dir import snapshots_in
 from ckptmirror.flow.status import read_status
 from ckptmirror.local.inventory import read_inventory

@@ -17,9 +17,16 @@ from collections.abc import Iterable, Mapping
 from shlex import quote
 from typing import Literal
 
-from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch, UsageError
+from ckptmirror.core.errors import (
+    CheckpointNotFound,
+    IntegrityError,
+    KindMismatch,
+    NotAuthorised,
+    Temporary,
+    UsageError,
+)
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
-from ckptmirror.core.problems import Candidate, facts_of, first_in_line, not_readable, passed_by, strangers
+from ckptmirror.core.problems import Hindrance, skipped_for
 from ckptmirror.core.start.lineage import Lineage, SaveFacts
 from ckptmirror.flow.places.catalog import Catalog
 from ckptmirror.local.save_logger import save_logger
@@ -156,7 +163,7 @@ def _refuse_a_broken_kind(catalog: Catalog, step: int, kind: Kind | None) -> Non
     for name, problem in catalog.problems.items():
         if problem.meta is not None and problem.step == step and kind in problem.kinds:
             if problem.hindrance:
-                raise not_readable(name, problem.why, problem.hindrance)
+                raise _not_readable(name, problem.why, problem.hindrance)
             raise IntegrityError(
                 f"Kind {kind} of step {step} is not whole in {catalog.place} ({name}: {problem.why}).",
                 hint="Take it from another mirror, or take a kind that is whole: see `ckptmirror ls`.",
@@ -191,7 +198,7 @@ def warn_of_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind) -> None:
 
 
 def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_for: bool) -> None:
-    for save in strangers(lineage_of(catalog), attempts_of(catalog)):
+    for save in _strangers(catalog):
         if save.step >= meta.step and kind in save.kinds:
             save_logger(_log, save).warning(
                 "skipped step %d (save %s) in %s: no list there has its attempt, which continued elsewhere, or "
@@ -200,14 +207,8 @@ def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_f
                 save.save_id[:8],
                 catalog.place,
             )
-    saves = [facts_of(other) for other in catalog.saves.values()]
-    decided = [attempt for attempt in attempts_of(catalog) if attempt.decided]
-    in_line = first_in_line(catalog.problems, decided, saves)
-    for name, problem in passed_by(
-        Candidate(facts_of(meta), kind, (catalog.place,), age=(meta.attempt.number, meta.save_number)), in_line
-    ).items():
-        if kind not in problem.kinds or problem.save_id == meta.save_id:
-            continue
+    skipped = skipped_for(meta, kind, catalog.problems, attempts_of(catalog), catalog.saves.values())
+    for name, problem in skipped.items():
         where = name if name.startswith(catalog.place) else f"{catalog.place}/{name}"
         if not is_asked_for:  # one broken meta keeps nobody from the other steps
             _log.warning("skipped %s: %s", where, problem.why)
@@ -222,12 +223,28 @@ def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_f
                 quote(catalog.place),
             )
         elif problem.step == meta.step and problem.hindrance:
-            raise not_readable(where, problem.why, problem.hindrance)
+            raise _not_readable(where, problem.why, problem.hindrance)
         elif problem.step == meta.step:
             raise IntegrityError(
                 f"The save of step {meta.step} in {catalog.place} is broken ({where}: {problem.why}).",
                 hint="Take it from another mirror, or take an older save of the step with --superseded.",
             )
+
+
+def _strangers(catalog: Catalog) -> list[SaveFacts]:
+    """Return the whole saves of attempts that no list names: a list was lost, or an older one was restored."""
+    order = lineage_of(catalog)
+    listed = {attempt.id for attempt in attempts_of(catalog) if attempt.decided}
+    return [save for save in (*order.superseded, *order.unknown) if save.attempt not in listed]
+
+
+def _not_readable(what: str, why: str, hindrance: Hindrance) -> Temporary | NotAuthorised:
+    """Return the error of a reader that was asked for something that cannot be read now and may be whole."""
+    kind = NotAuthorised if hindrance == "refused" else Temporary
+    return kind(
+        f"{what} cannot be read now: {why}. It may be whole.",
+        hint="Fix what keeps it from being read, or name another step.",
+    )
 
 
 def not_superseded(catalog: Catalog, *, placed: bool = False) -> Mapping[tuple[int, Kind], Meta]:

@@ -1,15 +1,11 @@
-"""Where a start begins: the order of candidates, what is never passed by, and when step 0 is allowed."""
+"""What looks like a save but is not whole, and which of it a reader skips."""
 
 from __future__ import annotations
 
 from ckptmirror.core.model import Artifact, Attempt, Digest, Kind, Meta, SaveRef, Tombstone
 from ckptmirror.core.problems import (
-    DISK,
-    Candidate,
     Problem,
-    first_in_line,
-    passed_by,
-    strangers,
+    skipped_for,
     unexplained,
 )
 from ckptmirror.core.start.lineage import SaveFacts, lineage
@@ -20,10 +16,6 @@ BOTH: tuple[Kind, ...] = ("dcp", "model")
 
 def save(number: int, step: int, kinds: tuple[Kind, ...] = BOTH, attempt: Attempt = A) -> SaveFacts:
     return SaveFacts(f"{attempt.id[0]}{number:07d}" + "0" * 24, attempt.id, number, step, kinds)
-
-
-def everywhere(*saves: SaveFacts, at: tuple[str, ...] = (DISK,)) -> dict[tuple[str, Kind], tuple[str, ...]]:
-    return {(one.save_id, kind): at for one in saves for kind in one.kinds}
 
 
 def test_a_replaced_save_that_was_resumed_from_leaves_the_one_that_replaced_it_off_the_lineage() -> None:
@@ -47,43 +39,40 @@ def problem(facts: SaveFacts, attempt: Attempt = A) -> Problem:
     return Problem.of(meta_of(facts, attempt=attempt), "torn")
 
 
-def test_a_problem_counts_if_it_would_have_been_tried_first_were_it_whole() -> None:
-    here = Candidate(save(5, 10, ("model",)), "model", (DISK,), age=(0, 5))
+def skipped(
+    chosen: SaveFacts, kind: Kind, problems: dict[str, Problem], *, whole: tuple[SaveFacts, ...] = ()
+) -> set[str]:
+    chosen: SaveFacts, kind: Kind, problems: dict[str, Problem], *, whole: tuple[SaveFacts, ...] = ()
+) -> set[str]:
+    metas = [meta_of(one) for one in (chosen, *whole)]
+    return set(skipped_for(metas[0], kind, problems, [A], metas))
+
+
+def test_a_reader_skips_what_would_have_been_chosen_were_it_whole() -> None:
     problems = {
         "newer": Problem("torn", 11),
         "older": Problem("torn", 9),
         "unknown": Problem("torn"),
         "same, unknown": Problem("torn", 10),
-        "same, after": problem(save(6, 10, ("emergency",))),
-        "same, before": problem(save(4, 10, ("dcp",))),
+        "same, after": problem(save(6, 10, ("model",))),
+        "same, before": problem(save(4, 10, ("model",))),
+        "another kind": problem(save(7, 11, ("dcp",))),
+        "itself": problem(save(5, 10, ("model",))),
     }
-    assert set(passed_by(here, problems)) == {"newer", "unknown", "same, unknown", "same, after"}
-    assert set(passed_by(None, problems)) == set(problems)
-    replaced = Candidate(here.save, "model", (DISK,), replaced_by="b" * 32)
-    assert "same, before" in passed_by(replaced, problems)
+    assert skipped(save(5, 10, ("model",)), "model", problems) == {"newer", "unknown", "same, unknown", "same, after"}
 
 
-def test_what_would_be_superseded_or_replaced_even_if_it_were_whole_is_in_nobodys_way() -> None:
-    kept, aside, torn = save(1, 1), save(2, 2), save(3, 3)
+def test_what_would_be_superseded_or_replaced_even_if_it_were_whole_is_not_skipped() -> None:
+    kept, torn = save(1, 1), save(3, 3)
     rewind = Attempt("bb" * 16, 1, SaveRef(A.id, 1, 1, kept.save_id))
+    undecided = Attempt("cc" * 16, 2, SaveRef(A.id, 1, 1, kept.save_id), decided=False)
     mine = save(1, 4, ("dcp",), rewind)
-    earlier = save(0, 1)  # by number, replaced by ``kept``
-    problems = {"aside": problem(torn), "earlier": problem(earlier), "mine": problem(mine, rewind)}
-    found = first_in_line(problems, [A, rewind], [kept, aside])
-    assert {name: one.kinds for name, one in found.items()} == {"mine": ("dcp",)}
-    assert set(first_in_line({"unread": Problem("not JSON", 9)}, [A, rewind], [kept])) == {"unread"}
-
-
-def test_a_problem_counts_only_in_the_kinds_that_no_later_save_stands_for() -> None:
-    torn, later = save(1, 5), save(2, 5, ("dcp",))
-    assert first_in_line({"torn": problem(torn)}, [A], [later])["torn"].kinds == ("model",)
-
-
-def test_saves_of_an_attempt_that_no_list_tells_of_are_strangers() -> None:
-    never_told = Attempt("cc" * 16, 1, None)
-    undecided = Attempt("dd" * 16, 2, None, decided=False)
-    saves = [save(1, 1), save(1, 2, attempt=never_told), save(1, 3, attempt=undecided)]
-    assert strangers(lineage([A], saves), [A, undecided]) == saves[1:]
+    problems = {"superseded": problem(torn), "mine": problem(mine, rewind), "unread": Problem("not JSON", 9)}
+    found = skipped_for(meta_of(kept), "dcp", problems, [A, rewind, undecided], [meta_of(kept)])
+    assert set(found) == {"mine", "unread"}
+    replaced = {"torn": problem(save(2, 5))}
+    assert skipped(save(1, 1), "dcp", replaced, whole=(save(3, 5, ("dcp",)),)) == set()
+    assert skipped(save(1, 1), "model", replaced, whole=(save(3, 5, ("dcp",)),)) == {"torn"}
 
 
 def test_files_that_no_meta_tells_of_are_one_problem_for_each_save() -> None:
