@@ -10,9 +10,9 @@ An attempt *fences* from its claim, and *counts* from its first committed save. 
 3. An attempt counts if a mirror that answers has a committed save of it. A person's attempt counts once every mirror
    that had to take its claim lists it, or this root saw that they all did; while one of them is silent, the attempt is
    *doubtful*.
-4. Other attempts can count as well: those whose saves exist only on this disk or in the persistent directory, and those
-   whose save this root's table recorded on a mirror that is now silent. They are added oldest first, each only if it is
-   a fast-forward of what counts so far. The rest *ran apart*.
+4. Other attempts can count as well: first those whose save this root's table recorded on a mirror that is now silent,
+   since they counted there; then those whose saves exist only on this disk or in the persistent directory. Of both,
+   the oldest is added first, and each only if it is a fast-forward of what counts so far. The rest *ran apart*.
 5. A *rival* is an attempt of another root that any place has heard of, newer than this root's newest attempt on the way
    that has a committed save on a mirror, as shown by an answering mirror or by this root's table.
 6. A commit on a mirror must be a fast-forward over all answering mirrors, otherwise the attempt is fenced. An attempt
@@ -98,9 +98,10 @@ def count(evidence: Evidence, *, mirrors_only: bool = False) -> Counted:
     here = [row for row in rows if row.sort != "mirror"]
     apart: set[str] = set()
     if not mirrors_only:
-        theirs = {one for row in here for one in _ids(row, Voice.COUNTS) | _ids(row, Voice.UPLOADED)} & known.keys()
+        uploaded = _ids(evidence.disk, Voice.UPLOADED)
+        theirs = (uploaded | {one for row in here for one in _ids(row, Voice.COUNTS)}) & known.keys() - counting
         mine = facts_of_rows(here)
-        for attempt in sorted((known[one] for one in theirs - counting), key=_age):
+        for attempt in sorted((known[one] for one in theirs), key=lambda one: (one.id not in uploaded, _age(one))):
             if is_fast_forward(list(known.values()), saves, counting, attempt.id):
                 counting.add(attempt.id)
                 saves = _merged([*saves, *(save for save in mine if save.attempt == attempt.id)])

@@ -42,8 +42,6 @@ def problem(facts: SaveFacts, attempt: Attempt = A) -> Problem:
 def skipped(
     chosen: SaveFacts, kind: Kind, problems: dict[str, Problem], *, whole: tuple[SaveFacts, ...] = ()
 ) -> set[str]:
-    chosen: SaveFacts, kind: Kind, problems: dict[str, Problem], *, whole: tuple[SaveFacts, ...] = ()
-) -> set[str]:
     metas = [meta_of(one) for one in (chosen, *whole)]
     return set(skipped_for(metas[0], kind, problems, [A], metas))
 

@@ -33,6 +33,8 @@ here_after_t200 = by("here after", 1, after=t200)
 there_after_a200 = by("there after", 1, after=a200, root=THERE)
 again = by("again", 1, after=a100)
 again_there = by("again there", 1, after=t200, root=THERE)
+here_after_t100 = by("here after", 2, after=t100)
+h300 = here_after_t100.save(300)
 torn = broken(again_there.save(300, "emergency"))
 u300 = there_after_a200.save(300)
 
@@ -119,6 +121,16 @@ OUTAGES = [
         "an attempt that is known to have saved on the silent mirror is not taken for one that never saved",
         [disk([a, again], saved=[a100], staged=[again.save(200)], uploaded=[again]), silent(M)],
         refuses(StoreTemporary, "Step 200, the newest that can be seen, may have come from elsewhere", M),
+    ),
+    Case(
+        "an own save on a silent optional mirror is not given up for an earlier attempt's emergency snapshot",
+        [
+            disk([theirs, again_there, here_after_t100], saved=[h300], staged=[t100], uploaded=[here_after_t100]),
+            mirror(M, [theirs, again_there, here_after_t100], [t100]),
+            silent(O),
+            kept(again_there.save(250, "emergency")),
+        ],
+        tries(h300, says=O),
     ),
     Case(
         "a torn snapshot of an attempt does not stand in for what that attempt saved on a silent optional mirror",
