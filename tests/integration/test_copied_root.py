@@ -14,6 +14,7 @@ from ckptmirror.flow.places.catalog import Catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.stores import open_store
 from tests.kit.cli import assert_explains, assert_tells, run
+from tests.kit.faults import dead, faulty
 from tests.kit.roots import whole
 from tests.kit.training import new_state, running, saved_run, train
 
@@ -102,6 +103,25 @@ def test_i11_a_copy_at_the_same_path_of_another_machine_goes_on_from_what_the_mi
     standing = catalog.lineage().standing_by_save()
     assert sorted(catalog.saves[save_id].step for save_id in standing) == [1, 2, 3, 4, 5]
     assert set(standing.values()) == {"current"}
+
+
+def test_a_root_that_was_restored_from_an_older_copy_does_not_go_on_while_its_mirror_is_silent(
+    place: tuple[Path, str], tmp_path: Path
+) -> None:
+    root, url = place
+    backup = copied(root, tmp_path / "backup")
+    saved_run(root, (3,), url, kinds=("model",))
+    root.rename(tmp_path / "before")
+    copied(backup, root)
+    for _ in range(2):  # nor at a second start
+        with running(root, url, kinds=("model",)) as manager:
+            faulty(manager, dead())
+            with pytest.raises(errors.StoreTemporary, match="may have come from elsewhere"):
+                manager.resume(new_state())
+    with running(root, url, kinds=("model",)) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 3
 
 
 def test_a_copied_lock_and_status_hold_nobody_up(place: tuple[Path, str], tmp_path: Path) -> None:

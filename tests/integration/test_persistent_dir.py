@@ -334,6 +334,17 @@ def test_a_snapshot_of_another_run_is_left_alone(
     assert not list(place.root.glob("emergency_*"))
 
 
+def test_a_run_that_has_saved_nothing_yet_takes_no_snapshot_of_another(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.snapshot(5)
+    place.root = place.root.with_name("another")
+    saved_run(place.root, (), place.mirror)  # it has an id since
+    with running(place.root, place.mirror, persistent_dir=place.kept) as manager:
+        assert manager.resume(new_state()) is None
+    assert "snapshots of another run" in caplog.text
+
+
 def test_i8_a_persistent_directory_that_fails_takes_nothing_from_the_snapshot(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:

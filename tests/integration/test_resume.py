@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptmirror import CheckpointManager
+from ckptmirror import CheckpointManager, TrainState, stage_checkpoint_step
 from ckptmirror.core import names
 from ckptmirror.core.errors import (
     CheckpointNotFound,
@@ -20,6 +20,7 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.model import Meta
+from ckptmirror.flow.drain import drain
 from ckptmirror.flow.fetch.load import load_checkpoint
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.local.inventory import read_inventory
@@ -119,7 +120,44 @@ def test_another_architecture_is_an_error_and_not_an_older_save(tmp_path: Path) 
             manager.resume(state)
 
 
+@pytest.mark.parametrize("wrong", ["policy", "model"])
+def test_i11_a_start_that_fails_fences_no_healthy_trainer(tmp_path: Path, wrong: str) -> None:
+    state = new_state()
+    with running(tmp_path / "healthy", MIRROR) as healthy:
+        healthy.resume(state)
+        healthy.save(1, state).wait("mirrored", timeout_s=60)
+        with running(tmp_path / "second", MIRROR) as second, pytest.raises(UsageError):
+            if wrong == "policy":
+                second.resume(new_state(), policy="lastest")
+            else:
+                second.resume(TrainState(model=torch.nn.Linear(3, 3)))
+        for step in (2, 3):
+            train(state)
+            healthy.save(step, state).wait("mirrored", timeout_s=60)
+
+
 # -- which one is chosen ----------------------------------------------------------------------------------------------
+
+
+def test_i11_an_attempt_that_died_before_its_first_save_supersedes_nothing(tmp_path: Path) -> None:
+    """It continued from step 1, all that the mirror had; step 2 of the attempt before it arrives there later."""
+    saved_run(tmp_path / "first", (1,), MIRROR)
+    with running(tmp_path / "first", MIRROR, workers_per_mirror=0) as manager:
+        state = new_state()
+        manager.resume(state)
+        train(state)
+        manager.save(2, state).wait()
+    with running(tmp_path / "second", MIRROR) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 1
+    assert drain(tmp_path / "first", timeout_s=60).is_verified
+    assert stage_checkpoint_step(MIRROR, step="latest", dest=tmp_path / "eval").step == 2
+    for root in ("third", "second", "first"):
+        with running(tmp_path / root, MIRROR) as manager:
+            start = manager.resume(new_state())
+            assert start is not None
+            assert start.step == 2
 
 
 def test_a_fresh_run_starts_at_step_0_and_the_same_command_resumes_it(tmp_path: Path) -> None:

@@ -80,6 +80,20 @@ def test_saves_that_the_table_knows_and_that_are_gone_forbid_step_0(tmp_path: Pa
     refused(tmp_path, match=r"meta_000001\.json: the table knows it")
 
 
+def test_a_required_mirror_that_the_table_alone_knows_forbids_step_0(tmp_path: Path, url: str) -> None:
+    root, other = tmp_path / "root", f"file://{tmp_path}/nfs/other"
+    saved_run(root, (1,), url)
+    emptied(root)
+    (root / names.ATTEMPTS_NAME).unlink()
+    with running(root, other) as manager, pytest.raises(StoreTemporary, match="is no longer configured") as refusal:
+        manager.resume(new_state())
+    assert f"ckptmirror forget-mirror --root {root} --url {url}" in refusal.value.hint
+    with running(root, other, url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 1
+
+
 def test_saves_that_were_removed_before_they_were_uploaded_forbid_step_0_at_every_later_start(
     tmp_path: Path, url: str
 ) -> None:

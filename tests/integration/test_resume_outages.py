@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 
 from ckptmirror import CheckpointManager, stage_checkpoint_step
 from ckptmirror.core import names, retry_delay
+from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
 from ckptmirror.core.errors import ObjectNotFound, StoreTemporary
 from ckptmirror.core.events import Fenced, MirrorCommitted
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
@@ -196,7 +198,16 @@ def test_a_save_brought_from_elsewhere_keeps_an_older_one_from_being_gone_on_fro
             manager.resume(new_state())
 
 
-def test_a_mirror_that_is_taken_out_of_the_list_is_missed_like_one_that_is_silent(tmp_path: Path, url: str) -> None:
+def without_required(*lists: Path) -> None:
+    """Leave lists of attempts as an older version wrote them: they do not name the required mirrors."""
+    for path in lists:
+        path.write_bytes(attempts_to_bytes(replace(attempts_from_bytes(path.read_bytes()), required=())))
+
+
+@pytest.mark.parametrize("named_by", ["lists", "table"])
+def test_a_mirror_that_is_taken_out_of_the_list_is_missed_like_one_that_is_silent(
+    tmp_path: Path, url: str, named_by: str
+) -> None:
     other = f"file://{tmp_path}/nfs/other"
     saved_run(tmp_path / "first", (1, 2), url, other)
     with running(tmp_path / "second", url, other) as manager:
@@ -208,6 +219,8 @@ def test_a_mirror_that_is_taken_out_of_the_list_is_missed_like_one_that_is_silen
         handle = manager.save(4, state).wait()
         assert manager._node is not None
         manager._node.wait_mirrored(handle.save_id, 2.0)
+    if named_by == "table":
+        without_required(tmp_path / "first" / names.ATTEMPTS_NAME, tmp_path / "nfs" / "other" / names.WRITER_NAME)
     with running(tmp_path / "first", other) as manager, pytest.raises(StoreTemporary, match="no longer configured"):
         manager.resume(new_state())
 

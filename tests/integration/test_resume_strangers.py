@@ -133,6 +133,25 @@ def test_a_snapshot_that_was_cut_short_before_any_save_keeps_no_job_from_startin
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
+def test_where_a_list_is_lost_a_newer_save_that_is_not_whole_is_named(
+    tmp_path: Path, url: str, mirrored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its meta is all that still names its attempt."""
+    mirrors = [url] if mirrored else []
+    for step in (1, 2):
+        saved_run(tmp_path / "one", (step,), *mirrors)
+    place = tmp_path / "nfs" / "run" if mirrored else tmp_path / "one"
+    (place / (names.WRITER_NAME if mirrored else names.ATTEMPTS_NAME)).unlink()
+    (place / "extra_000002_rank0.pt").unlink()
+    with running(tmp_path / ("two" if mirrored else "one"), *mirrors) as manager:
+        start = manager.resume(new_state())
+    assert start is not None
+    assert start.step == 1
+    assert any(line.startswith("step 2 ") for line in start.passed_over)
+    assert "skipped step 2 " in caplog.text
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
 def test_a_decision_that_went_with_a_lost_list_is_missed_loudly(
     tmp_path: Path, url: str, mirrored: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
