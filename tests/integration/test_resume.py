@@ -126,11 +126,9 @@ def test_i11_a_start_that_fails_fences_no_healthy_trainer(tmp_path: Path, wrong:
     with running(tmp_path / "healthy", MIRROR) as healthy:
         healthy.resume(state)
         healthy.save(1, state).wait("mirrored", timeout_s=60)
+        other, policy = (new_state(), "lastest") if wrong == "policy" else (TrainState(torch.nn.Linear(3, 3)), "auto")
         with running(tmp_path / "second", MIRROR) as second, pytest.raises(UsageError):
-            if wrong == "policy":
-                second.resume(new_state(), policy="lastest")
-            else:
-                second.resume(TrainState(model=torch.nn.Linear(3, 3)))
+            second.resume(other, policy)
         for step in (2, 3):
             train(state)
             healthy.save(step, state).wait("mirrored", timeout_s=60)
