@@ -17,6 +17,7 @@ from tests.kit.roots import make_mirrored, make_pending
 
 pytestmark = pytest.mark.long
 
+HOME = Path(__file__).resolve().parents[2]
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 SENTENCES = {
     signal.SIGINT: "ckptmirror: interrupted; the same command continues where it stopped.\n",
@@ -136,3 +137,18 @@ def test_a_second_signal_ends_a_verb_at_once(silent: Silent):
         connection.close()
     finally:
         process.kill()
+
+
+def test_what_tests_an_interrupt_hears_it_where_the_caller_ignores_it():
+    """A script that runs the tests in the background ignores SIGINT, and so would they."""
+    tests = ("tests/unit/local/test_pool.py", "-k", "interrupt_waits_for_all", "--timeout=60")
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    ended = subprocess.run(
+        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command],
+        cwd=HOME,
+        env={name: value for name, value in clean_environment().items() if not name.startswith("PYTEST_")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
