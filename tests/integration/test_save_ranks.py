@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from ckptmirror import TrainState
+from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core.errors import RefusedOnlyCopy
 from tests.integration.save_ranks_job import everything_that_happens
 from tests.kit.faults import flip_bit
@@ -207,3 +208,33 @@ def test_another_world_size_leaves_no_sharded_emergency_behind_unless_a_person_d
         assert start is not None
         assert (start.step, start.kind) == (2, "dcp")
     assert same(dict(model.state_dict()), job.ranks[0]["sharded saved"])
+
+
+def sharded_state() -> TrainState:
+    model = nn.Linear(6, 8)
+    fully_shard(model)
+    return TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def snapshot_of_two(_rank: int, root: str) -> None:
+    with CheckpointManager(root, timeout_s=60.0) as manager:
+        state = sharded_state()
+        manager.resume(state)
+        manager.save(1, state).wait()
+        manager.save_emergency_checkpoint(2, state)
+
+
+def where_it_goes_on(_rank: int, root: str) -> tuple[int, str]:
+    with CheckpointManager(root, timeout_s=60.0) as manager:
+        start = manager.resume(sharded_state())
+        assert start is not None
+        return start.step, start.kind
+
+
+def test_a_sharded_emergency_outlives_starts_with_another_world_size(tmp_path: Path) -> None:
+    run_ranks(2, snapshot_of_two, str(tmp_path))
+    model = nn.Linear(6, 8)
+    for _ in range(2):
+        with running(tmp_path) as manager, pytest.raises(RefusedOnlyCopy, match="which 2 ranks took"):
+            manager.resume(TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1)))
+    assert run_ranks(2, where_it_goes_on, str(tmp_path)) == [(2, "emergency")] * 2
