@@ -74,7 +74,7 @@ ROWS = [
     ("rewind {nope} --step 100", 10, "does not exist", "--mirror"),
     ("push {nope} {url}", 3, "does not exist", SAVES_TO),
     ("ls {nope}", 3, "does not exist", "Check the path."),
-    ("ls bucket/run", 3, "does not exist", "If a mirror was meant, write gs://bucket/run."),
+    ("ls bucket/run", 3, "does not exist", "If you mean a mirror, write gs://bucket/run."),
     ("ls gs:/bucket/run", 3, "does not exist", "write gs://bucket/run."),
     ("verify {nope}", 3, "does not exist", "Check the path."),
     ("verify --root {nope}", 3, "is not a directory", SAVES_TO),

@@ -286,7 +286,7 @@ def test_a_meta_that_is_listed_and_then_not_found_is_asked_for_again(tmp_path: P
     with running(tmp_path / "second", url) as manager:
         faulty(manager, lost)
         if times == 2:
-            with pytest.raises(StoreTemporary, match="comes and goes"):
+            with pytest.raises(StoreTemporary, match="appears and disappears"):
                 manager.resume(new_state())
             return
         start = manager.resume(new_state())

@@ -1,10 +1,10 @@
-"""Lists of attempts: read where they lie, rebuilt or completed from the metas there, joined.
+"""Lists of attempts: reads them, and rebuilds, completes and merges them.
 
-A root's list lies in ``.ckptmirror/attempts.json``, a mirror's in ``writer.json``.
+A root's list is ``.ckptmirror/attempts.json``, a mirror's is ``writer.json``.
 
 Rules:
-* A list that is lost is rebuilt from metas, which carry their attempt; an old one of the root is completed from the
-  metas of what was saved there. One of a later version is never taken for lost.
+* A lost list is rebuilt from the metas, each of which records its attempt. A root's list that is out of date is
+  completed from the metas of saves made there. A list of a later version is never taken for lost.
 * Only a new start replaces a list that cannot be trusted.
 """
 
@@ -42,7 +42,7 @@ __all__ = [
     "note_met",
     "read_local_attempts",
     "read_mirror_attempts",
-    "told_here",
+    "trusted_attempts",
 ]
 
 _LIST_LIMIT_BYTES = 16 * 1024 * 1024
@@ -63,19 +63,22 @@ def read_local_attempts(root: Path) -> AttemptList | None:
 
 
 def met_here(root: Path, run_id: str) -> AttemptList:
-    """Return the attempts that fenced one of this root: of them the root's own list does not tell."""
+    """Return the attempts that fenced an attempt of this root. The root's own list does not have them."""
     try:
         met = attempts_from_bytes(files.read_limited(root / names.MET_NAME, _LIST_LIMIT_BYTES))
     except FileNotFoundError:
         return AttemptList(run_id)
     except IntegrityError as error:  # broken, or it cannot be read
-        _log.warning("%s is left out: %s", root / names.MET_NAME, error)
+        _log.warning("skipped %s: %s", root / names.MET_NAME, error)
         return AttemptList(run_id)
     return met if met.run_id == run_id else AttemptList(run_id)
 
 
 def note_met(root: Path, run_id: str, attempts: Sequence[Attempt]) -> None:
-    """Keep for the next start, when the mirror may be silent, that the run went on elsewhere. A failure is logged."""
+    """Record that the run continued elsewhere, for a next start during which the mirror may be silent.
+
+    A failure is only logged.
+    """
     try:
         met = merge_attempts(met_here(root, run_id), AttemptList(run_id, tuple(attempts)))
         files.write_bytes(root / names.MET_NAME, attempts_to_bytes(met), save_id=new_id(), replace=True)
@@ -99,7 +102,7 @@ def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[Attempt
         data, info = mirror.store.read(names.WRITER_NAME, limit_bytes=_LIST_LIMIT_BYTES)
     except ObjectNotFound:
         return None, 0
-    if info.crc32c is not None and crc32c(data) != info.crc32c:  # broken on its way here: nothing to mend there
+    if info.crc32c is not None and crc32c(data) != info.crc32c:  # broken in transit: the mirror's object is fine
         raise Temporary(f"{mirror.url}/{names.WRITER_NAME} arrived broken.")
     try:
         return attempts_from_bytes(data), info.generation
@@ -118,13 +121,13 @@ def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[Attempt
 
 
 def attempts_here(root: Path) -> tuple[AttemptList | None, BrokenMeta | None]:
-    """Return the root's attempts, and why its list cannot be read, if it is broken.
+    """Return the root's attempts, and the error if its list is broken.
 
-    A list that lacks an attempt of which a save was made here is an old one, and is completed. One that is lost is
-    rebuilt from all metas.
+    A list that lacks the attempt of a save made here is out of date, and is completed. A lost list is rebuilt from all
+    metas.
 
     Raises:
-        LineageError: What lies here is of different runs.
+        LineageError: The saves here belong to different runs.
     """
     listed, broken = _read_local_or_reason(root)
     inventory = read_inventory(root)
@@ -135,8 +138,8 @@ def attempts_here(root: Path) -> tuple[AttemptList | None, BrokenMeta | None]:
     return (merge_attempts(listed, mine) if mine is not None else listed), broken
 
 
-def told_here(root: Path) -> AttemptList | None:
-    """Return the root's list as it is there; None if there is none, or none that can be trusted."""
+def trusted_attempts(root: Path) -> AttemptList | None:
+    """Return the root's list as it is; None if there is none, or if it cannot be trusted."""
     try:
         return read_local_attempts(root)
     except (IntegrityError, OSError):
@@ -150,15 +153,15 @@ def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | 
         raise
     except (IntegrityError, OSError) as error:  # broken, or it cannot be read
         path = root / names.ATTEMPTS_NAME
-        _log.error("%s is broken (%s): what the mirrors list is used instead", path, error)
+        _log.error("%s is broken (%s): the lists of the mirrors are used instead", path, error)
         return None, BrokenMeta(
             f"{path} is broken, and no mirror has a list: {error}",
-            hint="Move it away, and the list is rebuilt from the saves; a rewind with no save after it is lost.",
+            hint="Move it away: the next start rebuilds it from the saves. A rewind with no save after it is lost.",
         )
 
 
 def not_one_run(root: Path, error: LineageError) -> ConfigError:
-    """Return the error of a root and mirrors that tell of several runs."""
+    """Return the error for a root and mirrors that name several runs."""
     return ConfigError(
         f"{root} and its mirrors do not belong to one run: {error}",
         hint="Give each run a root and a mirror prefix of its own.",
@@ -166,7 +169,7 @@ def not_one_run(root: Path, error: LineageError) -> ConfigError:
 
 
 def check_run(mirror: Mirror, there: AttemptList, others: Sequence[AttemptList], root: Path) -> None:
-    """Refuse a mirror's list that is not of the run of the others."""
+    """Refuse a mirror's list that names another run than the other lists."""
     for other in others:
         if other.run_id != there.run_id:
             raise ConfigError(

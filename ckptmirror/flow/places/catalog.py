@@ -1,9 +1,9 @@
-"""What saves there are: whole saves of a root or a mirror, put in order by the lineage.
+"""Catalog: the whole saves of a root or a mirror, ordered by the lineage.
 
 Rules:
-* A kind of a save is listed if and only if one valid meta exists and, in that one place, every artifact that the kind
-  needs exists with exactly that size (I2). Everything else is reported with the reason, and never chosen.
-* A save counts as a copy (to keep, to send, to delete another for) only if all of its kinds are listed: ``whole``.
+* A kind of a save is listed if and only if one valid meta exists and, in the same place, every artifact that the kind
+  needs exists with exactly its size (I2). Everything else is reported with the reason, and never chosen.
+* A save counts as a copy (to keep, to send, to let another be deleted) only if all of its kinds are listed: ``whole``.
 * Nothing is ordered by time. A place that does not answer raises; it is not empty.
 """
 
@@ -48,7 +48,7 @@ __all__ = [
 
 META_LIMIT_BYTES = 64 * 1024 * 1024
 _READERS = 8
-_FEW = 8  # so many single files are asked one by one, more by a listing
+_FEW = 8  # up to this many single files are asked for one by one, more by a listing
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Catalog:
     Attributes:
         place: A root's path or a mirror's URL, for messages.
         attempts: The place's own list; empty if it has none.
-        saves: By save id, in the kinds that are whole (of a whole save: all).
-        problems: Metas that are broken, and saves in the kinds that are not whole, by name (on a disk: by path).
+        saves: By save id, each with only the kinds that are whole.
+        problems: Broken metas, and saves with the kinds that are not whole, by name (on a disk: by path).
         tombstones: Saves that retention removed, by save id.
-        meta_names: Of a mirror: under which name each listed save's meta lies, by save id.
-        torn: The ids of the saves of which another kind is not whole.
-        others: Names that no meta of the place explains; of a disk those that look like a save's, of a mirror all.
+        meta_names: On a mirror, the name of each listed save's meta, by save id.
+        torn: The ids of the listed saves that have another kind which is not whole.
+        others: On a disk, the names that look like a save's and that no meta names; on a mirror, all names.
     """
 
     place: str
@@ -86,9 +86,9 @@ class Catalog:
         return [*self.saves.values(), *broken]
 
     def lineage(self, attempts: AttemptList | None = None) -> Lineage:
-        """Order the saves, by the place's own attempts and what it has of them; if others are given, all those count.
+        """Order the saves by ``attempts``, which then all count; None: by the place's own list and its metas.
 
-        A reader of one place takes a person's decision that is listed there for made.
+        A reader of one place trusts a person's decision that the list there records.
         """
         saves = [facts_of(meta) for meta in self.saves.values()]
         if attempts is not None:
@@ -131,21 +131,21 @@ def _problem_of_item(root: Path, item: Item) -> Problem:
 
 
 MetaCache = dict[tuple[str, str, int], Meta | Tombstone]
-"""Metas that were read before, by mirror, name and generation: an object of one generation never changes."""
+"""Metas already read, by mirror, name and generation: an object of one generation never changes."""
 
 
 def mirror_catalog(
     mirror: Mirror, *, step: int | None = None, with_attempts: bool = True, cache: MetaCache | None = None
 ) -> Catalog:
-    """List the mirror's saves; of one step only, if given and if the mirror has a list of attempts.
+    """List the mirror's saves; only those of ``step``, if it is given and the mirror has a list of attempts.
 
-    A list that was lost is rebuilt from all metas, whatever step is asked for.
+    A lost list is rebuilt from all metas, whatever the step.
 
     Args:
         mirror: Whose saves.
         step: Only the saves of this step.
         with_attempts: Read the mirror's list of attempts too.
-        cache: What was read before; what is read now is added.
+        cache: Metas already read; this call adds those that it reads.
 
     Raises:
         BrokenMeta: The list of attempts cannot be trusted.
@@ -177,7 +177,7 @@ def mirror_catalog(
     for name, meta in found:
         missing = _missing(meta, listed)
         if not meta.is_whole:
-            problems[name] = Problem.of(meta, "it names one node's part of the save only")
+            problems[name] = Problem.of(meta, "it names only one node's part of the save")
         elif missing:
             kinds = meta.kinds_without(missing)
             problems[name] = _problem_in(meta, kinds, next(iter(missing.values())))
@@ -196,7 +196,7 @@ def mirror_catalog(
 
 
 def _hindrance(error: CkptMirrorError) -> Hindrance:
-    """Whether a meta that could not be read may be sound, and why it was not."""
+    """Say what hinders reading a meta that may still be valid; "" if the meta itself is broken or gone."""
     if reach_after(error) is Reach.REFUSED:
         return "refused"
     unreadable = isinstance(error, NewerFormat | StorePermanent) and not isinstance(error, ObjectNotFound)
@@ -204,11 +204,11 @@ def _hindrance(error: CkptMirrorError) -> Hindrance:
 
 
 def read_mirror_meta(store: Store, name: str) -> tuple[Meta | Tombstone, ObjectInfo]:
-    """Read one meta of a mirror.
+    """Read one meta from a mirror.
 
     Raises:
         BrokenMeta: It is not valid.
-        ObjectNotFound: There is none.
+        ObjectNotFound: It does not exist.
     """
     data, info = store.read(name, limit_bytes=META_LIMIT_BYTES)
     return meta_or_tombstone_from_bytes(data), info
@@ -229,16 +229,16 @@ def _missing(meta: Meta, objects: Mapping[str, ObjectInfo]) -> dict[Artifact, st
 
 
 def objects_of(store: Store, meta: Meta, *kinds: Kind) -> dict[str, ObjectInfo]:
-    """Ask the mirror, now, about every object of a save (of some kinds only, if given), by name."""
+    """Ask the mirror about every object of a save (only of ``kinds``, if given); return those that exist, by name."""
     wanted = meta.artifacts_of(*kinds) if kinds else meta.artifacts
     return _objects_named(store, [artifact.object_name for artifact in wanted])
 
 
 def _objects_named(store: Store, wanted: Iterable[str]) -> dict[str, ObjectInfo]:
-    """Ask in as few requests as it takes: a listing answers for up to 1,000 objects a page.
+    """Ask about objects in as few requests as possible: one page of a listing answers for up to 1,000 objects.
 
-    Each directory is listed, and the files of a step beside one another by what their names begin with; a few single
-    files are asked one by one.
+    Each directory is listed, and so are a step's files that share a prefix. A few single files are asked for one by
+    one.
     """
     by_start: dict[str, list[str]] = {}
     for name in dict.fromkeys(wanted):
@@ -258,7 +258,7 @@ def _objects_named(store: Store, wanted: Iterable[str]) -> dict[str, ObjectInfo]
 
 
 def _start_of(name: str) -> str:
-    """``optim_000200`` of ``optim_000200_rank3.pt``: what the files of one role of a step have in common."""
+    """Return the prefix that the files of one role and step share: ``optim_000200`` of ``optim_000200_rank3.pt``."""
     match = re.match(r"[a-z]+_[0-9]+", name)
     return match[0] if match is not None else name
 
@@ -271,11 +271,11 @@ def _step_of(name: str) -> int | None:
 def _read_metas(
     mirror: Mirror, wanted: Sequence[ObjectInfo], cache: MetaCache
 ) -> list[Meta | Tombstone | CkptMirrorError]:
-    """Read metas; one that cannot be read is its own reason, and keeps nobody from the others.
+    """Read metas. One that cannot be read is returned as its error, and does not stop the others.
 
     Raises:
         StoreTemporary: The mirror does not answer.
-        NotAuthorised: It refuses every one of them.
+        NotAuthorised: It refuses all of them.
     """
     answers: dict[str, Meta | Tombstone | CkptMirrorError] = {}
 
@@ -302,13 +302,13 @@ def _meta_or_reason(store: Store, name: str) -> Meta | Tombstone | CkptMirrorErr
                 return ObjectNotFound("it was removed while the mirror was listed")
             return read_mirror_meta(store, name)[0]  # the answer was wrong, or it was replaced at that moment
     except ObjectNotFound as error:
-        raise StoreTemporary(f"{name} comes and goes.") from error
+        raise StoreTemporary(f"{name} appears and disappears.") from error
     except (IntegrityError, StorePermanent, NotAuthorised) as error:
         return error
 
 
 def rebuild_attempts(mirrors: Sequence[Mirror]) -> AttemptList | None:
-    """Rebuild the list of mirrors that lost it from their metas, which carry their attempt; None if there are none.
+    """Rebuild the lost list of mirrors from their metas, each of which records its attempt; None if there are none.
 
     Raises:
         LineageError: The metas belong to several runs.

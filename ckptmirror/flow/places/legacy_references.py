@@ -1,9 +1,9 @@
-"""Checkpoints of older writers, among the references: found, said to be what they are, and never called whole.
+"""References to legacy checkpoints, those that were saved before ckptmirror. They are never called whole.
 
 Rules:
-* Each that is resolved is one line in the log: of an older writer, without checksums.
-* They are read from a local disk only. They are on no lineage: no start continues from one by itself, rotation never
-  sees them, no mirror is given one as it is.
+* Each one that is resolved is logged as a legacy checkpoint without checksums.
+* They are read from a local disk only. They are not part of any lineage: no start continues from one by itself,
+  rotation ignores them, and they are not uploaded as they are.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ADOPT_HINT = (
 
 
 def named_older(root: Path, name: str, kind: Kind | None) -> CheckpointReference | None:
-    """Return the checkpoint of an older writer that ``name`` stands for; None if it stands for none.
+    """Return the legacy checkpoint called ``name``; None if there is none.
 
     Raises:
-        CheckpointNotFound: It has no ``.metadata``, or no ``meta.json`` speaks for it.
+        CheckpointNotFound: It has no ``.metadata``, or no ``meta.json`` describes it.
         BrokenMeta: It, or its ``meta.json``, is broken.
-        KindMismatch: A ``meta.json`` speaks for none of ``kind``.
+        KindMismatch: ``name`` is a ``meta.json`` that describes no checkpoint of ``kind``.
     """
     parsed = names.parse_name(name)
     if parsed is not None and parsed.role == "legacy_meta":
@@ -58,11 +58,11 @@ def named_older(root: Path, name: str, kind: Kind | None) -> CheckpointReference
 
 
 def newest_older(root: Path, kind: Kind | None) -> CheckpointReference | None:
-    """Return the newest checkpoint of an older writer in a directory, dcp before model; None if there is none.
+    """Return the newest legacy checkpoint in a directory, dcp before model; None if there is none.
 
     Raises:
         KindMismatch: There is none of ``kind``.
-        UsageError: Two directories are of its step.
+        UsageError: Two directories hold its step.
     """
     found = find_older(root)
     whole = [one for one in found if not one.why]
@@ -94,7 +94,7 @@ def _reference(one: OlderCheckpoint) -> CheckpointReference:
     if not one.is_loadable:
         error = BrokenMeta if one.is_broken else CheckpointNotFound
         raise error(
-            f"{one.path} is a legacy checkpoint, and it cannot be told whether it is whole: {one.why}.",
+            f"{one.path} is a legacy checkpoint, and ckptmirror cannot tell whether it is whole: {one.why}.",
             hint=f'If it is, put a meta.json with {{"step": {one.step}}} '
             + ("into it." if one.kind == "dcp" else "beside it."),
         )
@@ -104,7 +104,7 @@ def _reference(one: OlderCheckpoint) -> CheckpointReference:
 
 
 def look_up_older(found: CheckpointReference) -> OlderCheckpoint:
-    """Return the checkpoint that a reference of :func:`named_older` names, as it lies there now.
+    """Return the checkpoint that a reference of :func:`named_older` names, as it is now.
 
     Raises:
         CheckpointNotFound: It is gone.
@@ -117,13 +117,13 @@ def look_up_older(found: CheckpointReference) -> OlderCheckpoint:
 
 
 def older_steps(root: Path, kinds: Iterable[Kind]) -> set[int]:
-    """Return the steps that older writers left: the tensors and a ``meta.json`` that speaks for them."""
+    """Return the steps of legacy checkpoints that have the tensors and a ``meta.json`` that describes them."""
     wanted = set(kinds)
     return {one.step for one in find_older(root) if one.kind in wanted and not one.why}
 
 
 def meta_of_older(one: OlderCheckpoint) -> Meta:
-    """Return what is known of it in the form of a meta: no ids, no artifacts; ``fields`` is its ``meta.json``."""
+    """Return its facts as a meta without ids and artifacts; ``fields`` is its ``meta.json``."""
     return Meta(
         run_id="",
         attempt=Attempt("", -1, None),
@@ -142,15 +142,15 @@ def meta_of_older(one: OlderCheckpoint) -> Meta:
 
 
 def older_on_mirror(listed: Iterable[str]) -> list[tuple[int, str]]:
-    """Return step and name of each directory of an older writer among the names on a mirror."""
+    """Return step and name of each legacy DCP directory among the names on a mirror."""
     tops = {name.partition("/")[0] for name in listed}
     parsed = [(one, top) for top in sorted(tops) if (one := names.parse_name(top)) is not None]
     return [(one.step, top) for one, top in parsed if one.role == "legacy_dcp" and one.step is not None]
 
 
 def not_on_a_mirror(url: str, name: str) -> CheckpointNotFound:
-    """Return the error for a reference to what an older writer left on a mirror."""
+    """Return the error for a reference to a legacy checkpoint on a mirror."""
     return CheckpointNotFound(
         f"{url}/{name} is a legacy checkpoint and has no checksums: ckptmirror does not fetch it from a mirror.",
-        hint="Copy it to a disk with a tool of your own, and name it there.",
+        hint="Copy it to a disk with a tool of your own, and give its path there.",
     )

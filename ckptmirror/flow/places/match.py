@@ -17,7 +17,7 @@ from ckptmirror.core.model import Artifact
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores.base import ObjectInfo, Store
 
-if TYPE_CHECKING:  # what reads a mirror comes through here and needs no table
+if TYPE_CHECKING:  # code that only reads a mirror imports this file and needs no table
     from ckptmirror.local.uploads import UploadRecord
 
 __all__ = ["read_back_crc32c", "why_differs"]

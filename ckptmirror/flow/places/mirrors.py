@@ -1,9 +1,10 @@
 """A mirror of a run: its URL, whether it is required, and the store behind it.
 
 Rules:
-* A required mirror must be able to compare and swap; otherwise two attempts could not see one another.
-* The mirrors of a root are opened here and nowhere else in flow, each as the place that the root's table remembers.
-* No mirror is the root, lies in it or holds it, and no two are one directory, under whatever names (``check_places``).
+* A required mirror must support compare-and-swap; otherwise two attempts could not see one another.
+* Only this file opens the mirrors of a root. It checks that each is still the place that the root's table remembers.
+* A mirror is never the root, inside it or around it, and no two mirrors are one directory, whatever the paths
+  (``check_places``).
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class MirrorSpec:
 
     Attributes:
         required: Whether a save must be there before its local copy may go.
-        bytes_per_s: What uploads and downloads may take of the wire, together; None: all of it.
-        requests_per_s: How many calls may be made; None: no limit.
+        bytes_per_s: The limit for uploads and downloads together, in bytes per second; None: no limit.
+        requests_per_s: The limit for calls to the mirror; None: no limit.
     """
 
     url: str
@@ -84,19 +85,26 @@ class Mirror:
 
 
 def counting(mirrors: Iterable[tuple[str, bool]]) -> list[str]:
-    """Of (URL, whether it is required): the mirrors that a save must be on to be safe; all, where none is required."""
+    """Return the mirrors that a save must be on to be safe: the required ones, or all if none is required.
+
+    Args:
+        mirrors: Pairs of a URL and whether that mirror is required.
+    """
     given = list(mirrors)
     return [url for url, required in given if required] or [url for url, _ in given]
 
 
 def counting_rows(rows: Iterable[MirrorRow]) -> list[str]:
-    """The mirrors of a table that a save must be on to be safe; what was pushed to counts only where it is all."""
+    """Return the mirrors of a table that a save must be on to be safe.
+
+    A mirror that a person pushed to counts only if the table has no others.
+    """
     given = list(rows)
     return counting((row.url, row.required) for row in [row for row in given if not row.pushed] or given)
 
 
 def mirror_specs(mirrors: Iterable[str | MirrorSpec]) -> list[MirrorSpec]:
-    """Normalise what a user configured.
+    """Normalise the mirrors that a user configured.
 
     Raises:
         ConfigError: A URL is not understood, or one is given twice.
@@ -120,17 +128,17 @@ def open_mirrors(
     bus: EventBus | None = None,
     on_wait: OnWait | None = None,
 ) -> list[Mirror]:
-    """Open the store behind each mirror of a root, in order; nothing is asked of them before their first use.
+    """Open the store behind each mirror of a root, in order. No mirror is contacted before its first use.
 
     Args:
         specs: The mirrors.
         root: The root that they mirror.
-        table: What remembers which place each mirror is; None where the root has no table yet.
-        bus: Told of every call to a mirror.
-        on_wait: Told when a mirror did not answer and is asked again later; None: the log is.
+        table: The table that remembers the identity of each mirror; None if the root has no table yet.
+        bus: Receives an event for every call to a mirror.
+        on_wait: Called when a mirror did not answer and is asked again later; None: the wait is logged.
 
     Raises:
-        ConfigError: A required mirror cannot compare and swap, or a mirror lies where it must not (``check_places``).
+        ConfigError: A required mirror does not support compare-and-swap, or ``check_places`` refuses a mirror.
     """
     mirrors = []
     on_wait = on_wait if on_wait is not None else _log_waits()
@@ -153,7 +161,7 @@ def open_mirrors(
 
 
 def _log_waits() -> OnWait:
-    """Return a callback that logs, at most every half minute for each mirror, that it is waited for."""
+    """Return a callback that logs each wait for a mirror, at most once every 30 s for each mirror."""
     limit = RateLimit(time.monotonic)
 
     def log_wait(url: str, delay_s: float, error: Exception) -> None:
@@ -166,9 +174,10 @@ def _log_waits() -> OnWait:
 
 
 def known_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> list[MirrorSpec]:
-    """Return those that the table knows. Only a start that succeeds may change its list; a new table takes it at once.
+    """Return the configured mirrors that the table knows. A new table takes all of them at once.
 
-    What is safe, and what rotation may delete, is said by that list, so a start that is refused leaves it alone.
+    The table's list of mirrors decides what is safe and what rotation may delete. So only a start that succeeds changes
+    it.
     """
     known = None
     with contextlib.suppress(BrokenTable):
@@ -179,9 +188,9 @@ def known_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> list[Mirr
 
 
 def set_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> None:
-    """Tell the table which mirrors there are, and say loudly what waits for one that is no more.
+    """Store the list of mirrors in the table, and log the files that wait for a mirror that is no longer in the list.
 
-    A mirror that a person pushed to stays one, optional, until a person removes it or a start configures it.
+    A mirror that a person pushed to stays in the list as optional, until a person removes it or a start configures it.
     """
     urls = {spec.url for spec in specs}
     pushed: list[str] = []
@@ -189,7 +198,7 @@ def set_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> None:
         pushed = [row.url for row in table.mirrors() if row.pushed and row.url not in urls]
     for url, count in left_behind(table, {*urls, *pushed}).items():
         save_logger(_log, mirror=url).error(
-            "%d files wait for %s, which is no longer a mirror: they are not sent until it is one again",
+            "%d files wait for %s, which is no longer a mirror: they are not sent until it is configured again",
             count,
             url,
         )
@@ -203,10 +212,10 @@ def left_behind(table: UploadsTable, mirrors: Collection[str]) -> dict[str, int]
 
 
 class _Memory:
-    """Remembers which place a mirror is, in the table and in a note beside it: a table may be made anew.
+    """Remembers the identity of a mirror, in the table and in a note file beside it, since a table may be rebuilt.
 
-    The note stands where the two differ. A broken one is written anew from the table; if that knows nothing either, the
-    place is unknown, which is not the same as never met. Where both were deleted, what this process knew is written.
+    The note wins if the two differ. A broken note is rewritten from the table. If the table does not have the identity
+    either, it is unknown, which is not the same as never seen. If both were deleted, they are rewritten from memory.
     """
 
     def __init__(self, root: Path, table: UploadsTable, url: str) -> None:
@@ -216,7 +225,7 @@ class _Memory:
         self._note = root / names.CONTROL_DIR / f"mirror-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
 
     def recall(self) -> str | None:
-        """Return the identity that is remembered; None if none is."""
+        """Return the remembered identity; None if there is none."""
         try:
             found = self._noted() or self._table.mirror_identity(self._url)
             if found is None and self._known is not None:
@@ -228,16 +237,16 @@ class _Memory:
             if kept is None:
                 raise StoreTemporary(
                     f"{self._note} is broken, so it is unknown which place {self._url} was: {error}",
-                    hint=f"See that the mirror is mounted, then remove {self._note}.",
+                    hint=f"Check that the mirror is mounted, then remove {self._note}.",
                 ) from error
             _log.warning("%s is broken and is rewritten from the pending-uploads table: %s", self._note, error)
             files.write_bytes(self._note, self._sealed(kept), save_id=new_id(), replace=True)
             return kept
 
     def remember(self, identity: str) -> str:
-        """Keep an identity, unless one is kept already, and return the one that is kept."""
+        """Store an identity unless there is one already, and return the stored one."""
         kept = self._table.remember_mirror_identity(self._url, identity)
-        with contextlib.suppress(NameTaken):  # what was noted first stands
+        with contextlib.suppress(NameTaken):  # the first note wins
             files.write_bytes(self._note, self._sealed(kept), save_id=new_id())
         self._known = self._noted() or kept
         return self._known
@@ -254,14 +263,14 @@ class _Memory:
 
 
 def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:
-    """Refuse mirrors whose copies would be no second copies.
+    """Refuse mirrors whose copies would not be second copies.
 
-    A mirror that is the root finds the local files themselves, and takes them for its copies. One inside the root goes
-    with the root's disk, and its names are among those that are deleted there. One that holds the root lists the local
-    files as its objects. Two that are one directory count twice what is there once.
+    A mirror that is the root would take the local files for its copies. A mirror inside the root is lost with the
+    root's disk, and rotation may delete its names. A mirror around the root would list the local files as its objects.
+    Two mirrors that are one directory would count one copy twice.
 
     Raises:
-        ConfigError: Two of these are one directory, or one lies in the other, under whatever names.
+        ConfigError: Two of these are one directory, or one is inside the other, whatever their paths.
     """
     chain = _chain(root)
     seen: dict[_Where, str] = {}
@@ -287,10 +296,10 @@ def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:
 
 
 def check_destination(dest: Path, mirror: Mirror) -> None:
-    """Refuse to stage from a mirror into itself: what is staged would stand among its objects.
+    """Refuse to stage from a mirror into itself: the staged files would be among its objects.
 
     Raises:
-        ConfigError: ``dest`` is the mirror's directory, or lies in it.
+        ConfigError: ``dest`` is the mirror's directory, or is inside it.
     """
     directory = mirror.store.local_directory
     if directory is not None and _chain_of_mirror(directory)[0] in _chain(dest):
@@ -302,7 +311,7 @@ _ELSEWHERE = "Give the mirror a directory of its own, on another disk: an NFS pa
 
 
 def _chain_of_mirror(directory: Path) -> list[_Where]:
-    """The same of a directory whose file system may hang: then it is called by its names, and no other has them."""
+    """Do the same for a directory whose file system may hang; if it does, identify it by its path alone."""
     try:
         return hang_guard(directory).look(lambda: _chain(directory))
     except StoreHangs as error:
@@ -311,9 +320,9 @@ def _chain_of_mirror(directory: Path) -> list[_Where]:
 
 
 def _chain(path: Path) -> list[_Where]:
-    """Say where a path and each directory above it really are: device and inode, whatever names lead there.
+    """Return device and inode of a path and of each directory above it.
 
-    What does not exist yet is the place of what does, above it, and the names from there.
+    A path that does not exist yet is identified by the nearest existing directory above it and the names below that.
     """
     path = Path(os.path.realpath(path))
     tail: list[str] = []
@@ -321,7 +330,7 @@ def _chain(path: Path) -> list[_Where]:
     for at in (path, *path.parents):
         try:
             found = at.stat()
-        except OSError:  # missing, or a mount that does not answer: it is then called by its names
+        except OSError:  # missing, or a mount that does not answer: use the names
             tail.insert(0, at.name)
             continue
         places += [(found.st_dev, found.st_ino, tuple(tail[:count])) for count in range(len(tail), -1, -1)]
@@ -330,14 +339,14 @@ def _chain(path: Path) -> list[_Where]:
 
 
 def stop_retrying(mirrors: Sequence[Mirror]) -> None:
-    """Have what fails from now on fail at once, instead of after seconds of tries: somebody waits for the end."""
+    """Let every call that fails from now on fail at once, without retries: the caller wants to end."""
     for mirror in mirrors:
         if isinstance(mirror.store, StoreDecorator):
             mirror.store.stop_retrying()
 
 
 def ask_patiently(mirrors: Sequence[Mirror]) -> None:
-    """Have each be asked for the whole time again before it is called silent, also one that was: a start asks."""
+    """Use the full retry time again before calling a mirror silent, even if it was silent before. A start does this."""
     for mirror in mirrors:
         if isinstance(mirror.store, StoreDecorator):
             mirror.store.ask_patiently()

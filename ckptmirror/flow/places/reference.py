@@ -1,9 +1,9 @@
-"""Reference: what a person types, taken apart into a place and a name there. The only code that does.
+"""Reference: splits what a person types into a place and a name there. No other code does.
 
 Rules:
-* Text, names and links decide; no meta is read here. What stands behind the name is ``resolve``'s to say, or
-  ``verify``'s, which also looks at what is not whole.
-* ``latest`` is one name beside it, or it is refused. Another link to a checkpoint stands for the checkpoint.
+* Only the text, names and links are read, and no meta. ``resolve`` finds the save behind the name; ``verify`` also
+  looks at saves that are not whole.
+* ``latest`` must point at one name beside it; otherwise it is refused. Any other link to a checkpoint is followed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptmirror.core.model import KINDS, Kind
 __all__ = ["CheckpointReference", "Located", "locate"]
 
 _RESUMABLE: frozenset[names.Role] = frozenset({*KINDS, "legacy_dcp"})
-_OF_NO_SAVE: frozenset[names.Role] = frozenset({"tmp", "part", "latest", "writer", "control", "legacy_extra_state"})
+_NOT_A_SAVE: frozenset[names.Role] = frozenset({"tmp", "part", "latest", "writer", "control", "legacy_extra_state"})
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class CheckpointReference:
 
     Attributes:
         dir: The directory that holds the save, or a mirror's URL.
-        save_id: None for a checkpoint of an older writer.
+        save_id: None for a legacy checkpoint.
         path: On the local disk: the DCP directory, the model file or the emergency directory.
     """
 
@@ -42,13 +42,13 @@ class CheckpointReference:
 
 @dataclass(frozen=True)
 class Located:
-    """A place, and what in it was named.
+    """A place, and the name in it that was given.
 
     Attributes:
         place: A directory, or a mirror's URL.
-        name: A name directly in the place, of a save or a part of one; "" for the place as a whole.
-        parsed: What the name says; None without one.
-        link: ``latest``, if that was named; ``name`` is where it points.
+        name: The name of a save, or of a part of one, directly in the place; "" for the place as a whole.
+        parsed: The parsed name; None without one.
+        link: The path of ``latest``, if that was given; ``name`` is where it points.
     """
 
     place: Path | str
@@ -58,16 +58,16 @@ class Located:
 
 
 def locate(reference: str | os.PathLike[str]) -> Located:
-    """Take a reference apart.
+    """Split a reference into a place and a name.
 
     Raises:
-        CheckpointNotFound: Nothing is there (of a path), or ``latest`` points at no checkpoint beside it.
+        CheckpointNotFound: The path does not exist, or ``latest`` does not point at a checkpoint beside it.
         UsageError: It is neither a directory nor the name of a checkpoint.
     """
     text = os.fspath(reference)
     if "://" in text:
         base, _, last = text.rstrip("/").rpartition("/")
-        parsed = _of_a_save(last)
+        parsed = _parse_save(last)
         return Located(base, last, parsed) if parsed is not None else Located(text)
     path = Path(text).absolute()
     if not os.path.lexists(path):
@@ -78,14 +78,14 @@ def locate(reference: str | os.PathLike[str]) -> Located:
         if parsed is None or parsed.role not in _RESUMABLE:
             raise CheckpointNotFound(f"{path} points at {target}, which is not a checkpoint beside it.")
         return Located(path.parent, target, parsed, path)
-    parsed = _of_a_save(path.name)
+    parsed = _parse_save(path.name)
     if parsed is not None and parsed.role == "legacy_meta":
-        around = _of_a_save(path.parent.name)
+        around = _parse_save(path.parent.name)
         if around is not None and around.role in ("legacy_dcp", "dcp"):
-            return Located(path.parent.parent, path.parent.name, around)  # it speaks for the directory that it is in
+            return Located(path.parent.parent, path.parent.name, around)  # it describes its directory
     if parsed is not None:
         return Located(path.parent, path.name, parsed)
-    if path.is_symlink() and _of_a_save(path.resolve().name) is not None:
+    if path.is_symlink() and _parse_save(path.resolve().name) is not None:
         return locate(path.resolve())
     if not path.is_dir():
         raise UsageError(
@@ -95,18 +95,18 @@ def locate(reference: str | os.PathLike[str]) -> Located:
 
 
 def _missing(text: str, path: Path) -> CheckpointNotFound:
-    """Say what to do where nothing is: list what is beside it, or write the URL that was meant."""
+    """Return the error for a missing path; its hint lists what is beside it, or writes the URL that was meant."""
     hint = "Check the path."
-    if _of_a_save(path.name) is not None and path.parent.is_dir():
-        hint = f"List what there is with `ckptmirror ls {quote(str(path.parent))}`."
+    if _parse_save(path.name) is not None and path.parent.is_dir():
+        hint = f"List the checkpoints with `ckptmirror ls {quote(str(path.parent))}`."
     elif text == text.lstrip("./~"):
         from ckptmirror.stores.url_mistakes import nearest_urls  # only here: a mistake is rare
 
         urls = nearest_urls(text)
-        hint += f" If a mirror was meant, write {urls[0]}." if urls else ""
+        hint += f" If you mean a mirror, write {urls[0]}." if urls else ""
     return CheckpointNotFound(f"{path} does not exist.", hint=hint)
 
 
-def _of_a_save(name: str) -> names.ParsedName | None:
+def _parse_save(name: str) -> names.ParsedName | None:
     parsed = names.parse_name(name)
-    return parsed if parsed is not None and parsed.role not in _OF_NO_SAVE else None
+    return parsed if parsed is not None and parsed.role not in _NOT_A_SAVE else None

@@ -1,11 +1,11 @@
-"""Resolve: whatever a person types, turned into a directory (or mirror), a step and a kind.
+"""Resolve: turns what a person types into a directory (or mirror), a step and a kind.
 
 Rules:
-* Every choice between saves is ``select``'s. A path that names a kind keeps it, whatever else the step has (I4).
-* A path is only as good as the meta that names it: what no valid meta names, or what is not whole, is refused with the
-  reason (I2). Nothing is unpickled here, and only names, metas and sizes are read.
+* ``select`` makes every choice between saves. A path that names a kind keeps it, whatever else the step has (I4).
+* A path that no valid meta names, or that is not whole, is refused with the reason (I2). Nothing is unpickled here, and
+  only names, metas and sizes are read.
 * ``latest`` is a hint: its target is checked like any other path.
-* What is of an older writer comes last, and is told of (``older``).
+* Legacy checkpoints come last, and are logged (``legacy_references``).
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class ListedCheckpoint:
     """One line of a listing.
 
     Attributes:
-        standing: ``incomplete`` for what is not whole or whose meta is broken; ``older`` for what an older writer left,
-            which has no checksums and is on no lineage; else as the lineage has it.
+        standing: ``incomplete`` if it is not whole or its meta is broken; ``older`` for a legacy checkpoint, which has
+            no checksums and is not part of any lineage; otherwise its standing in the lineage.
         why: Why it is incomplete.
-        kinds: Empty where the meta cannot be read.
-        current_kinds: The kinds for which this save stands for its step.
+        kinds: Empty if the meta cannot be read.
+        current_kinds: The kinds in which this save is the current one of its step.
         place: The meta's path, or its name on the mirror.
     """
 
@@ -101,13 +101,13 @@ def resolve_checkpoint_reference(
     """Turn what a person types into ``(dir, step, kind)``.
 
     Takes a ``model_*.pt``, a DCP directory, a meta, an emergency directory, ``latest``, a directory of saves (its
-    newest whole save: dcp, then model), a mirror's URL, or the URL of one of these there. On a disk also what an older
-    writer left; it has no checksums, and the log says so.
+    newest whole save: dcp, then model), a mirror's URL, or the URL of one of these on a mirror. On a disk it also takes
+    a legacy checkpoint, and logs that this has no checksums.
 
     Raises:
-        CheckpointNotFound: There is nothing, or nothing that a valid meta names.
+        CheckpointNotFound: It does not exist, or no valid meta names it.
         KindMismatch: It is not of ``require_kind``.
-        IntegrityError: It is there, but its meta is broken or a file is missing or of another size.
+        IntegrityError: Its meta is broken, or a file is missing or has another size.
         UsageError: It is not a reference.
     """
     if isinstance(reference, CheckpointReference):
@@ -116,7 +116,8 @@ def resolve_checkpoint_reference(
         located = locate(reference)
         if located.parsed is not None and located.parsed.role not in _REFERENCES:
             raise UsageError(
-                f"{reference} is a part of a checkpoint.", hint="Name its model file, DCP directory, meta or directory."
+                f"{reference} is only a part of a checkpoint.",
+                hint="Name its model file, DCP directory, meta or directory.",
             )
         if isinstance(located.place, Path):
             found = _on_disk(located.place, located, require_kind)
@@ -135,7 +136,7 @@ def _on_disk(root: Path, located: Located, kind: Kind | None) -> CheckpointRefer
     catalog = local_catalog(root)
     if not catalog.saves and not catalog.problems:
         from ckptmirror.flow.places.legacy_references import (
-            newest_older,  # here and below only now: most verbs never need it
+            newest_older,  # imported late, here and below: most verbs never need it
         )
 
         if (found := newest_older(root, kind)) is not None:
@@ -150,7 +151,7 @@ def _on_disk(root: Path, located: Located, kind: Kind | None) -> CheckpointRefer
 
 
 def _latest(link: Path, root: Path, target: str, kind: Kind | None) -> CheckpointReference:
-    """What the link names; a hint, which a start or a person may have left behind, so a newer save is told of."""
+    """Return the save that the link names. A start or a person may have left the link behind: log a newer save."""
     found = _named(root, target, kind)
     with contextlib.suppress(CkptMirrorError):
         newest, _ = choose(local_catalog(root), "latest", staged=True)
@@ -163,7 +164,7 @@ def _latest(link: Path, root: Path, target: str, kind: Kind | None) -> Checkpoin
 
 
 def _named(root: Path, name: str, kind: Kind | None) -> CheckpointReference:
-    """The save whose meta names ``name``, or is ``name``."""
+    """Return the save whose meta names ``name``, or is ``name``."""
     if not os.path.lexists(root / name):
         raise CheckpointNotFound(f"{root / name} does not exist.")
     inventory = read_inventory(root)
@@ -183,7 +184,7 @@ def _named(root: Path, name: str, kind: Kind | None) -> CheckpointReference:
 
     if (found := named_older(root, name, kind)) is not None:
         return found
-    raise CheckpointNotFound(f"No valid meta names {root / name}, so it cannot be told whether it is whole.")
+    raise CheckpointNotFound(f"No valid meta names {root / name}, so ckptmirror cannot tell whether it is whole.")
 
 
 def _stem_of(name: str) -> tuple[int | None, str]:
@@ -192,7 +193,7 @@ def _stem_of(name: str) -> tuple[int | None, str]:
 
 
 def _kind_of(name: str, meta: Meta, kind: Kind | None) -> Kind:
-    """The kind that a name says, or, of a meta, the asked or first kind of its save."""
+    """Return the kind that a name says; for a meta, the requested or the first kind of its save."""
     parsed = names.parse_name(name)
     for one in KINDS:
         if parsed is not None and parsed.role == MAIN_ROLE[one]:
@@ -254,9 +255,9 @@ def _on_mirror(place: str, located: Located, kind: Kind | None) -> CheckpointRef
 
 
 def resolve_resume_path(root: Path | str) -> Path | None:
-    """Return the newest whole local checkpoint of the lineage, or None; of one save dcp, then model.
+    """Return the newest whole local checkpoint of the lineage, or None; within a save dcp, then model.
 
-    What an older writer left is on no lineage: it is told of, and not returned.
+    A legacy checkpoint is not part of the lineage: it is logged, and not returned.
     """
     root = files.absolute_dir(root, "root")
     if not root.is_dir():
@@ -282,8 +283,8 @@ def resolve_resume_path(root: Path | str) -> Path | None:
 def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> list[int]:
     """Return the steps of the lineage that are whole in ``root``, ascending (of one kind, if given).
 
-    A DCP step counts only with its ``.metadata``, a valid meta, and every artifact with exactly its size. A step that
-    an older writer left counts with its ``.metadata`` (or its model file) and a ``meta.json`` that speaks for it.
+    A DCP step counts only with its ``.metadata``, a valid meta, and every artifact at exactly its size. A legacy
+    checkpoint counts with its ``.metadata`` (or its model file) and a ``meta.json`` that describes it.
     """
     from ckptmirror.flow.places.legacy_references import older_steps
 
@@ -298,7 +299,7 @@ def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> l
 def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
     """List everything that looks like a save in a directory or on a mirror, by step, with its standing.
 
-    Of a reference to one checkpoint: what there is of its step.
+    For a reference to one checkpoint, list only its step.
     """
     try:
         located = locate(root_or_url)
@@ -336,7 +337,7 @@ def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
 
 
 def by_run(catalog: Catalog) -> list[Catalog]:
-    """A place without a list of attempts may hold saves of several runs, which are put in order each by itself."""
+    """Split a catalog without a list of attempts by run: such a place may hold several, each with its own order."""
     if catalog.attempts is not None:
         return [catalog]
     runs = dict.fromkeys(meta.run_id for meta in catalog.saves.values())

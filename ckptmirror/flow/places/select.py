@@ -1,13 +1,14 @@
-"""Select: the one function by which every reader picks a save of a place, by step and kind.
+"""Select: the one function with which every reader picks a save in a place, by step and kind.
 
 Rules:
-* Only what the lineage calls current is chosen; a superseded save, or one it cannot place, only if asked for.
-* Without a kind: the newest step, then dcp, then model, and a later save of the step in another kind is told of. An
-  explicit kind is never replaced by another (I4).
-* What is broken is not passed by in silence: a newer one is logged, and the one that was asked for is an error. Of a
-  meta that is broken nobody can tell whose it was: beside a whole save of its step it is logged, and blocks nothing.
-* A place without a list of attempts rebuilds one from its metas. A directory that was filled by ``stage`` has none, and
-  everything in it was asked for by someone: there, what the rebuilt order cannot place is chosen too, after the rest.
+* Only saves that the lineage calls current are chosen. A superseded save, or one of unknown standing, must be asked
+  for.
+* Without a kind: the newest step, then dcp, then model. A later save of the step in another kind is logged. An explicit
+  kind is never replaced by another (I4).
+* A broken save is never skipped silently: a newer one is logged, and the one that was asked for is an error. A broken
+  meta does not say which save it belonged to: beside a whole save of its step it is logged, and blocks nothing.
+* If a place has no list of attempts, one is rebuilt from its metas. A directory filled by ``stage`` has none, and
+  somebody asked for everything in it. So there, saves of unknown standing are chosen too, after the rest.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 MAIN_ROLE: dict[Kind, str] = {"dcp": "dcp", "model": "model", "emergency": "emergency"}
-"""Which of the names of a save holds each kind's own data."""
+"""The role of the name that holds each kind's own data."""
 
 READ_ORDER: tuple[Kind, ...] = ("dcp", "model")
 _NEAREST = 4
@@ -59,7 +60,7 @@ def lineage_of(catalog: Catalog) -> Lineage:
 
 
 def attempts_of(catalog: Catalog) -> tuple[Attempt, ...]:
-    """The place's own attempts, or those of which its metas tell, also the metas of what is not whole."""
+    """Return the place's own attempts, or those that its metas name, including metas of saves that are not whole."""
     if catalog.attempts is not None:
         return catalog.attempts.attempts
     runs = {meta.run_id for meta in catalog.saves.values()}
@@ -69,10 +70,12 @@ def attempts_of(catalog: Catalog) -> tuple[Attempt, ...]:
 
 
 def choosable(catalog: Catalog, *, superseded: bool = False, staged: bool = False) -> Mapping[tuple[int, Kind], Meta]:
-    """Return the save that stands for each step and kind.
+    """Return the save to choose for each step and kind.
 
-    ``superseded`` lets superseded saves, and those that cannot be placed, in where no current one holds the step and
-    kind; ``staged`` says that the place is a directory, which may have no list of attempts of its own.
+    Args:
+        catalog: The saves of the place.
+        superseded: Also take superseded and unknown saves, for a step and kind that has no current one.
+        staged: The place is a directory, which may have no list of attempts of its own.
     """
     _check_one_run(catalog)
     order = lineage_of(catalog)
@@ -92,7 +95,7 @@ def _check_one_run(catalog: Catalog) -> None:
     runs = sorted({meta.run_id[:8] for meta in catalog.saves.values()})
     if catalog.attempts is None and len(runs) > 1:
         raise UsageError(
-            f"{catalog.place} holds saves of {len(runs)} runs ({', '.join(runs)}), which have no order among them.",
+            f"{catalog.place} holds saves of {len(runs)} runs ({', '.join(runs)}), so no save is the newest of all.",
             hint="Name one by its path, or stage each run into a directory of its own.",
         )
 
@@ -103,7 +106,7 @@ def _has_metadata(meta: Meta) -> bool:
 
 
 def _add(table: _Table, catalog: Catalog, saves: Iterable[SaveFacts]) -> None:
-    """Let the last of ``saves``, in lineage order, stand where nothing stands yet."""
+    """Add the last of ``saves``, in lineage order, for each step and kind that the table does not have yet."""
     in_order = sorted(saves, key=lambda s: (catalog.saves[s.save_id].attempt.number, s.attempt, s.number))
     last: _Table = {(save.step, kind): save for save in in_order for kind in save.kinds}
     for key, save in last.items():
@@ -121,11 +124,11 @@ def choose(
     """Pick the save for a step and kind.
 
     Raises:
-        CheckpointNotFound: There is no such step; lists the nearest ones.
-        KindMismatch: The step is there, but not in this kind; lists the kinds that it has.
-        IntegrityError: Of the step that was asked for, the save that stands is broken.
-        Temporary: It cannot be read now.
-        NotAuthorised: The same, and the mirror does not accept the credentials.
+        CheckpointNotFound: There is no such step; the message lists the nearest ones.
+        KindMismatch: The step is there, but not in this kind; the message lists the kinds that it has.
+        IntegrityError: The current save of the requested step is broken.
+        Temporary: That save cannot be read now.
+        NotAuthorised: That save cannot be read, because the mirror does not accept the credentials.
     """
     table = choosable(catalog, superseded=superseded, staged=staged)
     asked = step
@@ -135,20 +138,20 @@ def choose(
         raise UsageError(f"{step!r} is neither a step nor 'latest'.")
     there = sorted({k for s, k in table if s == step})
     current = lineage_of(catalog).current
-    in_order = sorted(READ_ORDER, key=lambda k: (step, k) not in current)  # what was only let in comes last
+    in_order = sorted(READ_ORDER, key=lambda k: (step, k) not in current)  # saves that are not current come last
     broken: IntegrityError | None = None
     damaged = {problem.save_id for problem in catalog.problems.values() if problem.step == step}
     for wanted in (kind,) if kind is not None else in_order:
         if wanted in there and (broken is None or table[step, wanted].save_id in damaged):
             try:
                 if not superseded:
-                    _mind_what_is_broken(catalog, table[step, wanted], wanted, is_asked_for=asked != "latest")
+                    _report_what_is_broken(catalog, table[step, wanted], wanted, is_asked_for=asked != "latest")
             except IntegrityError as error:
                 broken = broken or error  # the save that is broken in this kind may be whole in the other
                 continue
             if kind is None:
-                _tell_of_a_broken_kind(catalog, table[step, wanted], wanted)
-                _tell_of_a_later_save(table, step, wanted)
+                _log_a_broken_kind(catalog, table[step, wanted], wanted)
+                _log_a_later_save(table, step, wanted)
             return table[step, wanted], wanted
     if broken is not None:
         raise broken
@@ -170,19 +173,20 @@ def _refuse_a_broken_kind(catalog: Catalog, step: int, kind: Kind | None) -> Non
             )
 
 
-def _tell_of_a_broken_kind(catalog: Catalog, meta: Meta, taken: Kind) -> None:
+def _log_a_broken_kind(catalog: Catalog, meta: Meta, taken: Kind) -> None:
     for problem in catalog.problems.values():
         if problem.save_id == meta.save_id and READ_ORDER[0] in problem.kinds:
             save_logger(_log, meta).warning("step %d is taken in kind %s: %s", meta.step, taken, problem.why)
 
 
-def _tell_of_a_later_save(table: Mapping[tuple[int, Kind], Meta], step: int, taken: Kind) -> None:
+def _log_a_later_save(table: Mapping[tuple[int, Kind], Meta], step: int, taken: Kind) -> None:
     mine = table[step, taken]
     for (other_step, kind), meta in table.items():
         later = (meta.attempt.number, meta.save_number) > (mine.attempt.number, mine.save_number)
         if other_step == step and later:
             save_logger(_log, mine).warning(
-                "step %d is taken in kind %s from save %s; a later one, %s, has it in kind %s: ask for that to get it",
+                "step %d is taken in kind %s from save %s; a later save, %s, has it in kind %s: ask for that kind to "
+                "get it",
                 step,
                 taken,
                 mine.save_id[:8],
@@ -192,12 +196,12 @@ def _tell_of_a_later_save(table: Mapping[tuple[int, Kind], Meta], step: int, tak
 
 
 def warn_of_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind) -> None:
-    """Log each save that is not whole in its place and would have been chosen before ``meta``, were it whole."""
-    _tell_of_a_broken_kind(catalog, meta, kind)
-    _mind_what_is_broken(catalog, meta, kind, is_asked_for=False)
+    """Log each save that is not whole, and that would otherwise have been chosen before ``meta``."""
+    _log_a_broken_kind(catalog, meta, kind)
+    _report_what_is_broken(catalog, meta, kind, is_asked_for=False)
 
 
-def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_for: bool) -> None:
+def _report_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_for: bool) -> None:
     for save in _strangers(catalog):
         if save.step >= meta.step and kind in save.kinds:
             save_logger(_log, save).warning(
@@ -210,7 +214,7 @@ def _mind_what_is_broken(catalog: Catalog, meta: Meta, kind: Kind, *, is_asked_f
     skipped = skipped_for(meta, kind, catalog.problems, attempts_of(catalog), catalog.saves.values())
     for name, problem in skipped.items():
         where = name if name.startswith(catalog.place) else f"{catalog.place}/{name}"
-        if not is_asked_for:  # one broken meta keeps nobody from the other steps
+        if not is_asked_for:  # one broken meta does not block the other steps
             _log.warning("skipped %s: %s", where, problem.why)
         elif problem.step == meta.step and problem.meta is None and not problem.hindrance:
             save_logger(_log, meta).warning(
@@ -248,9 +252,9 @@ def _not_readable(what: str, why: str, hindrance: Hindrance) -> Temporary | NotA
 
 
 def not_superseded(catalog: Catalog, *, placed: bool = False) -> Mapping[tuple[int, Kind], Meta]:
-    """Return what stands for each step and kind of a directory, without what was superseded unless that is all.
+    """Return the save for each step and kind of a directory, without superseded saves unless there are no others.
 
-    ``placed`` leaves out what cannot be placed too, unless that is all.
+    ``placed`` leaves out saves of unknown standing too, again unless there are no others.
     """
     table = choosable(catalog, staged=True)
     order = lineage_of(catalog)
@@ -260,7 +264,7 @@ def not_superseded(catalog: Catalog, *, placed: bool = False) -> Mapping[tuple[i
 
 def _newest(catalog: Catalog, table: Mapping[tuple[int, Kind], Meta], kind: Kind | None) -> int:
     kinds = (kind,) if kind is not None else READ_ORDER
-    # What the place's own order calls current comes before what was only let in.
+    # Current saves come before the superseded and unknown ones.
     current = {key for key in lineage_of(catalog).current if key[1] in kinds and key in table}
     steps = {step for step, _ in current} or {s for s, k in table if k in kinds}
     if steps:

@@ -1,10 +1,9 @@
-"""Emptying a root's trash without forgetting what a replacement that was cut short has still to do.
+"""Emptying a root's trash, except for what an interrupted replacement still needs.
 
 Rules:
-* A meta in the trash condemns the files that it names, unless a meta that stands names them too: that is how the next
-  stage of that step knows that they may make room (``fetch.destination``). Such a meta stays until those files are
-  gone.
-* Everything else goes.
+* The files that a meta in the trash names may be deleted, unless a meta outside the trash names them too. The next
+  stage of that step relies on it to make room (``fetch.destination``). So such a meta stays until its files are gone.
+* Everything else is deleted.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _log = logging.getLogger("ckptmirror.trash")
 
 
 def parsed_in_trash(entry: Path) -> names.ParsedName | None:
-    """Say what a thing in the trash was called before."""
+    """Parse the name that an entry of the trash had before."""
     return names.parse_name(entry.name.rpartition(".")[0])
 
 
 def empty_trash(root: Path) -> None:
-    """Delete what is in the root's trash, but for metas that condemn files which are still there.
+    """Empty the root's trash, except for metas whose files are still in the root.
 
-    What cannot be deleted stays, and is logged: it is out of the way, and must not hold up a start or a rotation.
+    An entry that cannot be deleted is logged and stays; it must not block a start or a rotation.
     """
     trash = root / names.TRASH_DIR
     if not trash.is_dir():
@@ -47,7 +46,7 @@ def empty_trash(root: Path) -> None:
         try:
             files.remove_tree_in_trash(root, entry)
         except CkptMirrorError as error:
-            _log.error("the trash keeps %s: %s", entry.name, error)
+            _log.error("cannot delete %s from the trash: %s", entry.name, error)
 
 
 def _condemns(inventory: Inventory, entry: Path) -> bool:

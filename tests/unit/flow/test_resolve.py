@@ -153,7 +153,7 @@ def test_a_later_save_of_the_step_in_another_kind_is_told_of(tmp_path: Path, cap
     assert caplog.text == ""
     later = make_save(tmp_path, 100, ("model",), number=2)
     assert resolve_checkpoint_reference(tmp_path).save_id == first.save_id
-    assert f"a later one, {later.save_id[:8]}, has it in kind model" in caplog.text
+    assert f"a later save, {later.save_id[:8]}, has it in kind model" in caplog.text
     caplog.clear()
     assert resolve_checkpoint_reference(tmp_path, require_kind="model").save_id == later.save_id
     assert caplog.text == ""
