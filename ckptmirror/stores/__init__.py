@@ -2,7 +2,7 @@
 
 Rules:
 * A store's file declares ``SCHEMES``, ``normalise(url)`` and ``open(url)``; adding a store is adding one file.
-  ``SCHEMES = ("*",)`` takes what no other file claims.
+  ``SCHEMES = ("*",)`` takes every scheme that no other file claims.
 * A store's file is imported at the first use of its scheme, so that a verb pays only for the mirrors that it uses.
 * URLs are compared after :func:`normalise_url`, and never carry credentials.
 """
@@ -31,20 +31,19 @@ def open_store(
     bus: EventBus | None = None,
     on_wait: Callable[[str, float, StoreTemporary], None] | None = None,
 ) -> Store:
-    """Open the mirror at ``url``; nothing is asked of it before its first use.
+    """Open the mirror at ``url``. No request is sent before its first use.
 
     Args:
         url: ``gs://bucket/prefix``, ``file:///directory`` (or the directory's absolute path), ``memory://name``, or a
             URL that fsspec knows (``s3://bucket/prefix``; ``gcsfs+gs://bucket/prefix`` for gcsfs).
-        retry: Retry what failed temporarily, for two minutes, or for as long as ``CKPTMIRROR_RETRY_S`` says
-            (``RetryingStore``).
+        retry: Retry temporary errors for two minutes, or for ``CKPTMIRROR_RETRY_S`` seconds (``RetryingStore``).
         bytes_per_s: Limit of uploads and downloads together (``ThrottledStore``).
         requests_per_s: Limit of calls of any kind.
-        bus: Told of every call (``ObservedStore``).
-        on_wait: Told before each wait for the next try: the URL, for how many seconds, and why.
+        bus: Gets an event for every call (``ObservedStore``).
+        on_wait: Called before each wait for the next try, with the URL, the seconds, and the reason.
 
     Raises:
-        ConfigError: The URL is not understood, or a limit is not above 0, or ``CKPTMIRROR_RETRY_S`` is no number.
+        ConfigError: The URL is not understood, a limit is not above 0, or ``CKPTMIRROR_RETRY_S`` is not a number.
     """
     module, normalised = _understood(url)
     store: Store = module.open(normalised)
@@ -77,7 +76,7 @@ def normalise_url(url: str) -> str:
 
 
 def _understood(url: str) -> tuple[ModuleType, str]:
-    """The scheme's module and the normalised URL; what is wrong is told with the nearest that would be right."""
+    """Return the scheme's module and the normalised URL. The hint of an error shows the nearest valid URL."""
     try:
         return _read(url)
     except ConfigError as error:
@@ -124,7 +123,7 @@ def _module_for(url: str) -> ModuleType:
     if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
         raise ConfigError("A mirror is given as a URL or an absolute path.", hint="For example gs://bucket/prefix.")
     names = [module.name for module in pkgutil.iter_modules(__path__)]
-    rest_last = sorted(names, key=lambda name: name != scheme)  # the file named like the scheme is asked first
+    rest_last = sorted(names, key=lambda name: name != scheme)  # try the file named like the scheme first
     for wanted in (scheme, "*"):
         for name in rest_last:
             module = importlib.import_module(f"{__name__}.{name}")

@@ -4,14 +4,14 @@ Rules (the contract suite in tests/contract/test_store_contract.py holds every s
 * An object is a name, bytes, a generation and custom metadata. Names are relative to the mirror's prefix, with ``/``.
 * Every create, replace and delete carries a precondition; no method overwrites blindly.
 * Every method may be called again after any error: it is idempotent or guarded by its precondition.
-* Every method ends within a stated time; no method retries (the retrying decorator does).
+* Every method ends within a stated time. No method retries; the retrying decorator does.
 * Errors are those of ``core.errors``: StoreTemporary, StorePermanent, ObjectNotFound, PreconditionFailed,
   IntegrityError, NotAuthorised.
 * All methods may be called from any thread at once.
-* A store whose URL may lead to another place tomorrow (a directory on a mount) has an ``identity``; the others have
-  none, and answer None.
-* Reading makes nothing: where there is no such bucket or directory, it raises BucketNotFound.
-* What is created, and what is read to its end, is durable when the call returns: it survives a power loss there.
+* A store whose URL may lead to another place tomorrow (a directory on a mount) has an ``identity``; the others return
+  None.
+* Reading creates nothing. If the bucket or directory does not exist, it raises BucketNotFound.
+* An object that was created, or read to its end, is durable when the call returns: it survives a power loss there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Capabilities:
         compare_and_swap: A replace or delete happens only at the given generation, atomically.
         server_crc32c: The store computes crc32c itself and rejects an upload whose declared crc32c differs.
         custom_metadata: Objects carry text key-value pairs.
-        resumable: A half-sent upload is continued by another process with its session.
+        resumable: Another process can continue a half-sent upload with its session.
     """
 
     create_only: bool
@@ -47,11 +47,11 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What the store says of one object, asked now.
+    """The store's current description of one object.
 
     Attributes:
         generation: Opaque; changes whenever the bytes under the name change. Never 0.
-        crc32c: None where the store keeps none: verify by reading back.
+        crc32c: None if the store keeps no checksum: verify by reading back.
     """
 
     name: str
@@ -79,12 +79,12 @@ class Upload:
     """One object to create.
 
     Attributes:
-        digest: Taken when the save was committed; the store must reject other bytes.
+        digest: Computed when the save was committed; the store must reject other bytes.
         metadata: Custom metadata (run, attempt and save id).
         session: A session saved by an earlier process, or None.
         on_session: Called with the session's text as soon as one exists, before any byte is sent.
         on_progress: Called with the number of bytes that the store has acknowledged so far.
-        on_sent: Called more often, where a store can tell, with the number of bytes that are on the wire.
+        on_sent: Called more often, if the store can do so, with the number of bytes that are on the wire.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Upload:
 
 @runtime_checkable
 class Store(Protocol):
-    """A mirror's objects below one prefix. What is derived from it has neither a local directory nor an identity."""
+    """A mirror's objects below one prefix. By default a store has neither a local directory nor an identity."""
 
     @property
     def url(self) -> str:
@@ -113,21 +113,20 @@ class Store(Protocol):
 
     @property
     def local_directory(self) -> Path | None:
-        """The directory of this machine that holds the objects, which need not exist yet; None where there is none."""
+        """The local directory that holds the objects, which may not exist yet; None if the store is not a directory."""
         return None
 
     def identity(self, expected: str | None = None) -> str | None:
-        """Say which place this is: a text that stays with the objects and is met nowhere else.
+        """Return the identity of this place: a unique text that is kept with the objects.
 
-        Once it has answered, every call of this store meets that very place, or fails.
+        After the first answer, every call of this store reaches that same place, or fails.
 
         Args:
-            expected: What an earlier process was told. Then nothing is made that is not there.
+            expected: The identity that an earlier process saw. If it is given, nothing is created.
 
         Returns:
-            None where a store has none: where its URL names one place for ever. None also from a store with a
-            ``local_directory`` that may only be read and has none yet: that is not final, and nothing can be changed
-            there meanwhile.
+            None if the store has no identity, because its URL always names the same place. Also None for a read-only
+            ``local_directory`` without an identity: it may get one later, and until then nothing can be changed there.
 
         Raises:
             StoreTemporary: The place does not answer, or is not the expected one: its file system is not mounted.
@@ -157,26 +156,25 @@ class Store(Protocol):
     ) -> ObjectInfo:
         """Create (``if_generation=0``) or replace (at that generation) a small object, atomically.
 
-        Other bytes at the store are no IntegrityError here: ours lie in memory, so they changed on their way, and are
-        sent again.
+        If the store received other bytes, that is not an IntegrityError here: our copy is in memory, so the bytes
+        changed on the way and can be sent again.
 
         Raises:
             PreconditionFailed: The object is not at ``if_generation``. After a lost answer this may be our own write:
                 the caller reads the object and compares.
-            StoreTemporary: The store is busy or out of reach, it refused the bytes for their checksum, or its answer
-                describes other bytes: then the object may stand there.
+            StoreTemporary: The store is busy or unreachable, it rejected the bytes because of their checksum, or its
+                answer describes other bytes. In the last case the object may exist.
         """
         ...
 
     def upload(self, upload: Upload) -> ObjectInfo:
         """Create one object of any size from a source (never replaces), continuing ``upload.session`` if given.
 
-        The answer's crc32c and size were compared with ``upload.digest``.
+        The returned size and crc32c have been compared with ``upload.digest``.
 
         Raises:
             PreconditionFailed: The name exists. It may be our own object: the caller asks and compares.
-            IntegrityError: The store computed another crc32c than the digest says; nothing of ours stands under the
-                name.
+            IntegrityError: The store computed a crc32c that differs from the digest; it created no object.
         """
         ...
 
@@ -193,7 +191,7 @@ class Store(Protocol):
         """Delete the object at that generation; no error if the name is already free.
 
         Raises:
-            PreconditionFailed: Another generation stands there.
+            PreconditionFailed: The object is at another generation.
         """
         ...
 

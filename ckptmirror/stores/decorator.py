@@ -1,8 +1,8 @@
-"""A store around a store: what hang-guarded, observed, throttled, retrying and remembering stores are made from.
+"""A store around a store: the base of the hang-guarded, observed, throttled, retrying and remembering stores.
 
 Rules:
-* It passes everything on. A decorator overrides what it changes, and nothing else.
-* Each call that meets objects goes through ``_call``, so that a decorator states in one place what it does around all.
+* It passes every call on. A decorator overrides only what it changes.
+* Each call that reads or changes objects goes through ``_call``, so that a decorator wraps all of them in one place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StoreDecorator:
             operation: The method's name.
             name: The object; of a listing, its prefix.
             run: Makes the call; may be called again after an error.
-            size_bytes: How many bytes of the caller's are moved.
+            size_bytes: How many of the caller's bytes it transfers.
         """
         del operation, name, size_bytes
         return run()
@@ -43,12 +43,12 @@ class StoreDecorator:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the store behind."""
+        """The capabilities of the store behind."""
         return self._store.capabilities
 
     @property
     def local_directory(self) -> Path | None:
-        """That of the store behind."""
+        """The local directory of the store behind."""
         return self._store.local_directory
 
     def identity(self, expected: str | None = None) -> str | None:
@@ -86,12 +86,12 @@ class StoreDecorator:
         self._call("delete", name, lambda: self._store.delete(name, generation=generation))
 
     def stop_retrying(self) -> None:
-        """Until a start asks patiently nothing that fails is tried again, by no store behind: an end is waited for."""
+        """Stop retrying, here and in every store behind, until ``ask_patiently``: a caller is waiting to end."""
         if isinstance(self._store, StoreDecorator):
             self._store.stop_retrying()
 
     def ask_patiently(self) -> None:
-        """Let each store behind take its whole time again before it calls the mirror silent: a start asks."""
+        """Give the mirror the full retry time again before it counts as silent, because a start is asking."""
         if isinstance(self._store, StoreDecorator):
             self._store.ask_patiently()
 

@@ -1,16 +1,16 @@
 """``file:///directory``: a mirror in a directory, local or NFS.
 
 Rules:
-* An object is a regular file; ``/`` in its name makes sub-directories. What ends in ``.tmp`` is no object: it is on its
-  way.
-* A file that stands under its name is never written to again. Creating is link(2) from a temporary; replacing is
-  rename(2) under the mirror's lock (``file_place``), after comparing the generation.
-* The generation is made from inode, time of modification and size. That time is set by us, to the nanosecond and later
-  than that of the file replaced, so an inode number used again gives another generation.
-* There is no checksum but ours: what an upload wrote is read back from the disk and compared before it gets its name.
-* What is created is durable before the call returns. What was found, since its maker may have been killed between
-  link(2) and fsync(2), is made durable when it was read to its end, and before a create says that the name is taken:
-  nobody verifies an object without the one or the other.
+* An object is a regular file; ``/`` in its name makes sub-directories. A file that ends in ``.tmp`` is not an object:
+  it is still being written.
+* A file is never written to after it has its final name. A create is link(2) from a temporary; a replace is rename(2)
+  under the mirror's lock (``file_place``), after comparing the generation.
+* The generation is made from inode, modification time and size. We set that time, to the nanosecond and later than
+  that of the replaced file, so a reused inode number gives another generation.
+* The file system has no checksums: an upload reads its file back from the disk and compares it before it gets its name.
+* A created object is durable before the call returns. The writer of an object that is found may have been killed
+  between link(2) and fsync(2). So the object is made durable after it was read to its end, and before a create says
+  that the name is taken: every verification does one or the other.
 * There is no custom metadata and no resumable session.
 """
 
@@ -74,7 +74,7 @@ def normalise(url: str) -> str:
 
 
 def open(url: str) -> FileStore:
-    """Open the mirror in a directory, which is made by the first change if its parent exists."""
+    """Open the mirror in a directory. The first change creates it if its parent exists."""
     return FileStore(_path(url))
 
 
@@ -103,7 +103,7 @@ class FileStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Create-only by link(2), compare and swap by the lock; neither checksums nor metadata of its own."""
+        """Create-only by link(2), compare and swap by the lock; neither checksums nor metadata."""
         return Capabilities(True, True, False, False, False)
 
     @property
@@ -112,7 +112,7 @@ class FileStore:
         return self._root
 
     def identity(self, expected: str | None = None) -> str | None:
-        """See :meth:`Store.identity`: the random id in the mirror's lock file."""
+        """Return the random id in the mirror's lock file."""
         return self._place.identity(expected)
 
     # -- asking ---------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class FileStore:
         with explained(f"{self.url}/{name}"), self._opened(name) as descriptor:
             info = None if descriptor is None else _info(name, os.fstat(descriptor))
             if descriptor is not None and info is not None and info.size_bytes == 0:
-                self._place.settle(descriptor, _parts(name)[:-1])  # it is verified without being read
+                self._place.settle(descriptor, _parts(name)[:-1])  # a caller may verify it without reading it
             return info
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -143,7 +143,7 @@ class FileStore:
 
     def download(self, name: str, *, generation: int, offset: int, buffer: memoryview) -> None:
         with explained(f"{self.url}/{name}"), self._at(name, generation) as (descriptor, info):
-            if not allow_direct(descriptor):  # the disk is to be asked, not the page cache
+            if not allow_direct(descriptor):  # read the disk, not the page cache
                 os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_DONTNEED)
             self._fill(descriptor, name, offset, buffer)
             if offset + len(buffer) == info.size_bytes:
@@ -183,7 +183,7 @@ class FileStore:
     def write(
         self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
     ) -> ObjectInfo:
-        """See :meth:`Store.write`. The metadata is not kept."""
+        """Create or replace a small object; the metadata is not kept."""
         del metadata
 
         def fill(descriptor: int) -> None:
@@ -203,7 +203,7 @@ class FileStore:
             return _info(name, found)
 
     def upload(self, upload: Upload) -> ObjectInfo:
-        """See :meth:`Store.upload`. The session is ignored."""
+        """Create an object; the session is ignored."""
 
         def fill(descriptor: int) -> None:
             _copy(upload, descriptor)
@@ -220,7 +220,7 @@ class FileStore:
                 with explained(f"{self.url}/{name}"), self._parent_of(parts, create=True) as parent:
                     return self._create_in(parent, parts[-1], name, fill)
             except _DirectoryTakenAwayError:
-                continue  # a deletion removed the directory that had just been made for us
+                continue  # a deletion removed the directory that we had just created
         raise StoreTemporary(f"The directory of {self.url}/{name} keeps being removed.")
 
     def _create_in(self, parent: int, last: str, name: str, fill: Callable[[int], None]) -> ObjectInfo:
@@ -240,7 +240,7 @@ class FileStore:
         return _info(name, found)
 
     def _taken(self, parent: int, last: str, name: str) -> PreconditionFailed:
-        """Make what stands there durable, and its name; those of the directories above are."""
+        """Make the existing file and its name durable; the names of the directories above are durable already."""
         try:
             descriptor = os.open(last, _READ, dir_fd=parent)
         except OSError:
@@ -254,7 +254,7 @@ class FileStore:
         return PreconditionFailed(f"{self.url}/{name} exists.")
 
     def _rename_new(self, parent: int, temporary: str, last: str, name: str) -> None:
-        """A file system without hard links: the lock makes look-then-rename one step, for all who use this store."""
+        """Create without hard links: the lock makes look-then-rename one step for every user of this store."""
         with self._place.locked():
             if _exists(parent, last):
                 raise self._taken(parent, last, name)
@@ -279,7 +279,7 @@ class FileStore:
     def _temporary(
         self, parent: int, last: str, fill: Callable[[int], None], *, later_than_ns: int = 0
     ) -> Iterator[tuple[str, os.stat_result]]:
-        """Lend a durable file under a temporary name in ``parent``, which is gone afterwards."""
+        """Lend a durable file under a temporary name in ``parent``; the name is removed afterwards."""
         temporary = temporary_name(last)
         try:
             with crashpoints.around("mirror.create"):
@@ -287,7 +287,7 @@ class FileStore:
         except FileNotFoundError as error:
             raise _DirectoryTakenAwayError from error
         try:
-            with suppress(OSError):  # says to others that its writer lives, where the file system has such locks
+            with suppress(OSError):  # shows others that its writer lives, if the file system has locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             fill(descriptor)
             time_ns = max(time.time_ns(), later_than_ns + 1)
@@ -301,7 +301,7 @@ class FileStore:
             os.close(descriptor)
 
     def delete(self, name: str, *, generation: int) -> None:
-        """See :meth:`Store.delete`. Directories that become empty go too."""
+        """Delete an object, and the directories that become empty."""
         parts = _parts(name)
         with explained(f"{self.url}/{name}"), self._place.locked():
             try:
@@ -316,7 +316,7 @@ class FileStore:
             self._place.remove_empty(parts[:-1])
 
     def _expect(self, parent: int, parts: tuple[str, ...], generation: int) -> os.stat_result | None:
-        """The attributes of the file, which is at ``generation``; None if there is none."""
+        """Return the attributes of the file, which must be at ``generation``; None if there is none."""
         try:
             descriptor = os.open(parts[-1], _READ, dir_fd=parent)
         except FileNotFoundError:
@@ -380,7 +380,7 @@ def _copy(upload: Upload, descriptor: int) -> None:
 
 
 def _verify(name: str, descriptor: int, digest: Digest) -> None:
-    """Read the file back from the disk and compare it with what was committed."""
+    """Read the file back from the disk and compare it with the committed digest."""
     if not allow_direct(descriptor):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     found, offset = 0, 0

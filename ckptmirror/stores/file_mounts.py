@@ -1,12 +1,12 @@
-"""Mounts: whether the file system that should hold a directory is there, by what fstab lists and the kernel has.
+"""Whether the file system that should hold a directory is mounted: compares fstab with the kernel's mounts.
 
 Rules:
-* A listed mount point counts as mounted only if a mount on it fits the listed type. A bind of a path on itself, which a
-  service manager makes where it lets a process write, is a mount of the file system beneath, and does not fit.
-* An automount point that waits is a mount of its own type, and does not fit either.
-* Rows that say ``auto``, ``none`` or ``bind`` leave the type open: there any mount counts.
-* A type that only a mount helper knows (``efs``, ``sshfs``) has another name in the kernel: there a mount of any other
-  file system than the one beneath counts.
+* A listed mount point counts as mounted only if a mount on it has the listed type. A service manager binds a path to
+  itself to let a process write there; that is a mount of the file system beneath, and does not count.
+* An automount point that waits is a mount of its own type, and does not count either.
+* Rows with ``auto``, ``none`` or ``bind`` leave the type open: any mount counts.
+* A type that only a mount helper knows (``efs``, ``sshfs``) has another name in the kernel: a mount of any file system
+  other than the one beneath counts.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class _Mount:
 
 
 def unmounted_point(place: Path, fstab: Path = FSTAB, mounts: Path = MOUNTS) -> Path | None:
-    """Return the mount point, ``place`` or above it, that is listed and not mounted; None if there is none.
+    """Return a mount point, ``place`` or above it, that is listed but not mounted; None if there is none.
 
     Args:
         place: A path without links in it.
-        fstab: What should be mounted.
-        mounts: What is.
+        fstab: The table of what should be mounted.
+        mounts: The kernel's table of what is mounted.
     """
     listed = {_unescaped(row[1]): row[2:4] for row in _rows(fstab, 3)}
     wanted = [point for point in (place, *place.parents[:-1]) if str(point) in listed]
@@ -78,7 +78,7 @@ def _mounted(table: Path) -> Iterator[tuple[str, _Mount]]:
 
 
 def _rows(table: Path, fields: int) -> list[list[str]]:
-    """The rows of a table of the system that have so many fields; none where it cannot be read."""
+    """Return the rows of a system table that have at least this many fields; none if it cannot be read."""
     try:
         lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -88,5 +88,5 @@ def _rows(table: Path, fields: int) -> list[list[str]]:
 
 
 def _unescaped(point: str) -> str:
-    """A path as it is: spaces stand in these tables as octal escapes."""
+    """Return the path with its octal escapes (of spaces, for example) decoded."""
     return re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), point).rstrip("/") or "/"

@@ -1,24 +1,23 @@
-"""The directory behind a ``file://`` mirror: found, recognised, walked and locked.
+"""The directory behind a ``file://`` mirror: finds, recognises, walks and locks it.
 
 Rules:
 * Every path is walked component by component with O_NOFOLLOW: no link inside the mirror is ever followed, so no name
   leaves it.
-* Reading makes nothing. The directory and its lock file are made by who asks for its id and by who changes something,
+* Reading creates nothing. The first change, or the first request for the id, creates the directory and its lock file,
   and only below a parent that exists.
-* Nothing is changed in a directory without an id: where none is and none can be made, each change is refused.
-* Once its id is known, to this process or to an earlier one that remembered it, every call compares it with the lock
-  file's; if that is gone, or another's, the mount vanished: that is a temporary fault, and nothing is made or written
-  there. Device and inode numbers prove nothing: a mount that goes gives its own to the next.
-* On first contact nothing is made, and nothing is taken for empty, below a directory that /etc/fstab lists and that is
-  not mounted (``file_mounts``). What remains possible: where nobody remembers the mirror (a new machine, a lost table)
-  and the mount is one that fstab does not list, a fresh mirror is made in the empty directory.
-* What another process made may be seen before it is durable, since that process may have died in between: so a lock
-  file, a directory and an object that are found are fsynced, with the names above them, before they count.
-* Read-modify-write holds an exclusive flock(2) on the lock file. On NFS, Linux carries flock over to the server as a
-  byte-range lock (since 2.6.12), so it excludes other hosts too; a mount with ``local_lock=flock`` or ``nolock`` breaks
-  that.
-* What a call of the kernel takes is not ours to bound: a hard NFS mount blocks while its server is away. Waiting for
-  the lock is.
+* A directory without an id is never changed. If it has none and none can be created, each change is refused.
+* Once this process knows the id, or an earlier one remembered it, every call compares it with the lock file. If the
+  lock file is missing or has another id, the mount vanished: that is a temporary error, and nothing is created or
+  written there. Device and inode numbers prove nothing, because the next mount may reuse them.
+* On first contact nothing is created, and nothing counts as empty, below a directory that /etc/fstab lists and that is
+  not mounted (``file_mounts``). One gap remains: if nothing remembers the mirror (a new machine, a lost table) and
+  fstab does not list the mount, a fresh mirror is created in the empty directory.
+* A lock file, a directory or an object may be visible before it is durable, because the process that created it may
+  have died in between. So they are fsynced, with the names above them, before they count.
+* Read-modify-write holds an exclusive flock(2) on the lock file. On NFS, Linux sends flock to the server as a
+  byte-range lock (since 2.6.12), so it excludes other hosts too; a mount with ``local_lock=flock`` or ``nolock``
+  breaks that.
+* The wait for the lock has a time limit. A kernel call has none: a hard NFS mount blocks while its server is away.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def fsync_names(directory: int) -> None:
 
 
 def fsync_found(descriptor: int) -> None:
-    """Make durable what others made; a file system that has no fsync at all (read-only by nature) has nothing to do."""
+    """Make a file durable that others created; a file system without any fsync (a read-only one) needs none."""
     try:
         with crashpoints.around("mirror.fsync_found"):
             os.fsync(descriptor)
@@ -109,13 +108,13 @@ class Place:
         self._is_durable = False  # whether this process has fsynced the names of the lock file and of the directory
 
     def identity(self, expected: str | None = None) -> str | None:
-        """Return the random id in the lock file, None as long as there is none and none can be made.
+        """Return the random id in the lock file; None if there is none and none can be created.
 
         Args:
-            expected: What it was when an earlier process met the directory.
+            expected: The id that an earlier process saw.
 
         Raises:
-            StoreTemporary: The directory is not there, or it is not the one that was met before.
+            StoreTemporary: The directory is not there, or it is another one than before.
             StorePermanent: The lock file holds no id.
         """
         if expected is not None and self._id is None:
@@ -126,7 +125,7 @@ class Place:
         except NotAuthorised as error:
             try:
                 with self.root():
-                    return None  # an evaluation host that may only read; or one that may write tomorrow
+                    return None  # read-only, as on an evaluation host; it may become writable later
             except BucketNotFound:
                 raise error from None
         if expected not in (None, identity):
@@ -135,14 +134,14 @@ class Place:
 
     @contextmanager
     def root(self, *, changing: bool = False) -> Iterator[int]:
-        """Lend a descriptor of the directory, which is the one that was met before.
+        """Lend a descriptor of the directory, after checking that it is the same one as before.
 
         Args:
-            changing: It is made where it is missing, and it has an id, which is known.
+            changing: Create the directory and its id if they are missing.
 
         Raises:
-            StoreTemporary: It is not there, or another is.
-            BucketNotFound: It does not exist, nor perhaps its parent, and nobody knows that it ever did.
+            StoreTemporary: It is not there, or another is in its place.
+            BucketNotFound: It does not exist, and no earlier contact is known.
             NotAuthorised: It has no id, and none can be created.
         """
         with explained(f"{self._root}"):
@@ -190,7 +189,7 @@ class Place:
         return StoreTemporary(f"The mirror directory {self._root} is not there ({why}): is it mounted?", hint=hint)
 
     def _recognise(self, root: int, make: bool) -> None:
-        known = self._id  # before the look: another thread may be at the first contact, and make the file meanwhile
+        known = self._id  # read it before looking: another thread may create the file meanwhile
         identity = _read_id(root)
         if identity is None:
             if known is not None:
@@ -231,7 +230,7 @@ class Place:
                 os.write(descriptor, secrets.token_hex(16).encode())
             with crashpoints.around("mirror.fsync"):
                 os.fsync(descriptor)
-            with suppress(FileExistsError):  # another process made it first; read next is whose it is
+            with suppress(FileExistsError):  # another process created it first: its id is read next
                 link_new(root, temporary, LOCK_FILE)
         finally:
             os.close(descriptor)
@@ -243,10 +242,10 @@ class Place:
         """Lend a descriptor of the directory ``parts`` below the root.
 
         Args:
-            create: It is made where it is missing; its own name is durable, and so are those above it.
+            create: Create it if it is missing, and make its name and those above it durable.
 
         Raises:
-            FileNotFoundError: It is not there (without ``create``), or a deletion keeps taking it away.
+            FileNotFoundError: It is not there (without ``create``), or deletions keep removing it.
         """
         with self.root(changing=create) as root:
             descriptor = self._walk(root, parts, _make_directory if create else _leave_alone)
@@ -267,7 +266,7 @@ class Place:
         return here
 
     def settle(self, file: int, parts: tuple[str, ...]) -> None:
-        """Make what was found durable: a file, its name in the directory ``parts``, and the names above it."""
+        """Make a file that was found durable, with its name in the directory ``parts`` and the names above it."""
         fsync_found(file)
         with self.root() as root:
             directory = self._walk(root, parts, lambda above, _: fsync_found(above))
@@ -277,7 +276,7 @@ class Place:
             os.close(directory)
 
     def remove_empty(self, parts: tuple[str, ...]) -> None:
-        """Remove the directory ``parts`` and those above it, below the root, as far as they are empty."""
+        """Remove the directory ``parts``, and those above it but below the root, as long as they are empty."""
         while parts:
             try:
                 with self.parent(parts[:-1]) as above, crashpoints.around("mirror.remove_directory"):
@@ -291,7 +290,7 @@ class Place:
         """Hold the mirror's lock.
 
         Raises:
-            StoreTemporary: Another holds it for longer than the time limit.
+            StoreTemporary: Another process holds it for longer than the time limit.
         """
         with self.root(changing=True) as root, explained(f"{self._root}/{LOCK_FILE}"):
             descriptor = os.open(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
@@ -299,9 +298,7 @@ class Place:
             self._wait_for_lock(descriptor)
             yield
         finally:
-            fcntl.flock(
-                descriptor, fcntl.LOCK_UN
-            )  # closing alone would not do: a forked child may share the descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked child may share the descriptor
             os.close(descriptor)
 
     def _wait_for_lock(self, descriptor: int) -> None:
@@ -321,7 +318,7 @@ class Place:
             time.sleep(_LOCK_POLL_S)
 
     def files(self, start: tuple[str, ...]) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield name and attributes of every regular file below ``start``, in no order; never through a link."""
+        """Yield the name and attributes of every regular file below ``start``, in any order; follow no link."""
         waiting = [start]
         while waiting:
             parts = waiting.pop()
@@ -338,7 +335,7 @@ class Place:
 
 
 def _read_id(root: int) -> bytes | None:
-    """What the lock file says, asked now; None if there is none."""
+    """Read the lock file now; None if there is none."""
     try:
         descriptor = os.open(LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=root)
     except FileNotFoundError:
@@ -352,7 +349,7 @@ def _read_id(root: int) -> bytes | None:
 def _make_directory(parent: int, name: str) -> None:
     with suppress(FileExistsError), crashpoints.around("mirror.make_directory"):
         os.mkdir(name, dir_fd=parent)
-    fsync_names(parent)  # also where it was there: who made it may have died before this
+    fsync_names(parent)  # also if it existed: the process that created it may have died before this
 
 
 def _leave_alone(_parent: int, _name: str) -> None:
@@ -360,7 +357,7 @@ def _leave_alone(_parent: int, _name: str) -> None:
 
 
 def _fsync_above(root: int) -> None:
-    """Make the directory's own name durable, where this user may open what it lies in."""
+    """Make the directory's own name durable, if this user may open its parent."""
     try:
         above = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
     except PermissionError:
@@ -372,7 +369,7 @@ def _fsync_above(root: int) -> None:
 
 
 def _attributes(directory: int, name: str) -> os.stat_result | None:
-    """Open and ask: NFS answers a bare stat from a cache that may be seconds old, but asks the server at each open."""
+    """Return a file's attributes by opening it: NFS asks the server at each open, but answers a stat from its cache."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Temporaries of a ``file://`` mirror: what an object is called until it has its name, and what dead writers left.
+"""Temporary files of a ``file://`` mirror: their names, and the removal of those that dead writers left.
 
 Rules:
-* A temporary lies in the directory of its final name. Its writer holds a lock on it, where the file system has such.
-* One is removed only by its writer, or when it is unlocked and a day old.
+* A temporary is in the directory of its final name. Its writer holds a lock on it, if the file system has locks.
+* Only its writer removes it, until it is unlocked and a day old.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _STALE_TEMPORARY_S = 24 * 3600.0
 
 
 def temporary_name(last: str) -> str:
-    """A new name for what will be ``last``."""
+    """Return a new temporary name for a file that will be ``last``."""
     return f"{_stem(last)}.{secrets.token_hex(8)}.tmp"
 
 
 def _stem(last: str) -> str:
-    """What a temporary's name begins with: the final name, unless that leaves no room for the rest."""
+    """Return the beginning of a temporary's name: the final name, shortened if the rest would not fit."""
     return last if len(last.encode()) <= 200 else hashlib.blake2b(last.encode(), digest_size=16).hexdigest()
 
 
@@ -42,7 +42,7 @@ def remove_temporary(name: str, parent: int) -> None:
 
 
 def remove_stale_temporaries(parent: int, last: str) -> None:
-    """Remove what dead processes left of the same object: unlocked, and a day older than the file system's now."""
+    """Remove the temporaries of the same object that are unlocked and a day old by the file system's clock."""
     pattern = re.compile(re.escape(_stem(last)) + r"\.[0-9a-f]{16}\.tmp")
     for entry in [entry for entry in os.scandir(parent) if pattern.fullmatch(entry.name)]:
         try:

@@ -1,15 +1,15 @@
 """Any fsspec URL (``s3://``, ``az://``, ``sftp://`` …; ``gcsfs+gs://`` for a bucket through gcsfs) as a mirror.
 
 Rules:
-* Of all file systems alike fsspec promises neither a create that cannot replace, nor a replace at a generation, nor a
-  checksum. So nothing is declared: such a mirror is never required, and every upload is read back.
-* A create looks first, and is exclusive where the file system can. Where it cannot, two that create one name at once
-  may both succeed; what is verified is what was read back, and what is staged is checked like everywhere.
-* A generation is made from what changes with an object (its generation, its ETag, else its times).
-* No answer comes from a cache. Each thread has a file system of its own.
-* Credentials come from where each file system finds them (its environment variables and files, fsspec's own
-  configuration), never from the URL. ``fsspec+`` before a scheme says that fsspec is to open it.
-* Time limits and further tries are the file system's own.
+* fsspec does not promise, for every file system, a create that never replaces, a replace at a generation, or a
+  checksum. So the store declares no capability: such a mirror can only be optional, and every upload is read back.
+* A create looks first, and is exclusive if the file system can do that. If not, two processes that create one name at
+  once may both succeed. Verification still reads the bytes back, and staging checks them as on every mirror.
+* A generation is made from what changes with an object: its generation, its ETag, or else its times.
+* No answer comes from a cache. Each thread has its own file system object.
+* Each file system finds its own credentials (environment variables, files, fsspec's configuration); they are never in
+  the URL. ``fsspec+`` before a scheme means that fsspec should open it.
+* Time limits and retries inside a call are those of the file system.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _protocol(location: BucketLocation) -> str:
 
 
 class _OfThread(threading.local):
-    """A thread's file system and the process that opened it."""
+    """A thread's file system object, and the process that opened it."""
 
     fs: Any = None
     process = 0
@@ -97,7 +97,7 @@ class FsspecStore(Store):
 
     Args:
         location: Scheme, bucket (or host) and prefix.
-        options: Options of the file system beside those of fsspec's own configuration.
+        options: Options of the file system, in addition to those in fsspec's configuration.
     """
 
     def __init__(self, location: BucketLocation, options: Mapping[str, Any] | None = None) -> None:
@@ -178,7 +178,7 @@ class FsspecStore(Store):
     def write(
         self, name: str, data: bytes, *, if_generation: int, metadata: Mapping[str, str] | None = None
     ) -> ObjectInfo:
-        """See :meth:`Store.write`. A replace looks at the generation first, and no more than that."""
+        """Create or replace a small object. A replace only looks at the generation first: it is not atomic."""
         del metadata
         there = self.stat(name)
         if (there.generation if there else 0) != if_generation:
@@ -188,7 +188,7 @@ class FsspecStore(Store):
         return self._at(name, None)
 
     def upload(self, upload: Upload) -> ObjectInfo:
-        """See :meth:`Store.upload`. What arrived is read back."""
+        """Create an object, and read it back."""
         if self.stat(upload.name) is not None:
             raise PreconditionFailed(f"{self.url}/{upload.name} exists.")
         size_bytes = upload.digest.size_bytes
@@ -220,10 +220,10 @@ class FsspecStore(Store):
 
     @contextmanager
     def _writing(self, name: str, size_bytes: int, create: bool) -> Iterator[Any]:
-        """Lend a file that gets its name when the body went well, and is discarded otherwise."""
+        """Lend a file that gets its name if the body succeeds, and is discarded otherwise."""
         fs, path = self._fs(), self._path(name)
         parent = path.rpartition("/")[0]
-        if not fs.async_impl and parent not in self._made:  # object stores have no directories to make
+        if not fs.async_impl and parent not in self._made:  # object stores need no directories
             fs.makedirs(parent, exist_ok=True)
             self._made.add(parent)
         block_bytes = max(_BLOCK_BYTES, -(-size_bytes // _BLOCKS_LIMIT))
@@ -233,10 +233,10 @@ class FsspecStore(Store):
             file.close()
             file.commit()
         except BaseException:
-            with contextlib.suppress(Exception):  # what fails to be discarded was never published
+            with contextlib.suppress(Exception):  # a file that cannot be discarded was never published
                 file.discard()
-                file.closed = True  # else its end would send what is left
-            if is_ours and fs.exists(path):  # it was shown from its first byte
+                file.closed = True  # or its destructor would send the rest
+            if is_ours and fs.exists(path):  # it was visible from its first byte
                 fs.rm_file(path)
             raise
 
@@ -263,7 +263,7 @@ class FsspecStore(Store):
             protocol = _protocol(self._location)
             options = dict(self._options)
             if protocol in ("gs", "gcs") and os.environ.get("STORAGE_EMULATOR_HOST"):
-                options.setdefault("token", "anon")  # nobody's credentials are sent to an emulator
+                options.setdefault("token", "anon")  # send no credentials to an emulator
             try:
                 kind = _file_system(protocol)
                 of_url = kind._get_kwargs_from_urls(f"{protocol}://{self._location.bucket}/{self._location.prefix}")
@@ -281,7 +281,7 @@ class FsspecStore(Store):
         return str(self._fs()._strip_protocol(url)).rstrip("/")
 
     def _path(self, name: str) -> str:
-        self._location.object_name(name)  # refuses what would leave the prefix
+        self._location.object_name(name)  # refuses a name that would leave the prefix
         return f"{self._base()}/{name}"
 
     def _info(self, name: str, found: Mapping[str, Any]) -> ObjectInfo:
@@ -298,7 +298,7 @@ class FsspecStore(Store):
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Turn what a file system raises in the body into the error that it means."""
+        """Turn an exception of the file system in the body into the store error that it means."""
         try:
             yield
         except CkptMirrorError:
@@ -321,10 +321,10 @@ def _meaning(what: str, error: Exception) -> CkptMirrorError:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Free what the frames of an error hold: the bytes that were on their way.
+    """Free the memory that the frames of an error hold: the bytes that were being sent.
 
-    fsspec raises in one thread what it caught in another, in a frame that also names the error: a cycle. Where the
-    garbage collector finds the memory of an ``io.BytesIO`` in a cycle, Python 3.12.0 and 3.12.1 crash (gh-111049).
+    fsspec catches an error in one thread and raises it in another, in a frame that also refers to it: a cycle. Python
+    3.12.0 and 3.12.1 crash if the garbage collector finds the memory of an ``io.BytesIO`` in a cycle (gh-111049).
     """
     met: list[BaseException] = []
     while error is not None and error not in met:
@@ -334,7 +334,7 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def _file_system(protocol: str) -> Any:
-    if protocol in ("gs", "gcs"):  # the class that fsspec would take asks over gRPC what kind of bucket it is
+    if protocol in ("gs", "gcs"):  # the class that fsspec would use asks over gRPC for the kind of the bucket
         from gcsfs.core import GCSFileSystem
 
         return GCSFileSystem
@@ -344,21 +344,21 @@ def _file_system(protocol: str) -> Any:
 
 
 def _opened(fs: Any, path: str, create: bool, block_bytes: int) -> tuple[Any, bool]:
-    """Open a file that is published by ``commit``, exclusively where the file system can.
+    """Open a file that ``commit`` publishes, exclusively if the file system can do that.
 
     Returns:
-        The file, and whether what is seen under its name, from now on, is this one: nothing else may be removed.
+        The file, and whether the object under its name is this file from now on: only then may it be removed.
     """
     options = {"block_size": block_bytes, "autocommit": False}
     if create:
         with contextlib.suppress(NotImplementedError, ValueError):
             file = fs.open(path, "xb", **options)
-            return file, not fs.async_impl and fs.exists(path)  # else it is not shown before it is published
+            return file, not fs.async_impl and fs.exists(path)  # otherwise it is invisible until it is published
     return fs.open(path, "wb", **options), False
 
 
 def _generation(found: Mapping[str, Any]) -> int:
-    """Make a number from what tells one version of an object from the next; never 0."""
+    """Make a number from what distinguishes two versions of an object; never 0."""
     telling = next((found[key] for key in _IDENTIFIES if found.get(key)), None)
     if telling is None:
         times = (found[key] for key in _CHANGES if found.get(key))

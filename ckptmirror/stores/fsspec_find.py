@@ -1,9 +1,9 @@
-"""What lies below a directory of a file system of fsspec, or an error.
+"""Lists everything below a directory of an fsspec file system, or fails.
 
 Rules:
-* fsspec's own ``find`` takes a directory that could not be listed for an empty one, and so would a mirror that does not
-  answer be taken for one without saves. Where it is not overridden, the directories are listed here, one by one.
-* A directory that is not there holds nothing.
+* fsspec's own ``find`` treats a directory that it could not list as empty, so a mirror that does not answer would look
+  like one without saves. If a file system does not override it, the directories are listed here, one by one.
+* A directory that does not exist is empty.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["find"]
 
 
 def find(fs: Any, top: str, begin: str) -> dict[str, Any]:
-    """Return path -> info of every file below ``top``; where the file system can choose, of those that begin so.
+    """Return path -> info of every file below ``top``; if the file system can filter, only names that begin so.
 
     Raises:
-        OSError: Some directory cannot be listed; or whatever else the file system raises then.
+        OSError: A directory cannot be listed. A file system may raise other exceptions then.
     """
-    if _passes_over_errors(fs):
+    if _skips_errors(fs):
         return _listed(fs, top)
     chosen = {"prefix": begin} if begin and "prefix" in _parameters(fs) else {}
     try:
@@ -29,8 +29,8 @@ def find(fs: Any, top: str, begin: str) -> dict[str, Any]:
         return {}
 
 
-def _passes_over_errors(fs: Any) -> bool:
-    """Whether the ``find`` of a file system is fsspec's own."""
+def _skips_errors(fs: Any) -> bool:
+    """Whether a file system uses fsspec's own ``find``, which skips errors."""
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem
 
@@ -43,10 +43,10 @@ def _listed(fs: Any, top: str) -> dict[str, Any]:
     """List a directory before those in it."""
     found: dict[str, Any] = {}
     directories = [top]
-    for directory in directories:  # which grows meanwhile
+    for directory in directories:  # the list grows meanwhile
         try:
             entries = fs.ls(directory, detail=True)
-        except FileNotFoundError:  # not there yet, or no more
+        except FileNotFoundError:  # not created yet, or already removed
             continue
         for entry in entries:
             path = entry["name"].rstrip("/")
@@ -58,5 +58,5 @@ def _listed(fs: Any, top: str) -> dict[str, Any]:
 
 
 def _parameters(fs: Any) -> Any:
-    """The parameters of the listing behind ``find``, which passes on whatever it is given."""
+    """Return the parameters of the listing behind ``find``, which passes on all its arguments."""
     return inspect.signature(getattr(fs, "_find", fs.find)).parameters

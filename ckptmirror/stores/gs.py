@@ -1,14 +1,14 @@
 """``gs://bucket/prefix``: a mirror in Google Cloud Storage.
 
 Rules:
-* Reading is ours, over http.client: JSON for stat and list, ranges into the caller's buffer for bytes, with the
+* Reads use our own code over http.client: JSON for stat and list, ranges into the caller's buffer for bytes, with the
   generation pinned.
 * Changes go through google-cloud-storage (``gs_client``), the bytes of uploads through our own loop (``gs_upload``).
-* Size and crc32c of every answer are compared here; what differs is not ours. Of a write that is temporary: its bytes
-  lie in memory, so they changed on their way. Of an upload it is not: its source may have rotted.
-* Nothing is answered from a cache, and nothing is tried again here.
-* STORAGE_EMULATOR_HOST names another endpoint, to which nobody's credentials are sent unless they are passed, or asked
-  for, on purpose. CKPTMIRROR_GCS_ENDPOINT names another way to the service; they are sent, but not in clear text.
+* Size and crc32c of every answer are compared here. For a write a difference is a temporary error: its bytes are in
+  memory, so they changed on the way. For an upload it is not: its source may be damaged.
+* No answer comes from a cache, and nothing is retried here.
+* STORAGE_EMULATOR_HOST names another endpoint, which gets no credentials unless the caller passes them or asks for
+  them. CKPTMIRROR_GCS_ENDPOINT names another way to the service, which gets them, but not in clear text.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _BUCKET_PATTERN = r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"
 _FIELDS = "name,size,generation,crc32c,metadata"
 _PAGE_OBJECTS = 1000
 _PAGES_LIMIT = 100_000
-_ONE_REQUEST_BYTES = 1024 * 1024  # up to here a write is one request, and a session would only add another
+_ONE_REQUEST_BYTES = 1024 * 1024  # up to this size an upload is one request; a session would add another
 _READ_RACES_LIMIT = 10
 
 
@@ -65,7 +65,7 @@ def normalise(url: str) -> str:
 
 
 def open(url: str) -> GsStore:
-    """Open ``gs://bucket`` or ``gs://bucket/prefix`` as the environment says."""
+    """Open ``gs://bucket`` or ``gs://bucket/prefix`` with the endpoint and credentials of the environment."""
     return GsStore(parse_location(url, _BUCKET_PATTERN))
 
 
@@ -74,8 +74,8 @@ class GsStore(Store):
 
     Args:
         location: Bucket and prefix.
-        endpoint: Where the service is; from the environment if None.
-        credentials: google.auth credentials; the application default ones (none, against an emulator) if None.
+        endpoint: The address of the service; from the environment if None.
+        credentials: google.auth credentials; the application default ones if None (for an emulator, none).
         limits: Time limits.
     """
 
@@ -163,7 +163,7 @@ class GsStore(Store):
             raise StoreTemporary(f"{self.url}: an object's description cannot be read: {error!r}") from error
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :meth:`Store.list`. What has no name of ours, such as the placeholder of a folder, is left out."""
+        """List the objects, without those whose names cannot be ours, such as the placeholder of a folder."""
         query = {
             "prefix": self._location.under(prefix),
             "maxResults": str(_PAGE_OBJECTS),
@@ -200,10 +200,10 @@ class GsStore(Store):
             try:
                 self.download(name, generation=info.generation, offset=0, buffer=memoryview(data))
             except ObjectNotFound:
-                continue  # replaced since the question: ask again
+                continue  # replaced since the stat: ask again
             if crc32c(data) == info.crc32c:
                 return bytes(data), info
-            # One flipped bit on the way would do: read once more before calling the object broken.
+            # One bit flipped in transit is enough: read once more before calling the object broken.
         if generation is None and self._stat(name, None) != info:
             raise StoreTemporary(f"{self.url}/{name} keeps changing.")
         raise IntegrityError(f"{self.url}/{name} is not what its crc32c says.")

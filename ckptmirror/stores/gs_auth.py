@@ -1,11 +1,12 @@
-"""Credentials for Cloud Storage: found late, refreshed by one thread at a time.
+"""Credentials for Cloud Storage: loaded at the first request, refreshed by one thread at a time.
 
 Rules:
-* Credentials are looked for at the first request, not when a mirror is opened.
-* A token that was refused is replaced once, however many threads met the refusal.
-* A queue lives for days: a refresh that could not reach the token service is temporary, one that was refused is not.
-* Against an emulator nobody's credentials are sent unless they were passed, or asked for, on purpose.
-* Whatever is wrong with credentials is one sentence that names the file, the account or the service.
+* Credentials are loaded at the first request, not when a mirror is opened.
+* A refused token is replaced once, no matter how many threads got the refusal.
+* A queue of uploads lives for days: if a refresh cannot reach the token service, that is temporary; if it is refused,
+  that is permanent.
+* An emulator gets no credentials unless the caller passes them or asks for them.
+* Every error about credentials is one sentence that names the file, the account or the service.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Anonymous:
 
 @contextmanager
 def token_errors() -> Iterator[None]:
-    """Turn an error of google.auth in the body into the one that it means."""
+    """Turn an error of google.auth in the body into the store error that it means."""
     from google.auth import exceptions
 
     try:
@@ -67,7 +68,7 @@ def token_errors() -> Iterator[None]:
 
 
 def _said(error: Exception) -> str:
-    """What an error of google.auth says, in one line: its words, and those of the service that it carries as JSON."""
+    """Return the text of a google.auth error in one line, with the service's message that it carries as JSON."""
     words = [str(error.args[0])] if error.args else [type(error).__name__]
     for more in error.args[1:]:
         try:
@@ -82,7 +83,7 @@ def _said(error: Exception) -> str:
 
 
 class GoogleTokens:
-    """Tokens of google.auth credentials: those passed, or the application default ones."""
+    """Tokens of google.auth credentials: those of the caller, or the application default ones."""
 
     def __init__(self, credentials: Any = None) -> None:
         self._credentials = credentials
@@ -100,10 +101,10 @@ class GoogleTokens:
             return {name.title(): value for name, value in headers.items()}
 
     def refresh(self, refused: Mapping[str, str]) -> None:
-        """Get other headers than those that were refused, unless another thread has done so already.
+        """Get a new token in place of the refused one, unless another thread has done so already.
 
         Raises:
-            NotAuthorised: There are no others.
+            NotAuthorised: No other token can be had.
         """
         with self._lock, token_errors():
             if refused.get("Authorization") == f"Bearer {self._credentials.token}":
@@ -114,8 +115,8 @@ def tokens_for(credentials: Any, *, is_emulator: bool) -> Anonymous | GoogleToke
     """Return the tokens of a store.
 
     Args:
-        credentials: google.auth credentials that were passed; None for those that the environment names.
-        is_emulator: Whether the endpoint gets nobody's credentials unless they are asked for.
+        credentials: google.auth credentials of the caller; None for those that the environment names.
+        is_emulator: Whether the endpoint gets no credentials unless the caller asks for them.
 
     Raises:
         ConfigError: CKPTMIRROR_GCS_CREDENTIALS is neither ``default`` nor ``anonymous``.
@@ -132,8 +133,8 @@ def tokens_for(credentials: Any, *, is_emulator: bool) -> Anonymous | GoogleToke
 def _default_credentials() -> Any:
     """Find the application default credentials.
 
-    A file is read here, not by ``google.auth.default``: that would also ask which project they belong to, by running
-    gcloud or over the network, and nobody here wants to know.
+    The file is read here, not by ``google.auth.default``, which would also look up its project by running gcloud or
+    over the network. We do not need the project.
     """
     import google.auth
 
@@ -146,7 +147,7 @@ def _default_credentials() -> Any:
 
 
 def _login_path() -> Path:
-    """Where ``gcloud auth application-default login`` leaves its file."""
+    """Return the path of the file that ``gcloud auth application-default login`` writes."""
     folder = os.environ.get("CLOUDSDK_CONFIG") or os.path.expanduser("~/.config/gcloud")  # noqa: PTH111 - never raises
     return Path(folder) / "application_default_credentials.json"
 
@@ -162,11 +163,11 @@ def _credentials_of(path: Path, where: str) -> Any:
         with path.open("rb") as file:
             info = json.loads(file.read(_FILE_LIMIT_BYTES))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # it warns of files that strangers wrote
+            warnings.simplefilter("ignore", DeprecationWarning)  # it warns about files from untrusted sources
             load: Any = google.auth.load_credentials_from_dict
             found, _ = load(info, request=_request_token)
         with_scopes: Any = with_scopes_if_required
-        return with_scopes(found, [_SCOPE])  # what a user has logged in for is not narrowed
+        return with_scopes(found, [_SCOPE])  # a user's login keeps its own scopes
     except OSError as error:
         why = f"which cannot be read: {error.strerror or error}"
     except GoogleAuthError as error:
@@ -177,7 +178,7 @@ def _credentials_of(path: Path, where: str) -> Any:
 
 
 class _TokenAnswer:
-    """What google.auth expects of an answer; its header names are compared without case."""
+    """An answer in the form that google.auth expects; header names are compared without case."""
 
     def __init__(self, status: int, headers: Message, data: bytes) -> None:
         self.status = status
@@ -217,12 +218,12 @@ def _ask_token_service(
         connection.close()
 
 
-# google.auth's own transport imports requests, which would cost a verb a quarter of its time to the first request.
+# google.auth's own transport imports requests, which takes a quarter of a verb's time to its first request.
 _request_token: Any = _ask_token_service
 
 
 class _Sent(threading.local):
-    """What a thread sent last."""
+    """The headers that a thread sent last."""
 
     headers: Mapping[str, str] = MappingProxyType({})
 
@@ -237,7 +238,7 @@ def credentials_for_client(tokens: Anonymous | GoogleTokens) -> Any:
     sent = _Sent()
 
     class SharedCredentials(Credentials):  # type: ignore[misc,unused-ignore]
-        """Credentials that ask our tokens."""
+        """Credentials that use our tokens."""
 
         def before_request(self, request: object, method: str, url: str, headers: dict[str, str]) -> None:
             del request, method, url

@@ -1,11 +1,11 @@
-"""What changes a bucket, but for the bytes of uploads: google-cloud-storage, asked to be exact.
+"""Changes to a bucket, except the bytes of uploads, through google-cloud-storage.
 
 Rules:
-* The library is imported at the first change. Reading (stat, list, download) does without it: its import alone costs
-  about as much CPU as a verb may take to its first request.
-* It never tries again (``retry=None``) and never checks sums (``checksum=None``): a retry would hide a lost answer, and
-  after a mismatch it deletes the object without a precondition, which may be another writer's by then. The sums are
-  declared up front, so that the service itself refuses other bytes, and compared by the caller afterwards.
+* The library is imported at the first change. Reads (stat, list, download) do not need it: its import alone costs about
+  as much CPU as a verb may use before its first request.
+* The library never retries (``retry=None``) and never compares checksums (``checksum=None``). A retry would hide a lost
+  answer. After a mismatch the library deletes the object without a precondition, and by then it may be another
+  writer's. We declare the crc32c up front, so that the service refuses other bytes, and the caller compares it again.
 * Every call has a time limit and a generation precondition.
 """
 
@@ -28,7 +28,7 @@ from ckptmirror.stores.gs_trust import ca_bundle, hint_for, untrusted
 __all__ = ["Changes", "crc32c_text"]
 
 _CONTENT_TYPE = "application/octet-stream"
-_SESSION_ID = re.compile(r"(?<=upload_id=)[^&\s'\"]+")  # whoever has it may write: it stays out of logs
+_SESSION_ID = re.compile(r"(?<=upload_id=)[^&\s'\"]+")  # it gives the right to write, so it stays out of logs
 
 
 def crc32c_text(crc32c: int) -> str:
@@ -49,7 +49,7 @@ class Changes:
         self._process = 0
 
     def start_session(self, object_name: str, size_bytes: int, crc32c: int, metadata: Mapping[str, str]) -> str:
-        """Open a resumable session that creates the object, and return its URI."""
+        """Open a resumable session to create the object, and return its URI."""
         blob = self._blob(object_name, crc32c, metadata)
         with _explained(f"upload of {object_name}"):
             return str(
@@ -119,7 +119,7 @@ class Changes:
                 client_options={"api_endpoint": self._endpoint.url},
             )
         session = client._http
-        session.trust_env = False  # it reads two of the three variables for certificates, and proxies by the letter
+        session.trust_env = False  # it reads only two of the three certificate variables, and proxies unescaped
         if (bundle := ca_bundle()) is not None:
             session.verify = bundle
         if self._endpoint.proxy() is not None:
@@ -130,7 +130,7 @@ class Changes:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn what the library raises in the body into the error that it means."""
+    """Turn an exception of the library in the body into the store error that it means."""
     import requests
     from google.api_core.exceptions import GoogleAPICallError
     from google.cloud.storage.exceptions import InvalidResponse
@@ -159,16 +159,16 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _causes(error: object) -> Iterator[Any]:
-    """What an error wraps: requests and urllib3 keep it as ``reason``, in ``args``, or as the cause."""
+    """Yield an error and all that it wraps: requests and urllib3 keep them in ``reason``, ``args`` or the cause."""
     seen: list[object] = [error]
-    for one in seen:  # grows as it goes
+    for one in seen:  # the list grows meanwhile
         yield one
         inner = [getattr(one, "reason", None), getattr(one, "__cause__", None), *getattr(one, "args", ())]
         seen += [found for found in inner if isinstance(found, BaseException) and found not in seen]
 
 
 def _said(error: Any) -> str:
-    """What the service said: its JSON's message where the library left it one."""
+    """Return the service's message, from its JSON if the library kept it."""
     try:
         return str(error.response.json()["error"]["message"])
     except (AttributeError, ValueError, KeyError, TypeError):

@@ -1,9 +1,9 @@
-"""A range of an object, straight into the caller's buffer.
+"""Downloads a range of an object into the caller's buffer.
 
 Rules:
-* The generation is in the request: a replaced object answers 404, never a mixture.
-* The answer must be exactly the range that was asked for; a shorter one is temporary, another one is refused.
-* Nothing is checksummed here: the caller verifies blocks.
+* The request names the generation: for a replaced object the service answers 404, never a mixture.
+* The answer must be exactly the requested range. A shorter one is a temporary error, another one is refused.
+* No checksum is computed here: the caller verifies the blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def download(transport: Transport, target: str, what: str, offset: int, buffer: 
     """Fill ``buffer``, which is not empty, from ``offset`` of the object at ``target``.
 
     Raises:
-        ObjectNotFound: There is none at that generation.
+        ObjectNotFound: The object does not exist at that generation.
         StoreTemporary: The answer was short, or none came in time.
     """
     last = offset + len(buffer) - 1

@@ -1,11 +1,10 @@
 """Requests to Cloud Storage over http.client: kept connections, time limits, and what each status means.
 
 Rules:
-* A thread has connections of its own, kept alive between requests; whatever broke one closes it.
-* Every connect, send and receive has a time limit. Nothing is tried again here, but for two cases in which nothing was
-  lost: a kept connection that the server had closed meanwhile (for requests that change nothing), and one fresh token
-  after a 401.
-* A status is turned into an error of ours in one place, :func:`error_for`.
+* Each thread has its own connections, kept alive between requests; any error closes the connection.
+* Every connect, send and receive has a time limit. Requests are repeated in two cases only: on a fresh connection if
+  the server had closed the idle one (for requests that change nothing), and with a fresh token after a 401.
+* Only :func:`error_for` turns a status into a store error.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ __all__ = [
 CONNECTION_ERRORS = (OSError, http.client.HTTPException)
 _ANSWER_LIMIT_BYTES = 64 * 1024 * 1024
 _ERROR_LIMIT_BYTES = 16 * 1024
-EMULATOR_VARIABLE = "STORAGE_EMULATOR_HOST"  # Google's own name: without credentials
-ENDPOINT_VARIABLE = "CKPTMIRROR_GCS_ENDPOINT"  # another way to the service itself: with them
+EMULATOR_VARIABLE = "STORAGE_EMULATOR_HOST"  # Google's own name for it; gets no credentials
+ENDPOINT_VARIABLE = "CKPTMIRROR_GCS_ENDPOINT"  # another way to the service itself; gets credentials
 _LOGIN_HINT = NotAuthorised.hint
 
 
@@ -80,10 +79,10 @@ class Endpoint:
 
     @classmethod
     def from_environment(cls) -> Endpoint:
-        """The real service, or what STORAGE_EMULATOR_HOST or CKPTMIRROR_GCS_ENDPOINT names.
+        """Return the real service, or the endpoint that STORAGE_EMULATOR_HOST or CKPTMIRROR_GCS_ENDPOINT names.
 
         Raises:
-            ConfigError: They cannot be understood, or both are set.
+            ConfigError: A variable cannot be understood, or both are set.
         """
         set_to = {name: text for name in (EMULATOR_VARIABLE, ENDPOINT_VARIABLE) if (text := os.environ.get(name))}
         if len(set_to) > 1:
@@ -96,7 +95,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str, variable: str = "STORAGE_EMULATOR_HOST") -> Endpoint:
-        """Read ``http://host:port``; without a scheme it is http. ``variable`` is where it stands."""
+        """Read ``http://host:port``; the default scheme is http. Errors name ``variable``, the text's source."""
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
             port = parts.port
@@ -109,20 +108,20 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """As text, without a trailing slash."""
+        """The endpoint as text, without a trailing slash."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         default = {"https": 443, "http": 80}[self.scheme] == self.port
         return f"{self.scheme}://{host}" + ("" if default else f":{self.port}")
 
     @property
     def is_this_machine(self) -> bool:
-        """Whether what is sent there stays on this machine."""
+        """Whether requests stay on this machine."""
         return self.host in ("localhost", "::1") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", self.host) is not None
 
     def connect(self, limits: Limits, *, by_http_proxy: bool = False) -> http.client.HTTPConnection:
-        """Make a connection (which connects at its first request), through HTTPS_PROXY if set, or HTTP_PROXY if asked.
+        """Make a connection, which connects at its first request; through HTTPS_PROXY if set, or HTTP_PROXY if asked.
 
-        A metadata server, which speaks http, is never asked through a proxy.
+        A metadata server, which uses http, is never reached through a proxy.
         """
         if self.scheme == "http":
             proxy = self.proxy() if by_http_proxy else None
@@ -139,7 +138,7 @@ class Endpoint:
         return connection
 
     def proxy(self) -> Endpoint | None:
-        """The proxy that HTTPS_PROXY or HTTP_PROXY names for this endpoint, unless NO_PROXY takes its host out.
+        """The proxy that HTTPS_PROXY or HTTP_PROXY names for this endpoint, unless NO_PROXY excludes its host.
 
         Raises:
             ConfigError: The variable cannot be understood.
@@ -162,7 +161,7 @@ class Endpoint:
 
 
 class _ThroughProxy(http.client.HTTPConnection):
-    """A connection to a proxy that is asked for whole URLs."""
+    """A connection to a proxy; its requests contain whole URLs."""
 
     def __init__(self, proxy: Endpoint, target: Endpoint, connect_s: float) -> None:
         super().__init__(proxy.host, proxy.port, timeout=connect_s)
@@ -175,7 +174,7 @@ class _ThroughProxy(http.client.HTTPConnection):
 
 
 class _Kept(threading.local):
-    """A thread's connection and the process that opened it."""
+    """A thread's connection, and the process that opened it."""
 
     connection: http.client.HTTPConnection | None = None
     process = 0
@@ -194,10 +193,10 @@ class Transport:
 
     @contextmanager
     def get(self, target: str, headers: Mapping[str, str] | None = None) -> Iterator[http.client.HTTPResponse]:
-        """Lend the answer to a GET, whatever its status. Its body is read in the body of the ``with``.
+        """Lend the response to a GET, whatever its status. The caller reads it inside the ``with``.
 
         Raises:
-            StoreTemporary: Nothing answered in time, or the connection broke, also in the body of the ``with``.
+            StoreTemporary: No answer came in time, or the connection broke, also inside the ``with``.
         """
         with self.connection() as connection:
             sent = {**(headers or {}), **self.tokens.headers()}
@@ -208,7 +207,7 @@ class Transport:
                 response = self._asked(connection, target, {**(headers or {}), **self.tokens.headers()})
             yield response
             if not response.isclosed():
-                connection.close()  # what was left unread would be taken for the next answer
+                connection.close()  # unread bytes would be taken for the next answer
 
     def _asked(
         self, connection: http.client.HTTPConnection, target: str, headers: Mapping[str, str]
@@ -219,7 +218,7 @@ class Transport:
         except (ConnectionResetError, BrokenPipeError):  # RemoteDisconnected is one too
             if not reused:
                 raise
-            connection.close()  # the server had closed the idle connection: nothing was answered, and nothing changed
+            connection.close()  # the server had closed the idle connection: no answer came, and nothing changed
             return self._ask(connection, target, headers)
 
     def _ask(
@@ -230,7 +229,7 @@ class Transport:
         return connection.getresponse()
 
     def open(self, connection: http.client.HTTPConnection) -> None:
-        """Connect, unless that is done, and set the time limit of what follows."""
+        """Connect if necessary, and set the time limit of the requests."""
         if connection.sock is None:
             connection.connect()
         if connection.sock is not None:
@@ -267,18 +266,18 @@ class Transport:
 
     def _of_this_thread(self) -> http.client.HTTPConnection:
         kept = self._kept
-        if kept.connection is None or kept.process != os.getpid():  # a forked child must not share its parent's
+        if kept.connection is None or kept.process != os.getpid():  # a forked child must not share it
             kept.connection, kept.process = self._connect(), os.getpid()
             with self._lock:
                 self._all[kept.connection] = kept.process
         return kept.connection
 
     def close(self) -> None:
-        """Close the connections of all threads; what is under way there fails."""
+        """Close the connections of all threads; their current requests fail."""
         with self._lock:
             for connection, process in list(self._all.items()):
                 if process == os.getpid() and connection.sock is not None:
-                    with suppress(OSError):  # else closing waits for a thread that reads from it
+                    with suppress(OSError):  # otherwise closing waits for a thread that is reading
                         connection.sock.shutdown(socket.SHUT_RDWR)
                 connection.close()
 
@@ -287,7 +286,7 @@ def read_json(response: http.client.HTTPResponse) -> dict[str, Any]:
     """Read a JSON answer whole.
 
     Raises:
-        StoreTemporary: It is cut short, too long, or no JSON object: what the request did is not known.
+        StoreTemporary: It is cut short, too long, or not a JSON object: what the request did is not known.
     """
     data = response.read(_ANSWER_LIMIT_BYTES)
     if response.length:
@@ -324,8 +323,8 @@ def error_for(status: int, what: str, message: str, retry_after: float | None = 
 
     Args:
         status: The HTTP status.
-        what: What was asked of which object, for people.
-        message: What the service said.
+        what: The operation and the object, for the message.
+        message: The service's message.
         retry_after: Its Retry-After in seconds.
     """
     text = f"{what}: {status} {message}".rstrip()

@@ -1,8 +1,8 @@
-"""A proxy that wants a name and a password: ``HTTPS_PROXY=http://name:password@proxy:3128``.
+"""A proxy that needs a name and a password: ``HTTPS_PROXY=http://name:password@proxy:3128``.
 
 Rules:
-* What is in the variable goes to that proxy alone, in the request for the tunnel, and stands in no message.
-* Name and password end at the last ``@``: what a URL would have to escape may stand there bare.
+* Name and password are sent only to that proxy, in the request for the tunnel. No message contains them.
+* Name and password end at the last ``@``; characters that a URL would have to escape may be written unescaped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["escaped", "login_headers", "proxy_setting", "without_login"]
 
 
 def proxy_setting(variable: str) -> str:
-    """Return what ``HTTPS_PROXY`` or ``HTTP_PROXY`` says, however it is spelled; "" without one."""
+    """Return the value of ``HTTPS_PROXY`` or ``HTTP_PROXY``, in upper or lower case; "" if it is not set."""
     return os.environ.get(variable) or os.environ.get(variable.lower()) or ""
 
 
@@ -27,14 +27,14 @@ def without_login(proxy: str) -> str:
 
 
 def escaped(proxy: str) -> str:
-    """Return the proxy's URL as those read it who take URLs by the letter."""
+    """Return the proxy's URL with name and password percent-encoded, for strict parsers."""
     scheme, login, rest = _parts(proxy)
     words = ":".join(quote(unquote(word), safe="") for word in login.split(":", 1))
     return f"{scheme}{words}@{rest}" if login else proxy
 
 
 def login_headers(proxy: str) -> dict[str, str]:
-    """Return what tells the proxy who asks; empty where its URL has no name."""
+    """Return the headers with the proxy's login; empty if its URL has no name."""
     _, login, _ = _parts(proxy)
     if not login:
         return {}

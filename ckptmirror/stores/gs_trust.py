@@ -1,10 +1,10 @@
-"""Which servers are trusted: the certificates that the usual variables name, the same for both ways we talk.
+"""The certificates that are trusted: the same for our own requests and for the client library's.
 
 Rules:
-* ``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE``, ``SSL_CERT_FILE``: the first that is set says it all, for our own requests
-  and for the client library's. Each alone would reach one of the two: OpenSSL reads the last, ``requests`` the others.
-* Without one the system's certificates count; where it has none at all, those that ``requests`` brings.
-* A context is made once: to read the certificates is most of what a connection costs.
+* ``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE``, ``SSL_CERT_FILE``: the first that is set counts, for our own requests and
+  for the client library's. By themselves OpenSSL would read only the last, and ``requests`` only the other two.
+* Without any of them the system's certificates count; if it has none at all, those that ``requests`` includes.
+* A context is created once, because reading the certificates is most of the cost of a connection.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def ca_bundle() -> str | None:
 
 
 def tls_context() -> ssl.SSLContext:
-    """Return the context of every TLS connection of ours.
+    """Return the context for all our TLS connections.
 
     Raises:
         ConfigError: The certificates that a variable names cannot be read.
@@ -73,14 +73,14 @@ def _context(bundle: str | None, _directory: str | None) -> ssl.SSLContext:
 
 
 def untrusted(why: str) -> str:
-    """Say that a server's certificate is not trusted, and who said what is."""
+    """Return a text that a server's certificate is not trusted, and by which certificates."""
     named = _named()
     by = f"{named[0]}={named[1]}" if named else "the system's certificates"
     return f"its certificate is not trusted by {by}: {why}."
 
 
 def hint_for(why: str) -> str:
-    """Say what to do about it: of a certificate that is valid at another time than this machine says it is, too."""
+    """Return what to do about it, also for a certificate that is expired or not yet valid by this machine's clock."""
     if not re.search("certificate (has expired|is not yet valid)", why):
         return UNTRUSTED_HINT
     today = datetime.now(UTC).date().isoformat()

@@ -1,16 +1,15 @@
-"""A resumable upload of Cloud Storage, by one connection: read a piece, send it, until the service has it all.
+"""A resumable upload to Cloud Storage over one connection: reads and sends pieces until the service has everything.
 
 https://cloud.google.com/storage/docs/performing-resumable-uploads
 
 Rules:
-* A session saved by an earlier process is asked first how much it has; the service's answer, never our memory, says
-  where to go on.
-* Bytes sent twice are harmless: an object is complete when the service says so, with the size and crc32c that were
-  committed.
-* A session that is gone is replaced once, never more often: then the error is temporary and the caller decides.
-* Nothing is deleted here, whatever happens.
-* A part aims at a few seconds, so that progress is told often and little is sent again after a fault.
-* The memory is two kept buffers, whatever the object's size: one is read while the other is sent.
+* For a session of an earlier process, the service is asked first how much it has. Only its answer decides where to
+  continue.
+* Sending bytes twice is harmless: an object is complete when the service says so, with the committed size and crc32c.
+* A lost session is replaced once. If the new one is lost too, the error is temporary and the caller decides.
+* Nothing is ever deleted here.
+* A part should take a few seconds, so that progress is reported often and little is sent again after an error.
+* The memory is two reused buffers, whatever the object's size: one is filled while the other is sent.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ _LARGEST_PART_BYTES = 1024 * _GRANULE_BYTES
 _PART_AIM_S = 4.0
 _SLICE_BYTES = 1024 * 1024  # each slice has a time limit of its own
 _SESSIONS_LIMIT = 2
-_IDLE_PARTS_LIMIT = 3  # so many parts in a row without progress
+_IDLE_PARTS_LIMIT = 3  # give up after so many parts in a row without progress
 _SESSION_GONE = (404, 410, 499)
 
 
 class _SessionGoneError(Exception):
-    """The session has expired or was cancelled, or its text is none of ours."""
+    """The session has expired or was cancelled, or its text is not a session's."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """What the service said to a part or a question: the finished object, or how many bytes it has."""
+    """The service's answer to a part or a question: the finished object, or how many bytes it has."""
 
     resource: dict[str, Any] | None
     received_bytes: int = 0
@@ -56,13 +55,13 @@ def send(transport: Transport, upload: Upload, start: Callable[[], str]) -> dict
     """Send the object and return the service's description of it, which the caller compares.
 
     Args:
-        transport: Where to.
-        upload: What.
-        start: Opens a session that creates the object with the committed crc32c, and returns its URI.
+        transport: The connections to the service.
+        upload: The object.
+        start: Opens a session to create the object with the committed crc32c, and returns its URI.
 
     Raises:
         StoreTemporary: The connection broke, the service was busy, or the session is gone for the second time.
-        IntegrityError: The service received other bytes than were committed, or the source is short.
+        IntegrityError: The service received bytes other than the committed ones, or the source is short.
         PreconditionFailed: The name exists.
     """
     with transport.connection(fresh=True) as connection:
@@ -94,10 +93,10 @@ class _Sending:
         parts = urlsplit(session)
         if "upload_id=" not in parts.query:
             raise _SessionGoneError  # not a session's URI
-        self._target = f"{parts.path}?{parts.query}"  # asked of our endpoint alone: a token goes nowhere else
+        self._target = f"{parts.path}?{parts.query}"  # sent only to our endpoint: a token goes nowhere else
 
     def run(self, *, ask_first: bool) -> dict[str, Any]:
-        """Send until the service has it all."""
+        """Send until the service has everything."""
         answer = self._ask() if ask_first else _Answer(None)
         idle_parts = 0
         while answer.resource is None:
@@ -114,7 +113,7 @@ class _Sending:
         return answer.resource
 
     def _ask(self) -> _Answer:
-        """Ask how much there is; this also ends an upload that has every byte."""
+        """Ask how much the service has; this also completes an upload that has every byte."""
         return self._put(f"bytes */{self._size_bytes}", 0, 0)
 
     def _part(self, offset: int) -> _Answer:
@@ -151,7 +150,7 @@ class _Sending:
         error = self._send_bytes(offset, length)
         if error is None:
             return connection.getresponse()
-        # The service may have answered before it had everything, and closed: its answer says more than the broken pipe.
+        # The service may have answered early and closed the connection: its answer says more than the broken pipe.
         try:
             response = connection.getresponse()
         except CONNECTION_ERRORS:

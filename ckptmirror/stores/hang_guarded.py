@@ -1,10 +1,10 @@
-"""A store whose calls end: the decorator of every store that lies in a directory, whose file system may hang.
+"""A store whose calls always end: the decorator of every store in a directory, whose file system may hang.
 
 Rules:
-* Each call is made by the directory's guard (``local/hang_guard``), and given up when nothing is heard of it.
-* A call that was given up may still take effect, as a request may whose answer was lost: each carries a precondition.
-  What it may no longer touch is the caller's: a download is handed over piece by piece, as long as somebody waits.
-* It sits next to the store itself: what it gives up, the retrying store asks again.
+* The directory's guard (``local/hang_guard``) makes each call, and gives it up when it shows no progress.
+* A call that was given up may still take effect, like a request whose answer was lost; its precondition makes that
+  safe. It must no longer touch the caller's memory, so a download is handed over in pieces while the caller waits.
+* It wraps the store itself, so the retrying store around it retries the calls that it gives up.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class HangGuardedStore(StoreDecorator):
 
     Args:
         store: The store behind.
-        directory: Where its objects lie.
-        limit_s: How long a call may say nothing; None: the guard's own limit.
+        directory: The directory of its objects.
+        limit_s: How long a call may show no progress; None for the guard's own limit.
     """
 
     def __init__(self, store: Store, directory: Path, limit_s: float | None = None) -> None:
@@ -45,7 +45,7 @@ class HangGuardedStore(StoreDecorator):
         return self._bounded(lambda: self._store.identity(expected))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :meth:`Store.list`. All of it is listed at once."""
+        """List all objects at once."""
         return iter(self._bounded(lambda: [*self._store.list(prefix)]))
 
     def upload(self, upload: Upload) -> ObjectInfo:
@@ -84,7 +84,7 @@ class HangGuardedStore(StoreDecorator):
         return self._guard.call(run, limit_s=self._limit_s, size_bytes=size_bytes, ending=self._ending)
 
     def stop_retrying(self) -> None:
-        """Give up at once what hangs, too."""
+        """Also give up at once every call that hangs."""
         self._ending.set()
         super().stop_retrying()
 
@@ -95,7 +95,7 @@ class HangGuardedStore(StoreDecorator):
 
 
 class _Awaited:
-    """A source whose waits do not count: a slow local disk, or a byte limit, does not mean that the mirror hangs."""
+    """A source whose waits do not count as a hang: a slow local disk or a byte limit is not the mirror's fault."""
 
     def __init__(self, source: Source, call: GuardedCall) -> None:
         self._source = source
@@ -106,6 +106,6 @@ class _Awaited:
         return self._source.size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        self._call.beat()  # given up, it may be closed
+        self._call.beat()  # raises if the call was given up: the source may be closed
         with self._call.waits_elsewhere():
             return self._source.read_into(offset, buffer)

@@ -1,8 +1,8 @@
-"""Where a bucket-like mirror lies: ``scheme://bucket/prefix``, read exactly.
+"""The location of a bucket-like mirror: ``scheme://bucket/prefix``, read exactly.
 
 Rules:
 * A prefix is literal text, never percent-decoded: an object's name is what the URL shows.
-* What could be a secret (a user, a query) is refused, and never repeated in the message.
+* A URL with what could be a secret (a user, a query) is refused, and the message never repeats it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["BucketLocation", "is_object_name", "parse_location"]
 
 @dataclass(frozen=True, slots=True)
 class BucketLocation:
-    """A bucket and the prefix below which a mirror's objects lie ("" or ``a/b``, without slashes around it)."""
+    """A bucket and the prefix of a mirror's objects ("" or ``a/b``, without slashes around it)."""
 
     scheme: str
     bucket: str
@@ -30,7 +30,7 @@ class BucketLocation:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
     def object_name(self, name: str) -> str:
-        """The name in the bucket of the mirror's object ``name``.
+        """Return the name in the bucket of the mirror's object ``name``.
 
         Raises:
             BrokenMeta: The name would leave the prefix, or no store could hold it.
@@ -38,7 +38,7 @@ class BucketLocation:
         return self.under(check_relative_path(name))
 
     def under(self, text: str) -> str:
-        """``text`` below the prefix, unchecked: for listings, whose text need not be a whole name."""
+        """Return ``text`` below the prefix, unchecked: for listings, where it may be a part of a name."""
         return f"{self.prefix}/{text}" if self.prefix else text
 
     def relative(self, object_name: str) -> str:
@@ -47,7 +47,7 @@ class BucketLocation:
 
 
 def is_object_name(name: str) -> bool:
-    """Whether a name that was found on a mirror could be one of ours; a listing leaves all others out."""
+    """Whether a name that was found on a mirror could be one of ours; a listing omits all others."""
     try:
         check_relative_path(name)
     except BrokenMeta:

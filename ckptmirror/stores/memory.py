@@ -2,8 +2,8 @@
 
 Rules:
 * Stores of the same name in one process see the same objects; :func:`drop` forgets a name.
-* Everything that a store can declare is declared and kept: create-only, compare and swap, crc32c, metadata, sessions.
-* Generations rise strictly, over deletions too.
+* It has every capability: create-only, compare and swap, crc32c, metadata, sessions.
+* Generations always rise, also after a deletion.
 """
 
 from __future__ import annotations

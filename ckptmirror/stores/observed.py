@@ -1,10 +1,10 @@
-"""A store that tells what it did: one event for each call, for metrics, the log and the timeline.
+"""A store that reports what it does: one event for each call, for metrics, the log and the timeline.
 
 Rules:
-* An event is told when the call is over, whether it went well or not; what is told decides nothing.
-* It sits next to the store itself, inside the retrying one: every try is told.
-* A listing is told once, when its last object was yielded or it failed.
-* The bytes of an upload are those of the object; a continued session sends fewer.
+* It sends an event when a call ends, whether it succeeded or failed. No decision depends on these events.
+* It wraps the store itself, inside the retrying one, so it reports every try.
+* It reports a listing once, after the last object or a failure.
+* The bytes of an upload are the object's size; a continued session sends fewer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class _Call:
-    """What is not known before a call is over."""
+    """What is known only when a call ends."""
 
     size_bytes: int = 0
 
@@ -36,7 +36,7 @@ class ObservedStore(StoreDecorator):
 
     Args:
         store: The store behind.
-        bus: Where to tell.
+        bus: Gets the events.
         clock: Seconds, monotonic.
     """
 
@@ -46,21 +46,21 @@ class ObservedStore(StoreDecorator):
         self._clock = clock
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        with self._told("list", prefix):
+        with self._reported("list", prefix):
             yield from self._store.list(prefix)
 
     def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        with self._told("read", name) as call:
+        with self._reported("read", name) as call:
             data, info = self._store.read(name, generation=generation, limit_bytes=limit_bytes)
             call.size_bytes = len(data)
             return data, info
 
     def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
-        with self._told(operation, name, size_bytes):
+        with self._reported(operation, name, size_bytes):
             return run()
 
     @contextmanager
-    def _told(self, operation: str, name: str, size_bytes: int = 0) -> Iterator[_Call]:
+    def _reported(self, operation: str, name: str, size_bytes: int = 0) -> Iterator[_Call]:
         call, began, error = _Call(size_bytes), self._clock(), ""
         try:
             yield call

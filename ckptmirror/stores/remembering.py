@@ -1,11 +1,11 @@
-"""A store that is met only as the place that an earlier process met: the decorator that every mirror of a root gets.
+"""A store that must be the same place that earlier processes used: the decorator that every mirror of a root gets.
 
 Rules:
-* Before the first call goes through, the store says which place it is (``Store.identity``). Where one is remembered,
-  any other, or none, is a temporary fault; where none is, this one is remembered first, durably.
-* After that the store itself watches that it stays the same place.
-* A store that can have no identity is passed on as it is. One whose objects lie in a directory of this machine may get
-  one later (it was read-only): it is asked again at each call until it has.
+* Before the first call, it asks the store for its identity (``Store.identity``). If the root remembers another
+  identity, the call fails with a temporary error. If the root remembers none, it first remembers this one, durably.
+* After that the store itself checks that it is still the same place.
+* A store that cannot have an identity is used as it is. A store in a local directory may get one later (it was
+  read-only), so it is asked again at each call until it has one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _Result = TypeVar("_Result")
 
 
 class RememberingStore(StoreDecorator):
-    """``store``, as long as it is the place that is remembered.
+    """``store``, as long as it is the remembered place.
 
     Args:
         store: The store behind.
-        recall: Returns the identity that is remembered; None if none is.
-        remember: Keeps an identity, durably, unless one is kept already, and returns the one that is kept.
+        recall: Returns the remembered identity, or None.
+        remember: Keeps an identity durably, unless one is kept already, and returns the one that is kept.
     """
 
     def __init__(self, store: Store, recall: Callable[[], str | None], remember: Callable[[str], str]) -> None:
@@ -43,7 +43,7 @@ class RememberingStore(StoreDecorator):
     def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
         """Make the call once the store behind is known to be the right place."""
         del operation, name, size_bytes
-        if not self._is_met:  # two threads may come here at once: what is remembered first stands for both
+        if not self._is_met:  # two threads may get here at once: the first identity counts for both
             expected = self._recall()
             found = self._store.identity(expected)
             if expected is None and found is not None:

@@ -1,15 +1,17 @@
 """A store that retries: the decorator that every mirror gets from ``open_store``.
 
 Rules:
-* Only ``StoreTemporary`` is retried, and every method that reads or changes objects may be: each is idempotent or
-  guarded by its precondition. After a lost answer the precondition may meet our own object; that is passed on, the
-  caller compares. ``identity`` is retried only where its file system hangs: what is not mounted is not so in a second.
-* Retries are limited by time (I7), not by their number: ``total_s`` after the first failure, the last error is raised.
+* Only ``StoreTemporary`` is retried. Every method that reads or changes objects can be retried: each is idempotent or
+  guarded by its precondition. After a lost answer the precondition may fail because of our own object; the caller gets
+  that error and compares. ``identity`` is retried only if its file system hangs, because a missing mount does not come
+  back within seconds.
+* Time limits the retries (I7), not their number: the last error is raised ``total_s`` after the first failure.
   ``CKPTMIRROR_RETRY_S`` sets that time; ``stop_retrying`` and ``close`` end it at once.
-* The time counts for the mirror, not for each call. One that answered nothing for all of it is *silent*: from then on
-  each call asks once, until one is answered or a start asks patiently again (``ask_patiently``).
-* An upload is continued with the session that the failed try learned, a listing after the last name that was yielded.
-* The first try costs nothing: the retry library is imported when something has failed.
+* The time counts for the mirror, not for each call. A mirror that has not answered for that long is *silent*. Each call
+  then tries once, until the mirror answers or a start calls ``ask_patiently``.
+* A retried upload continues with the session of the failed try; a retried listing continues after the last name that
+  it yielded.
+* The first try costs nothing extra: the retry library is imported after the first failure.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ if TYPE_CHECKING:
 __all__ = ["OnWait", "RetryingStore", "total_s_of_environment"]
 
 _TOTAL_S = 120.0
-_SHORTEST_S = 0.01  # with less than this left it is over
+_SHORTEST_S = 0.01  # with less time left than this, stop
 _VARIABLE = "CKPTMIRROR_RETRY_S"
 
 OnWait: TypeAlias = Callable[[str, float, StoreTemporary], None]
-"""Called when a mirror is asked again later: its URL, in how many seconds, and why."""
+"""Called before a mirror is asked again: its URL, the delay in seconds, and the reason."""
 _Result = TypeVar("_Result")
 
 
 def total_s_of_environment() -> float:
-    """Return for how many seconds a mirror that does not answer is asked again.
+    """Return for how many seconds to retry a mirror that does not answer.
 
     Raises:
-        ConfigError: That is no number of seconds.
+        ConfigError: The variable is not a number of seconds.
     """
     text = os.environ.get(_VARIABLE)
     if not text:
@@ -62,16 +64,16 @@ def total_s_of_environment() -> float:
 
 
 class RetryingStore(StoreDecorator):
-    """``store``, with temporary faults retried.
+    """``store``, with retries of temporary errors.
 
     Args:
         store: The store behind.
         total_s: No try begins later than this after the first failure.
-        first_delay_s: Longest delay after the first try; it doubles with each.
-        longest_delay_s: Where the doubling stops.
+        first_delay_s: Longest delay after the first try; it doubles with each try.
+        longest_delay_s: The limit of the doubling.
         clock: Seconds, monotonic; tests pass their own.
-        wait: Waits so many seconds, or until nothing is to be retried; tests pass their own.
-        on_wait: Called before each wait: the mirror's URL, for how many seconds, and what went wrong.
+        wait: Waits so many seconds, or until retrying is stopped; tests pass their own.
+        on_wait: Called before each wait with the mirror's URL, the seconds, and what went wrong.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class RetryingStore(StoreDecorator):
         return self._retried(lambda: self._store.identity(expected), StoreHangs)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :meth:`Store.list`. Each page is retried by itself."""
+        """List the objects; each page is retried by itself."""
         listing = _Listing(self._store, prefix)
         while (info := self._retried(listing.next)) is not None:
             yield info
@@ -115,18 +117,18 @@ class RetryingStore(StoreDecorator):
         return self._retried(lambda: self._store.upload(replace(upload, session=session, on_session=keep)))
 
     def stop_retrying(self) -> None:
-        """End the waits between tries, and retry nothing more."""
+        """End the waits between tries, and stop retrying."""
         self._is_over.set()
         super().stop_retrying()
 
     def ask_patiently(self) -> None:
-        """Forget that the mirror was silent, and retry again what fails."""
+        """Forget that the mirror was silent, and retry again."""
         self._silent_since_s = None
         self._is_over.clear()
         super().ask_patiently()
 
     def close(self) -> None:
-        """The same, and close the store behind."""
+        """Stop retrying, and close the store behind."""
         self._is_over.set()
         super().close()
 
@@ -176,7 +178,7 @@ class RetryingStore(StoreDecorator):
             drawn_s = retry_delay_s(
                 error, state.attempt_number, first_s=self._first_delay_s, longest_s=self._longest_delay_s
             )
-            return max(min(drawn_s, left_s()), error.retry_after_s or 0.0)  # the last try is at the end of the time
+            return max(min(drawn_s, left_s()), error.retry_after_s or 0.0)  # the last try is when the time ends
 
         def is_enough(state: RetryCallState) -> bool:
             return self._is_over.is_set() or left_s() < _SHORTEST_S or state.upcoming_sleep > left_s() + _SHORTEST_S
@@ -200,7 +202,7 @@ class RetryingStore(StoreDecorator):
 
 
 def _error_of(state: RetryCallState) -> StoreTemporary:
-    """The failure that is about to be retried."""
+    """Return the error that is about to be retried."""
     error = state.outcome.exception() if state.outcome is not None else None
     assert isinstance(error, StoreTemporary)
     return error

@@ -1,11 +1,10 @@
-"""A store that takes its time: the decorator that keeps a mirror from taking the whole wire, or a bucket's whole quota.
+"""A store with rate limits: the decorator that keeps a mirror from using the whole network, or a bucket's whole quota.
 
 Rules:
-* A budget is a rate. What was not used in one second is there in the next, and no longer: nothing saves up a burst that
-  the rate would not allow.
-* Who comes first goes first, whichever thread it is: each takes its place on the time line and waits for it.
-* Bytes of an upload are paid as they are read, those of a download before they are asked for. Control objects are
-  small, and pay as requests only.
+* A budget is a rate. What one second leaves unused can be used in the next second only, so no burst builds up.
+* Calls are served in the order in which they come, across all threads: each reserves its time and waits for it.
+* An upload pays for bytes as they are read, a download before it requests them. Control objects are small, and count
+  only as requests.
 * A wait ends at once, with a temporary error, when the store is closed.
 """
 
@@ -47,11 +46,11 @@ class Budget:
 
     @property
     def piece_bytes(self) -> int:
-        """How much to take at once, where the units are bytes: no more than a second's worth, as far as sensible."""
+        """How many bytes to take at once: about a second's worth at most, within sensible bounds."""
         return min(max(int(self._per_s), _SMALLEST_PIECE_BYTES), _LARGEST_PIECE_BYTES)
 
     def take(self, units: float) -> float:
-        """Take ``units`` and return how long to wait before they are used, in seconds."""
+        """Take ``units`` and return for how many seconds the caller must wait before it uses them."""
         with self._lock:
             now_s = self._clock()
             begins_s = max(self._paid_until_s, now_s - _BURST_S)
@@ -67,7 +66,7 @@ class ThrottledStore(StoreDecorator):
         bytes_per_s: Of uploads and downloads together; None for no limit.
         requests_per_s: Calls of any kind, a listing counted as one; None for no limit.
         clock: Seconds, monotonic.
-        wait: Waits so many seconds, or until the store is closed, and says whether it was; tests pass their own.
+        wait: Waits so many seconds, or until the store is closed, and returns whether it was; tests pass their own.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class ThrottledStore(StoreDecorator):
 
 
 class _PaidSource:
-    """Bytes that are paid for as they are read, in pieces, so that no thread waits for a whole chunk at once."""
+    """A source that pays for its bytes as they are read, in pieces, so that no thread waits for a whole chunk."""
 
     def __init__(self, source: Source, pay: Callable[[int], None], piece_bytes: int) -> None:
         self._source = source
@@ -128,7 +127,7 @@ class _PaidSource:
         return self._source.size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fill ``buffer`` from ``offset``, once it is paid for."""
+        """Pay, and fill ``buffer`` from ``offset``."""
         done = 0
         while done < len(buffer):
             piece = buffer[done : done + self._piece_bytes]

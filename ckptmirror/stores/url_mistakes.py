@@ -1,8 +1,8 @@
-"""What somebody meant who wrote a mirror's URL wrong: the nearest URL that is right.
+"""Suggestions for a mistyped mirror URL: the nearest valid ones.
 
 Rules:
-* A guess is shown, never used: it may be another bucket.
-* What could be a secret (a user, a query) is no part of a guess.
+* A suggestion is shown, never used: it may be another bucket.
+* A suggestion never contains what could be a secret (a user, a query).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _WRITTEN = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)(?P<mark>:/*|/{2,})(?
 
 
 def is_web_address(url: str) -> bool:
-    """Whether this is the page or the object that a browser shows of a bucket, not the bucket."""
+    """Whether this is the web address of a bucket's page or object, not the bucket's URL."""
     scheme, _, rest = url.strip().partition("://")
     host = rest.partition("/")[0].rpartition("@")[2].lower()
     return scheme.lower() in ("http", "https") and (host in _WEB_HOSTS or host.endswith("." + _WEB_HOSTS[0]))
 
 
 def nearest_urls(url: str) -> list[str]:
-    """Return what may have been meant, likeliest first; not all of it need be a URL that can be used."""
+    """Return what the user may have meant, likeliest first; some of them may not be usable URLs."""
     text = url.strip()
     if not text or "\\" in text:
         return []
