@@ -1,1 +1,1 @@
-"""This disk: atomic files, checksums, what is in a root, who holds it, and the pending-uploads table."""
+"""The local disk: atomic files, checksums, the content of a root, its locks, and the pending-uploads table."""

@@ -1,13 +1,13 @@
-"""One artifact, written once: checksummed as it is written, durable before it has a name.
+"""Writes one artifact once: computes its checksum while writing, and makes it durable before it has a name.
 
 Rules:
 * The order: temporary beside the final name, write, check the length, fsync, publish without replacing, fsync the
   directory.
-* The crc32c is taken from the very buffers that go to the disk, before they go.
-* The first error decides: every later write repeats it, closing removes the temporary, and nothing hides it.
+* The crc32c is computed from the same buffers that go to the disk, before they go.
+* The first error counts: every later write repeats it, closing removes the temporary, and nothing hides it.
 * fsync is tried once. After an error the artifact is abandoned, never published.
-* A temporary that a dead process left is written anew; one that a live writer holds is not touched.
-* At most ``_BUFFERS`` buffers are held by one writer: a slow disk makes write() wait, it does not fill the memory.
+* The temporary of a dead process is overwritten; that of a live writer is not touched.
+* A writer holds at most ``_BUFFERS`` buffers: a slow disk makes write() wait, but does not fill the memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PIECE_SIZE_BYTES = 1024 * 1024  # copied with the GIL held, so kept short
 
 
 class ArtifactWriter(io.RawIOBase):
-    """A binary file object for ``torch.save``, ``pickle.dump`` and DCP streams that makes one durable artifact.
+    """A binary file object for ``torch.save``, ``pickle.dump`` and DCP streams that writes one durable artifact.
 
     Use it as a context manager: an error in the body removes the temporary. ``seal()``, ``close()`` and leaving it
     make the temporary complete and durable; ``publish()`` also names it. One thread writes it.
@@ -93,7 +93,7 @@ class ArtifactWriter(io.RawIOBase):
         """Take all bytes of any C-contiguous buffer; return their number.
 
         Raises:
-            LocalStorageFull: No space is left (it may be the bytes of an earlier call that found none).
+            LocalStorageFull: No space is left (perhaps for the bytes of an earlier call).
             IntegrityError: The device failed.
         """
         if self._descriptor < 0 and self._failure is None:
@@ -108,7 +108,7 @@ class ArtifactWriter(io.RawIOBase):
             self._buffer[self._filled : self._filled + room] = view[taken : taken + room]
             self._filled += room
             taken += room
-            if self._filled - self._summed >= _PIECE_SIZE_BYTES:  # not at each of torch's many tiny writes
+            if self._filled - self._summed >= _PIECE_SIZE_BYTES:  # not at each of torch's many small writes
                 self._sum()
             if self._filled == self._buffer.nbytes:
                 self._send_buffer()
@@ -137,10 +137,10 @@ class ArtifactWriter(io.RawIOBase):
             return
         self.abandon()
         if self._failure is not None and error is not self._failure and isinstance(error, Exception):
-            raise self._failure from error  # what a serializer made of it says less
+            raise self._failure from error  # a serializer's own error says less
 
     def __del__(self) -> None:
-        # Forgotten without close(): the temporary stays for the next start to remove; only the descriptor is let go.
+        # Dropped without close(): only close the descriptor; the next start removes the temporary.
         if getattr(self, "_descriptor", -1) >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -184,7 +184,7 @@ class ArtifactWriter(io.RawIOBase):
 
         Raises:
             NameTaken: The name exists; it was not touched, and the temporary is gone.
-            IntegrityError: Something else lies under the temporary name.
+            IntegrityError: The temporary name is another file.
         """
         digest = self.seal()
         try:
@@ -200,7 +200,7 @@ class ArtifactWriter(io.RawIOBase):
         return digest
 
     def abandon(self) -> None:
-        """Let everything go and remove the temporary. Raises no error of the disk: an earlier one matters more."""
+        """Free everything and remove the temporary. Disk errors are ignored: an earlier error matters more."""
         self._stop_writing()
         self._give_buffer()
         with contextlib.suppress(OSError):
@@ -212,13 +212,13 @@ class ArtifactWriter(io.RawIOBase):
     # -- inside ---------------------------------------------------------------------------------------------
 
     def _sum(self) -> None:
-        """Take into the digest what was written since the last time."""
+        """Add the bytes that were written since the last time to the digest."""
         if self._buffer is not None and self._summed < self._filled:
             self._digest.update(self._buffer[self._summed : self._filled])
             self._summed = self._filled
 
     def _send_buffer(self) -> None:
-        """Hand the full buffer to the writing thread; wait while too many are on their way."""
+        """Hand the full buffer to the writing thread; wait while too many are unwritten."""
         self._sum()
         assert self._buffer is not None
         if self._queue is None:
@@ -272,7 +272,7 @@ class ArtifactWriter(io.RawIOBase):
                 os.unlink(self.temporary)  # noqa: PTH108
 
     def _is_own(self, facts: os.stat_result) -> bool:
-        """Whether this is the file that was written: once that is closed, its inode number may be another's."""
+        """Whether this is the file that was written. After it is closed, another file may get its inode number."""
         if not os.path.samestat(facts, self._facts):
             return False
         sealed = self._sealed is not None
@@ -293,7 +293,7 @@ class ArtifactWriter(io.RawIOBase):
 
 
 def create_temporary(path: Path) -> int:
-    """Create a temporary and return its descriptor, holding a lock that tells a live writer from a dead one's remains.
+    """Create a temporary and return its descriptor. Its lock shows other processes that the writer is alive.
 
     Raises:
         NameTaken: A live writer holds it.
@@ -313,14 +313,14 @@ def create_temporary(path: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
-            if error.errno == errno.EWOULDBLOCK:  # someone took it for a dead one's in this very moment
+            if error.errno == errno.EWOULDBLOCK:  # another process took it for a dead writer's just now
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
             raise
         return descriptor
 
 
 def _remove_dead_temporary(path: Path) -> None:
-    """Remove a temporary that nobody holds.
+    """Remove a temporary that no live writer holds.
 
     Raises:
         FileExistsError: A live writer holds it.

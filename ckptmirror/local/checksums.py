@@ -1,11 +1,11 @@
 """CRC-32C of bytes and of files, block by block, with bounded memory.
 
 Rules:
-* A digest is a pure function of the bytes: however a file was cut into writes, its digest is the same.
+* A digest depends only on the bytes, not on how they were split into writes.
 * Blocks start at 4 MiB; past 4,096 blocks the block size doubles and pairs of blocks are combined.
-* Files are read past the page cache where the file system allows, so that what rotted on the disk is seen.
-* A symbolic link is never followed: it could stand in for other bytes.
-* The library that computes is loaded at first use: a verb sends its first request before it has bytes to check.
+* Files are read past the page cache if the file system allows it, so that damage on the disk is found.
+* A symbolic link is never followed: it could lead to other bytes.
+* The library is loaded at its first use, because a verb sends its first request before it has bytes to check.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def crc32c(buffer: Buffer, previous: int = 0) -> int:
 
 
 def combine(first: int, second: int, second_size_bytes: int) -> int:
-    """Return the CRC-32C of two pieces laid end to end, from theirs and the length of the second."""
+    """Return the CRC-32C of two joined pieces, from the CRC-32C of each and the length of the second."""
     return int(_native().combine_crc32c(first, second, second_size_bytes)) if second_size_bytes else first
 
 
 class BlockDigest:
-    """Takes bytes in any pieces and gives their :class:`~ckptmirror.core.model.Digest`."""
+    """Computes the :class:`~ckptmirror.core.model.Digest` of bytes that come in any pieces."""
 
     def __init__(self, block_size_bytes: int = MIN_BLOCK_SIZE_BYTES) -> None:
         self._block_size_bytes = block_size_bytes
@@ -86,7 +86,7 @@ class BlockDigest:
             blocks.append(self._current)
             whole = combine(whole, self._current, short)
         size_bytes, block_size_bytes = self.size_bytes, self._block_size_bytes
-        if len(blocks) > MAX_BLOCKS:  # as many full blocks as fit, an even number, and a short one
+        if len(blocks) > MAX_BLOCKS:  # the full number of blocks, which is even, and a short one
             blocks = _combined_pairs(blocks, block_size_bytes)
             block_size_bytes *= 2
         return Digest(size_bytes, whole, block_size_bytes, tuple(blocks))
@@ -96,7 +96,7 @@ class BlockDigest:
         self._current, self._current_size_bytes = 0, 0
         if len(self._blocks) <= MAX_BLOCKS:
             return
-        last = self._blocks.pop()  # one more than fits: it opens the next, larger block
+        last = self._blocks.pop()  # one too many: it begins the next, larger block
         self._blocks = _combined_pairs(self._blocks, self._block_size_bytes)
         self._current, self._current_size_bytes = last, self._block_size_bytes
         self._block_size_bytes *= 2
@@ -130,7 +130,7 @@ def verify_file(path: Path, digest: Digest) -> None:
 
     Raises:
         FileNotFoundError: There is no such file.
-        IntegrityError: It differs, says where; or it cannot be read, or is not a regular file.
+        IntegrityError: It differs (the message says where), cannot be read, or is not a regular file.
     """
     descriptor = _open_regular(path)
     try:
@@ -181,7 +181,7 @@ def _open_regular(path: Path) -> int:
 
 
 def _pieces(descriptor: int, path: Path) -> Iterator[memoryview]:
-    """Yield the file's bytes in order; each piece is valid until the next is asked for."""
+    """Yield the file's bytes in order; each piece is valid until the next one is requested."""
     with direct_io.kept_buffer() as buffer:
         offset = 0
         while True:

@@ -9,9 +9,9 @@ Rules:
   name; ``CKPTMIRROR_CRASH_AT=publish:after@3`` at the third.
 * ``CKPTMIRROR_CRASH_MARK=1`` makes every point visible in a system call trace, as a failing ``access`` of
   ``/ckptmirror-crash-point/<number>/<label>/<before|after>``.
-* A test that simulates processes in one gives :func:`arm` its own ``die``, which raises; it is called at every later
-  point too, so that what unwinds changes nothing more.
-* Disarmed, which is always so in production, a point costs one comparison.
+* A test that simulates several processes in one gives :func:`arm` its own ``die``, which raises. It is called at every
+  later point too, so that code that unwinds changes nothing more.
+* Disarmed, as always in production, a point costs one comparison.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def arm(crash_at: str | None = None, *, mark: bool = False, die: Callable[[], No
 
 
 def disarm() -> None:
-    """Make every point free again."""
+    """Stop counting: every point is free again."""
     global _armed
     _armed = False
 
@@ -74,7 +74,7 @@ def passed() -> list[str]:
 
 
 def point(name: str) -> None:
-    """Pass one point: count it, and die here if this is the one to die at."""
+    """Pass one point: count it, and die if this is the chosen one."""
     global _dead
     if not _armed:
         return

@@ -1,10 +1,10 @@
-"""Reading and writing past the page cache, where the file system allows it, from kept aligned buffers.
+"""Reads and writes past the page cache, if the file system allows it, with reused aligned buffers.
 
 Rules:
-* Bytes that are written once and read back rarely do not belong in the page cache: O_DIRECT is faster to durable, and
-  leaves the training's memory alone. What cannot do it (tmpfs, some overlays) is served buffered.
-* Buffers are private anonymous mappings, aligned to a page. At most ``KEPT_BUFFERS`` idle ones are kept in a process
-  (64 MiB); whoever takes a buffer gives it back.
+* Bytes that are written once and rarely read back do not belong in the page cache: O_DIRECT makes them durable faster,
+  and leaves the training's memory alone. File systems without it (tmpfs, some overlays) use buffered I/O.
+* Buffers are private anonymous mappings, aligned to a page. A process keeps at most ``KEPT_BUFFERS`` idle ones
+  (64 MiB); a caller that takes a buffer gives it back.
 * A forked child starts with no kept buffers: it must not share memory that its parent writes to disk.
 """
 
@@ -48,7 +48,7 @@ _kept: list[memoryview] = []
 
 
 def byte_view(buffer: Any) -> memoryview:
-    """Return a flat view of any C-contiguous buffer's bytes, of whatever element format, without copying.
+    """Return a flat view of the bytes of any C-contiguous buffer, of any element format, without copying.
 
     Raises:
         BufferError: The buffer is not C-contiguous.
@@ -108,7 +108,7 @@ os.register_at_fork(after_in_child=_forget_buffers_in_child)
 
 
 def open_for_reading(path: Path) -> int:
-    """Open a file to be read from the disk itself; never through a symbolic link, never blocking on a pipe."""
+    """Open a file to read it from the disk itself; never follow a symbolic link, never block on a pipe."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags)
     if not allow_direct(descriptor):
@@ -117,7 +117,7 @@ def open_for_reading(path: Path) -> int:
 
 
 def allow_direct(descriptor: int) -> bool:
-    """Switch O_DIRECT on; False where the file system cannot."""
+    """Switch O_DIRECT on; False if the file system cannot."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError as error:
@@ -146,7 +146,7 @@ def read_full(descriptor: int, buffer: memoryview, offset: int) -> int:
         except OSError as error:
             if error.errno != errno.EINVAL or not is_direct(descriptor):
                 raise
-            forbid_direct(descriptor)  # said yes to the flag, no to the read, or the last read ended off alignment
+            forbid_direct(descriptor)  # no direct reads here, or the last read ended unaligned
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             continue
         if count == 0:
@@ -156,7 +156,7 @@ def read_full(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 
 def write_full(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data`` at ``offset``; short writes go on where they stopped, refused direct ones buffered."""
+    """Write all of ``data`` at ``offset``; continue short writes, and repeat refused direct ones buffered."""
     done = 0
     while done < data.nbytes:
         try:

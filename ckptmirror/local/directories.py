@@ -1,11 +1,12 @@
-"""Names on disk: making, publishing and replacing them so that they survive a power loss.
+"""Creates, publishes and replaces names on disk so that they survive a power loss.
 
 Rules:
-* A name is durable only once its directory is fsynced; whoever publishes a name fsyncs the directory, or says that the
-  caller does.
-* Publishing never replaces: RENAME_NOREPLACE, or link and unlink (files), or mkdir and rename over that very directory,
-  which works only while it is empty (directories). No check is ever followed by a rename that could replace.
-* fsync is tried once: after an I/O error the kernel may have dropped the bytes and would call a second one a success.
+* A name is durable only after its directory is fsynced. A function that publishes a name fsyncs the directory, or its
+  docstring says that the caller must.
+* Publishing never replaces. It uses RENAME_NOREPLACE; or, for files, link and unlink; or, for directories, mkdir and a
+  rename over that new directory, which works only while it is empty. A check is never followed by a rename that could
+  replace.
+* fsync is tried once: after an I/O error the kernel may have dropped the bytes, and a second fsync would succeed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def absolute_dir(given: str | os.PathLike[str], name: str) -> Path:
-    """Return the directory that a caller gave as ``name``, which need not exist.
+    """Return the absolute path of a directory, which may not exist; ``name`` is the caller's name for it.
 
     Raises:
         ConfigError: It is a URL.
@@ -110,11 +111,11 @@ def _fsync_regular(name: str, directory_fd: int) -> None:
 
 
 def make_dirs(path: Path) -> None:
-    """Make a directory and its missing parents, each durable before the next is made.
+    """Create a directory and its missing parents, each durable before the next is created.
 
     Raises:
         LocalStorageFull: No space or no inodes are left.
-        LocalStorageUnwritable: Read-only, no permission, or a file stands in the way.
+        LocalStorageUnwritable: Read-only, no permission, or a file is in the way.
     """
     path = path.absolute()
     missing = []
@@ -123,7 +124,7 @@ def make_dirs(path: Path) -> None:
         missing.append(existing)
         existing = existing.parent
     if existing != existing.parent:
-        # A crash may have come between an earlier mkdir and its fsync. What is not ours to open, we did not make.
+        # A crash may have come between an earlier mkdir and its fsync. We did not create what we may not open.
         with contextlib.suppress(LocalStorageUnwritable):
             fsync_dir(existing.parent)
     for directory in reversed(missing):
@@ -166,7 +167,7 @@ def rename_noreplace(source: Path, target: Path, *, label: str = "file.publish")
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source)) from error
         raise disk_error(error, "publish", target) from error
     except OSError as error:
-        if error.errno == errno.ENOTEMPTY:  # another's files are in the directory that we claimed
+        if error.errno == errno.ENOTEMPTY:  # another process put files into the directory that we claimed
             error = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
         raise disk_error(error, "publish", target) from error
 
@@ -202,7 +203,7 @@ def _link_and_unlink(source: Path, target: Path, label: str) -> None:
 
 
 def _rename_over_own_directory(source: Path, target: Path, label: str) -> None:
-    """Claim the name with an empty directory, then rename over it: fails if anything came into it meanwhile."""
+    """Claim the name with an empty directory, then rename over it; this fails if it is no longer empty."""
     with crashpoints.around("dir.claim"):
         os.mkdir(target)  # noqa: PTH102
     try:
@@ -215,7 +216,7 @@ def _rename_over_own_directory(source: Path, target: Path, label: str) -> None:
 
 
 def publish_dir(temporary: Path, final: Path) -> None:
-    """Give a complete directory, whose files are fsynced already, its final name, durably.
+    """Give a complete directory its final name, durably. Its files must be fsynced already.
 
     Raises:
         NameTaken: ``final`` exists; nothing was changed.
@@ -232,7 +233,7 @@ def replace_link(link: Path, target: str) -> None:
 
     Raises:
         UsageError: ``target`` is not a path below the link's directory.
-        NameTaken: Something that is not a link stands under the name; it stays.
+        NameTaken: The name exists and is not a link; it stays.
     """
     parts = Path(target).parts
     if not parts or Path(target).is_absolute() or ".." in parts:

@@ -1,11 +1,11 @@
-"""What kind of file system a directory lies on, and where a root and its table may not lie.
+"""The kind of file system of a directory, and the kinds that a root and its table must not be on.
 
 Rules:
-* A root never lies under FUSE: what gcsfuse and its like show as a disk has no atomic rename, and their fsync makes
-  nothing durable. What a host lends its guest (virtiofs) passes both on, and is no such thing.
-* A root may lie on a network file system; its uploads table may not: locks and shared memory do not hold there.
-* A path that does not exist yet is judged by the nearest directory above it that does, links followed.
-* A mount table that cannot be read makes nothing allowed: what statfs(2) calls FUSE stays FUSE.
+* A root is never under FUSE: gcsfuse and similar mounts have no atomic rename, and their fsync makes nothing durable.
+  virtiofs, by which a host shares a directory with its guest, has both, and is allowed.
+* A root may be on a network file system, but its uploads table may not: locks and shared memory do not work there.
+* A path that does not exist yet is judged by the nearest existing directory above it, following links.
+* If the mount table cannot be read, nothing more is allowed: what statfs(2) reports as FUSE counts as FUSE.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def file_system_type(path: Path) -> int:
 
 
 def refuse_network_place(directory: Path, type_of: Callable[[Path], int] = file_system_type) -> None:
-    """Refuse a directory for the uploads table whose file system is not of this node.
+    """Refuse a directory for the uploads table if its file system is not node-local.
 
     Raises:
         ConfigError: It is a network file system or FUSE.
@@ -73,7 +73,7 @@ def refuse_network_place(directory: Path, type_of: Callable[[Path], int] = file_
 def refuse_fuse(
     place: Path, mounts: Path = _MOUNTS, type_of: Callable[[Path], int] = file_system_type, *, what: str = "root"
 ) -> None:
-    """Refuse a root under FUSE, wherever its table lies, or another place (``what``). Nothing is made there.
+    """Refuse a root, or another place (``what``), under FUSE, wherever its table is. Nothing is created there.
 
     Raises:
         ConfigError: It is under FUSE.
@@ -94,7 +94,7 @@ def refuse_fuse(
 
 
 def mount_of(place: Path, mounts: Path = _MOUNTS) -> tuple[Path, str] | None:
-    """Return the mount point that ``place`` lies under, and the type of what is mounted; None if nobody says."""
+    """Return the mount point above ``place`` and the type of its file system; None if they are not known."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -102,7 +102,8 @@ def mount_of(place: Path, mounts: Path = _MOUNTS) -> tuple[Path, str] | None:
     types: dict[Path, str] = {}
     for fields in map(str.split, lines):
         if "-" in fields[6:-1]:
-            types[_unescaped(fields[4])] = fields[fields.index("-", 6) + 1]  # of several on one point the last is seen
+            # The last of several mounts on one point is the visible one.
+            types[_unescaped(fields[4])] = fields[fields.index("-", 6) + 1]
     real = Path(os.path.realpath(place))
     for point in (real, *real.parents):
         if point in types:
@@ -111,7 +112,7 @@ def mount_of(place: Path, mounts: Path = _MOUNTS) -> tuple[Path, str] | None:
 
 
 def _unescaped(point: str) -> Path:
-    """A path as it is: spaces stand in this table as octal escapes."""
+    """Return the path with its octal escapes (of spaces, for example) decoded."""
     return Path(re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), point))
 
 

@@ -1,10 +1,10 @@
-"""Files on this disk: everything in ckptmirror that changes it, from one place.
+"""Small files on this disk, written atomically, and files that are uploaded.
 
 Rules:
-* The order, always: temporary beside the final name, write, check the length, fsync, publish, fsync the directory.
-* Nothing replaces anything, except control files, a meta by a larger one of its save, and the link ``latest``.
-* Links are never followed to a file; nothing is written through one.
-* Each system call that changes the disk lies between two crash points; each error says what, why and what to do.
+* The order is always: temporary beside the final name, write, check the length, fsync, publish, fsync the directory.
+* No file is replaced, except control files, a meta by a larger one of its save, and the link ``latest``.
+* Links are never followed, neither to read nor to write.
+* Each system call that changes the disk is between two crash points; each error says what, why and what to do.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ def write_bytes(path: Path, data: bytes, *, save_id: str, replace: bool = False)
     Args:
         path: The final name.
         data: The content.
-        save_id: Carried by the temporary's name. What several threads may write at once needs a new id each time.
-        replace: Whether an existing file is replaced: a control file, or a staged save's own meta by one that names
-            more; never what a save consists of.
+        save_id: A part of the temporary's name. If several threads may write the file at once, each call needs a new
+            id.
+        replace: Replace an existing file: a control file, or the meta of a staged save by one that names more; never
+            an artifact.
 
     Raises:
-        NameTaken: The name exists (without ``replace``); it was not touched.
-        LocalStorageFull: No space or no inodes are left; nothing is left behind.
+        NameTaken: The name exists (without ``replace``); the file was not touched.
+        LocalStorageFull: No space or no inodes are left; the temporary is removed.
         LocalStorageUnwritable: Read-only, no permission, no directory.
     """
     temporary = path.with_name(tmp_name(path.name, save_id))
@@ -150,7 +151,7 @@ class FileSource:
             raise IntegrityError(f"{self.path} cannot be read from byte {offset}: {error.strerror}.") from error
 
     def close(self) -> None:
-        """Close the file and let its pages go: an upload should not push the training's data out of memory."""
+        """Close the file and drop its pages: an upload should not push the training's data out of memory."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):

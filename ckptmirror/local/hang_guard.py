@@ -1,14 +1,14 @@
-"""Calls to a directory whose file system may hang (a dead NFS server): each in a thread, and given up after a limit.
+"""Calls to a directory whose file system may hang (a dead NFS server): each runs in a thread and has a time limit.
 
 Rules:
-* The kernel knows no time limit for a file system that hangs, and no signal that has a handler ends the call. So it is
-  made in a daemon thread. Its caller waits, can be interrupted, and can end the process.
-* A call is given up when nothing was heard of it for its limit. It may go on later: what it does then must be harmless.
-  One that works in pieces calls :func:`beat` at each, which ends it once it is given up.
-* While a call to a directory hangs, others are refused at once. One is let through now and then, at intervals that
-  double, since the mount may be another by then. When a call that hung returns, all are let through again.
-* One guard for each directory in a process: nobody waits for what somebody else found hanging. A forked child starts
-  with none.
+* The kernel has no time limit for a file system that hangs, and a signal with a handler does not end the call. So the
+  call runs in a daemon thread. Its caller waits, can be interrupted, and can end the process.
+* A call is given up if it shows no progress for its time limit. It may continue later, and must then be harmless. A
+  call that works in pieces calls :func:`beat` at each piece, which ends it after it was given up.
+* While a call to a directory hangs, other calls are refused at once. From time to time, at intervals that double, one
+  is let through, because the mount may have been replaced. When a hanging call returns, all are let through again.
+* A process has one guard for each directory, so a caller does not wait for a hang that another caller found. A forked
+  child starts with none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["HANG_S", "GuardedCall", "HangGuard", "beat", "guarded_call", "hang_g
 
 HANG_S = 40.0  # longer than a call waits for a mirror's lock
 _LOOK_S = 10.0
-_SLOWEST_BYTES_PER_S = 20e6  # a silent pass (fsync) over so many bytes is no hang
+_SLOWEST_BYTES_PER_S = 20e6  # an fsync of many bytes takes this long and is not a hang
 _DOUBLINGS_LIMIT = 8
 _WAIT_S = 1.0  # a signal that comes just before a wait does not end it
 _ENDING_S = 1.0
@@ -42,11 +42,11 @@ _log = logging.getLogger("ckptmirror")
 
 
 class _GivenUpError(Exception):
-    """Nobody waits for this call any more."""
+    """The caller no longer waits for this call."""
 
 
 class GuardedCall:
-    """A call under way, as what it is made of sees it; may be used by other threads that work for it."""
+    """A running call, for the code that it runs; other threads that work for it may use it too."""
 
     def __init__(self, run: Callable[[], object], guard: HangGuard) -> None:
         self.future: Future[Any] = Future()
@@ -60,17 +60,17 @@ class GuardedCall:
 
     @property
     def heard_s(self) -> float:
-        """When it was last heard of; now, while it waits for something else than the directory."""
+        """When it last showed progress; now, while it waits for something other than the directory."""
         return self._guard.clock() if self._waits_elsewhere else self._heard_s
 
     def beat(self) -> None:
-        """Say that the call goes on; raise what ends it if it was given up."""
+        """Report progress; if the call was given up, raise the error that ends it."""
         self.deliver(lambda: None)
 
     def deliver(self, write: Callable[[], object]) -> None:
-        """Do ``write``, which changes what belongs to the caller, unless the call was given up: then it ends.
+        """Run ``write``, which changes the caller's memory; if the call was given up, end it instead.
 
-        A caller that gives up meanwhile waits for ``write``.
+        A caller that gives up in the meantime waits for ``write``.
         """
         with self._lock:
             if self._is_given_up:
@@ -80,7 +80,7 @@ class GuardedCall:
 
     @contextmanager
     def waits_elsewhere(self) -> Iterator[None]:
-        """While the body runs it is not the directory that keeps the call waiting."""
+        """Do not count the time of the body: the call waits for something other than the directory."""
         with self._lock:
             self._waits_elsewhere += 1
         try:
@@ -91,12 +91,12 @@ class GuardedCall:
                 self._waits_elsewhere -= 1
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
+        """Mark the call as given up."""
         with self._lock:
             self._is_given_up = True
 
     def do(self) -> None:
-        """Make the call, in this thread."""
+        """Run the call in this thread."""
         before, _current.call = _current.call, self
         try:
             self.future.set_result(self._run())
@@ -117,18 +117,18 @@ _guards: weakref.WeakValueDictionary[Path, HangGuard] = weakref.WeakValueDiction
 
 
 def hang_guard(directory: Path) -> HangGuard:
-    """Return this process's guard of a directory; the same one for as long as anybody has it."""
+    """Return this process's guard of a directory; the same one as long as it is referenced."""
     with _lock:
         return _guards.setdefault(directory, HangGuard(directory))
 
 
 def guarded_call() -> GuardedCall | None:
-    """Return the call that this thread makes for a guard; None if it makes none."""
+    """Return the guarded call that this thread runs, or None."""
     return _current.call
 
 
 def beat() -> None:
-    """Say that the call that this thread makes for a guard goes on, if it makes one; end it if it was given up."""
+    """Report progress of the guarded call that this thread runs, if any; end it if it was given up."""
     if _current.call is not None:
         _current.call.beat()
 
@@ -137,7 +137,7 @@ class HangGuard:
     """Makes the calls to one directory.
 
     Args:
-        directory: Which; for messages.
+        directory: The directory, for messages.
         clock: Seconds, monotonic.
     """
 
@@ -148,11 +148,11 @@ class HangGuard:
         self._next_s = 0.0
 
     def look(self, run: Callable[[], _Result]) -> _Result:
-        """The same as :meth:`call`, where all that is wanted is a look: nobody waits long for it."""
+        """Do as :meth:`call`, with a short limit, because the call only looks."""
         return self.call(run, limit_s=_LOOK_S)
 
     def ask_patiently(self, run: Callable[[], _Result], patience_s: float) -> _Result:
-        """The same as :meth:`call`, for a start: it asks also while another call hangs, for so long at least."""
+        """Do as :meth:`call` for a start: ask even while another call hangs, with at least this limit."""
         return self.call(run, limit_s=max(_LOOK_S, patience_s), refuses=False)
 
     def call(
@@ -168,13 +168,13 @@ class HangGuard:
 
         Args:
             run: Makes the call, in another thread.
-            limit_s: How long it may say nothing; None: ``HANG_S``.
-            size_bytes: How much it may write before it says something.
-            refuses: Ask nothing while another call hangs.
-            ending: Once it is set somebody waits for the end, and a call may say nothing for a moment only.
+            limit_s: How long it may show no progress; None for ``HANG_S``.
+            size_bytes: How much it may write before it reports progress; this adds to the limit.
+            refuses: Refuse the call while another one hangs.
+            ending: After it is set, the process is ending, and the call may pause only for a moment.
 
         Raises:
-            StoreHangs: It said nothing for that long, or another call still hangs.
+            StoreHangs: It showed no progress for that long, or another call still hangs.
         """
         silence_s = (HANG_S if limit_s is None else limit_s) + size_bytes / _SLOWEST_BYTES_PER_S
         with _lock:
@@ -199,13 +199,13 @@ class HangGuard:
         return result
 
     def let_go(self, call: GuardedCall) -> None:
-        """A call is over: wake who waits for it, and let others be made again."""
+        """End a call: wake its caller, and let other calls through again."""
         with _lock:
             self._hanging.discard(call)
             call.over.set()
 
     def forget(self) -> None:
-        """Forget what hangs."""
+        """Forget the calls that hang."""
         self._hanging.clear()
 
     def _hangs(self, call: GuardedCall, silence_s: float) -> bool:

@@ -1,16 +1,16 @@
-"""What a root holds: whole saves, incomplete ones, broken metas, and what is not ours - each with why.
+"""The content of a root: whole saves, incomplete ones, broken metas, and foreign files, each with the reason.
 
 Rules:
 * A save is whole if and only if one valid meta names it and every artifact it names is a regular file of exactly that
   size (I2). Sizes only: loading verifies checksums, and says so when they differ.
 * Nothing is unpickled, no link is followed, nothing is written.
-* A link or a directory that stands in for an artifact makes the save incomplete; in place of a meta it is broken.
-* Two metas of one save, and two saves that claim one path with different bytes, cannot both be right: none is whole.
-* An emergency save has one meta per rank; it is whole when those of all ranks are there.
-* A kind of an incomplete save is whole if all files that it needs are. Where the meta itself is disputed, none is.
-* What a meta does not name is not part of the save: extra files in its directory are foreign and do no harm.
-* What cannot be read at the moment, or by this version, is marked so: nobody knows whether it is whole.
-* What vanishes while it is listed (a rotation at work) was never there.
+* A link or a directory in place of an artifact makes the save incomplete; in place of a meta, a broken meta.
+* Two metas of one save, or two saves that claim one path with different bytes, cannot both be right: none is whole.
+* An emergency save has one meta per rank; it is whole if those of all ranks exist.
+* A kind of an incomplete save is whole if all files that it needs are whole. If the meta itself is disputed, none is.
+* A file that no meta names is not part of a save: extra files in its directory are foreign and do no harm.
+* A save that cannot be read now, or not by this version, is marked as unreadable: it may be whole.
+* A file that vanishes while it is listed (a rotation is running) counts as never there.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class LocalSave:
     """A save whose meta is valid.
 
     Attributes:
-        meta: Of an emergency save: the metas of all ranks that are there, merged.
-        meta_path: Of an emergency save: the lowest rank's.
+        meta: For an emergency save, the merged metas of all ranks that left one.
+        meta_path: For an emergency save, that of the lowest rank.
         why: Why it is not whole; "" if it is.
-        unreadable: Whether an I/O error or a permission is all that speaks against it.
-        kinds: Those that are whole: they need none of the files that speak against it.
+        unreadable: Whether the only reason is an I/O error or a permission.
+        kinds: The kinds that are whole: all files that they need are good.
     """
 
     root: Path
@@ -54,11 +54,11 @@ class LocalSave:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something else that lies in the root, and why it is listed.
+    """Another entry of the root, and why it is listed.
 
     Attributes:
-        unreadable: Whether an I/O error, a permission or a later format is all that speaks against it.
-        loose: Whether it bears the name of what a save consists of, and holds something.
+        unreadable: Whether the only reason is an I/O error, a permission or a later format.
+        loose: Whether it has the name of an artifact, and is not empty.
     """
 
     path: Path
@@ -69,15 +69,15 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Everything in a root, each thing once. Saves are in the order of step, then name.
+    """Everything in a root, each thing once. Saves are sorted by step, then name.
 
     Attributes:
-        saves: Whole.
-        incomplete: The meta is valid, an artifact is not there as it says; some kinds may be whole all the same.
+        saves: Whole saves.
+        incomplete: Saves with a valid meta, but a missing or wrong artifact; some of their kinds may be whole.
         broken: Metas that are not valid.
-        foreign: What ckptmirror did not write, or no meta names.
+        foreign: Entries that ckptmirror did not write, or that no meta names.
         temporaries: Unfinished files and directories of ours.
-        trash: What waits to be deleted.
+        trash: Entries that wait to be deleted.
         legacy: Names of older layouts, which are read but never written.
     """
 
@@ -182,7 +182,7 @@ def _meta_or_none(reading: _Reading, path: str) -> Meta | None:
 
 
 def _read_emergency(reading: _Reading, directory: str) -> None:
-    """Gather the metas that ranks left in an emergency directory into one save for each save id."""
+    """Merge the ranks' metas in an emergency directory into one save for each save id."""
     parsed = reading.unclaimed[directory] = names.parse_name(directory) or names.ParsedName("emergency")
     by_save: dict[str, dict[int, Meta]] = {}
     if reading.listing.is_unreadable(directory):
@@ -228,7 +228,7 @@ def _emergency_rank(name: str) -> int | None:
 
 
 def _judged(reading: _Reading, save: LocalSave) -> LocalSave:
-    """Compare a save's artifacts with what lies there."""
+    """Compare a save's artifacts with the files on the disk."""
     found = {
         artifact: fault
         for artifact in save.meta.artifacts
@@ -238,7 +238,7 @@ def _judged(reading: _Reading, save: LocalSave) -> LocalSave:
     faults = list(found.values())
     if not faults:
         return replace(save, kinds=kinds)
-    faults.sort(key=lambda fault: fault.unreadable)  # what is known first
+    faults.sort(key=lambda fault: fault.unreadable)  # certain faults first
     more = f" (and {len(faults) - 1} more of its files)" if len(faults) > 1 else ""
     return replace(
         save,
@@ -269,7 +269,7 @@ def _contradictions(saves: list[LocalSave]) -> list[str]:
 
 
 def _find_unclaimed(reading: _Reading, saves: list[LocalSave]) -> None:
-    """List as foreign what bears a name of ours, but no valid meta names."""
+    """List as foreign every entry that has one of our names, but that no valid meta names."""
     claimed: dict[str, set[str]] = {}
     for save in saves:
         for artifact in save.meta.artifacts:

@@ -1,14 +1,16 @@
-"""Checkpoints of older writers in a directory: found by name, with the ``meta.json`` that speaks for each.
+"""Legacy checkpoints in a directory: found by name, with the ``meta.json`` that describes each.
 
-An older writer left ``dist_ckpt_000200/`` or ``dcp_000200/`` (a DCP directory) or ``model_000200.pt``; ``meta.json``
+A legacy writer left ``dist_ckpt_000200/`` or ``dcp_000200/`` (a DCP directory) or ``model_000200.pt``; ``meta.json``
 and ``extra_state.pt`` inside or beside it; ``extra_000200.pt`` beside it, one for all ranks.
 
 Rules:
-* Read, never written. Names, sizes and ``meta.json`` only; no link is followed below the directory.
-* One is listed only with DCP's ``.metadata`` (or its model file) and a ``meta.json`` that speaks for it: one inside; or
-  one beside that names its step, or names none and there is no other step.
-* ``dcp_*`` and ``model_*`` are ckptmirror's names too. What one of its metas, or of its sidecars, tells of, and in a
-  directory that it saves to whatever has no ``meta.json`` inside, is a save of its own that is not whole, never this.
+* Legacy checkpoints are read, never written: names, sizes and ``meta.json`` only. Below the directory no link is
+  followed.
+* A checkpoint is listed only with DCP's ``.metadata`` (or its model file) and a ``meta.json`` that describes it: one
+  inside it; or one beside it that names its step, or names no step if there is only one.
+* ``dcp_*`` and ``model_*`` are ckptmirror's names too. A checkpoint that a ckptmirror meta or sidecar names is an
+  incomplete ckptmirror save, not a legacy checkpoint. So is one without a ``meta.json`` inside, in a directory that
+  ckptmirror saves to.
 """
 
 from __future__ import annotations
@@ -36,15 +38,15 @@ _OF_OURS: frozenset[names.Role] = frozenset({"meta", "optim", "extra", "tensors"
 
 @dataclass(frozen=True, slots=True)
 class OlderCheckpoint:
-    """One checkpoint of an older writer.
+    """One legacy checkpoint.
 
     Attributes:
         name: The DCP directory, or the model file, in ``root``.
-        meta: What the ``meta.json`` that speaks for it says.
+        meta: The content of the ``meta.json`` that describes it.
         extras: Files of extra state, relative to ``root``; the first is the one to read.
         why: Why it is not listed as one; "" if it is.
-        is_broken: Whether that is since something is not what it says, rather than missing.
-        is_told: Whether a ``meta.json`` is there at all, if only one that speaks for another step.
+        is_broken: Whether the reason is that something contradicts it, rather than that something is missing.
+        is_told: Whether there is a ``meta.json`` at all, even if it describes another step.
     """
 
     root: Path
@@ -70,13 +72,13 @@ class OlderCheckpoint:
 
     @property
     def is_loadable(self) -> bool:
-        """Whether it is loaded when a person names it: also where ``meta.json`` tells of another step beside it."""
+        """Whether it is loaded when a person names it: also if the ``meta.json`` beside it names another step."""
         return not self.why or (self.is_told and not self.is_broken and self.name.startswith("dist_ckpt_"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """What lies beside the checkpoints: of ``meta.json`` what it says, or why it cannot be trusted."""
+    """The files beside the checkpoints: the content of ``meta.json``, or why it cannot be trusted."""
 
     meta: LegacyMeta | None
     fault: str
@@ -91,11 +93,11 @@ class _Beside:
 
 
 def find_older(root: Path) -> list[OlderCheckpoint]:
-    """Return what older writers left in a directory, by step; also what cannot be listed, with why."""
+    """Return the legacy checkpoints in a directory, by step; also those that cannot be listed, with the reason."""
     try:
         listed = {entry.name: entry for entry in os.scandir(root)}
     except OSError:
-        return []  # whoever lists the saves says so
+        return []  # the caller that lists the saves reports it
     parsed = {name: one for name in listed if (one := names.parse_name(name)) is not None}
     candidates = dict(_candidates(root, listed, parsed))
     if not candidates:
@@ -168,7 +170,7 @@ def _without_meta(name: str, beside: _Beside) -> str:
 
 
 def _why_not(root: Path, name: str, kind: Kind) -> tuple[str, bool]:
-    """Say what is wrong with the tensors' own files, and whether they are broken rather than missing."""
+    """Return what is wrong with the tensors' files, and whether they are broken rather than missing."""
     main, says = (root / name / ".metadata", ".metadata") if kind == "dcp" else (root / name, name)
     try:
         status = main.lstat()
@@ -214,5 +216,5 @@ def _files(path: Path) -> list[Path]:
 def _size_of(path: Path) -> int:
     try:
         return path.lstat().st_size
-    except OSError:  # it went while it was looked at
+    except OSError:  # it was removed meanwhile
         return 0

@@ -1,12 +1,12 @@
-"""A file that grows by lines and has a greatest size: whoever may write appends, the older half is one file beside it.
+"""A file of lines with a size limit: several processes append to it, and the older lines are in a second file.
 
 Rules:
-* A line is one append of one system call, so lines of several processes do not mix. It is not made durable: a power
-  loss may cost the last ones, and nothing else rests on them.
-* A line that a crash or a full disk tore stays as it is; the next one begins on a line of its own.
-* At ``limit_bytes`` the file becomes the older one, in place of the one before: at most twice the limit is kept. Who
-  renames holds the file's lock and has seen that the name still means this file, so no two processes do it twice.
-* Nothing is written through a link, into what is no regular file, or where the directory is gone.
+* A line is one append by one system call, so lines of several processes do not mix. It is not fsynced: a power loss may
+  cost the last lines, and nothing else depends on them.
+* A line that a crash or a full disk cut short stays as it is; the next one begins on a line of its own.
+* At ``limit_bytes`` the file replaces the older one, so at most twice the limit is kept. The process that renames holds
+  the file's lock and has checked that the name still means this file, so two processes never both rename it.
+* Nothing is written through a link, into a file that is not regular, or if the directory is gone.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ckptmirror.local.storage_errors import disk_error, explained
 
 __all__ = ["append_line", "read_lines"]
 
-_OVERSHOOT = 2  # a file may grow beyond the limit while nobody could rename it; this far it is still read
+_OVERSHOOT = 2  # a file that could not be renamed may exceed the limit; it is read up to this factor
 
 
 def append_line(path: Path, line: bytes, *, older: Path, limit_bytes: int) -> None:
     """Append one line, which ends with a line feed; past the limit, make the file the older one.
 
     Raises:
-        LocalStorageFull: No room; a part of the line may be there.
+        LocalStorageFull: No room; a part of the line may have been written.
         LocalStorageUnwritable: It cannot be written.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -65,10 +65,10 @@ def _make_older(descriptor: int, path: Path, older: Path) -> None:
 
 
 def read_lines(path: Path, *, older: Path, limit_bytes: int) -> tuple[list[bytes], list[str]]:
-    """Return the lines of both files, older ones first, and what could not be read, in sentences."""
+    """Return the lines of both files, older ones first, and a sentence for each thing that could not be read."""
     found: dict[Path, list[bytes]] = {older: [], path: []}
     problems = []
-    for one in (path, older):  # in this order nothing is missed if it becomes the older one meanwhile
+    for one in (path, older):  # in this order no line is missed if the file becomes the older one meanwhile
         try:
             found[one] = read_limited(one, _OVERSHOOT * limit_bytes).split(b"\n")
         except (FileNotFoundError, NotADirectoryError):

@@ -1,9 +1,9 @@
-"""What lies in a root's directories: names, types and sizes, asked once each, never through a link.
+"""The content of a root's directories: names, types and sizes. Links are never followed.
 
 Rules:
-* One scan a directory, and one stat an entry that somebody asks about.
-* What cannot be read now (an I/O error, no permission) is told apart from what is not there: it may be whole.
-* Only the root itself may be reached through links.
+* Each directory is scanned once; an entry gets one stat, if a caller asks about it.
+* A file that cannot be read now (an I/O error, no permission) is not reported as missing: it may be whole.
+* Only the path of the root itself may contain links.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SOMETHING_ELSE = frozenset({errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENX
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why something is not what it should be; ``unreadable`` if that could not even be seen, so that it may be."""
+    """What is wrong with an entry; ``unreadable`` if it could not be read, so that it may be whole."""
 
     why: str
     unreadable: bool = False
@@ -39,7 +39,7 @@ class _Directory:
 
 
 def is_not_readable_now(error: BaseException | None) -> bool:
-    """Whether the device or a permission kept us from reading (or there is too little of something), nothing else."""
+    """Whether an error of the device, a permission or a shortage prevented reading, and nothing else."""
     return isinstance(error, OSError) and error.errno not in _SOMETHING_ELSE
 
 
@@ -51,7 +51,7 @@ class Listing:
         self._directories: dict[str, _Directory] = {}
 
     def names(self, directory: str = "") -> list[str]:
-        """Return the names in a directory given relative to the root, sorted; empty if it cannot be listed."""
+        """Return the sorted names in a directory, given relative to the root; empty if it cannot be listed."""
         return sorted(self._directory(directory).entries)
 
     def is_dir(self, path: str) -> bool:
@@ -60,7 +60,7 @@ class Listing:
         return entry is not None and entry.is_dir(follow_symlinks=False)
 
     def is_unreadable(self, directory: str) -> bool:
-        """Whether a directory is there and cannot be listed now."""
+        """Whether a directory exists but cannot be listed now."""
         fault = self._directory(directory).fault
         return fault is not None and fault.unreadable
 

@@ -1,13 +1,13 @@
-"""Who may write here: one leader per root, the ranks it leads, and short exclusive sections.
+"""Locks on a root: one leader, the ranks that it leads, and short exclusive sections.
 
 Rules:
-* A lock is a flock(2), which the kernel lets go when its holder dies and not before: a stopped process keeps it, and
-  nothing here ever breaks it. What the file says is for people; who holds the lock is decided by the kernel alone.
-* Every rank that does not lead holds ``ranks.lock`` shared. A new leader obtains it exclusively for a moment before it
-  goes on, so that no rank of an earlier attempt still writes. Ranks take theirs only after their leader has its own.
-* A lock file that somebody deletes keeps nobody out any more; its holder can see that (``lost``), and may take the lock
-  again (``retake``) where it knows that nobody else held it meanwhile.
-* A forked child closes every lock that it inherited: a DataLoader worker that outlives its trainer holds nothing.
+* A lock is a flock(2). The kernel releases it when its holder dies and not before: a stopped process keeps its lock,
+  and no code here breaks one. The text in the file is for people; only the kernel decides who holds the lock.
+* Every rank that does not lead holds ``ranks.lock`` shared. A new leader takes it exclusively for a moment before it
+  continues, so that no rank of an earlier attempt still writes. Ranks take it only after their leader has its own lock.
+* A deleted lock file excludes no other process. Its holder can detect that (``lost``), and may take the lock again
+  (``retake``) if no other process held it in the meantime.
+* A forked child closes every inherited lock, so a DataLoader worker that outlives its trainer holds none.
 * Every wait has a limit.
 """
 
@@ -39,7 +39,7 @@ SHORT_VERBS = ("drain", "stage", "rewind")
 """Verbs that hold the root's lock for a while only, so that waiting for them makes sense."""
 
 OnHeld = Callable[[str], object]
-"""Called once, when somebody else has held the lock for a moment: who that is, in words."""
+"""Called once, with a description of the holder, when another process has held the lock for a moment."""
 
 RANKS_LOCK_NAME = f"{names.CONTROL_DIR}/ranks.lock"
 
@@ -53,7 +53,7 @@ _open_locks: set[_LockFile] = set()
 
 
 class _LockFile:
-    """An open lock file. The lock goes when it is closed, here or by the kernel."""
+    """An open lock file. Closing it, here or by the kernel, releases the lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,13 +74,13 @@ class _LockFile:
             return True
 
     def is_at_path(self) -> bool:
-        """Whether the file is still what its path names (else someone deleted it, and this lock keeps nobody out)."""
+        """Whether the path still names this file. If not, it was deleted, and this lock excludes no other process."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), os.lstat(self.path))
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            if error.errno != errno.ESTALE:  # a network file system's word for a file that is gone
+            if error.errno != errno.ESTALE:  # a network file system reports a deleted file this way
                 raise
             return False
 
@@ -163,7 +163,7 @@ class RootLock:
 
     @property
     def lost(self) -> bool:
-        """Whether somebody took away the lock file that is held: another may write here by now. It stays so."""
+        """Whether the held lock file was deleted, so that another process may write here. It stays so."""
         if self._lock is not None and self.held and not self._lost:
             with contextlib.suppress(OSError):  # a disk that does not answer says nothing about the lock
                 self._lost = not self._lock.is_at_path()
@@ -177,14 +177,14 @@ class RootLock:
         wait_for_verbs: Collection[str] = (),
         on_held: OnHeld | None = None,
     ) -> None:
-        """Take the lock, or say who has it.
+        """Take the lock, or raise an error that names its holder.
 
         Args:
             owner: Facts for people; ``pid``, ``host`` and ``since`` are added if missing. A process that takes the lock
                 for one short verb names it as ``verb``.
-            wait_s: How many seconds to wait for a holder that is at one of ``wait_for_verbs``.
-            wait_for_verbs: Verbs that are waited for.
-            on_held: Told for whom it waits.
+            wait_s: How many seconds to wait for a holder that runs one of ``wait_for_verbs``.
+            wait_for_verbs: The verbs to wait for.
+            on_held: Called with a description of the holder.
 
         Raises:
             RootLocked: Another live process holds it, or ranks of an earlier attempt are alive after the wait.
@@ -211,7 +211,7 @@ class RootLock:
         """Take the lock again after it was lost, unless another process holds it or the root is another directory.
 
         Args:
-            may_keep: Asked once the new file is locked: whether nobody else wrote to the root meanwhile.
+            may_keep: Called when the new file is locked; returns whether no other process wrote to the root meanwhile.
             wait_s: As for :meth:`acquire`.
             wait_for_verbs: As for :meth:`acquire`.
 
@@ -252,7 +252,7 @@ class RootLock:
         self, path: Path, wait_s: float, verbs: Collection[str], on_held: OnHeld | None = None
     ) -> _LockFile | None:
         deadline = time.monotonic() + wait_s
-        unnamed = time.monotonic() + min(wait_s, _NAMING_S)  # who has just taken the lock may not have said so yet
+        unnamed = time.monotonic() + min(wait_s, _NAMING_S)  # a new holder may not have written its name yet
         while True:
             lock = _locked(path, fcntl.LOCK_EX, min(wait_s, _POLL_S))
             now = time.monotonic()
@@ -283,7 +283,7 @@ class RankLock:
 
     Args:
         root: The local root.
-        wait_s: How many seconds to wait for a leader that is just looking whether earlier ranks are gone.
+        wait_s: How many seconds to wait for a leader that is checking that earlier ranks are gone.
     """
 
     def __init__(self, root: Path, *, wait_s: float = 30.0) -> None:
@@ -300,7 +300,7 @@ class RankLock:
         """Take the shared lock.
 
         Raises:
-            RootLocked: A leader kept it exclusively for longer than the wait.
+            RootLocked: A leader held it exclusively for longer than the wait.
         """
         if self.held:
             return
@@ -310,7 +310,7 @@ class RankLock:
             raise RootLocked(f"Another leader of {self.root} kept its ranks out for {self._wait_s:g} s.")
 
     def retake(self) -> None:
-        """Take the lock again where its file was deleted, if nobody keeps it exclusively now."""
+        """Take the lock again if its file was deleted and no process holds it exclusively now."""
         if self._lock is not None and self.held and not self._lock.is_at_path():
             make_dirs(self.root / names.CONTROL_DIR)
             lock = _locked(self.root / RANKS_LOCK_NAME, fcntl.LOCK_SH, 0.0)
@@ -327,15 +327,15 @@ class RankLock:
 
 @contextlib.contextmanager
 def exclusive(path: Path, *, timeout_s: float, on_held: OnHeld | None = None) -> Iterator[None]:
-    """Run the body while no other process or thread is in a body of the same lock file.
+    """Run the body while no other process or thread holds the same lock file.
 
     Args:
         path: The lock file.
         timeout_s: How many seconds to wait for others.
-        on_held: Told for whom it waits.
+        on_held: Called with a description of the holder.
 
     Raises:
-        WaitTimeout: Another did not leave its body within ``timeout_s`` seconds.
+        WaitTimeout: Another holder kept it for longer than ``timeout_s`` seconds.
     """
     lock = _locked(path, fcntl.LOCK_EX, timeout_s, on_held)
     if lock is None:
@@ -356,7 +356,7 @@ def read_owner(root: Path) -> dict[str, Any]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds a lock on ``path`` now, by what the kernel lists. For messages: it may change at once."""
+    """Whether a process holds a lock on ``path`` now, by the kernel's list. For messages: it may change at once."""
     return bool(_holders(path))
 
 
@@ -377,7 +377,7 @@ def _named(pids: Collection[int]) -> str:
 
 
 def _holders(path: Path) -> list[int]:
-    """Return the ids of the processes that hold a lock on ``path``, where the kernel lists them."""
+    """Return the ids of the processes that hold a lock on ``path``, if the kernel lists them."""
     try:
         inode = str(os.lstat(path).st_ino)
         lines = Path("/proc/locks").read_text().splitlines()

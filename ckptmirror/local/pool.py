@@ -1,9 +1,9 @@
-"""Threads for work that a mirror may hold up: a few that take jobs from one list, and one for a single call.
+"""Threads for work that a mirror may delay: a few that take jobs from one list, and one for a single call.
 
 Rules:
 * The first error ends the work, and is raised in the caller's thread.
-* Ctrl-C ends it within ``STOP_WAIT_S``, whatever a mirror is doing: a thread that still waits for an answer then is
-  left behind. So they are daemons: the interpreter waits for every thread of a ``ThreadPoolExecutor`` before it exits.
+* Ctrl-C ends the work within ``STOP_WAIT_S``, even if a mirror does not answer: a thread that still waits is left
+  behind. So the threads are daemons. The interpreter would wait for every thread of a ``ThreadPoolExecutor``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 def begin(run: Callable[[], _Result], name: str) -> Future[_Result]:
-    """Begin ``run`` in a daemon thread; the future has what it returns or raises."""
+    """Begin ``run`` in a daemon thread; the future gets its result or its exception."""
     future: Future[_Result] = Future()
 
     def work() -> None:
@@ -37,7 +37,7 @@ def begin(run: Callable[[], _Result], name: str) -> Future[_Result]:
 
 
 def is_over(future: Future[_Result], timeout_s: float) -> bool:
-    """Wait until a future is done, so many seconds at most; say whether it is."""
+    """Wait until a future is done, at most so many seconds; return whether it is."""
     ends_s = time.monotonic() + timeout_s
     while not future.done() and time.monotonic() < ends_s:
         wait([future], min(_LOOK_S, max(0.0, ends_s - time.monotonic())))
@@ -53,15 +53,15 @@ def run_jobs(
     stop: threading.Event | None = None,
     at_end: Callable[[], None] = lambda: None,
 ) -> None:
-    """Do every job, in order of their begin; return once all are done.
+    """Begin the jobs in order, and return when all are done.
 
     Args:
-        jobs: What there is to do.
-        do: Does one of them, in one of the threads.
-        name: What the threads are called, before their number.
-        workers: How many threads there are at most.
-        stop: No job begins once it is set. The first error and Ctrl-C set it; ``do`` may set it too, and look at it.
-        at_end: Called once no thread does anything any more, by the last of them: after Ctrl-C too.
+        jobs: The jobs.
+        do: Does one job, in one of the threads.
+        name: The name of the threads, before their number.
+        workers: The largest number of threads.
+        stop: No job begins after it is set. The first error and Ctrl-C set it; ``do`` may set and read it too.
+        at_end: The last thread to end calls it, also after Ctrl-C.
     """
     if not jobs:
         return

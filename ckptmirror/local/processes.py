@@ -1,10 +1,10 @@
 """Whether a process of this machine is alive.
 
 Rules:
-* A process that was killed is dead from then on, also where nobody reaps it: as a zombie it keeps its number until its
-  parent (a launcher, or a PID 1 that never does) asks for its end, and does nothing more.
-* A number alone does not name a process, since another may have it by now; with the time of the start it does.
-* Where ``/proc`` says nothing, a number that is in use counts as alive.
+* A killed process is dead at once, even before it is reaped: as a zombie it keeps its number until its parent (a
+  launcher, or a PID 1 that never reaps) waits for it, but it does nothing more.
+* A number alone does not identify a process, because another one may have reused it; number and start time do.
+* If ``/proc`` does not help, a number that is in use counts as alive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_alive(pid: int, began: str = "") -> bool:
 
     Args:
         pid: Its number.
-        began: What :func:`started` said of it; "": not known.
+        began: The answer of :func:`started` for it; "" if not known.
     """
     if stat := _stat(pid):
         return stat[0] not in _ENDED and began in ("", stat[19])
@@ -30,19 +30,19 @@ def is_alive(pid: int, began: str = "") -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # another user's process
         return True
     return True
 
 
 def started(pid: int) -> str:
-    """When a process started, in clock ticks since boot; "" if that cannot be read."""
+    """Return when a process started, in clock ticks since boot; "" if that cannot be read."""
     stat = _stat(pid)
     return stat[19] if stat else ""
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of ``/proc/PID/stat`` from the third (the state) on; the 22nd is the start. None of a process gone."""
+    """Return the fields of ``/proc/PID/stat`` from the third (the state) on; the 22nd is the start. Empty if gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,9 +1,9 @@
-"""A file of known size, written in any order by many threads: what a download is put together in.
+"""A file of known size that many threads write in any order: the target of a download.
 
 Rules:
-* The whole size is allocated before the first byte: a disk that is too small says so at once, not after an hour.
+* The whole size is allocated before the first byte, so a disk that is too small fails at once, not after an hour.
 * A temporary of the same size is continued: the caller decides by checksum which ranges it need not fetch again.
-* Aligned pieces of aligned buffers go past the page cache, all else through it; ``seal`` makes all durable.
+* Aligned pieces of aligned buffers bypass the page cache, other pieces use it; ``seal`` makes everything durable.
 * It holds a lock on its temporary, so that two processes never fill the same file.
 """
 
@@ -32,11 +32,11 @@ class RangeFile:
     """A preallocated temporary of ``size_bytes``, written and read at offsets. All methods but close may run at once.
 
     Attributes:
-        continued: Whether the file was there before, so that some of its ranges may be good already.
+        continued: Whether the file existed before, so that some of its ranges may be good already.
 
     Raises:
-        LocalStorageFull: There is no room for the whole file; nothing of it is left.
-        NameTaken: Another process fills this file.
+        LocalStorageFull: There is no room for the whole file; it is removed.
+        NameTaken: Another process is filling this file.
         LocalStorageUnwritable: Read-only, no permission, no directory, a link or a directory in its place.
     """
 
@@ -84,7 +84,7 @@ class RangeFile:
         """Make everything written durable under the temporary name, and close.
 
         Raises:
-            IntegrityError: The device failed; the file is not to be trusted.
+            IntegrityError: The device failed; the file cannot be trusted.
         """
         try:
             with explained("make durable", self.path), crashpoints.around("file.fsync"):
@@ -97,7 +97,7 @@ class RangeFile:
             self.close()
 
     def close(self) -> None:
-        """Let the file go as it is, to be continued another time. May be called again."""
+        """Close the file as it is, to be continued another time. May be called again."""
         for descriptor in (self._direct, self._descriptor):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -117,7 +117,7 @@ class RangeFile:
             facts = os.fstat(descriptor)
             if not stat.S_ISREG(facts.st_mode):
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            if not os.path.samestat(facts, os.lstat(self.path)):  # published by its earlier holder in this very moment
+            if not os.path.samestat(facts, os.lstat(self.path)):  # its earlier holder published it just now
                 raise FileExistsError(errno.EEXIST, "another process has just published it")
             if facts.st_nlink > 1:  # published by link(2), and a crash came before the temporary was unlinked
                 with crashpoints.around("file.unlink"):
@@ -157,7 +157,7 @@ class RangeFile:
                     os.posix_fallocate(descriptor, 0, self.size_bytes)
         except OSError as error:
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                with crashpoints.around("file.truncate"):  # no promise here: a full disk shows while writing
+                with crashpoints.around("file.truncate"):  # reserves no space: a full disk shows while writing
                     os.ftruncate(descriptor, self.size_bytes)
                 return
             with crashpoints.around("file.unlink"):
@@ -165,7 +165,7 @@ class RangeFile:
             raise
 
     def _opened_direct(self) -> int:
-        """Open the same inode a second time for direct writes; -1 where the file system cannot."""
+        """Open the same inode a second time for direct writes; -1 if the file system cannot."""
         try:
             return os.open(f"/proc/self/fd/{self._descriptor}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:

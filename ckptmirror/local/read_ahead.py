@@ -1,9 +1,9 @@
-"""Reading a source while what was read before is being sent: disk and network do not wait for one another.
+"""Reads a source while the previous piece is being sent, so that disk and network do not wait for each other.
 
 Rules:
-* One thread reads, one buffer ahead; the memory is two kept buffers, whatever the length.
-* What the reader raises is raised where the bytes are taken.
-* When the iterator is closed no read is under way: the source may be closed, and the buffers lent again.
+* One thread reads, one buffer ahead; the memory is two reused buffers, whatever the length.
+* An error of the reader is raised to the caller that takes the bytes.
+* After the iterator is closed no read is running, so the source may be closed and the buffers reused.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _ReadInto = Callable[[int, memoryview], int]
 
 
 def read_ahead(read_into: _ReadInto, offset: int, end: int) -> Generator[memoryview]:
-    """Yield the bytes from ``offset`` to ``end`` in order, each piece valid until the next is asked for.
+    """Yield the bytes from ``offset`` to ``end`` in order; each piece is valid until the next one is requested.
 
-    It ends early where the source does. Close it when leaving it before its end.
+    It ends early if the source does. A caller that stops before the end closes it.
 
     Args:
         read_into: Fills a buffer from an offset and returns how many bytes it read, short only at the source's end.
@@ -56,10 +56,10 @@ class _Reader:
         self._read_into = read_into
 
     def begin(self, offset: int, wanted: memoryview) -> Callable[[], int]:
-        """Begin to read; the answer waits for it."""
+        """Begin to read; return a function that waits for the result."""
         if self._executor is not None:
             try:
                 return self._executor.submit(self._read_into, offset, wanted).result
             except RuntimeError:  # no more threads: the machine's limit, or the end of the interpreter
-                self._executor = None  # for good: what it could not start lies in its queue
+                self._executor = None  # for good: the job that it could not start is in its queue
         return partial(self._read_into, offset, wanted)

@@ -1,9 +1,9 @@
-"""The identity of a root, by which lists of attempts name it: a note in the root, bound to the files that they are.
+"""The identity of a root in the lists of attempts: a note in the root, bound to the inodes of root and lock file.
 
 Rules:
-* A root that was copied, or restored from a copy, is another one: it, or its lock file, has another inode. What a list
-  says that a root made was then not made by this one.
-* The note is not in the table: a table that was lost takes nothing from what the root made.
+* A copy of a root, also one restored from a backup, is another root: it, or its lock file, has another inode. Attempts
+  that a list records for the original were not made by the copy.
+* The note is not in the table, so a lost table does not change which attempts this root made.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class RootId:
     """The identity by which lists of attempts name a root.
 
     Attributes:
-        id: 32 hex digits; "" where nobody has given it one.
-        is_first: Whether the root never had another.
+        id: 32 hex digits; "" if it has none yet.
+        is_first: Whether the root never had another identity.
     """
 
     id: str
@@ -49,7 +49,7 @@ def read_root_id(root: Path) -> RootId:
 
 
 def keep_root_id(root: Path) -> RootId:
-    """Return the identity of a root, and give it one where it has none, or that of another directory.
+    """Return the identity of a root. Give it a new one if it has none, or that of another directory.
 
     The caller holds the root lock.
     """
@@ -63,5 +63,5 @@ def keep_root_id(root: Path) -> RootId:
 
 
 def _inodes(root: Path) -> list[int]:
-    """The root's own, and that of its lock file, which is made once and never replaced."""
+    """Return the inodes of the root and of its lock file, which is created once and never replaced."""
     return [root.stat().st_ino, (root / names.LOCK_NAME).stat().st_ino]

@@ -1,4 +1,4 @@
-"""Logging about a save or a mirror: the fields of ``core/log_fields.py`` go with the sentence."""
+"""Logging about a save or a mirror, with the fields of ``core/log_fields.py``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def save_logger(
     rank: int | None = None,
     mirror: str | None = None,
 ) -> _Adapter:
-    """Return ``log``, each line of which carries these fields.
+    """Return ``log`` with these fields on each line.
 
     Args:
-        save: Whatever has some of ``step``, ``kinds``, ``save_id``, ``mirror`` and ``rank``: a meta, a record, a row.
-        event: Name of the class of event that is emitted too.
-        rank: Which rank it was.
+        save: An object with some of ``step``, ``kinds``, ``save_id``, ``mirror`` and ``rank``: a meta, a record, a row.
+        event: The class name of the event that is emitted too.
+        rank: The rank.
         mirror: URL.
     """
     return _Adapter(

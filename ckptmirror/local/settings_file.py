@@ -1,13 +1,13 @@
-"""The file of settings: where it is, what it holds, and the line on which each of its keys is set.
+"""The file of settings: its place, its content, and the line that sets each key.
 
 Rules:
 * It is the nearest ``ckptmirror.toml``, or ``pyproject.toml`` with ``[tool.ckptmirror]``, in the directory where the
-  search begins or above it; the search ends at the root of a repository and at the home directory, and before a
-  directory such as ``/tmp``, into which anybody may put a file. Of two in one directory ``ckptmirror.toml`` is taken;
-  none is merged.
-* What is wrong with the file is said in a sentence, with the line.
-* The standard parser tells no lines, so it is asked for more and more of the file: a key stands where the statement
-  begins after which the parser first knows it. A statement that is cut off is no TOML, so this is exact.
+  search begins or above it. The search ends at the root of a repository and at the home directory, and before a
+  directory such as ``/tmp``, into which every user may put a file. In one directory ``ckptmirror.toml`` comes first;
+  files are never merged.
+* An error about the file is one sentence with the line.
+* The standard parser does not report lines, so it parses longer and longer beginnings of the file. The statement after
+  which a key first appears sets that key. This is exact, because an incomplete statement is not valid TOML.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HINT = "Correct the file, then see it with `ckptmirror config`."
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """The settings of a file, as they stand there.
+    """The settings of a file, as written.
 
     Attributes:
         lines: The line of each key, from 1: ``root``, ``retention.keep_last``, ``mirrors[1].url``.
@@ -45,7 +45,7 @@ class SettingsFile:
     lines: Mapping[str, int]
 
     def where(self, key: str = "") -> str:
-        """Say where a key is set, as ``file:line``; a file below the working directory goes by its relative path."""
+        """Return where a key is set, as ``file:line``; below the working directory with the relative path."""
         shown = self.path
         with contextlib.suppress(ValueError, OSError):
             shown = shown.relative_to(Path.cwd())
@@ -56,7 +56,7 @@ def named_file(path: Path, variable: str) -> SettingsFile | None:
     """Read the file that a variable names.
 
     Raises:
-        ConfigError: It is not there, or not as it must be.
+        ConfigError: It does not exist, cannot be read, or is not valid TOML.
     """
     path = path.absolute()
     if not _mode(path):
@@ -65,10 +65,10 @@ def named_file(path: Path, variable: str) -> SettingsFile | None:
 
 
 def find_file(directory: str | Path | None = None) -> SettingsFile | None:
-    """Find the file that holds in a directory, the working directory if None, and read it; None if there is none.
+    """Find and read the file that applies to a directory (None: the working directory); None if there is none.
 
     Raises:
-        ConfigError: It cannot be read, or is no TOML.
+        ConfigError: It cannot be read, or is not valid TOML.
     """
     try:
         start = Path(directory or Path.cwd()).absolute()
@@ -77,7 +77,7 @@ def find_file(directory: str | Path | None = None) -> SettingsFile | None:
     home = Path(os.path.expanduser("~"))  # noqa: PTH111 - pathlib's raises where nobody has one
     for place in (start, *start.parents):
         if place != start and _is_for_everyone(place):
-            return None  # anybody may have put a file into /tmp
+            return None  # every user may put a file into /tmp
         if _mode(place / FILE_NAME):
             return _read(place / FILE_NAME)
         if _mode(place / _PROJECT_NAME) and (found := _read(place / _PROJECT_NAME, _SECTION)) is not None:
@@ -88,7 +88,7 @@ def find_file(directory: str | Path | None = None) -> SettingsFile | None:
 
 
 def _mode(path: Path) -> int:
-    """Return the mode of what is there; 0 where nothing is, or nobody may look."""
+    """Return the mode of a file or directory; 0 if there is none, or it may not be read."""
     try:
         return path.stat().st_mode
     except OSError:
@@ -104,7 +104,7 @@ def _read(path: Path, section: Sequence[str] = ()) -> SettingsFile | None:
     """Read a table of a file, or the whole file if ``section`` is empty; None if the file has no such table."""
     text = _text(path)
     if section and section[-1] not in text:
-        return None  # whatever else is wrong with it is not ours to say
+        return None  # other errors in it are not for us to report
     try:
         values = _inner(tomllib.loads(text), section)
     except RecursionError as error:

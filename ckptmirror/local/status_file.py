@@ -1,7 +1,7 @@
-"""The file in which a trainer says how it stands, for people and monitors. No decision rests on it.
+"""The file in which a trainer reports its state, for people and monitors. No decision depends on it.
 
 Rules:
-* It names the process that wrote it, so that one that was killed does not go on "running" (:func:`is_writer_alive`).
+* It names the process that wrote it, so that a killed trainer is not shown as running (:func:`is_writer_alive`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STATUS_LIMIT_BYTES = 1024 * 1024
 
 
 def write_status_file(root: Path, facts: Mapping[str, Any]) -> None:
-    """Leave ``.ckptmirror/status.json`` for people and monitors. A failure to do so is only logged."""
+    """Write ``.ckptmirror/status.json`` for people and monitors. A failure is only logged."""
     writer = {"pid": os.getpid(), "host": socket.gethostname(), "started": started(os.getpid())}
     try:
         data = json.dumps(writer | dict(facts), indent=1, sort_keys=True).encode() + b"\n"
@@ -41,12 +41,12 @@ def read_status_file(root: Path) -> dict[str, Any]:
     try:
         facts = json.loads(files.read_limited(root / names.STATUS_NAME, _STATUS_LIMIT_BYTES))
     except (FileNotFoundError, ValueError, RecursionError, IntegrityError):
-        return {}  # what anybody could have written there does not keep the rest from being told
+        return {}  # a broken status file must not prevent the rest of the report
     return facts if isinstance(facts, dict) else {}
 
 
 def is_writer_alive(facts: Mapping[str, Any]) -> bool | None:
-    """Whether the process that wrote ``status.json`` lives; None where this machine cannot tell."""
+    """Whether the process that wrote ``status.json`` is alive; None if this machine cannot know."""
     pid, began = facts.get("pid"), facts.get("started", "")
     if facts.get("host") != socket.gethostname() or not isinstance(pid, int) or not 0 < pid < 2**31:
         return None

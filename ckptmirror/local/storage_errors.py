@@ -1,11 +1,11 @@
-"""What an error of the local disk means to the person who reads it: what failed, why, and what to do.
+"""Turns an error of the local disk into one that says what failed, why, and what to do.
 
 Rules:
-* Every call that changes the disk runs inside :func:`explained`; it alone turns an OSError into an error of ours.
-* Full (no space, no quota, no inodes) is told apart from not writable (read-only, permission, a file in the way) and
-  from broken (the device failed).
-* An I/O error is never taken for "already there" and never tried again: the kernel may have dropped the bytes.
-* Reading a name that does not exist stays a FileNotFoundError; callers ask about absence that way.
+* Every call that changes the disk runs inside :func:`explained`; only it turns an OSError into a ckptmirror error.
+* Full (no space, no quota, no inodes), not writable (read-only, permission, a file in the way) and broken (the device
+  failed) are different errors.
+* An I/O error never counts as "already there" and is never retried: the kernel may have dropped the bytes.
+* Reading a name that does not exist stays a FileNotFoundError, because callers catch it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _DISK_HEALTH_HINT = "Check the disk's health (the kernel log names the device), 
 
 @contextmanager
 def explained(action: str, path: Path) -> Iterator[None]:
-    """Run the body; an OSError in it becomes the error of ours that says what, why and what to do.
+    """Run the body, and turn an OSError into an error that says what failed, why, and what to do.
 
     Args:
-        action: What was being done, as a verb phrase: "write".
-        path: What it was done to.
+        action: The action as a verb phrase: "write".
+        path: The path that it acts on.
 
     Raises:
         LocalStorageFull: No space, quota or inodes are left.
@@ -51,7 +51,7 @@ def explained(action: str, path: Path) -> Iterator[None]:
 
 
 def disk_error(error: OSError, action: str, path: Path) -> CkptMirrorError:
-    """Return the error of ours that explains ``error``."""
+    """Return the ckptmirror error that explains ``error``."""
     code = error.errno
     what = f"Cannot {action} {path}"
     if code in (errno.ENOSPC, errno.EDQUOT):

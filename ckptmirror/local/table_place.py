@@ -1,11 +1,11 @@
-"""Where a root's pending-uploads table lies, and opening it there: one root, one table.
+"""Finds and opens a root's pending-uploads table: one root, one table.
 
 Rules:
-* A table outside of the root (``state_dir``) is noted in the root, and every verb follows the note. Two tables would
-  each know of one half of the mirrors, and a rotation deletes by what one of them says.
-* A noted table that is not on this machine is an error, never a reason to make another.
-* A table that tells of this root is not left for another place: somebody has to move it.
-* The note is written once the table is open and is this root's or nobody's, before anything is saved.
+* A table outside the root (``state_dir``) is noted in the root, and every verb follows the note. With two tables, each
+  would know only some of the mirrors, and a rotation deletes by one of them.
+* If a noted table is not on this machine, that is an error, never a reason to create another.
+* A root with a table does not get another one elsewhere: a person has to move it.
+* The note is written before anything is saved, once the table is open and belongs to this root or to none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = logging.getLogger("ckptmirror")
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What the root says of its table's place.
+    """The root's note of its table's place.
 
     Attributes:
         host: The machine that wrote it, for people: machines change their names, and disks their machines.
@@ -53,11 +53,11 @@ class _Note:
 
 
 def table_path(root: Path, state_dir: Path | None = None) -> Path:
-    """Return where the uploads table of a root lies, or is to lie: the only answer to that question.
+    """Return where the uploads table of a root is or will be. Only this function decides that.
 
     Raises:
         NoTable: The root notes a place that is not on this machine.
-        ConfigError: The root's table lies elsewhere than in ``state_dir``, or its note cannot be read.
+        ConfigError: The root's table is not in ``state_dir``, or its note cannot be read.
     """
     inside = root / names.TABLE_NAME
     if state_dir is None:
@@ -75,7 +75,7 @@ def table_path(root: Path, state_dir: Path | None = None) -> Path:
     try:
         note = _read_note(root)
     except ConfigError:
-        note = None  # whoever opens the table here writes it anew
+        note = None  # opening the table here rewrites it
     present = Path(note.path) if note is not None else inside
     if present.resolve() != wanted.resolve() and _tells_of(present, root):
         raise ConfigError(
@@ -86,12 +86,12 @@ def table_path(root: Path, state_dir: Path | None = None) -> Path:
 
 
 def check_place(root: Path, state_dir: Path | None = None) -> None:
-    """See, before anything is made in the root, that root and table may lie where they are to lie.
+    """Check the places of root and table before anything is created in the root.
 
-    A table outside of the root must not miss its saves there.
+    If the table is outside the root, check also that the root still has its saves.
 
     Raises:
-        ConfigError: The root is under FUSE, or the table is to be made on a network file system.
+        ConfigError: The root is under FUSE, or the table would be created on a network file system.
         Temporary: The root is not mounted now.
         ForeignTable: The table is another root's.
     """
@@ -102,17 +102,17 @@ def check_place(root: Path, state_dir: Path | None = None) -> None:
     if path == root / names.TABLE_NAME or not path.exists():
         return
     with (
-        contextlib.suppress(BrokenTable, TableLocked, LocalStorageFull),  # whoever opens it to write sees to that
+        contextlib.suppress(BrokenTable, TableLocked, LocalStorageFull),  # opening it to write handles these
         UploadsTable.open(path, read_only=True) as table,
     ):
         table.check_root(root)
 
 
 def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | None = None) -> UploadsTable:
-    """Open the root's pending-uploads table, or make it; in ``state_dir`` where the root is a network file system.
+    """Open or create the root's pending-uploads table; in ``state_dir`` if the root is on a network file system.
 
-    A broken table is moved aside, never deleted, and made anew: it is a cache of facts, and what it does not know
-    counts as not durable until the mirrors were asked again.
+    A broken table is moved aside, never deleted, and recreated. It is a cache of facts: a file that it does not know
+    counts as not durable until the mirrors are asked again.
 
     Raises:
         ForeignTable: It is another root's. Nothing was changed.
@@ -143,7 +143,7 @@ def open_known_table(root: Path, state_dir: Path | None = None, *, read_only: bo
     """
     table = UploadsTable.open(_known_path(root, state_dir), read_only=read_only)
     try:
-        table.check_root(root)  # what another root's table says would pass for this one's
+        table.check_root(root)  # another root's facts would pass for this one's
     except BaseException:
         table.close()
         raise
@@ -154,7 +154,7 @@ def _known_path(root: Path, state_dir: Path | None) -> Path:
     """Return where the root's table is.
 
     Raises:
-        NoTable: There is none; says what the directory is instead.
+        NoTable: There is none; the message says what the directory is instead.
     """
     path = table_path(root, state_dir)
     if path.exists():
@@ -176,7 +176,7 @@ def _open_own(root: Path, path: Path, clock: LeaseClock | None) -> UploadsTable:
         table.check_root(root)
         table.check_pages()
         for ask in (table.saves, table.records, table.counts, table.mirrors, table.unasked):
-            ask()  # damage in the schema shows only when something is asked
+            ask()  # damage in the schema shows only in queries
         return table
     except BaseException:
         table.close()
@@ -184,7 +184,7 @@ def _open_own(root: Path, path: Path, clock: LeaseClock | None) -> UploadsTable:
 
 
 def _tells_of(path: Path, root: Path) -> bool:
-    """Whether a table is there and is this root's; one that cannot be read may be."""
+    """Whether a table exists and is this root's; True also if it cannot be read."""
     if not path.exists():
         return False
     try:
@@ -212,7 +212,7 @@ def _read_note(root: Path) -> _Note | None:
 
 
 def note_place(root: Path, path: Path) -> None:
-    """Note in the root that its table lies at ``path``, unless it lies at the usual place.
+    """Note in the root that its table is at ``path``, unless that is the usual place.
 
     Nothing is written if the note says so already (the disk may be full).
     """

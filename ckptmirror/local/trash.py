@@ -1,10 +1,11 @@
-"""Removing: first renamed out of sight in one step, then deleted at leisure.
+"""Removes files in two steps: one rename moves them into the trash, and later they are deleted.
 
 Rules:
-* Only what lies below the root is moved, by its own name, never through a link; only what lies in trash, or is a
-  temporary of a given save by its name, is deleted.
-* A crash between the two leaves the old name whole, or something in trash that the next ``empty_trash`` removes.
-* Two processes may empty the same trash: what is gone already is fine.
+* Only paths below the root are moved, never through a link. Only entries of the trash, and temporaries of a given save
+  by their names, are deleted.
+* A crash between the two steps leaves the old name whole, or an entry in the trash that the next ``empty_trash``
+  removes.
+* Two processes may empty the same trash: an entry that is already gone is no error.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def move_to_trash(root: Path, path: Path) -> Path:
-    """Rename ``path`` (a file, a directory, or a link itself) into the root's trash; return where it lies.
+    """Rename ``path`` (a file, a directory, or a link itself) into the root's trash; return its new path.
 
     The caller fsyncs the directory that it was in.
 
     Raises:
         FileNotFoundError: There is no such path.
-        UsageError: It does not lie below the root, or is part of the control directory's own.
+        UsageError: It is not below the root, or it belongs to the control directory.
     """
     below = _below_root(root, path)
     if not os.path.lexists(path):
@@ -90,7 +91,7 @@ def remove_tree_in_trash(root: Path, path: Path) -> None:
     """Delete one thing that :func:`move_to_trash` put into the root's trash.
 
     Raises:
-        UsageError: It does not lie in the trash.
+        UsageError: It is not in the trash.
     """
     if path.parent != root / names.TRASH_DIR:
         raise UsageError(f"{path} is not in the trash of {root}: it is not deleted.")
@@ -100,16 +101,16 @@ def remove_tree_in_trash(root: Path, path: Path) -> None:
 
 
 def remove_temporaries(root: Path, save_id: str, *, rank: int | None = None, shared: bool = False) -> list[str]:
-    """Remove the temporaries of one save at the top of the root, where they lie; return their names.
+    """Delete the temporaries of one save at the top of the root, in place; return their names.
 
-    Not by way of the trash: on a disk without inodes there may be no room for its directory, and what a crash leaves of
-    a temporary is still one by its name.
+    They do not go through the trash: a disk without free inodes may have no room for its directory, and after a crash
+    the name of what is left still shows that it is a temporary.
 
     Args:
         root: The local root.
-        save_id: Whose temporaries: those that carry its first eight digits.
-        rank: Those of files that carry this rank in their name.
-        shared: Those of files and directories that carry no rank.
+        save_id: The save: its temporaries have the first eight digits of the id in their names.
+        rank: Delete the temporaries of files with this rank in their names.
+        shared: Delete the temporaries of files and directories without a rank.
     """
     removed = []
     with _directory(root) as root_fd:
@@ -150,7 +151,7 @@ def _directory(root: Path, *parts: str) -> Iterator[int | None]:
 
 
 def _remove(directory_fd: int, name: str, depth: int) -> None:
-    """Delete one entry of an open directory, depth first. What is gone already is fine."""
+    """Delete one entry of an open directory, depth first. An entry that is already gone is no error."""
     if depth > _MAX_DEPTH:
         raise OSError(errno.ENAMETOOLONG, "directories are nested too deep")
     with suppress(FileNotFoundError):

@@ -1,9 +1,9 @@
-"""Buffers on their way to a file: written in order by a thread beside the one that fills them.
+"""Writes buffers to a file, in order, in a thread beside the one that fills them.
 
 Rules:
-* The thread lives while there is something to write: nothing waits to be stopped, and nothing is kept alive by it.
-* Where no thread can be started (the interpreter is ending, or the machine allows no more), the caller writes: a save
-  that is in flight when a program ends is finished.
+* The thread lives only while there is something to write, so it need not be stopped and keeps nothing alive.
+* If no thread can be started (the interpreter is ending, or the machine allows no more), the caller writes, so that a
+  save in progress is finished when a program ends.
 * After a failure nothing more is written. Every buffer is given back.
 """
 
@@ -25,7 +25,7 @@ class WriteQueue:
     """A bounded queue of buffers from the pool; one thread at a time puts into it.
 
     Args:
-        limit: So many buffers may be on their way when ``put`` returns.
+        limit: How many buffers may be unwritten when ``put`` returns.
     """
 
     def __init__(self, limit: int) -> None:
@@ -34,14 +34,14 @@ class WriteQueue:
         self._waiting: deque[tuple[Write, memoryview, int]] = deque()
         self._on_its_way = 0  # waiting or being written
         self._has_thread = False
-        self._turn = threading.Lock()  # whoever holds it writes
+        self._turn = threading.Lock()  # its holder writes
         self._failure: BaseException | None = None
 
     def put(self, write: Write, buffer: memoryview, offset: int) -> None:
-        """Have ``write(buffer, offset)`` called and the buffer given back; wait while too many are on their way.
+        """Queue ``write(buffer, offset)``, which also gives the buffer back; wait while too many are unwritten.
 
         Raises:
-            BaseException: What the first write that failed raised.
+            BaseException: The exception of the first write that failed.
         """
         with self._state:
             self._waiting.append((write, buffer, offset))
@@ -55,12 +55,12 @@ class WriteQueue:
         """Wait until everything is written.
 
         Raises:
-            BaseException: What the first write that failed raised.
+            BaseException: The exception of the first write that failed.
         """
         self._wait_for(0)
 
     def stop(self) -> None:
-        """Drop what waits, and wait for the write that has begun. Raises nothing of it."""
+        """Drop the waiting buffers, and wait for the write that has begun; ignore its exception."""
         with self._state:
             while self._waiting:
                 give_buffer(self._waiting.popleft()[1])
