@@ -155,5 +155,5 @@ def test_an_emergency_snapshot_is_not_kept_waiting_by_its_second_place(
         nfs.hang()
         directory = manager.save_emergency_checkpoint(1, state)
     assert (directory / "meta_rank0.json").exists()
-    assert "is on this disk alone" in caplog.text
+    assert "is only on this disk" in caplog.text
     assert f"{kept} does not answer" in caplog.text

@@ -212,7 +212,7 @@ def test_another_snapshot_of_the_same_name_is_not_replaced(
     (meta,) = snapshots_in(other.kept).values()
     flip_bit(directory / "rank0.pt")
     before = {path: path.read_bytes() for path in directory.iterdir()}
-    with pytest.raises(DestinationOccupied, match="is of another snapshot"):
+    with pytest.raises(DestinationOccupied, match="belongs to another snapshot"):
         persistent_dir.bring_snapshot(place.root, other.kept, meta)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
 
@@ -250,7 +250,7 @@ def test_a_copy_that_was_cut_short_before_any_meta_is_said(place: Place) -> None
         info = manager.resume(new_state())
     assert info is not None
     assert info.step == 3
-    assert any("step 5" in line and "not all copied" in line for line in info.passed_over)
+    assert any("step 5" in line and "copy was not finished" in line for line in info.passed_over)
 
 
 def test_a_meta_that_names_no_files_is_no_snapshot(place: Place) -> None:
@@ -355,13 +355,13 @@ def test_i8_a_persistent_directory_that_fails_takes_nothing_from_the_snapshot(
         place.kept.write_text("in the way")
         manager.save_emergency_checkpoint(5, state)
     assert [save.meta.step for save in read_inventory(place.root).saves] == [5]
-    assert any("on this disk alone" in r.message and r.levelno == logging.ERROR for r in caplog.records)
+    assert any("only on this disk" in r.message and r.levelno == logging.ERROR for r in caplog.records)
     assert read_status(place.root).emergency_copy is None
 
 
 @pytest.mark.parametrize("inside", ["root/kept", "."])
 def test_a_persistent_directory_that_goes_with_the_root_is_refused(tmp_path: Path, inside: str) -> None:
-    with pytest.raises(ConfigError, match="contain one another"):
+    with pytest.raises(ConfigError, match="are the same directory, or one is inside the other"):
         CheckpointManager(tmp_path / "root", persistent_dir=tmp_path / inside)
 
 

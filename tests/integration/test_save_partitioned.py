@@ -49,7 +49,7 @@ def save_and_resume(rank: int, root: str, kind: str, in_extra: bool) -> tuple[st
 def test_state_that_one_rank_alone_would_not_save_whole_is_refused_on_all(tmp_path: Path, kind: str) -> None:
     for name, message, code in run_ranks(2, save_and_resume, str(tmp_path), kind, False):
         assert (name, code) == (BackgroundSaveFailed.__name__, BackgroundSaveFailed.exit_code), message
-        assert "state of different parameters" in message
+        assert "state for different parameters" in message
     assert not list(tmp_path.glob("meta_*"))
 
 

@@ -1,1 +1,1 @@
-"""Saving: from live state to a save that exists on this disk; emergency snapshots and their second place."""
+"""Saving: from live state to a save on this disk; emergency snapshots and their copies in a persistent directory."""

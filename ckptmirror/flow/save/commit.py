@@ -1,22 +1,21 @@
-"""Commit: from files that every rank has sealed to a save that exists.
+"""Commit: turns the files that every rank has sealed into a save that exists.
 
-This is the leader's part of a save (DESIGN.md §3, "Save"). Its order is the protocol:
+This is the leader's part of a save (DESIGN.md §3, "Save"). The order is the protocol:
 
-1. every artifact lies sealed (complete, checksummed, fsynced) under its temporary name, and its format has checked it;
-2. a record per artifact and mirror is durable in the table, not yet claimable, and the meta lies sealed under its
-   temporary name;
-3. the artifacts get their final names, never replacing anything, and the directory is fsynced;
-4. the meta gets its final name, last: from here the save exists;
-5. the records are released to the uploader;
-6. ``latest`` is swapped; whether that works decides nothing.
+1. Every artifact is sealed (complete, checksummed, fsynced) under its temporary name, and its format has checked it.
+2. The leader writes a record for each artifact and mirror to the table, not yet claimable, and seals the meta under its
+   temporary name.
+3. The artifacts get their final names, never replacing anything, and the directory is fsynced.
+4. The meta gets its final name, last. From here the save exists.
+5. The records are released to the uploader.
+6. ``latest`` is swapped. A failure here does not matter.
 
 Rules:
-* Whatever happens before step 4 leaves no save: what was made is provably ours by what step 2 left (the records, or,
-  without mirrors or with a lost table, the sealed meta), and is removed by :func:`remove_uncommitted`, here or at the
-  next start.
-* Whatever happens after step 4 leaves a whole save and is no failure of it: the next start releases its records.
-* Steps 3 and 4 hold a lock against a rotation that finishes an earlier one: equal bytes under a name do not say whose
-  they are.
+* A failure before step 4 leaves no save. The records of step 2 (or, without mirrors or with a lost table, the sealed
+  meta) prove which files are ours, and :func:`remove_uncommitted` removes them, here or at the next start.
+* A failure after step 4 leaves a whole save, and the save does not fail: the next start releases its records.
+* Steps 3 and 4 hold a lock against a rotation that finishes an earlier one, because equal bytes under a name do not
+  show which save wrote them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from ckptmirror.local.listing import Listing
 from ckptmirror.local.lock import exclusive
 from ckptmirror.local.save_logger import save_logger
 
-if TYPE_CHECKING:  # readers of a mirror pass through here and need no table
+if TYPE_CHECKING:  # code that only reads a mirror imports this file and needs no table
     from ckptmirror.local.uploads import UploadsTable
 
 __all__ = [
@@ -59,7 +58,7 @@ __all__ = [
 ]
 
 NAMES_LOCK_NAME = f"{names.CONTROL_DIR}/names.lock"
-"""Held while a save's names appear, and by a rotation while it takes away those of a save that has no meta."""
+"""Held while a save's files get their names, and by a rotation while it removes those of a save without a meta."""
 
 _NAMES_WAIT_S = 60.0
 _log = logging.getLogger("ckptmirror.commit")
@@ -75,12 +74,12 @@ def free_tag(root: Path, step: int, save_id: str) -> str:
 
 
 def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], meta: Meta) -> None:
-    """Make a sealed save exist. See the module's order.
+    """Commit a sealed save, in the order that the module describes.
 
     Raises:
         IntegrityError: A sealed file does not have the size that was reported.
-        NameTaken: Someone else created one of the names meanwhile; nothing of theirs was touched.
-        LocalStorageFull: Nothing of the save is left.
+        NameTaken: Another process created one of the names meanwhile; its files are untouched.
+        LocalStorageFull: The disk is full; nothing of the save is left.
     """
     _check_sizes(root, meta)
     table.add_save(
@@ -110,35 +109,35 @@ def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], 
         raise
     try:
         table.release_save(meta.save_id)
-    except CkptMirrorError as error:  # the save exists: whoever looks next over table and disk releases it
+    except CkptMirrorError as error:  # the save exists: the next reconcile releases its records
         save_logger(_log, meta).error(
-            "step %d is committed, but not handed to the uploads yet: %s; `ckptmirror drain --root %s` does that, or "
-            "the next start",
+            "step %d is committed, but its uploads are not released yet: %s; the next start releases them, or "
+            "`ckptmirror drain --root %s`",
             meta.step,
             error,
             quote(str(root)),
         )
     try:
         files.replace_link(root / names.LATEST_NAME, latest_target(meta))
-    except CkptMirrorError as error:  # a hint for people: the save exists, whatever stands in the way of the link
+    except CkptMirrorError as error:  # only a hint for people: the save exists without the link
         save_logger(_log, meta).warning(
             "step %d is committed, but %s does not name it: %s", meta.step, names.LATEST_NAME, error
         )
 
 
 def _take_back(root: Path, table: UploadsTable, meta: Meta) -> None:
-    """Remove what was published of a save that failed. The error that it failed with is the one that counts."""
+    """Remove the published files of a failed save. The caller raises the save's own error, not one from here."""
     try:
         remove_uncommitted(root, meta.save_id, made_by(meta))
         table.discard_unreleased([meta.save_id])
-    except (OSError, CkptMirrorError) as error:  # its records stay too, by which the next start knows what to remove
+    except (OSError, CkptMirrorError) as error:  # its records stay too: they tell the next start what to remove
         save_logger(_log, meta).warning(
-            "what is left of the failed save of step %d stays until the next start: %s", meta.step, error
+            "files of the failed save of step %d stay until the next start: %s", meta.step, error
         )
 
 
 def may_be_meta_of(path: Path, save_id: str) -> bool:
-    """Whether a save's meta stands at ``path``; what is there and cannot be read decides nothing, so it may be."""
+    """Whether ``path`` may be the meta of this save; True also if a file is there that cannot be read."""
     try:
         return meta_from_bytes(files.read_limited(path, META_LIMIT_BYTES)).save_id == save_id
     except (FileNotFoundError, NotADirectoryError):
@@ -148,7 +147,7 @@ def may_be_meta_of(path: Path, save_id: str) -> bool:
 
 
 def claimed_by_others(root: Path, save_id: str) -> set[str]:
-    """Return the names directly below the root that the metas of other saves name."""
+    """Return the names directly below the root that belong to other saves, by their metas."""
     inventory = read_inventory(root)
     others = [save.meta for save in (*inventory.saves, *inventory.incomplete) if save.meta.save_id != save_id]
     return {name for meta in others for name in top_names(meta.artifacts)}
@@ -161,16 +160,16 @@ def latest_target(meta: Meta) -> str:
 
 
 def made_by(meta: Meta) -> dict[str, tuple[int | None, int | None]]:
-    """Return what a save makes: size and crc32c by path."""
+    """Return the files that a save creates: size and crc32c by path."""
     return {artifact.path: (artifact.digest.size_bytes, artifact.digest.crc32c) for artifact in meta.artifacts}
 
 
 def remove_uncommitted(root: Path, save_id: str, made: Mapping[str, tuple[int | None, int | None]]) -> None:
-    """Remove what a save without a meta left on disk.
+    """Remove the files that a save without a meta left on disk.
 
-    A temporary carries the save id. What has its final name is removed only where this save's own unreleased records,
-    or its own sealed meta, name it, no other save's meta does, *and* its bytes have that checksum: a file that someone
-    else put there meanwhile stays.
+    A temporary carries the save id. A file with its final name is removed only if this save's own unreleased records or
+    sealed meta name it, no other save's meta names it, *and* its bytes have the recorded checksum. So a file that
+    another process put there meanwhile stays.
 
     Args:
         root: The local root.
@@ -191,7 +190,7 @@ def remove_uncommitted(root: Path, save_id: str, made: Mapping[str, tuple[int | 
 
 
 def stray_below(root: Path, tops: Iterable[str], ours: Collection[str]) -> str | None:
-    """Say which file in a save's directories is none of the save's; None if there is none."""
+    """Name a file in a save's directories that is not part of the save; None if there is none."""
     listing = Listing(root)
     for top in tops:
         for path in listing.files_below(top) if listing.is_dir(top) else ():
@@ -201,7 +200,7 @@ def stray_below(root: Path, tops: Iterable[str], ours: Collection[str]) -> str |
 
 
 def _holds(path: Path, size_bytes: int | None, crc32c: int | None) -> bool:
-    """Whether these bytes lie there. What is no regular file, or cannot be read, is not what a save wrote."""
+    """Whether a regular file with these bytes is there; False if it cannot be read."""
     try:
         digest = digest_file(path)
     except (CkptMirrorError, OSError):
@@ -217,7 +216,7 @@ def _check_sizes(root: Path, meta: Meta) -> None:
         if size != artifact.digest.size_bytes:
             raise IntegrityError(
                 f"{sealed.name} has {size} bytes on disk, but {artifact.digest.size_bytes} were written.",
-                hint="The disk lost what was written: check its health, then save again.",
+                hint="The disk lost written data: check its health, then save again.",
             )
 
 

@@ -1,12 +1,14 @@
-"""The emergency snapshot: every rank by itself, to local disk, within the grace period.
+"""The emergency snapshot: each rank writes its part by itself, to local disk, within the grace period.
 
 Rules:
-* No collective: a rank may be alone by now. What ranks must share follows from what they know already (the save id is a
-  digest of attempt, number and step) or is settled by the file system (the first rank's directory name wins).
-* A rank's files are written first, its meta last; the snapshot is whole when the metas of all ranks are there.
-* It goes to local disk first, and no mirror gets it; with ``persistent_dir`` each rank then copies its part there.
-* Where the disk has no room, what this rank wrote of it goes again. It is tried once more when a save in flight is
-  over, which may have given back its room; then ``persistent_dir`` gets it alone.
+* There are no collectives: the other ranks may be gone. What ranks must share follows from what they already know (the
+  save id is a digest of attempt, number and step), or the file system decides it (the first rank's directory name
+  wins).
+* A rank writes its files first and its meta last. The snapshot is whole when the metas of all ranks are there.
+* It goes to local disk first, and is never uploaded to a mirror. With ``persistent_dir``, each rank then copies its
+  part there.
+* If the disk is full, this rank removes what it wrote. It tries once more when the save in flight is over, which may
+  have freed space. If that fails too, only ``persistent_dir`` gets the snapshot.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _log = logging.getLogger("ckptmirror.emergency")
 
 
 def emergency_save_id(attempt: Attempt, number: int, step: int) -> str:
-    """Return the save id that every rank computes alike: 32 hex digits of a SHA-256."""
+    """Return the save id, which every rank computes alike: 32 hex digits of a SHA-256."""
     text = f"emergency {attempt.id} {number} {step}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -62,15 +64,15 @@ def save_emergency(
     apart: bool = False,
     in_flight: SaveHandle | None = None,
 ) -> Path:
-    """Write this rank's part of the emergency snapshot, durable on return; give its directory.
+    """Write this rank's part of the emergency snapshot, durable on return, and return its directory.
 
     Args:
-        persistent_dir: Where a copy goes, if anywhere; that it cannot go there is only logged.
+        persistent_dir: The directory for a copy, if any; a failure to copy is only logged.
         apart: Whether ranks hold different values under one name, so that each writes its own.
         in_flight: A save that is being written while the snapshot is taken.
 
     Raises:
-        LocalStorageFull: There is no room; earlier saves are untouched.
+        LocalStorageFull: The disk is full; earlier saves are untouched.
     """
     started = time.monotonic()
     save_id = emergency_save_id(attempt, number, step)
@@ -102,7 +104,7 @@ def save_emergency(
         if persistent_dir is None:
             raise
         save_logger(_log, plan, rank=rank).error(
-            "the emergency snapshot of step %d goes to %s alone: %s", step, persistent_dir, error
+            "the emergency snapshot of step %d goes only to %s: %s", step, persistent_dir, error
         )
         home = persistent_dir
         name, meta = _write(root, home, state, plan, rank, persistent_dir, apart=apart)
@@ -110,7 +112,7 @@ def save_emergency(
     if home == root and all((directory / names.emergency_meta_name(other)).exists() for other in range(world_size)):
         try:
             files.replace_link(root / names.LATEST_NAME, name)
-        except CkptMirrorError as error:  # a hint for people: the snapshot is durable, whatever stands in the way
+        except CkptMirrorError as error:  # only a hint for people: the snapshot is durable without it
             save_logger(_log, meta, rank=rank).warning(
                 "the emergency snapshot of step %d is durable, but latest does not name it: %s", step, error
             )
@@ -138,7 +140,7 @@ def _write(
     *,
     apart: bool,
 ) -> tuple[str, Meta]:
-    """Write this rank's files below ``home`` and, last, its meta. Where there is no room for all, none of it stays."""
+    """Write this rank's files below ``home`` and its meta last. If the disk is full, remove all of it."""
     from ckptmirror.formats.emergency import names_of_rank, write_emergency
 
     name = _agreed_name(root, plan, persistent_dir)
@@ -173,7 +175,7 @@ def _write(
 def _agreed_name(root: Path, plan: Meta, persistent_dir: Path | None) -> str:
     """Let the first rank of the node name the directory; the others read the name."""
     name = names.emergency_dir_name(plan.step, _utc_second())
-    if os.path.lexists(root / name):  # of another snapshot in the same second
+    if os.path.lexists(root / name):  # another snapshot of the same second has it
         name = names.emergency_dir_name(plan.step, _utc_second(), plan.save_id[:8])
     try:
         write_note(root, plan.save_id, name, persistent_dir)
@@ -189,5 +191,5 @@ def _agreed_name(root: Path, plan: Meta, persistent_dir: Path | None) -> str:
 
 
 def _utc_second() -> str:
-    """Return the time now as the name of a snapshot has it."""
+    """Return the current time as a snapshot's name writes it."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")

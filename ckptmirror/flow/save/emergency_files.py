@@ -1,8 +1,9 @@
-"""What an emergency snapshot is on the local disk: a directory with a meta for each rank, and a note that named it.
+"""The files of an emergency snapshot on the local disk: a directory with a meta for each rank, and a note of its name.
 
 Rules:
-* A snapshot goes in one step: its directory is renamed into the trash, metas and files together.
-* The note serves the ranks that write the snapshot. It goes with the snapshot, or at a start, when no rank writes.
+* A snapshot is deleted in one step: its directory, with metas and files, is renamed into the trash.
+* Only the ranks that write the snapshot need the note. It is deleted with the snapshot, or at a start, when no rank is
+  writing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def is_emergency(meta: Meta) -> bool:
 
 
 def meta_paths(meta: Meta) -> list[str]:
-    """Return where the metas of a local save lie: one, or one for each rank of an emergency snapshot."""
+    """Return the paths of a local save's metas: one, or for an emergency snapshot one for each rank."""
     if not is_emergency(meta):
         return [names.SaveName(meta.step, meta.tag).meta]
     directories = dict.fromkeys(artifact.path.partition("/")[0] for artifact in meta.artifacts)
@@ -48,7 +49,7 @@ def meta_paths(meta: Meta) -> list[str]:
 def delete_emergency(root: Path, meta: Meta) -> None:
     """Delete a snapshot that rotation no longer needs, and the note that named it."""
     for name in dict.fromkeys(artifact.path.partition("/")[0] for artifact in meta.artifacts):
-        with contextlib.suppress(FileNotFoundError):  # a person was faster
+        with contextlib.suppress(FileNotFoundError):  # a person deleted it first
             files.move_to_trash(root, root / name)
     files.fsync_dir(root)
     with contextlib.suppress(FileNotFoundError):
@@ -57,7 +58,7 @@ def delete_emergency(root: Path, meta: Meta) -> None:
 
 
 def note_path(root: Path, save_id: str) -> Path:
-    """Return where the ranks of a snapshot agree on its directory."""
+    """Return the path of the note in which the ranks of a snapshot agree on its directory."""
     return root / names.CONTROL_DIR / f"emergency-{save_id[:8]}.json"
 
 
@@ -67,7 +68,7 @@ class Note:
 
     Attributes:
         directory: The snapshot's name.
-        persistent_dir: Where its copy was to go, if anywhere.
+        persistent_dir: The directory for its copy, if any.
     """
 
     directory: str
@@ -78,7 +79,7 @@ def write_note(root: Path, save_id: str, directory: str, persistent_dir: Path | 
     """Write the note of a snapshot.
 
     Raises:
-        NameTaken: There is one.
+        NameTaken: It exists already.
     """
     facts = {"directory": directory} | ({"persistent_dir": str(persistent_dir)} if persistent_dir is not None else {})
     files.make_dirs(root / names.CONTROL_DIR)  # somebody may have deleted it
@@ -91,7 +92,7 @@ def read_note(path: Path) -> Note:
 
     Raises:
         FileNotFoundError: There is no such note.
-        ValueError: It is not one of ours.
+        ValueError: ckptmirror did not write it.
     """
     try:
         note = json.loads(files.read_limited(path, _NOTE_LIMIT_BYTES))
@@ -104,7 +105,7 @@ def read_note(path: Path) -> Note:
 
 
 def remove_stale_notes(root: Path) -> list[str]:
-    """Remove the notes of snapshots that are gone; under the root lock, so that no rank is writing one."""
+    """Remove the notes of snapshots that are gone. The caller holds the root lock, so that no rank is writing one."""
     removed = []
     for path in sorted((root / names.CONTROL_DIR).glob("emergency-*.json")):
         try:
@@ -113,7 +114,7 @@ def remove_stale_notes(root: Path) -> list[str]:
         except FileNotFoundError:
             continue
         except (ValueError, CkptMirrorError, OSError):
-            pass  # it names nothing that anybody could continue
+            pass  # no rank can use this note
         with contextlib.suppress(FileNotFoundError):
             files.move_to_trash(root, path)
             removed.append(path.name)

@@ -1,11 +1,11 @@
-"""SaveHandle: what the caller of ``save`` can wait for, and where a failure in the background reaches it.
+"""SaveHandle: lets the caller of ``save`` wait for a save, and raises a failure in the background there.
 
 Rules:
-* A save passes ``copied``, ``committed``, ``mirrored`` in that order, or fails; a handle belongs to one save id for
-  ever.
+* A save passes ``copied``, ``committed``, ``mirrored`` in that order, or fails. A handle belongs to one save id for
+  good.
 * Every wait has a limit.
-* A failure that nobody waited for is raised by the next ``save``. Only a save for which the disk has no room does not
-  stop the training: it is skipped, and raised at the end (:func:`raise_skipped`).
+* If the caller did not wait for a save that failed, the next ``save`` raises the error. A save that finds the disk full
+  does not stop the training: it is skipped, and the error is raised at the end (:func:`raise_skipped`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 
 
 class TurnLock:
-    """Callers of ``save`` take turns: one copies while the others wait, whatever threads they are."""
+    """Makes callers of ``save`` take turns: one thread copies while the others wait."""
 
     def __init__(self) -> None:
         self._turn = threading.RLock()
@@ -36,29 +36,29 @@ class TurnLock:
         self._is_over = False
 
     def end(self, timeout_s: float) -> None:
-        """Let nobody in any more, after whoever is in has left.
+        """Wait for the current turn, and refuse all later ones.
 
         Raises:
-            UsageError: This very thread is in: a signal handler interrupted it.
-            WaitTimeout: Another did not leave within ``timeout_s`` seconds.
+            UsageError: This thread has the turn: a signal handler interrupted it.
+            WaitTimeout: Another thread kept its turn for more than ``timeout_s`` seconds.
         """
         self._is_over = True
         self._enter("close()", timeout_s)
         self._turn.release()
 
     def run(self, what: str, body: Callable[[], _Result]) -> _Result:
-        """Call ``body`` when no other thread is in one.
+        """Call ``body`` when no other thread has the turn.
 
-        An interrupt may come at any call: at worst this thread keeps the turn, which it can take again.
+        Ctrl-C may arrive at any call. At worst this thread keeps the turn, and can take it again.
 
         Raises:
-            UsageError: This very thread is in one (a signal handler interrupted it), or the line has ended.
-            WaitTimeout: Another did not leave its own within ``DEFAULT_WAIT_S`` seconds.
+            UsageError: This thread has the turn (a signal handler interrupted it), or the lock has ended.
+            WaitTimeout: Another thread kept its turn for more than ``DEFAULT_WAIT_S`` seconds.
         """
         self._enter(what, DEFAULT_WAIT_S)
         try:
             if self._is_over:
-                raise UsageError(f"{what} was called after the manager was closed, or began another attempt.")
+                raise UsageError(f"{what} was called after the manager was closed, or had begun another attempt.")
             self._inside = threading.get_ident()
             return body()
         finally:
@@ -68,11 +68,11 @@ class TurnLock:
     def _enter(self, what: str, timeout_s: float) -> None:
         if self._inside == threading.get_ident():
             raise UsageError(
-                f"{what} was called while this thread is in save() already: by a signal handler?",
-                hint="Let the handler set a flag (StopRequest does), and call save() in the loop.",
+                f"{what} was called while this thread is already in save(), perhaps by a signal handler.",
+                hint="Let the handler set a flag, as StopRequest does, and call save() in the loop.",
             )
         if not self._turn.acquire(timeout=min(timeout_s, DEFAULT_WAIT_S)):
-            raise WaitTimeout(f"{what} waited {timeout_s:g} s for a save() of another thread.")
+            raise WaitTimeout(f"{what} waited {timeout_s:g} s for the save() of another thread.")
 
 
 class SaveHandle:
@@ -80,7 +80,7 @@ class SaveHandle:
 
     Attributes:
         step: The save's step.
-        kinds: What it writes.
+        kinds: The kinds that it writes.
         save_id: Known once the ranks have agreed on it, so at the latest when the save is committed.
     """
 
@@ -96,13 +96,13 @@ class SaveHandle:
         self._untaken = threading.Lock()
 
     def done(self, phase: Phase = "committed") -> bool:
-        """Say whether the phase is reached; False while it is not, and for ever if the save failed before it."""
+        """Return whether the save reached the phase. It stays False if the save failed before that phase."""
         if phase == "mirrored" and self._reached == _PHASES.index("committed"):
             self._ask_mirrored(0.0)
         return self._reached >= _PHASES.index(phase)
 
     def wait(self, until: Phase = "committed", timeout_s: float = DEFAULT_WAIT_S) -> SaveHandle:
-        """Wait until the save has come so far.
+        """Wait until the save reaches a phase.
 
         Args:
             until: ``"copied"`` to host memory, ``"committed"`` on local disk, or ``"mirrored"``: verified on every
@@ -142,15 +142,15 @@ class SaveHandle:
     # -- called by the save in the background ---------------------------------------------------------------
 
     def on_mirrored(self, ask: Callable[[str, float], bool]) -> None:
-        """Set the function that waits up to so many seconds for a save id to be verified on every required mirror."""
+        """Set the function that waits until a save id is verified on every required mirror, with a limit in seconds."""
         self._mirrored = ask
 
     def take(self) -> bool:
-        """Take it on oneself to end this save; True for the first caller alone."""
+        """Claim the right to finish this save; only the first caller gets True."""
         return self._untaken.acquire(blocking=False)
 
     def copied(self) -> None:
-        """Note that the host copy is made. Takes no lock: nobody has this handle yet, and an interrupt may come."""
+        """Note that the host copy is made. Takes no lock: no other code has this handle yet, and Ctrl-C may arrive."""
         self._reached = max(self._reached, _PHASES.index("copied"))
 
     def reach(self, phase: Phase) -> None:
@@ -166,12 +166,12 @@ class SaveHandle:
             self._state.notify_all()
 
     def observed(self) -> None:
-        """Note that the caller is told of the failure in another way."""
+        """Note that the caller learns of the failure in another way."""
         self._observed = True
 
     @property
     def skipped(self) -> bool:
-        """Whether the disk had no room for the save."""
+        """Whether the save was skipped because the disk was full."""
         return isinstance(self._error, LocalStorageFull)
 
     @property
@@ -192,11 +192,11 @@ class SaveHandle:
 
     @property
     def unobserved(self) -> BaseException | None:
-        """The failure that nobody has seen, if there is one."""
+        """Return the failure that no caller has seen, if there is one."""
         return None if self._observed else self._error
 
     def raise_unobserved(self) -> None:
-        """Raise the failure once, if nobody has seen it and the save was not skipped.
+        """Raise the failure once, if no caller has seen it and the save was not skipped.
 
         Raises:
             BackgroundSaveFailed: The save failed.
@@ -207,10 +207,10 @@ class SaveHandle:
 
 
 def raise_skipped(skipped: list[SaveHandle]) -> None:
-    """Raise, once, that saves were skipped and nobody has seen it.
+    """Raise one error for all skipped saves that no caller has seen yet.
 
     Raises:
-        BackgroundSaveFailed: Names their steps; the last one's cause is attached.
+        BackgroundSaveFailed: Names their steps; the cause of the last one is attached.
     """
     unseen = [handle for handle in skipped if handle.unobserved is not None]
     skipped.clear()

@@ -1,15 +1,16 @@
-"""The second place of emergency snapshots: ``persistent_dir``, a directory that outlives this machine.
+"""Copies of emergency snapshots in ``persistent_dir``, a directory that outlives this machine.
 
 Rules:
-* A snapshot is durable on the local disk first. What goes wrong with its copy is said, and takes nothing from it.
-* The copy has the same names and the same bytes. Each rank copies its own part, its meta last, so the copy is whole by
-  the rule by which the snapshot is: when the metas of all ranks are there.
-* Every byte is checked on its way: the crc32c of what was written against the meta's.
-* To a start it is one more place, after the disk and the mirrors: what lies there is brought when its turn comes. It
-  says of which run and attempts that is, as the root's own metas do. A directory that cannot be read now may hold the
-  newest state.
-* Nothing but emergency snapshots is looked at: the rest of the directory is somebody else's.
-* A directory whose file system hangs is one that cannot be read now. It keeps nobody: least of all an emergency.
+* A snapshot is durable on the local disk first. A failure to copy it is logged, and does not harm the snapshot.
+* The copy has the same names and the same bytes. Each rank copies its own part, its meta last. So, like the snapshot,
+  the copy is whole when the metas of all ranks are there.
+* Every byte is checked: the crc32c of the copied bytes must be the meta's.
+* For a start it is one more place, after the disk and the mirrors, and a snapshot is copied back from there when its
+  turn comes. Its metas name their run and attempt, as the root's own metas do. A directory that cannot be read now may
+  hold the newest state.
+* Only emergency snapshots are read. Other files in the directory are left alone.
+* A directory whose file system hangs counts as one that cannot be read now. It never blocks, least of all in an
+  emergency.
 """
 
 from __future__ import annotations
@@ -49,23 +50,23 @@ __all__ = ["bring_snapshot", "copy_of", "keep_copy", "open_persistent", "persist
 
 _WORKERS = 4
 _EMERGENCY_S = 5.0  # the grace period runs
-_EMERGENCY_BYTES_PER_S = 100e6  # what an fsync of the copy may take is no hang
+_EMERGENCY_BYTES_PER_S = 100e6  # an fsync of the copy that takes no longer than this is not a hang
 
 _log = logging.getLogger("ckptmirror.emergency")
 
 
 def open_persistent(root: Path, directory: Path | None) -> bool:
-    """Make the directory, if there is to be one; say whether there was none.
+    """Create the directory, if one is configured, and return whether it was new.
 
     Raises:
-        ConfigError: It is the root, or the one lies in the other; or it lies under FUSE.
-        LocalStorageUnwritable: It cannot be made.
+        ConfigError: It is the root, or one is inside the other; or it is on a FUSE file system.
+        LocalStorageUnwritable: It cannot be created.
     """
     if directory is None:
         return False
     try:
         return hang_guard(directory).look(lambda: _open(root, directory))
-    except StoreHangs as error:  # what is there is asked for at the start
+    except StoreHangs as error:  # the start reads it again
         _log.error("%s", error)
         return False
 
@@ -74,7 +75,7 @@ def _open(root: Path, directory: Path) -> bool:
     here, there = root.resolve(), directory.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise ConfigError(
-            f"persistent_dir {directory} and root {root} contain one another.",
+            f"persistent_dir {directory} and root {root} are the same directory, or one is inside the other.",
             hint="Give a directory on a disk that outlives this machine, one for each run.",
         )
     refuse_fuse(directory, what="persistent_dir")
@@ -82,20 +83,20 @@ def _open(root: Path, directory: Path) -> bool:
     files.make_dirs(directory)
     if directory.stat().st_dev == root.stat().st_dev:
         _log.warning(
-            "persistent_dir %s is on the same disk as root %s, and is lost with it: is it mounted?", there, here
+            "persistent_dir %s is on the same disk as root %s and would be lost with it: is it mounted?", there, here
         )
     return is_new
 
 
 def keep_copy(root: Path, name: str, meta: Meta, rank: int, directory: Path) -> None:
-    """Copy a rank's part of the snapshot ``name``, durable in ``root`` already. A failure is only logged.
+    """Copy a rank's part of the snapshot ``name``, which is already durable in ``root``. A failure is only logged.
 
     Args:
         root: The local root.
         name: The snapshot's directory.
-        meta: The rank's own, which names its files.
-        rank: Whose part it is.
-        directory: Where the copy goes.
+        meta: The rank's own meta, which names its files.
+        rank: The rank whose part is copied.
+        directory: The persistent directory.
     """
     guard = hang_guard(directory)
     try:
@@ -108,7 +109,7 @@ def keep_copy(root: Path, name: str, meta: Meta, rank: int, directory: Path) -> 
         guard.call(write, limit_s=_EMERGENCY_S)
     except (CkptMirrorError, OSError) as error:
         save_logger(_log, meta, rank=rank).error(
-            "the emergency snapshot of step %d is on this disk alone; it has no whole copy in %s: %s",
+            "the emergency snapshot of step %d is only on this disk; it has no whole copy in %s: %s",
             meta.step,
             directory,
             error,
@@ -116,12 +117,12 @@ def keep_copy(root: Path, name: str, meta: Meta, rank: int, directory: Path) -> 
 
 
 def snapshots_in(directory: Path) -> dict[str, Meta]:
-    """Return the whole snapshots in a persistent directory, by save id; none where it cannot be read."""
+    """Return the whole snapshots in a persistent directory, by save id; none if it cannot be read."""
     return dict(persistent_catalog(directory).saves)
 
 
 def copy_of(root: Path, save_id: str) -> Path | None:
-    """Return the persistent directory that has a whole copy of a snapshot in ``root``; None if none is known to."""
+    """Return the persistent directory that has a whole copy of a snapshot in ``root``; None if none is known."""
     try:
         directory = read_note(note_path(root, save_id)).persistent_dir
     except (FileNotFoundError, ValueError, CkptMirrorError, OSError):
@@ -130,15 +131,15 @@ def copy_of(root: Path, save_id: str) -> Path | None:
 
 
 def persistent_catalog(directory: Path, root: Path | None = None, *, patience_s: float = 0.0) -> Catalog:
-    """List the snapshots in a persistent directory, and nothing else of it.
+    """List the snapshots in a persistent directory, and nothing else in it.
 
-    What cannot be read is among the problems, the directory itself too: it may hold the newest state of the run. So is
-    one whose copying was cut short, unless ``root`` has it under that name.
+    A snapshot that cannot be read is among the problems, and so is the directory itself if it cannot be read: it may
+    hold the newest state of the run. So is an unfinished copy, unless ``root`` has the snapshot under that name.
 
     Args:
-        directory: Which.
-        root: Whose snapshots it has copies of.
-        patience_s: For how long a start waits for a file system that hangs.
+        directory: The persistent directory.
+        root: The root whose snapshots are copied there.
+        patience_s: How long a start waits for a file system that hangs, in seconds.
     """
     try:
         found = hang_guard(directory).ask_patiently(lambda: local_catalog(directory), patience_s)
@@ -150,29 +151,29 @@ def persistent_catalog(directory: Path, root: Path | None = None, *, patience_s:
     for name in found.others:
         parsed = names.parse_name(name)
         if parsed is not None and parsed.role == "emergency" and not (root is not None and (root / name).exists()):
-            why = "no rank's meta is there, so the snapshot was not all copied"
+            why = "it has no rank's meta, so the copy was not finished"
             problems[str(directory / name)] = Problem(why, parsed.step, kinds=("emergency",))
     return Catalog(str(directory), None, saves, problems)
 
 
 def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
-    """Copy a whole snapshot into the root, verified, all at once; a broken one of its name makes room for it.
+    """Copy a whole snapshot into the root in one step, and verify it. It replaces a broken one of its name.
 
     Raises:
-        IntegrityError: The copy is not what was saved.
-        DestinationOccupied: Something that is not of the snapshot lies with the broken one.
-        LocalStorageFull: The root has no room for it.
+        IntegrityError: The copy does not have the bytes that were saved.
+        DestinationOccupied: A file that is not part of the snapshot is in the broken one's directory.
+        LocalStorageFull: The root's disk is full.
         Temporary: It cannot be read now.
     """
     name = meta_paths(meta)[0].partition("/")[0]
     if os.path.lexists(root / name) and (stray := _stray(root, name, meta)) is not None:
         raise DestinationOccupied(
-            f"{root / name} is broken, and a whole copy of it is in {directory}, but something else is in the way: "
-            f"{stray}.",
+            f"{root / name} is broken and has a whole copy in {directory}, but a file that is not part of it is in the "
+            f"way: {stray}.",
             hint=f"Move it out of {root / name}, and start again.",
         )
     temporary = root / names.tmp_name(name, meta.save_id)
-    if os.path.lexists(temporary):  # an earlier start came no further
+    if os.path.lexists(temporary):  # an earlier start stopped here
         files.move_to_trash(root, temporary)
         empty_trash(root)
     files.make_dirs(temporary)
@@ -191,30 +192,30 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
         if isinstance(error, OSError) or is_not_readable_now(error.__cause__):
             raise Temporary(
                 f"{directory / name} cannot be read now: {error}",
-                hint="Fix what keeps it from being read, or go back on purpose with policy=<step>.",
+                hint="Make it readable, or go back to an older save with policy=<step>.",
             ) from error
         raise
     if os.path.lexists(root / name):
         files.move_to_trash(root, root / name)
     files.publish_dir(temporary, root / name)
-    with contextlib.suppress(NameTaken):  # it was taken on this disk
+    with contextlib.suppress(NameTaken):  # the snapshot was taken on this disk, so the note exists
         write_note(root, meta.save_id, name, directory)
     empty_trash(root)
     save_logger(_log, meta).info("the emergency snapshot of step %d was copied back from %s", meta.step, directory)
 
 
 def _stray(root: Path, name: str, meta: Meta) -> str | None:
-    """Say what lies under a snapshot's name and is not of it; None if there is nothing."""
+    """Name a file in a snapshot's directory that is not part of the snapshot; None if there is none."""
     for path in meta_paths(meta):
-        with contextlib.suppress(CkptMirrorError, OSError):  # a broken meta is none of another
+        with contextlib.suppress(CkptMirrorError, OSError):  # a broken meta does not name another snapshot
             other = meta_from_bytes(files.read_limited(root / path, META_LIMIT_BYTES))
             if other.save_id != meta.save_id:
-                return f"{path} is of another snapshot, {other.save_id[:8]}"
+                return f"{path} belongs to another snapshot, {other.save_id[:8]}"
     return stray_below(root, [name], {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)})
 
 
 def _copy(source: Path, target: Path, artifact: Artifact, meta: Meta) -> None:
-    """Copy a file; it gets its name only if every byte is as it was saved."""
+    """Copy a file. It gets its name only if every byte is what was saved."""
     with (
         kept_buffer() as buffer,
         files.FileSource(source) as read,

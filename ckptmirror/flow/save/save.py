@@ -1,17 +1,18 @@
-"""Save: host copy now, everything else in the background, in step with the other ranks.
+"""Save: makes the host copy at once, and does everything else in the background together with the other ranks.
 
 Rules:
 * Only the capture and the host copy block the caller, and callers take turns. One save is in flight; the next waits.
-* The background thread talks to the other ranks over a channel of its own, three times: what is saved under which
-  name, what every rank wrote and holds, whether it is committed; once more where ranks hold different values. A rank
-  that failed takes part with its error, so all ranks fail together.
-* That holds for a rank on which ``save`` itself raises too: every call takes a number and an exchange, so the next save
-  works. Where the capture has collectives (the whole model of a sharded one), all ranks agree before those as well.
-* A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones. One for
-  which the disk has no room does not stop the training: it is skipped, which event, log and status say at once.
-* A save in flight is finished whatever becomes of the training thread: its thread keeps the process alive, and nothing
-  on its way needs a new thread or a new import.
-* An interrupt anywhere in ``save`` leaves the save to the background, or ended: never in between.
+* The background thread exchanges with the other ranks three times, over a channel of its own: what is saved under which
+  name, what every rank wrote and holds, and whether the leader committed it. If ranks hold different values, they
+  exchange once more. A rank that failed takes part with its error, so all ranks fail together.
+* The same applies to a rank on which ``save`` itself raises: every call takes a number and an exchange, so the next
+  save works. If the capture has collectives (gathering a sharded model), all ranks agree before those as well.
+* A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones. A save
+  that finds the disk full does not stop the training: it is skipped, and the event, the log and the status report it at
+  once.
+* A save in flight is finished even if the training thread ends: its thread keeps the process alive, and needs no new
+  thread and no new import on the way.
+* After Ctrl-C anywhere in ``save``, the save either continues in the background or has ended, never in between.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ class Saver:
 
     Args:
         root: The local root.
-        attempt: This attempt, decided.
+        attempt: The attempt that the start claimed.
         ranks: A channel that only this saver's background thread uses.
         leader: Set on the node's leader.
-        skipped: Where saves are added for which the disk has no room.
+        skipped: A list to which the saver adds saves that find the disk full.
 
     Attributes:
-        last_step: The newest committed step, the one resumed from included; -1 at a start from scratch.
+        last_step: The newest committed step, including the one resumed from; -1 at a start from scratch.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Saver:
 
         Raises:
             StepBehind: The step is lower than this attempt's last.
-            BackgroundSaveFailed: An earlier save failed, not for lack of room, and nobody has been told.
+            BackgroundSaveFailed: An earlier save failed, not because the disk was full, and no caller has seen it yet.
             AttemptFenced: A newer attempt of this run has started.
         """
         return self._turn_lock.run(f"save() of step {request.step}", functools.partial(self._save, request, state))
@@ -122,7 +123,7 @@ class Saver:
         self._wait_for_earlier()
         handle = SaveHandle(request.step, request.kinds)
         request = replace(request, number=self._number + 1)
-        # An interrupt comes at a call: from taking the number to the try there is none.
+        # Python raises KeyboardInterrupt at calls: there is none between taking the number and the try.
         self._number, earlier, self._in_flight = request.number, self._in_flight, handle
         try:
             copied = self._prepare(request, state, earlier)
@@ -143,7 +144,7 @@ class Saver:
             import_formats(request.kinds)
             if self._leader is not None:
                 said = SaveMetadata.of(request, state)
-        except BaseException as error:  # noqa: BLE001 - raised again by _capture(), when the other ranks know of it
+        except BaseException as error:  # noqa: BLE001 - _capture() raises it again, once the other ranks know
             failure = error
         live = self._capture(request, state, failure)
         copied = Copied.of(live, self._kept_copier(), said)
@@ -159,14 +160,14 @@ class Saver:
             earlier.raise_unobserved()
         if request.step < self.last_step:
             raise StepBehind(
-                f"Step {request.step} is behind step {self.last_step}, which this attempt saved already: that would be "
-                "a rewind, and a rewind is a new attempt."
+                f"Step {request.step} is behind step {self.last_step}, which this attempt already saved. Going back "
+                "takes a new attempt."
             )
         if self._leader is not None and (fenced := self._leader.fenced()) is not None:
             raise AttemptFenced(fenced)
 
     def _capture(self, request: SaveRequest, state: TrainState, failure: BaseException | None) -> Snapshot:
-        """Capture, or raise ``failure`` where the other ranks, which may be about to begin collectives, hear of it."""
+        """Capture, or raise ``failure``. The other ranks learn of it first: they may be about to begin collectives."""
         from ckptmirror.formats.capture import capture
 
         def agree(found: BaseException | None) -> None:
@@ -189,27 +190,29 @@ class Saver:
         try:
             threading.Thread(target=work, name=f"ckptmirror-save-{request.step}", daemon=daemon).start()
         except RuntimeError as error:
-            save_logger(_log, request).warning("step %d is saved while its caller waits: %s", request.step, error)
+            save_logger(_log, request).warning(
+                "saving step %d in the foreground, while the caller waits: %s", request.step, error
+            )
         else:
             return
         work()
 
     def _give_up(self, handle: SaveHandle, request: SaveRequest, error: BaseException) -> None:
-        """What raises in ``save`` is told to the other ranks by the background, and leaves nothing lent or open."""
+        """End a save that raised: free its buffers, and let the background thread report the error to other ranks."""
         handle.observed()
         try:
             if self._copier is not None:
                 self._copier.reclaim()
-            # What only says that it failed need not keep the process alive.
+            # A thread that only reports a failure need not keep the process alive.
             self._start(functools.partial(self._in_background, handle, request, error), request, daemon=True)
         except BaseException as second:
             handle.fail(second)
             raise
 
     def reserve(self, kinds: Sequence[Kind], state: TrainState) -> None:
-        """Take now the host memory that a save of ``state`` needs: fresh pages cost far more than the copy into them.
+        """Allocate the host memory for a save of ``state`` now: fresh pages cost far more than the copy into them.
 
-        Asks no other rank, and none of the user's objects, which may not like it now. A failure is only logged.
+        Calls no other rank, and no method of the user's objects, which may not be ready. A failure is only logged.
         """
         try:
             reserve_for(self._kept_copier(), kinds, state, self._ranks)
@@ -222,7 +225,7 @@ class Saver:
         return self._number
 
     def wait_over(self, timeout_s: float) -> None:
-        """Wait until no save is in flight, and raise a failure that nobody has seen."""
+        """Wait until no save is in flight, and raise a failure that no caller has seen."""
         if (last := self._in_flight) is not None:
             last.wait_over(timeout_s)
             last.raise_unobserved()
@@ -233,12 +236,12 @@ class Saver:
         return self._in_flight if self._in_flight is not None and not self._in_flight.is_over else None
 
     def end(self, timeout_s: float) -> None:
-        """Take no more saves, and wait for the last one; see :meth:`wait_over`."""
+        """Take no more saves, and wait for the last one as :meth:`wait_over` does."""
         self._turn_lock.end(timeout_s)
         self.wait_over(timeout_s)
 
     def settle(self, timeout_s: float) -> SaveHandle | None:
-        """End, and free the kept buffers; return the last save, whose failure may be news to some ranks only."""
+        """End, and free the kept buffers. Return the last save: its failure may be known to some ranks only."""
         self._turn_lock.end(timeout_s)
         if self._in_flight is not None:
             self._in_flight.wait_over(timeout_s)
@@ -246,7 +249,7 @@ class Saver:
         return self._in_flight
 
     def follow(self, earlier: SaveHandle | None) -> None:
-        """Go on after the last save of the attempt before, which is over: what nobody saw of it is raised later."""
+        """Continue after the last save of the previous attempt. If it failed and no caller saw it, raise that later."""
         self._in_flight = earlier
 
     def release(self) -> None:
@@ -275,7 +278,7 @@ class Saver:
     # -- on the background thread ---------------------------------------------------------------------------
 
     def _go_on(self, handle: SaveHandle, request: SaveRequest, copied: Copied) -> None:
-        if handle.take():  # else the training thread was interrupted, and has given it up
+        if handle.take():  # otherwise Ctrl-C hit the training thread, which gave the save up
             self._in_background(handle, request, copied)
 
     def _in_background(self, handle: SaveHandle, request: SaveRequest, copied: Copied | BaseException) -> None:
@@ -298,7 +301,7 @@ class Saver:
         try:
             self.last_step = request.step
             if meta is not None and self._leader is not None:
-                self._leader.on_commit(meta)  # before close() can go on: it changes the root
+                self._leader.on_commit(meta)  # before close() can continue: it changes the root
         finally:
             handle.reach("committed")
         self._bus.emit(
@@ -326,7 +329,7 @@ class Saver:
             handle.fail(error)
 
     def _agree(self, request: SaveRequest, copied: Copied | BaseException) -> tuple[WriteContext, Copied]:
-        """First exchange: every rank has its copy, the same request on each, the save id of rank 0, the node's tag."""
+        """Do the first exchange: ranks check that they save the same, and share rank 0's save id and the node's tag."""
         save_id = new_id()
         free = True
         failure = copied if isinstance(copied, BaseException) else None
@@ -344,7 +347,7 @@ class Saver:
         return agreed_context(plans, self.root, self._ranks), copied
 
     def _write_all(self, copied: Copied, context: WriteContext) -> list[Artifact]:
-        """Write and seal this rank's files; second exchange: every rank's report, and whether they hold the same."""
+        """Write and seal this rank's files. Second exchange: ranks report their files and compare what they hold."""
         mine: list[Artifact] = []
         held: list[Held] = []
         failure: BaseException | None = None
@@ -360,7 +363,7 @@ class Saver:
     def _commit(
         self, request: SaveRequest, copied: Copied, context: WriteContext, artifacts: list[Artifact]
     ) -> Meta | None:
-        """The leader commits; third exchange: all ranks learn whether it did."""
+        """Commit, on the leader. Third exchange: all ranks learn whether it did."""
         meta: Meta | None = None
         failure: BaseException | None = None
         if self._leader is not None:
@@ -369,7 +372,7 @@ class Saver:
             except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
                 failure = error
             if meta is not None or may_be_meta_of(self.root / context.name.meta, context.save_id):
-                self.last_step = request.step  # whatever the other ranks hear of it
+                self.last_step = request.step  # even if the exchange fails
         self._ranks.exchange(None, what=f"commit step {request.step}", error=failure)
         return meta
 
@@ -409,14 +412,14 @@ class Saver:
             raise AttemptFenced(fenced)
         try:
             commit_save(self.root, leader.table, leader.mirrors, meta)
-        except TABLE_BROKE as error:  # before anything got its name: the table is made anew, once
+        except TABLE_BROKE as error:  # no file has its final name yet: rebuild the table, once
             leader.recreate_table(error)
             commit_save(self.root, leader.table, leader.mirrors, meta)
         self._stall_detector.look_at(meta)
         return meta
 
     def _remove_own_temporaries(self, context: WriteContext) -> None:
-        """Remove this rank's temporaries (the leader's shared ones too); the first error stays the one reported."""
+        """Remove this rank's temporaries, on the leader also the shared ones. An error here is only logged."""
         try:
             files.remove_temporaries(self.root, context.save_id, rank=context.rank, shared=context.is_leader)
         except (OSError, CkptMirrorError) as error:

@@ -1,8 +1,9 @@
-"""What the parts of a save hand to one another: the request, the host copy, the plan, the leader's side.
+"""The values that the parts of a save pass to one another: the request, the host copy, the plan, the leader's side.
 
 Rules:
-* Values, and what they say by themselves; what is done with them is in ``save.py``.
-* What the caller said beside the state is made plain while the training waits: later changes do not reach the meta.
+* This file has the values and what follows from them alone; ``save.py`` uses them.
+* Metrics and configuration that the caller passes beside the state are copied as plain values while the training waits.
+  Later changes to them do not reach the meta.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _log = logging.getLogger("ckptmirror.save")
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What the caller asked for, beside the state."""
+    """The arguments of ``save``, except the state."""
 
     step: int
     kinds: tuple[Kind, ...]
@@ -73,7 +74,7 @@ def _ignore(_step: int, _reason: str) -> None:
 
 @dataclass
 class LeaderSide:
-    """What only the node's leader has: the table, who must hear of its saves, and who makes a broken table anew."""
+    """What only the node's leader has: the table, callbacks for its saves, and the function that rebuilds the table."""
 
     table: UploadsTable
     mirrors: Sequence[MirrorSpec]
@@ -85,7 +86,7 @@ class LeaderSide:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a rank has to save, as hashes: of its parameters, and of what its optimizer has state of. "" for unknown."""
+    """Hashes of what a rank saves: its parameters, and the parameters that its optimizer has state for. "": unknown."""
 
     parameters: str = ""
     optimizer: str = ""
@@ -104,7 +105,7 @@ class Plan:
 
 
 def holdings_of(copied: object) -> Holdings:
-    """What a rank has to save, to compare with the others'."""
+    """Return the hashes of what a rank saves, to compare with the other ranks'."""
     from ckptmirror.formats.capture import optimizer_holdings, parameters_hash
 
     if not isinstance(copied, Copied):
@@ -113,12 +114,12 @@ def holdings_of(copied: object) -> Holdings:
 
 
 def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteContext:
-    """Return what all ranks write with: the save id of rank 0, the tag of the node's leader.
+    """Return the context that all ranks write with: the save id of rank 0, the tag of the node's leader.
 
     Raises:
-        RankFailed: They do not plan the same save.
-        UsageError: Their models, or the parameters that their optimizers have state of, are different ones, of which
-            one rank's would be saved.
+        RankFailed: The ranks do not plan the same save.
+        UsageError: The ranks have different models, or optimizers with state for different parameters, and only one
+            rank's would be saved.
     """
     from ckptmirror.formats.base import WriteContext
 
@@ -132,16 +133,16 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteCont
             )
     if len({plan.holds.parameters for plan in plans if plan.holds.parameters}) > 1:
         raise UsageError(
-            "Each rank holds another model: the names, shapes or dtypes of their parameters differ. Only a model that "
-            "every rank holds whole, or its shards as DTensors, can be saved.",
+            "The ranks hold different models: the names, shapes or dtypes of their parameters differ. A model can be "
+            "saved only if every rank holds all of it, or shards of it as DTensors.",
             hint="Save pipeline stages, or other models that belong to one rank, with a manager of their own: give it "
             "a process_group of the ranks that hold the same model, and another root.",
         )
     if len({plan.holds.optimizer for plan in plans if plan.holds.optimizer}) > 1:
         raise UsageError(
-            "The optimizers of the ranks hold the state of different parameters, and an optimizer's state is saved "
-            "once for all ranks.",
-            hint='Give this optimizer as TrainState(extra={"optimizer": …}): what is there is saved for each rank.',
+            "The optimizers of the ranks have state for different parameters, but an optimizer's state is saved once "
+            "for all ranks.",
+            hint='Pass this optimizer as TrainState(extra={"optimizer": …}): extra is saved for each rank.',
         )
     save_id = plans[0].save_id
     leader_of_node = plans[rank - ranks.local_rank]
@@ -159,7 +160,7 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteCont
 
 @dataclass(frozen=True)
 class SaveMetadata:
-    """What the caller said beside the state, as it was at the save: plain values, which nobody else holds."""
+    """Plain copies of the metrics and configuration that the caller passed beside the state."""
 
     metrics: Mapping[str, float]
     fields: Mapping[str, Any]
@@ -167,7 +168,7 @@ class SaveMetadata:
 
     @classmethod
     def of(cls, request: SaveRequest, state: TrainState) -> SaveMetadata:
-        """Make it plain, now. Metrics that are not finite are left out, with a warning."""
+        """Copy them as plain values. Metrics that are not finite are left out, with a warning."""
         metrics, dropped = finite_metrics(request.metrics)
         if dropped:
             save_logger(_log, request).warning(
@@ -178,7 +179,7 @@ class SaveMetadata:
 
 @dataclass(frozen=True)
 class Copied:
-    """What the training thread hands to the background. Only the leader, who writes the meta, needs what was said."""
+    """What the training thread passes to the background. Only the leader, which writes the meta, gets ``said``."""
 
     snapshot: Snapshot
     left_out: LeftOut
@@ -198,7 +199,7 @@ class Copied:
 
 
 def write_files(copied: Copied, context: WriteContext) -> tuple[list[Artifact], list[Held]]:
-    """Write and seal a rank's files; return them, and what the rank holds."""
+    """Write and seal a rank's files. Return the files, and the tensors that the rank holds."""
     from ckptmirror.formats import get_format
     from ckptmirror.formats.replica_sums import held_by
     from ckptmirror.formats.sidecars import write_sidecars
@@ -220,13 +221,13 @@ class ReplicaCheck:
         self._buffers_differ = False
 
     def compare(self, ranks: Ranks, held: Sequence[Held], digests: Sequence[Digests], context: WriteContext) -> None:
-        """Compare. One exchange more, on all ranks, only where the digests differ.
+        """Compare what the ranks hold. Only if the digests differ, all ranks exchange once more.
 
         Args:
             ranks: The channel.
-            held: What this rank holds.
-            digests: Every rank's, by rank.
-            context: Of the save.
+            held: The tensors that this rank holds.
+            digests: Every rank's digests, by rank.
+            context: The save's context.
 
         Raises:
             RanksDiffer: Parameters, or the optimizer's state, differ. Raised on every rank.
@@ -242,8 +243,8 @@ class ReplicaCheck:
             self._buffers_differ = True
             if ranks.rank == 0:
                 save_logger(_log, context.name).warning(
-                    "the ranks hold different values of %s: rank 0's are saved, in this save and later ones, as "
-                    "replicas that train together continue from rank 0's",
+                    "the ranks hold different values of %s: this save and later ones keep rank 0's, because replicas "
+                    "that train together continue from rank 0's",
                     _some(names),
                 )
         if found:
@@ -261,13 +262,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 class StallDetector:
-    """Notices that training stands still: two saves with the same tensors at different steps."""
+    """Notices that training has stalled: two saves have the same tensors at different steps."""
 
     def __init__(self) -> None:
         self._previous: tuple[int, tuple[int, ...]] = (-1, ())  # step and sums of the last save's tensors
 
     def look_at(self, meta: Meta) -> None:
-        """Warn if this save's tensors are those of the save before it."""
+        """Warn if this save has the same tensors as the previous one."""
         sums = tuple(
             artifact.digest.crc32c
             for artifact in meta.artifacts
@@ -276,25 +277,25 @@ class StallDetector:
         earlier, self._previous = self._previous, (meta.step, sums)
         if sums and earlier[1] == sums and earlier[0] != meta.step:
             save_logger(_log, meta).warning(
-                "step %d holds exactly the tensors of the save before it: is the optimizer stepping?", meta.step
+                "step %d has exactly the same tensors as the previous save: is the optimizer stepping?", meta.step
             )
 
 
 def reserve_for(copier: HostCopier, kinds: Sequence[Kind], state: TrainState, ranks: Ranks) -> None:
-    """Let ``copier`` take the memory that a save of ``state`` needs; room for the user's objects is guessed."""
+    """Let ``copier`` allocate the memory for a save of ``state``; the size of the user's objects is estimated."""
     from ckptmirror.formats.capture import capture, capture_local, snapshot_tree
 
     state = replace(state, scheduler=None, scaler=None, dataloader=None, extra=None)
     live = capture_local(state, step=0, with_ema=ranks.rank == 0)
     if live.sharded and "model" in kinds:
-        return  # how much rank 0 gathers shows when all ranks capture together
+        return  # only a capture on all ranks shows how much rank 0 gathers
     if not live.sharded:
         live = capture(state, step=0, kinds=kinds, rank=ranks.rank, world_size=ranks.world_size)
     copier.reserve(snapshot_tree(live), more_bytes=_ROOM_FOR_EXTRA_BYTES)
 
 
 def import_formats(kinds: Sequence[Kind]) -> None:
-    """Import what writes these kinds: some modules can no longer be imported once the interpreter has begun to end."""
+    """Import the code that writes these kinds: once the interpreter is exiting, some imports fail."""
     from ckptmirror.formats import get_format, replica_sums, sidecars  # noqa: F401
     from ckptmirror.ranks import host_copy  # noqa: F401
 
