@@ -17,6 +17,7 @@ from ckptmirror.flow.drain import drain
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step, stage_save
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.retention.reconcile import reconcile
+from ckptmirror.flow.status import read_status
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 from tests.kit.faults import flip_bit
@@ -154,6 +155,9 @@ def test_a_partial_staged_copy_is_not_sent_and_holds_up_no_end_of_a_run(tmp_path
     assert staged.partial
     reconcile(place.root, place.table, place.mirrors)
     assert {record.mirror for record in place.records()} == set(place.stores) - {other}
+    place.upload()
+    assert place.states() == {"verified"}
+    assert read_status(place.root).is_mirrored(None)
 
 
 def test_i12_records_that_a_copy_under_other_names_replaces_are_made_anew_for_every_mirror(tmp_path: Path) -> None:
