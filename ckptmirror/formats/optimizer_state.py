@@ -278,6 +278,7 @@ def _apply(
         one.load_state_dict(result)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UsageError(f"The {where} does not take the saved state: {error}") from error
+    _refuse_another(one, raw["param_groups"], where)
     lacking = []
     for parameter, name in _live_names(one, plan):
         if parameter in one.state:
@@ -288,6 +289,27 @@ def _apply(
             lacking.append(str(name))
     if lacking:
         _log.warning("the save holds no %s state of %s, which restarts", where, some(lacking))
+
+
+def _refuse_another(one: Any, before: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Refuse the settings of an optimizer of another class: torch takes them, and only the next step fails.
+
+    A setting that is missing after the load, with none that is new, is what a newer version of the same class adds.
+
+    Raises:
+        UsageError: The optimizer has lost settings that it needs, and got ones that it does not have.
+    """
+    needed = getattr(one, "defaults", None)
+    if not isinstance(needed, Mapping):
+        return
+    for live, loaded in zip(before, one.param_groups, strict=True):
+        lost, new = sorted(needed.keys() - loaded.keys()), sorted(loaded.keys() - live.keys())
+        if lost and new:
+            raise UsageError(
+                f"The {where} was of another class when it was saved: {type(one).__name__} needs {some(lost)}, which "
+                f"the save does not have; the save has {some(new)}.",
+                hint='Use the optimizer of the save, or start with an empty one: exclude=("optimizer",).',
+            )
 
 
 def _live_names(one: Any, plan: Plan) -> Iterator[tuple[torch.Tensor, str]]:

@@ -209,6 +209,34 @@ def test_parts_that_are_left_out_stay_and_what_nothing_takes_is_told(tmp_path: P
         assert any(line.startswith("epoch") for line in found.missing)
 
 
+@pytest.mark.parametrize(
+    ("other", "lost", "new"), [("SGD", "dampening, momentum", "amsgrad, betas"), ("Adagrad", "lr_decay", "betas")]
+)
+def test_an_optimizer_of_another_class_is_refused_at_the_start_not_in_the_next_step(
+    other: str, lost: str, new: str, tmp_path: Path
+) -> None:
+    saved_run(tmp_path, (1, 2))
+    state = new_state(7)
+    state.optimizer = getattr(torch.optim, other)(state.model.parameters(), lr=0.1)
+    state.scheduler = None
+    with running(tmp_path) as manager:
+        with pytest.raises(UsageError, match=f"{other} needs .*{lost}.*the save has .*{new}") as caught:
+            manager.resume(state)
+        assert 'exclude=("optimizer",)' in caught.value.hint
+        fresh = new_state(7)
+        fresh.optimizer = getattr(torch.optim, other)(fresh.model.parameters(), lr=0.1)
+        fresh.scheduler = None
+        start = manager.resume(fresh, exclude=("optimizer",))
+        assert start is not None
+        assert start.step == 2
+        go_one_step(fresh)
+
+
+def go_one_step(state: TrainState) -> None:
+    state.model(torch.ones(2, state.model[0].in_features)).square().mean().backward()
+    state.optimizer.step()
+
+
 def test_extra_state_that_may_not_be_unpickled_is_refused_with_two_ways_out(tmp_path: Path) -> None:
     save_legacy(tmp_path / "old", 200)
     torch.save({"rng": numpy.random.get_state()}, tmp_path / "old" / "dist_ckpt_000200" / "extra_state.pt")
