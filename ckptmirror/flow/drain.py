@@ -1,14 +1,14 @@
-"""Drain: finish what the table has pending, from any process, with or without a trainer.
+"""Drain: finishes the pending uploads of the table, from any process, with or without a trainer.
 
 Rules:
-* A drain is no attempt: it fences nobody and is fenced by nobody. ``core.start.attempts`` says what it may commit, by
-  what all mirrors of the root list, also those that it does not serve.
-* It shares the table with a live trainer by claims; only if no trainer holds the root does it also reconcile. It keeps
-  the root's lock no longer than that: a start must not fail for a drain.
-* It waits for a mirror that does not answer, but not for one that refuses the credentials: somebody must mend that.
-* Its time limit holds whatever a mirror does: what may keep it waiting is done in other threads.
-* What it calls verified it has asked for: a mirror that was emptied since, or is gone, is not safe.
-* ``push`` asks a mirror before it enters it in the table: a mistyped URL leaves nothing behind.
+* A drain is not an attempt: it fences no attempt and no attempt fences it. ``core.start.attempts`` decides what it may
+  commit, by the lists of all mirrors of the root, including those to which this drain does not upload.
+* It shares the table with a live trainer by claims. Only if no trainer holds the root does it also reconcile. It holds
+  the root's lock no longer than that: a start must not fail because of a drain.
+* It waits for a mirror that does not answer, but not for one that refuses the credentials: a person must fix that.
+* Its time limit holds whatever a mirror does: calls that may block run in other threads.
+* It asks the mirrors for everything that it calls verified: a mirror that was emptied since, or is gone, is not safe.
+* ``push`` asks a mirror before it adds it to the table, so a mistyped URL leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ __all__ = ["DrainReport", "Drained", "confirm", "drain", "push"]
 _STOP_S = 30.0
 _STOP_AT_ONCE_S = 1.0
 _REFUSALS_LIMIT = 2
-_LOOK_EVERY_S = 0.5  # while somebody looks on
+_LOOK_EVERY_S = 0.5  # while progress is shown
 _Result = TypeVar("_Result")
-_PART = "only a part of the save is here, and a mirror gets all of it or nothing"
+_PART = "this disk has only a part of the save, and a save is uploaded whole or not at all"
 _log = logging.getLogger("ckptmirror.drain")
 
 
 @dataclass(frozen=True)
 class Drained:
-    """How far a drain is: files and bytes of the mirrors that it serves, done once they are verified.
+    """The progress of a drain: files and bytes for its mirrors; they count as done once they are verified.
 
     Attributes:
-        seen: What is on its way beyond that, and which mirrors are waited for.
-        held: What other processes are sending to these mirrors.
+        seen: The transfers beyond that, and the waits for mirrors.
+        held: Files that other processes are sending to these mirrors.
     """
 
     files_done: int
@@ -97,12 +97,12 @@ class DrainReport:
     """How a drain ended.
 
     Attributes:
-        pending: Files that could still become verified, and files that have no sound record.
-        failed: ``mirror: path: reason`` of each file that failed for good, and what can be uploaded no more.
-        refused: Mirrors that do not accept the credentials, with what they said.
-        unasked: Other mirrors that could not be asked for what was verified there before, with what they said.
-        left: How many files wait for each mirror that is configured no more; nobody sends them.
-        emergency_step: The step of an emergency snapshot that is newer than all other saves here: no mirror gets it.
+        pending: Files that could still become verified, and files without a valid record.
+        failed: ``mirror: path: reason`` of each file that failed for good, or that can no longer be uploaded.
+        refused: Mirrors that do not accept the credentials, with their errors.
+        unasked: Other mirrors that could not be asked for files verified there before, with their errors.
+        left: How many files wait for each mirror that is no longer configured; they are not sent.
+        emergency_step: The step of an emergency snapshot that is newer than all other saves here; it is never uploaded.
         emergency_copy: The persistent directory that has a whole copy of it.
     """
 
@@ -117,7 +117,7 @@ class DrainReport:
 
     @property
     def is_verified(self) -> bool:
-        """Whether every mirror has everything, as far as it was asked for."""
+        """Whether every mirror has everything that this drain was asked to upload."""
         return not (self.pending or self.failed or self.refused or self.unasked)
 
 
@@ -132,14 +132,14 @@ def drain(
     bus: events.EventBus | None = None,
     on_progress: Callable[[Drained], None] | None = None,
 ) -> DrainReport:
-    """Upload and verify what is pending under ``root``.
+    """Upload and verify the pending files of ``root``.
 
     Args:
-        only: Mirror URLs to serve; empty: all that the table knows.
-        limits: Mirrors as they are configured, for how much of the wire each may take.
+        only: Mirror URLs to upload to; empty: all that the table knows.
+        limits: Mirrors as they are configured, for their rate limits.
         retry: Try failed uploads once more.
-        timeout_s: Give up waiting after so many seconds; what is pending stays pending.
-        on_progress: Told how far it is, before the first byte and then twice a second, by one thread at a time.
+        timeout_s: Give up waiting after this many seconds; pending files stay pending.
+        on_progress: Called with the progress before the first byte and then twice a second, by one thread at a time.
 
     Raises:
         NoTable: ckptmirror has not saved here.
@@ -150,14 +150,16 @@ def drain(
     with _Opened(table) as held:
         if not table.knows_mirrors():
             raise Temporary(
-                f"The table of {root} was just made and does not know its mirrors yet.",
+                f"The table of {root} is new and does not know its mirrors yet.",
                 hint="Start the trainer, which knows them, or name the mirror with `ckptmirror push --mirror URL`.",
             )
         limited = {spec.url: spec for spec in mirror_specs(limits)}
         specs = [replace(limited.get(row.url, MirrorSpec(row.url)), required=row.required) for row in table.mirrors()]
         if not specs:
             left = left_behind(table, ())
-            waiting = "".join(f" {count} files wait for {url}, which was one." for url, count in left.items())
+            waiting = "".join(
+                f" {count} files wait for {url}, which is no longer a mirror." for url, count in left.items()
+            )
             raise ConfigError(
                 f"{root} has no mirror.{waiting}",
                 hint="Start the trainer with its mirrors, or name one with `ckptmirror push --mirror URL`.",
@@ -197,7 +199,7 @@ def push(
         NotAuthorised: The mirror does not accept the credentials.
         StorePermanent: There is no such bucket.
         StoreTemporary: The mirror does not answer.
-        ConfigError: It holds another run.
+        ConfigError: The mirror holds another run.
     """
     (spec,) = mirror_specs([mirror])
     here = local_catalog(root)
@@ -212,7 +214,9 @@ def push(
 
         older = [one for one in find_older(root) if step in (None, one.step)]
         if older:
-            what = f"{older[-1].path} is a legacy checkpoint and has no checksums: it is not mirrored as it is."
+            what = (
+                f"{older[-1].path} is a legacy checkpoint without checksums, which ckptmirror does not upload as it is."
+            )
             raise CheckpointNotFound(f"{root} holds no whole save{of_step}. {what}", hint=ADOPT_HINT)
         what = f"holds no whole save{of_step}" if root.is_dir() else "does not exist"
         hint = None if here.saves or here.problems else "Give the directory that the trainer saves to."
@@ -232,7 +236,7 @@ def push(
     parts = [meta for meta in parts if meta.save_id not in there]
     if parts and not metas:
         raise CheckpointNotFound(
-            f"{root} holds only a part of a save of step {parts[0].step}.", hint=_bring_the_rest(root, parts[0])
+            f"{root} has only a part of a save of step {parts[0].step}.", hint=_bring_the_rest(root, parts[0])
         )
     files.make_dirs(table_path(root, state_dir).parent)
     table = UploadsTable.open(table_path(root, state_dir), create=True)
@@ -241,7 +245,7 @@ def push(
         note_place(root, table_path(root, state_dir))
         known = table.mirrors()
         if spec.url not in [row.url for row in known]:
-            is_only_word = not known and not is_training_root(root)  # else what is required is the trainer's to say
+            is_only_word = not known and not is_training_root(root)  # otherwise the trainer decides what is required
             table.set_mirrors(
                 [*((row.url, row.required) for row in known), (spec.url, is_only_word and spec.required)],
                 [*(row.url for row in known if row.pushed), spec.url],
@@ -251,14 +255,14 @@ def push(
         known_specs = [MirrorSpec(row.url, row.required) for row in table.mirrors() if row.url != spec.url]
         work = _Work(root, held, [spec], [*known_specs, spec], bus or events.EventBus(), on_progress)
         work.look(lambda audit: audit.ask(), ends_s)
-        # No reconcile: it would give every other save a record too, and only these were asked for.
+        # No reconcile: it would add records for every other save too.
         report = work.run(ends_s, [meta.save_id for meta in metas])
         refused = [f"{spec.url}: step {m.step}: {_PART}. {_bring_the_rest(root, m)}" for m in parts]
         return replace(report, failed=(*report.failed, *refused))
 
 
 def _bring_the_rest(root: Path, meta: Meta) -> str:
-    """Say how the rest of a staged save comes here."""
+    """Say how to bring the rest of a staged save to this disk."""
     command = f"ckptmirror stage --step {meta.step} --full --mirror {quote(str(meta.staged_from))}"
     return (
         f"Bring the rest of it here, with `{command} --dest {quote(str(root))}` for each of its kinds (--kind dcp, "
@@ -267,9 +271,9 @@ def _bring_the_rest(root: Path, meta: Meta) -> str:
 
 
 def confirm(root: Path, save_id: str, urls: Collection[str]) -> None:
-    """Ask mirrors that were seen to have a save for its files, so that the table knows it too.
+    """Ask mirrors that have a save for its files, and record in the table that they have it.
 
-    Nothing else is sent, and a mirror that does not answer now is asked by the next start or drain.
+    No other file is sent. A mirror that does not answer now is asked by the next start or drain.
     """
     with open_known_table(root) as table:
         specs = [MirrorSpec(row.url, row.required) for row in table.mirrors()]
@@ -290,12 +294,12 @@ def confirm(root: Path, save_id: str, urls: Collection[str]) -> None:
 
 
 def _ask(root: Path, spec: MirrorSpec, path: Path, on_wait: OnWait, steps: Collection[int]) -> set[str]:
-    """See whether the mirror answers and may hold this run; return the ids of its whole saves of these steps."""
+    """Check that the mirror answers and may hold this run; return the ids of its whole saves of these steps."""
     with contextlib.ExitStack() as opened:
         table = opened.enter_context(UploadsTable.open(path)) if path.exists() else None
         mirrors = open_mirrors([spec], root, table, on_wait=on_wait)
         opened.callback(close_mirrors, mirrors)
-        mirrors[0].store.identity()  # the first contact, at which a directory is made
+        mirrors[0].store.identity()  # the first contact, which creates a directory
         check_of_run(root, mirrors[0])
         return {save_id for step in steps for save_id in mirror_catalog(mirrors[0], step=step).saves}
 
@@ -307,11 +311,11 @@ def _reconcile_if_free(
     mirrors: Sequence[Mirror],
     audit: MirrorAudit,
 ) -> list[str]:
-    """Say which saves were removed before they were uploaded: nobody can upload them any more."""
+    """Reconcile if no trainer runs, and return the saves whose files were removed before they were uploaded."""
     lock = RootLock(root)
     try:
         lock.acquire({"verb": "drain"})
-    except RootLocked:  # a live trainer looks after its root itself; what its mirrors hold it asked when it started
+    except RootLocked:  # a live trainer reconciled, and asked its mirrors, when it started
         audit.ask()
         return []
     try:
@@ -323,7 +327,7 @@ def _reconcile_if_free(
 
 
 class _Opened:
-    """A table and its mirrors, closed at the end; what a mirror keeps busy keeps them until this process ends."""
+    """A table and its mirrors, closed at the end; if a call to a mirror still blocks, they stay open until exit."""
 
     def __init__(self, table: UploadsTable) -> None:
         self.table = table
@@ -340,7 +344,7 @@ class _Opened:
 
 
 class _Work:
-    """What a drain and a push do alike: a look at the mirrors, then the uploads, both until the time is over."""
+    """The common part of a drain and a push: ask the mirrors, then upload, both until the time limit."""
 
     def __init__(
         self,
@@ -378,11 +382,11 @@ class _Work:
             self._held.is_busy = not asking.done()
 
     def served(self) -> list[Mirror]:
-        """Return the mirrors that get uploads; the others only say what may be committed."""
+        """Return the mirrors to upload to; the others are asked only about what may be committed."""
         return [mirror for mirror in self._held.mirrors if mirror.url in self._urls]
 
     def run(self, ends_s: float, save_ids: Collection[str] | None = None) -> DrainReport:
-        """Upload what is pending until then, and say how it ended."""
+        """Upload the pending files until ``ends_s``, and return the report."""
         refusals = _Refusals()
         if self._held.is_busy:
             stop_retrying(self._held.mirrors)
@@ -410,7 +414,7 @@ class _Work:
             audit.ask_if_due()
             return not audit.waits_for(self._urls)
 
-        limit_s = _STOP_AT_ONCE_S  # at a person's interrupt: what is on its way is found by the next drain
+        limit_s = _STOP_AT_ONCE_S  # on Ctrl-C: the next drain finds what was being sent
         try:
             workers.start()
             workers.wait_until_verified(done, ends_s - time.monotonic(), look_every_s=self._looker.every_s)
@@ -443,7 +447,7 @@ class _Work:
 
 
 def _emergency(root: Path, here: Catalog) -> tuple[int | None, Path | None]:
-    """The newest step of the lineage, if an emergency snapshot holds it, and where that has a copy."""
+    """Return the newest step of the lineage if it is an emergency snapshot, and the directory with its copy."""
     newest = max(lineage_of(here).current.values(), key=lambda save: save.step, default=None)
     if newest is None or newest.kinds != ("emergency",):
         return None, None
@@ -451,7 +455,7 @@ def _emergency(root: Path, here: Catalog) -> tuple[int | None, Path | None]:
 
 
 class _Refusals:
-    """Listens for mirrors that refuse the credentials, several times with nothing verified in between."""
+    """Notices mirrors that refuse the credentials several times, with nothing verified in between."""
 
     def __init__(self) -> None:
         self.final: dict[str, str] = {}
@@ -467,7 +471,7 @@ class _Refusals:
 
 
 class _Looker:
-    """Shows who looks on how far a drain is. Several threads ask for that: what waits, waits in any of them."""
+    """Reports the progress of a drain. Several threads report: any of them may be the one that waits."""
 
     def __init__(self, table: UploadsTable, urls: Sequence[str], on_progress: Callable[[Drained], None] | None) -> None:
         self.under_way = UnderWay()
@@ -480,7 +484,9 @@ class _Looker:
     def look(self) -> None:
         if self._on_progress is not None:
             with self._lock:
-                seen = self.under_way.seen()  # before the table: what is verified in between counts twice, not never
+                seen = (
+                    self.under_way.seen()
+                )  # before the table: a file verified in between then counts twice, rather than never
                 self._on_progress(_settled(self._table, self._urls, seen))
 
     def answered(self, audit: MirrorAudit) -> None:

@@ -1,8 +1,8 @@
-"""Status: how much training is not yet safe, read from this node's disk alone.
+"""Status: how much training is not yet safe. It reads only this node's disk.
 
 Rules:
-* What is not safe comes first. No record means not durable.
-* Nothing is locked and nothing is changed; a trainer may be running.
+* Unsafe saves come first. A save without a record is not safe.
+* It locks and changes nothing; a trainer may be running.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SaveLine:
 
     Attributes:
         standing: ``current``, ``replaced``, ``superseded`` or ``unknown``.
-        safe: Whether it is verified and committed on every required mirror (False where there is none).
+        safe: Whether it is verified and committed on every required mirror (False if there is no mirror).
         waiting: ``mirror: why`` for each required mirror that does not have it yet.
         created_at_utc: When it was committed here, for people.
     """
@@ -50,21 +50,21 @@ class SaveLine:
 
 @dataclass(frozen=True)
 class Status:
-    """What is saved under a root and what is not yet safe.
+    """The saves of a root, and which of them are not yet safe.
 
     Attributes:
         newest_step: The newest committed step of the lineage; None if there is none.
-        newest_safe_step: The newest that is safe; None if there is none.
-        trainer: What the trainer last wrote to ``status.json``.
-        trainer_alive: Whether the process that wrote it lives; None where there is none, or it is another machine's.
-        problems: Things under the root that look like saves and are not whole.
-        unsettled: Save id -> why it is not on every required mirror: of whole saves, and of all that the table knows.
-        emergency_step: The step of an emergency snapshot that is newer than all that is safe: no mirror gets it.
+        newest_safe_step: The newest safe step; None if there is none.
+        trainer: The last ``status.json`` of the trainer.
+        trainer_alive: Whether the process that wrote it lives; None if there is none, or it is on another machine.
+        problems: Files under the root that look like saves but are not whole.
+        unsettled: Save id -> why it is not on every required mirror, for whole saves and for all that the table knows.
+        emergency_step: The step of an emergency snapshot that is newer than all safe saves; it is never uploaded.
         emergency_copy: The persistent directory that has a whole copy of it.
-        unasked: Mirrors that count and have yet to say that they still have what was verified there.
-        skipped: Steps that the trainer did not save for lack of room, oldest first; the last ones.
-        skipped_why: Why the last of them was.
-        pushed: Mirrors that a person pushed to beside the trainer's, each with how many saves of this disk it lacks.
+        unasked: Mirrors that count, and have not yet confirmed that they still have what was verified there.
+        skipped: Steps that the trainer did not save because the disk was full, oldest first; only the last ones.
+        skipped_why: Why the last of them was skipped.
+        pushed: Mirrors that a person pushed to, beside the trainer's, each with how many saves of this disk it lacks.
     """
 
     root: Path
@@ -87,9 +87,9 @@ class Status:
     pushed: Mapping[str, int] = field(default_factory=dict)
 
     def is_mirrored(self, save_id: str | None) -> bool:
-        """Whether a save (all of them, if None) waits for no mirror that counts (so always where none is configured).
+        """Whether a save (all saves, if None) is on every mirror that counts. True if no mirror is configured.
 
-        Of a save that is not on this disk nothing is known here; :func:`is_mirrored` also asks the table's history.
+        This knows only saves on this disk; :func:`is_mirrored` also reads the table's history.
         """
         if save_id is None or not self.mirrors:
             return not (self.unsettled or self.unasked)
@@ -100,16 +100,16 @@ class Status:
 def is_mirrored(
     root: Path, save_id: str | None, state_dir: Path | None = None, configured: Collection[str] | None = None
 ) -> bool:
-    """Whether a save (all of them, if None) is on every mirror that counts, or was when rotation deleted it here.
+    """Whether a save (all saves, if None) is on every mirror that counts, or was when rotation deleted it here.
 
-    Of the ``configured`` mirrors (None: of all that the table knows) the required ones count; where none is, all do.
+    Of the ``configured`` mirrors (None: all that the table knows), the required ones count; if none is, all do.
 
     Raises:
         NoTable: ckptmirror has not saved here.
     """
     with open_known_table(root, state_dir, read_only=True) as table:
         if not table.knows_mirrors():
-            return False  # it is being made anew just now
+            return False  # it is being rebuilt at this moment
         metas = local_catalog(root).whole.values()
         rows = [row for row in table.mirrors() if configured is None or row.url in configured]
         if save_id is None:
@@ -142,7 +142,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     for meta in sorted(catalog.saves.values(), key=lambda meta: (meta.step, meta.attempt.number, meta.save_number)):
         waiting = _waiting(by_save.get(meta.save_id, []), required, gaps.get(meta.save_id, {}), now.unasked)
         if is_emergency(meta):
-            waiting = dict.fromkeys(required, "no mirror gets an emergency snapshot")
+            waiting = dict.fromkeys(required, "an emergency snapshot is never uploaded")
         saves.append(
             SaveLine(
                 step=meta.step,
@@ -185,7 +185,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
 
 
 def _skipped(trainer: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """Step and reason of each save that the trainer says it skipped; anybody could have written there."""
+    """Return step and reason of each save that the trainer skipped. The file is not trusted: anyone can write it."""
     found = trainer.get("skipped")
     entries = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
     return [(one["step"], str(one.get("reason"))) for one in entries if type(one.get("step")) is int]
@@ -194,7 +194,7 @@ def _skipped(trainer: Mapping[str, Any]) -> list[tuple[int, str]]:
 def _waiting(
     records: list[UploadRecord], required: list[str], gaps: Mapping[str, str], unasked: Mapping[str, str]
 ) -> dict[str, str]:
-    """Say for each required mirror that lacks a save, by ``gaps``, what of it waits, and why."""
+    """Say, for each required mirror in ``gaps``, which files of the save wait for it, and why."""
     waiting = {}
     for url in required:
         mine = [record for record in records if record.mirror == url]

@@ -1,1 +1,1 @@
-"""Uploading: what the table has pending is sent to the mirrors and verified there."""
+"""Uploading: sends the pending files of the table to the mirrors and verifies them there."""

@@ -1,10 +1,10 @@
-"""Upload of an artifact: its bytes are on the mirror, exactly, or they are not accepted.
+"""Upload of an artifact: the upload succeeds only if the mirror has exactly its bytes.
 
 Rules:
-* The mirror is asked before anything is sent: our own object, already there, is success; another save's is left alone
-  and the other name is used.
-* A record becomes verified only when the mirror, asked after the upload, shows the size and crc32c taken at commit
-  time; a store that computes none is read back.
+* The mirror is asked before anything is sent. If our own object is there already, the upload has succeeded. Another
+  save's object is left alone, and the upload uses its other name.
+* A record becomes verified only when the mirror, asked after the upload, reports the size and crc32c taken at commit
+  time. If a store computes no crc32c, the object is read back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ArtifactUpload(Sending):
         self._renewed = time.monotonic()
 
     def send(self) -> None:
-        """Send the record's file, or find it there, and verify it."""
+        """Send the record's file, unless the mirror has it already, and verify it."""
         meta = self._local_meta()
         artifact = next((a for a in meta.artifacts if a.path == self._record.path), None)
         if artifact is None:
@@ -61,7 +61,7 @@ class ArtifactUpload(Sending):
             raise self._say_what_to_delete(damaged)
         raise StorePermanent(
             f"Every name for {self._record.path} on {self._context.mirror.url} holds other bytes.",
-            hint="Another run writes to this prefix: give each run a prefix of its own.",
+            hint="Another run seems to write to this prefix: give each run a prefix of its own.",
         )
 
     def _create(self, name: str, digest: Digest, meta: Meta) -> ObjectInfo:
@@ -94,24 +94,24 @@ class ArtifactUpload(Sending):
                     )
                 )
             except PreconditionFailed as error:
-                info = self._store.stat(name)  # an object stands there now, ours perhaps (a lost answer): compared next
+                info = self._store.stat(name)  # an object exists there now, perhaps ours (a lost answer): compared next
                 if info is None:
                     raise Temporary(f"{name} appeared and disappeared on {self._context.mirror.url}.") from error
                 return info
             except IntegrityError as error:
-                self._context.table.set_session(self._claim, None)  # what it holds is not what was committed
-                verify_file(path, digest)  # raises if it is our file that rotted since the commit
+                self._context.table.set_session(self._claim, None)  # the session holds other bytes than were committed
+                verify_file(path, digest)  # raises if our file has rotted since the commit
                 raise Temporary(f"{self._context.mirror.url} received bytes other than those sent: {error}") from error
         info = self._store.stat(name)
         if info is None:
-            self._context.table.set_session(self._claim, None)  # it would answer again that all was received
-            raise Temporary(f"{self._context.mirror.url} received {name}, and no longer has it.")
+            self._context.table.set_session(self._claim, None)  # it would report again that everything was received
+            raise Temporary(f"{self._context.mirror.url} received {name}, but no longer has it.")
         if info.crc32c is None and info.generation == sent.generation:
-            return replace(info, crc32c=digest.crc32c)  # such a store's upload() has just read the object back
+            return replace(info, crc32c=digest.crc32c)  # the upload() of such a store has just read the object back
         return info
 
     def _is_ours(self, info: ObjectInfo, artifact: Artifact, meta: Meta) -> bool:
-        """Whether the object is this save's: by its metadata, or by equal bytes where a store keeps none."""
+        """Whether the object is this save's: by its metadata, or by equal bytes if the store keeps no metadata."""
         if self._store.capabilities.custom_metadata and info.metadata.get("ckptmirror-save") != meta.save_id:
             return False
         return why_differs(artifact, info, store=self._store) is None

@@ -1,11 +1,11 @@
-"""Upload of a meta: what makes a save exist on a mirror, after everything that it names.
+"""Upload of a meta. It makes a save exist on a mirror, after every file that it names.
 
 Rules:
-* The table lets it be claimed only when all artifacts of the save are verified there, and it is written only after the
-  mirror confirmed that this attempt is not fenced.
-* Of several nodes each publishes its part, and whoever sees all parts writes the whole: all write the same.
-* What stands under its name is read, not guessed: our own meta is success, another save's means the other name, a
-  tombstone is obeyed.
+* A meta can be claimed only when the table has all artifacts of the save as verified there. It is written only after
+  the mirror confirmed that this attempt is not fenced.
+* With several nodes, each publishes its part. A node that sees all parts writes the whole meta; all write the same.
+* If an object has the name already, it is read. If it is our own meta, the upload has succeeded. If it is another
+  save's, the upload uses its other name. If it is a tombstone, the save is not uploaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MetaUpload(Sending):
     """The upload of a save's meta."""
 
     def send(self) -> None:
-        """Write the mirror's meta, last; find our own there; step aside for another save's; obey a tombstone."""
+        """Write the mirror's meta, unless the mirror has it already or has a tombstone of the save."""
         context = self._context
         meta = self._local_meta()
         context.confirm(context.mirror, meta)
@@ -48,12 +48,12 @@ class MetaUpload(Sending):
         self._check_artifacts(mine)
         data = meta_to_bytes(self._of_all_nodes(mine))
         own_names = self._own_names(meta)
-        if not meta.is_whole:  # nodes tag their own names as they must: the merged meta's are the same for all
+        if not meta.is_whole:  # nodes may tag their own names; the names of the merged meta are the same for all
             plain = names.untagged(self._record.path)
             own_names = [plain, names.tagged(plain, meta.save_id)]
         damaged: list[str] = []
         for name in self._candidate_names(meta) if meta.is_whole else own_names:
-            if name in own_names and not meta.partial:  # what is here does not say all that the save has
+            if name in own_names and not meta.partial:  # the local copy does not name all files of the save
                 with contextlib.suppress(PreconditionFailed):  # ours from before, or another save's: read next
                     self._store.write(name, data, if_generation=0, metadata=self._metadata(meta))
             elif self._store.stat(name) is None:
@@ -63,7 +63,7 @@ class MetaUpload(Sending):
             except ObjectNotFound as error:
                 raise Temporary(f"{name} appeared and disappeared on {context.mirror.url}.") from error
             if info.crc32c is not None and crc32c(there) != info.crc32c:
-                raise Temporary(f"{name} arrived broken from {context.mirror.url}.")  # it may well be ours
+                raise Temporary(f"{name} arrived broken from {context.mirror.url}.")  # it may be ours
             found = _meta_or_none(there)
             if found is None and self._is_damaged_own(info, meta):
                 damaged.append(name)
@@ -78,8 +78,8 @@ class MetaUpload(Sending):
             return
         if meta.partial:
             raise StorePermanent(
-                f"{context.mirror.url} has no meta of step {meta.step}, and only a part of the save is here.",
-                hint="Mirror it from where all of it is.",
+                f"{context.mirror.url} has no meta of step {meta.step}, and this disk has only a part of the save.",
+                hint="Upload it from a machine that has all of it.",
             )
         if damaged:
             raise self._say_what_to_delete(damaged)
@@ -88,13 +88,13 @@ class MetaUpload(Sending):
     def _naming_what_was_verified(
         self, there: Meta, mine: Meta, info: ObjectInfo, data: bytes
     ) -> tuple[ObjectInfo, bytes]:
-        """Have the mirror's meta of this save name the objects that were verified; return it as it stands then.
+        """Make the mirror's meta of this save name the verified objects, and return the resulting meta.
 
-        An object that was damaged keeps its name, and what is sent in its stead has another. Nothing but names of
-        objects changes, at the generation that was read.
+        A damaged object keeps its name, and the object sent in place of it has another. Only object names change, and
+        only if the meta still has the generation that was read.
 
         Raises:
-            Temporary: Somebody else changed it meanwhile.
+            Temporary: Another process changed it meanwhile.
         """
         verified = {names.untagged(artifact.path): artifact.object_name for artifact in mine.artifacts}
         wanted = [verified.get(names.untagged(a.path), a.object_name) for a in there.artifacts]
@@ -111,10 +111,10 @@ class MetaUpload(Sending):
         return info, data
 
     def _check_artifacts(self, meta: Meta) -> None:
-        """Ask for every artifact once more: some were verified long ago, and the bucket may be another since.
+        """Ask for every artifact once more: some were verified long ago, and the bucket may have been replaced since.
 
         Raises:
-            Temporary: Some are not the objects that were verified; they are pending again.
+            Temporary: Some are no longer the objects that were verified; they are pending again.
         """
         table, mirror = self._context.table, self._context.mirror
         objects = objects_of(self._store, meta)
@@ -127,10 +127,10 @@ class MetaUpload(Sending):
                 if record.state is RecordState.VERIFIED:
                     table.unverify(record.save_id, record.path, record.mirror, changed[-1])
         if changed:
-            raise Temporary(f"{mirror.url}: {changed[0]} ({len(changed)} in all): sent again before the meta.")
+            raise Temporary(f"{mirror.url}: {changed[0]} ({len(changed)} in all): they are sent again before the meta.")
 
     def _mirror_meta(self, meta: Meta) -> Meta:
-        """The node's meta, with the object name of each artifact where it differs from its path."""
+        """Return the node's meta, with the object name of each artifact whose object name differs from its path."""
         objects = {
             r.path: r.object
             for r in self._context.table.records(save_id=meta.save_id, mirror=self._context.mirror.url)
@@ -142,7 +142,7 @@ class MetaUpload(Sending):
         return replace(meta, artifacts=artifacts, staged_from=None, partial=False)
 
     def _of_all_nodes(self, mine: Meta) -> Meta:
-        """Publish this node's part, and merge the parts once every node's is there; no node leads.
+        """Publish this node's part, and merge the parts once all nodes' parts are there. Any node may do it.
 
         Raises:
             Temporary: A node's part is not there yet.
@@ -150,7 +150,7 @@ class MetaUpload(Sending):
         if mine.is_whole:
             return mine
         part_names = [names.part_name(mine.step, mine.save_id, number + 1, mine.nodes) for number in range(mine.nodes)]
-        with contextlib.suppress(PreconditionFailed):  # published before
+        with contextlib.suppress(PreconditionFailed):  # already published
             own = part_names[mine.node]
             self._store.write(own, meta_to_bytes(mine), if_generation=0, metadata=self._metadata(mine))
         parts = []
@@ -159,7 +159,7 @@ class MetaUpload(Sending):
                 data, _ = self._store.read(name, limit_bytes=META_LIMIT_BYTES)
             except ObjectNotFound as error:
                 raise Temporary(
-                    f"{name} is not on {self._context.mirror.url} yet: its node has not uploaded it yet."
+                    f"{name} is not on {self._context.mirror.url} yet: its node has still to upload it."
                 ) from error
             parts.append(meta_from_bytes(data))
         return merge_parts(parts)
@@ -179,7 +179,7 @@ class MetaUpload(Sending):
 
 
 def _meta_or_none(data: bytes) -> Meta | Tombstone | None:
-    """Read what stands under a meta's name; None for what somebody else put there."""
+    """Read an object that has a meta's name; None if it is not a meta or a tombstone of ours."""
     try:
         return meta_or_tombstone_from_bytes(data)
     except BrokenMeta:
@@ -187,6 +187,6 @@ def _meta_or_none(data: bytes) -> Meta | Tombstone | None:
 
 
 def _covers(there: Meta, mine: Meta) -> bool:
-    """Whether a mirror's meta names every file of a local save (a staged copy holds some kinds, maybe tagged)."""
+    """Whether a mirror's meta names every file of a local save. A staged copy may hold only some kinds."""
     named = {names.untagged(artifact.path): artifact.digest for artifact in there.artifacts}
     return all(named.get(names.untagged(artifact.path)) == artifact.digest for artifact in mine.artifacts)

@@ -1,10 +1,9 @@
-"""One record of the table at a time, from claimed to what came of it.
+"""Uploads one claimed record of the table and stores its new state.
 
 Rules:
-* What is sent, and when it counts as arrived, is decided in ``artifact`` and ``meta``; here is what becomes of the
-  record.
-* Temporary faults put the record back with a growing, jittered delay; permanent ones fail it, loudly. Nothing is
-  dropped.
+* ``artifact`` and ``meta`` decide what is sent and when it is verified; this file decides the record's next state.
+* A temporary fault puts the record back with a growing, jittered delay. A permanent fault fails the record and is
+  logged as an error. No record is dropped.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _LONGEST_DELAY_S = 60.0
 
 
 def upload_claimed(context: UploadContext, claim: Claim) -> None:
-    """Carry one claimed record as far as it goes now; its new state is durable on return.
+    """Upload one claimed record as far as possible now; its new state is durable on return.
 
     Raises:
-        AttemptFenced: A newer attempt was met; the record is pending again.
+        AttemptFenced: A newer attempt has claimed the run; the record is pending again.
     """
     record = claim.record
     try:
@@ -38,7 +37,7 @@ def upload_claimed(context: UploadContext, claim: Claim) -> None:
         else:
             ArtifactUpload(context, claim).send()
     except ClaimLost:
-        return  # the lease ran out and another worker has the record: what we sent is found by it
+        return  # the lease expired and another worker has the record; it finds what we sent
     except AttemptFenced as error:
         context.table.put_back(claim, str(error), not_before_s=_LONGEST_DELAY_S)
         raise
@@ -47,7 +46,7 @@ def upload_claimed(context: UploadContext, claim: Claim) -> None:
             _put_back(context, claim, error)
         else:
             _fail(context, claim, str(error))
-    except Exception as error:  # noqa: BLE001 - a fault that nobody foresaw must not take the worker down with it
+    except Exception as error:  # noqa: BLE001 - an unexpected error must not end the worker
         _put_back(context, claim, error)
     else:
         context.under_way.answered(record.mirror)

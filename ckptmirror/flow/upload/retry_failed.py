@@ -1,9 +1,9 @@
-"""Retry: what was given up is tried again, because somebody mended the cause.
+"""Retry: makes failed uploads pending again, after a person has fixed the cause.
 
 Rules:
-* Failed records become pending, and nothing else changes: this verb sends nothing and asks no mirror, so it works
+* Failed records become pending, and nothing else changes. This verb sends nothing and asks no mirror, so it works
   offline and at once, beside a trainer or without one.
-* Nothing to retry is no error.
+* If there is nothing to retry, that is not an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RetriedFile:
 
     Attributes:
         reason: Why it had failed.
-        is_served: Whether its mirror is one of the root's now; of another nobody sends anything.
+        is_served: Whether its mirror is still one of the root's; files for other mirrors are not sent.
     """
 
     mirror: str
@@ -44,10 +44,10 @@ class RetriedFile:
 
 @dataclass(frozen=True)
 class Retried:
-    """What became pending again.
+    """The files that are pending again.
 
     Attributes:
-        trainer: Whether a process leads the root now, whose uploader sends it within seconds.
+        trainer: Whether a trainer runs on the root now; its uploader sends them within seconds.
     """
 
     files: tuple[RetriedFile, ...]
@@ -58,9 +58,9 @@ def retry(root: Path, *, mirrors: Sequence[str] = (), step: int | None = None) -
     """Make failed uploads of a root pending again.
 
     Args:
-        root: Whose uploads.
-        mirrors: Only those to these mirrors; empty: to all.
-        step: Only those of this step.
+        root: The local root.
+        mirrors: Retry only uploads to these mirrors; empty: to all.
+        step: Retry only uploads of this step.
 
     Raises:
         NoTable: ckptmirror has not saved here.

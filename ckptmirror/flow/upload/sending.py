@@ -1,8 +1,8 @@
-"""Sending: what the uploads of an artifact and of a meta have in common.
+"""Sending: the common part of the uploads of an artifact and of a meta.
 
 Rules:
-* A record is of a save whose meta is committed on this disk; that meta says what the bytes must be.
-* A save creates only names of its own: the plain one where it is free, else the one with its tag (``names.tagged``).
+* A record belongs to a save whose meta is committed on this disk; that meta says what the bytes must be.
+* A save creates only its own names: the plain one if it is free, otherwise the one with its tag (``names.tagged``).
 * Before the first file of each save, the mirror is asked whether this attempt may still send there.
 """
 
@@ -35,11 +35,11 @@ class UploadContext:
     """What an upload needs beside its claim.
 
     Attributes:
-        confirm: Asks whether files may be sent to the mirror, or (with a meta) a save be committed there; raises
-            AttemptFenced if this attempt may do nothing there any more.
-        confirmed: Ids of the saves whose files may be sent to the mirror. The first file of a save asks for all of it;
-            its meta asks again, and is the last.
-        under_way: Told what is being sent, for who looks on.
+        confirm: Asks whether files may be sent to the mirror or, with a meta, whether the save may be committed there.
+            Raises AttemptFenced if this attempt may not do either any more.
+        confirmed: Ids of the saves whose files may be sent to the mirror. The first file of a save asks for all its
+            files; the meta, sent last, asks again.
+        under_way: Keeps what is being sent, for progress displays.
     """
 
     root: Path
@@ -61,16 +61,16 @@ class Sending:
         self._store: Store = context.mirror.store
 
     def _own_names(self, meta: Meta) -> list[str]:
-        """The names that this save may create, best first."""
+        """Return the names that this save may create, best first."""
         plain = self._record.path
         tagged = plain if meta.tag else names.tagged(plain, meta.save_id)
         return list(dict.fromkeys([self._record.object or plain, plain, tagged]))
 
     def _candidate_names(self, meta: Meta) -> list[str]:
-        """Where the object may lie: what is there already, under whichever name, comes first.
+        """Return the names that the object may have on the mirror; those that exist already come first.
 
-        A copy that was staged elsewhere may have come here before the original, or the original before the copy, and
-        each has its tag from its own disk. With one mirror only a copy can be second.
+        The original and a copy staged elsewhere may reach the mirror in either order, and each has the tag of its own
+        disk. With one mirror, only a copy can be second.
         """
         own = self._own_names(meta)
         capable = self._store.capabilities.custom_metadata  # equal bytes alone may be another save's
@@ -81,23 +81,23 @@ class Sending:
         return list(dict.fromkeys([*came_from, *own]))
 
     def _is_damaged_own(self, info: ObjectInfo, meta: Meta) -> bool:
-        """Whether an object that is not what was saved is this save's all the same, so that a person may delete it.
+        """Whether an object with wrong bytes still belongs to this save, so that a person may delete it.
 
-        What names another save is never ours. Without a word of its own an object is ours only by this save's tag.
+        An object whose metadata names another save is never ours. Without metadata, it is ours only by this save's tag.
         """
         owner = info.metadata.get("ckptmirror-save")
         return owner == meta.save_id if owner else info.name == names.tagged(names.untagged(info.name), meta.save_id)
 
     def _say_what_to_delete(self, damaged: Sequence[str]) -> StorePermanent:
-        """What is damaged under every name is never replaced: a person deletes it, and then it is sent again."""
+        """Return the error for a file that is damaged under every name: a person must delete it before it is resent."""
         mirror, folder = self._context.mirror, self._store.local_directory
         urls = [f"{mirror.url}/{name}" for name in damaged]
         at = urls if folder is None else [str(folder / name) for name in damaged]
         commands = "`, `".join(delete_command(one) or one for one in at)
         return StorePermanent(
             f"{self._record.path} is damaged on {mirror.url} under every name that it may have: "
-            f"{', '.join(urls)}. Nothing there is replaced. Delete it: `{commands}`; "
-            f"then `ckptmirror retry --root {quote(str(self._context.root))}`, and it is sent again."
+            f"{', '.join(urls)}. ckptmirror never replaces an object. Delete it: `{commands}`; "
+            f"then `ckptmirror retry --root {quote(str(self._context.root))}` sends it again."
         )
 
     def _metadata(self, meta: Meta) -> dict[str, str]:
@@ -117,6 +117,6 @@ class Sending:
                 except FileNotFoundError as error:
                     raise StorePermanent(f"{path} is gone.", hint="Nothing was deleted by ckptmirror.") from error
                 if meta.save_id != self._record.save_id:
-                    raise IntegrityError(f"{path} is the meta of another save, not of the one being sent.")
+                    raise IntegrityError(f"{path} is the meta of another save, not of this one.")
                 return meta
         raise IntegrityError(f"The table does not know the meta of save {self._record.save_id[:8]}.")

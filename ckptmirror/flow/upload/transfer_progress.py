@@ -1,9 +1,9 @@
 """Transfer progress: the bytes that this process is sending now, and the mirrors that it waits for.
 
 Rules:
-* It is for looking at, and nothing is decided by it: a table says what is verified.
-* Bytes that a mirror had already when an upload was continued lie at its place, and were not moved.
-* It is told by several threads. Whoever reads it gets one picture of one moment.
+* It is only for display. The table decides what is verified.
+* Bytes that a mirror already had when an upload continued count as there, but not as moved.
+* Several threads report to it. A reader gets one consistent picture.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Held", "Seen", "UnderWay", "Wait", "WatchedUpload"]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A mirror that is waited for.
+    """A wait for a mirror that does not answer.
 
     Attributes:
-        reason: What it last said, or why it could not be asked.
-        retry_in_s: When it is asked again; 0 or less: it is being asked now.
+        reason: Its last error, or why it could not be asked.
+        retry_in_s: Seconds until it is asked again; 0 or less: it is being asked now.
     """
 
     mirror: str
@@ -37,9 +37,9 @@ class Held:
     """A file that another process is sending.
 
     Attributes:
-        path: In the root.
-        holder: ``process 1234``, with its host where that is another.
-        left_s: When others may send it, unless that process goes on meanwhile.
+        path: Its path in the root.
+        holder: ``process 1234``, with its host if it is another machine.
+        left_s: Seconds until others may send it, unless that process continues.
     """
 
     path: str
@@ -49,14 +49,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One look at what is under way.
+    """The transfers at one moment.
 
     Attributes:
-        there_bytes: What the mirrors have of the files under way, whoever sent it.
-        moved_bytes: What this process has moved since it began, of any file; it never falls.
-        sending: Files of which bytes are missing on the mirror.
-        verifying: Files that are all there and are not verified yet.
-        waits: The mirrors that are waited for, by URL.
+        there_bytes: Bytes of the current files that the mirrors have, whichever process sent them.
+        moved_bytes: Bytes of any file that this process has moved since it began; never decreases.
+        sending: Files that the mirror does not have all bytes of.
+        verifying: Files whose bytes are all there, and that are not verified yet.
+        waits: The waits for mirrors that do not answer, by URL.
     """
 
     there_bytes: int = 0
@@ -67,7 +67,7 @@ class Seen:
 
 
 class UnderWay:
-    """Keeps what is under way.
+    """Keeps the current transfers and waits.
 
     Args:
         clock: Seconds, monotonic.
@@ -96,17 +96,17 @@ class UnderWay:
             self._files.pop((file, mirror), None)
 
     def waits(self, mirror: str, delay_s: float, error: Exception) -> None:
-        """A mirror did not answer, and is asked again in ``delay_s`` seconds."""
+        """Note that a mirror did not answer, and is asked again in ``delay_s`` seconds."""
         with self._lock:
             self._waits[mirror] = str(error), self._clock() + delay_s
 
     def answered(self, mirror: str) -> None:
-        """A mirror answers again."""
+        """Note that a mirror answers again."""
         with self._lock:
             self._waits.pop(mirror, None)
 
     def seen(self) -> Seen:
-        """Return what is under way at this moment."""
+        """Return the transfers at this moment."""
         with self._lock:
             now_s = self._clock()
             return Seen(
@@ -119,10 +119,10 @@ class UnderWay:
 
 
 class WatchedUpload:
-    """The bytes of one file on their way to one mirror, and the callbacks that a store gets with them.
+    """The source of one file that is sent to one mirror, with the progress callbacks that a store calls.
 
-    A first reading that begins in the middle, or one that begins anew, says how much the mirror has. What is read is
-    not sent yet: stores read ahead.
+    If the first read, or a restarted one, begins in the middle, the mirror has the bytes before it. Bytes that were
+    read are not sent yet: stores read ahead.
     """
 
     def __init__(self, source: Source, under_way: UnderWay, file: object, mirror: str) -> None:
@@ -145,11 +145,11 @@ class WatchedUpload:
         return count
 
     def acknowledged(self, position: int) -> None:
-        """The mirror has so many bytes."""
+        """Note that the mirror has ``position`` bytes."""
         self._at(position, was_there=self._read_to is None)
 
     def sent(self, position: int) -> None:
-        """So many bytes are on the wire."""
+        """Note that ``position`` bytes are on the wire."""
         self._at(position, was_there=False)
 
     def _at(self, position: int, *, was_there: bool) -> None:

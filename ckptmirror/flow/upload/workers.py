@@ -1,12 +1,11 @@
 """The uploader's threads: they claim records, and sleep when there is nothing to claim.
 
 Rules:
-* Threads are daemons: the table is durable, so a process may end at any moment. ``stop`` is the sound end.
-* A worker that meets a newer attempt ends all workers of this process. Nothing else ends a worker.
-* A worker's name says host and process. What a dead one held is free again as soon as another has nothing else to do:
-  a lease is waited for only where nobody can say whether its process lives.
-* Waits are bounded: a worker looks at the table at least every ``IDLE_S`` seconds, since other processes write to it
-  too.
+* Threads are daemons: the table is durable, so a process may end at any moment. ``stop`` ends them cleanly.
+* A worker that is fenced by a newer attempt ends all workers of this process. Nothing else ends a worker.
+* A worker's name has its host and process. An idle worker takes over the records of a dead process at once; it waits
+  for a lease only if it cannot tell whether the process lives.
+* Waits are bounded: a worker reads the table at least every ``IDLE_S`` seconds, since other processes write to it too.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ _log = logging.getLogger("ckptmirror.upload")
 
 
 def still_moving(table: UploadsTable, mirrors: Collection[str], save_id: str | None = None) -> int:
-    """Count the records that may still become verified by themselves. 0 ends the waiting; it does not say all is well.
+    """Count the records that may still become verified by themselves. 0 ends a wait; it does not mean that all is safe.
 
-    A failed file is not among them, nor is the meta that waits for it: a person mends the cause, or the next start
-    tries.
+    A failed file does not count, nor does the meta that waits for it: they need a person to fix the cause, or the next
+    start.
     """
     counts = [count for count in table.counts() if count.mirror in mirrors]
     if save_id is None and not any(count.state is RecordState.FAILED for count in counts):
@@ -56,7 +55,7 @@ def still_moving(table: UploadsTable, mirrors: Collection[str], save_id: str | N
 
 
 def free_dead_workers(table: UploadsTable, mirror: str | None = None) -> int:
-    """Put back at once what workers of this machine held whose process is dead. Returns how many records."""
+    """Put back the records claimed by dead processes of this machine, and return how many there were."""
     held = table.records(mirror=mirror, state=RecordState.UPLOADING)
     workers = {record.claimed_by for record in held if record.claimed_by}
     return sum(
@@ -65,10 +64,10 @@ def free_dead_workers(table: UploadsTable, mirror: str | None = None) -> int:
 
 
 def upload_save(context: UploadContext, save_id: str) -> None:
-    """Carry the records of one save as far as they go now, without threads: what the mirror has is found there.
+    """Upload the records of one save as far as possible now, without threads. What the mirror has is not sent again.
 
     Raises:
-        AttemptFenced: A newer attempt was met.
+        AttemptFenced: A newer attempt has claimed the run.
     """
     others = [save.save_id for save in context.table.saves() if save.save_id != save_id]
     while (
@@ -78,7 +77,7 @@ def upload_save(context: UploadContext, save_id: str) -> None:
 
 
 def held_elsewhere(table: UploadsTable, mirrors: Collection[str]) -> tuple[Held, ...]:
-    """Say which files other processes are sending to these mirrors, and for how long each is left to it."""
+    """Return the files that other processes are sending to these mirrors, with the time left until others may."""
     own = socket.gethostname(), str(os.getpid())
     held = [record for mirror in mirrors for record in table.records(mirror=mirror, state=RecordState.UPLOADING)]
     return tuple(
@@ -93,13 +92,13 @@ def _worker_name(number: int) -> str:
 
 
 def _holder(worker: str) -> str:
-    """Say to a person whose worker it is."""
+    """Describe the process of a worker to a person."""
     host, pid, *_ = [*worker.split(":"), "?"]
     return f"process {pid}" + (f" on {host}" if host != socket.gethostname() else "")
 
 
 def _is_dead(worker: str) -> bool:
-    """Whether the process is surely dead; a wrong answer costs nothing, since a lost claim's token is refused."""
+    """Whether the process is certainly dead. A wrong answer does no harm, since a lost claim's token is refused."""
     host, pid, _, began = [*worker.split(":"), "", "", ""][:4]
     return host == socket.gethostname() and pid.isdigit() and not is_alive(int(pid), began)
 
@@ -152,9 +151,9 @@ class UploadWorkers:
             self._wake.notify_all()
 
     def wait_until_verified(self, done: Callable[[], bool], timeout_s: float, *, look_every_s: float = IDLE_S) -> bool:
-        """Wait until ``done()``, which asks the table, says so.
+        """Wait until ``done()``, which reads the table, returns True.
 
-        It is asked after each upload, and every ``look_every_s``.
+        It is called after each upload, and every ``look_every_s`` seconds.
         """
         deadline = time.monotonic() + timeout_s
         while not done():
@@ -166,12 +165,12 @@ class UploadWorkers:
         return True
 
     def ask_to_stop(self) -> None:
-        """Ask the threads to end after the record they carry."""
+        """Ask the threads to end after their current record."""
         self._stopping = True
         self.notify()
 
     def stop(self, timeout_s: float) -> bool:
-        """Ask the threads to end after the record they carry; say whether all did within ``timeout_s`` seconds."""
+        """Ask the threads to end after their current record; return whether all did within ``timeout_s`` seconds."""
         self.ask_to_stop()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -198,7 +197,7 @@ class UploadWorkers:
             except CkptMirrorError as error:
                 if not self._stopping:
                     _log.error("the uploader cannot use its table: %s", error)
-            except Exception:  # noqa: BLE001 - a worker that died would leave a queue that only looks alive
+            except Exception:  # noqa: BLE001 - a dead worker would leave a queue that nothing empties
                 _log.exception("the uploader met an unexpected error and continues")
             with self._wake:
                 if self._rounds == rounds and not self._stopping:
