@@ -224,7 +224,7 @@ def test_a_closed_table_is_not_made_anew(tmp_path: Path, node: Callable[..., Nod
     running = node(memory_url())
     running.close()
     with pytest.raises(CkptMirrorError, match="closed"):
-        running.table.start_anew()
+        running.table.recreate()
 
 
 def test_a_claim_of_the_table_before_is_lost(place: MirroredRoot) -> None:
@@ -233,7 +233,7 @@ def test_a_claim_of_the_table_before_is_lost(place: MirroredRoot) -> None:
     meta = place.commit(100)
     claim = place.table.claim("worker", place.mirrors[0].url, lease_s=60)
     assert claim is not None
-    place.table.start_anew()
+    place.table.recreate()
     place.table.set_mirrors([(place.mirrors[0].url, True)])
     place.add(meta)
     place.table.release_save(meta.save_id)

@@ -309,7 +309,7 @@ class Node:
         _log.error("%s %s; its facts are gathered again from disk and mirrors.", error, where)
 
     def _new_table(self) -> Path | None:
-        aside = self.table.start_anew()
+        aside = self.table.recreate()
         set_mirrors(self.table, self.specs)
         if self.claim is not None:
             self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))

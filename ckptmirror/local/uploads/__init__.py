@@ -1,8 +1,8 @@
 """The pending-uploads table: which file of which save is safe on which mirror.
 
 Rules:
-* The table is a cache of facts that disk and mirror can re-establish. No record means not durable.
-* A record says ``verified`` only after the mirror was asked; no row is believed whose checksum is wrong.
+* The table is a cache of facts that can be read again from disk and mirror. No record means not durable.
+* A record is ``verified`` only after the mirror was asked. A row with a wrong checksum is never used.
 * The design, the schema and the state graph are in docs/design/uploads-table.md.
 """
 

@@ -1,9 +1,9 @@
-"""What each verb makes of a record: pure, with the state graph of ``core.lifecycle`` checked on every step.
+"""How each verb changes a record: pure functions that check every step against the state graph of ``core.lifecycle``.
 
 Rules:
-* Each function takes a record and returns what it becomes; nothing is read or written here.
-* Leaving ``uploading`` ends the hold: the worker, its lease and the waiting time are taken out of the record.
-* A session belongs to one object name and survives ``pending``, so that another process continues a half-sent file.
+* Each function takes a record and returns the changed record; nothing is read or written here.
+* Leaving ``uploading`` ends the claim: the worker, its lease and the waiting time are cleared.
+* A session belongs to one object name and survives ``pending``, so that another process can continue a half-sent file.
 """
 
 from __future__ import annotations
@@ -116,28 +116,28 @@ def claimed(record: UploadRecord, worker: str, lease_ms: int, clock: LeaseClock)
 
 
 def renewed(record: UploadRecord, lease_ms: int, clock: LeaseClock) -> UploadRecord:
-    """The lease, counted from now."""
+    """Renew the lease, counted from now."""
     until_ms = clock.now_ms() + lease_ms
     return replace(record, lease_boot=clock.boot_id, lease_until_ms=until_ms, lease_ms=lease_ms)
 
 
 def with_session(record: UploadRecord, session: str | None) -> UploadRecord:
-    """The session of the half-sent object."""
+    """Set the session of the half-sent object."""
     return replace(record, session=session)
 
 
 def with_object(record: UploadRecord, object_name: str) -> UploadRecord:
-    """Another object name; a session of the old one is of no use for it."""
+    """Set another object name, and drop the session of the old one."""
     return replace(record, object=object_name, session=record.session if object_name == record.object else None)
 
 
 def verified(
     record: UploadRecord, *, object_name: str, generation: int, size_bytes: int, crc32c: int, clock: LeaseClock
 ) -> UploadRecord:
-    """From uploading to verified, if the mirror's answer is what was saved.
+    """From uploading to verified, if the mirror's answer matches the saved file.
 
     Raises:
-        IntegrityError: It is not.
+        IntegrityError: It does not match.
     """
     if record.role == "artifact" and (size_bytes, crc32c) != (record.size_bytes, record.crc32c):
         raise IntegrityError(
@@ -158,7 +158,7 @@ def verified(
 
 
 def put_back(record: UploadRecord, reason: str, wait_ms: int, clock: LeaseClock) -> UploadRecord:
-    """From uploading to pending, not to be claimed again before ``wait_ms`` have passed."""
+    """From uploading to pending; no worker claims it before ``wait_ms`` have passed."""
     wait: dict[str, Any] = {}
     if wait_ms > 0:
         wait = {"not_before_boot": clock.boot_id, "not_before_ms": clock.now_ms() + wait_ms}
@@ -166,7 +166,7 @@ def put_back(record: UploadRecord, reason: str, wait_ms: int, clock: LeaseClock)
 
 
 def failed(record: UploadRecord, reason: str, clock: LeaseClock) -> UploadRecord:
-    """From uploading to failed: nobody tries again before a retry is asked for."""
+    """From uploading to failed: it is not tried again until ``retry``."""
     return _moved(record, RecordState.FAILED, clock, reason, session=None)
 
 
@@ -176,7 +176,7 @@ def retried(record: UploadRecord, clock: LeaseClock) -> UploadRecord:
 
 
 def unverified(record: UploadRecord, reason: str, clock: LeaseClock) -> UploadRecord:
-    """From verified to pending: the object is gone, or is not what was verified."""
+    """From verified to pending: the object is gone, or differs from what was verified."""
     changes: dict[str, Any] = {"generation": None, "session": None}
     if record.role == "meta":
         changes |= {"size_bytes": None, "crc32c": None}

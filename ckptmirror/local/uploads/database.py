@@ -2,11 +2,11 @@
 
 Rules:
 * Write-ahead log with synchronous=FULL: a commit that returned survives a power loss (docs/adr/0001).
-* Every wait is bounded: for other processes by SQLite's busy timeout, for other threads by the lock's.
+* Every wait has a limit: for other processes SQLite's busy timeout, for other threads the lock's.
 * No connection lives across a fork: SQLite's locks and shared memory belong to a process. Before a fork each table
-  waits for its running change and closes; whichever side uses it next opens it anew. A change that does not end (a disk
-  that hangs) holds up a fork only so long: then the child leaves that connection alone, never to be closed there.
-* Text leaves the database as bytes, so that one broken letter spoils one row.
+  waits for its running change and closes; parent and child reopen it at their next use. If a change does not end (a
+  disk that hangs), the fork waits only for a limited time, and the child never uses or closes that connection.
+* Text leaves the database as bytes, so that one broken letter damages one row.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Database:
             connection.execute(statement("use a write-ahead log")).fetchall()
 
     def check(self) -> None:
-        """Open the file now and see that it is a sound table of a version that this code knows."""
+        """Open the file now and check that it is a sound table of a version that this code knows."""
         with self.reading() as connection:
             if not self.read_only:
                 found = connection.execute(statement("look over the pages")).fetchall()
@@ -110,7 +110,7 @@ class Database:
             log = self.path.with_name(self.path.name + "-wal")
             if log.exists() and log.stat().st_size > 0:
                 raise
-            # A medium that cannot be written, and nothing in the log: nobody can be changing the file.
+            # The medium is read-only, and the log is empty: no process can be changing the file.
             uri = self.path.absolute().as_uri() + "?immutable=1"
             connection = apsw.Connection(uri, flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
         return connection
@@ -129,7 +129,7 @@ class Database:
             version = self._migrate(connection)
 
     def _migrate(self, connection: apsw.Connection) -> int:
-        """Take the next step under the write lock, unless another process took it meanwhile; return the version."""
+        """Take the next migration step under the write lock, unless another process has; return the version."""
         connection.execute(statement("begin a change"))
         try:
             version = _number(connection, "read the schema version")
@@ -148,13 +148,13 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[apsw.Connection]:
-        """Give the connection for one statement (which sees one moment of the table)."""
+        """Lend the connection for one statement, which sees one moment of the table."""
         with self._held(), named_failures(self.path):
             yield self._ready()
 
     @contextmanager
     def change(self, verb: str) -> Iterator[apsw.Connection]:
-        """Give the connection inside a transaction that is durable when the block is left, or undone by an error."""
+        """Lend the connection inside a transaction; leaving the block makes it durable, an error undoes it."""
         with self._held(), named_failures(self.path):
             connection = self._ready()
             connection.execute(statement("begin a change"))
@@ -183,10 +183,10 @@ class Database:
             self._connection = self._open()
         return self._connection
 
-    def start_anew(self) -> Path | None:
-        """Put an empty table in the place of one that broke or went away; return where the broken one lies now.
+    def recreate(self) -> Path | None:
+        """Replace a broken or missing table by an empty one; return where the broken one is now.
 
-        The other users of this object go on with the new one.
+        The other users of this object continue with the new one.
 
         Raises:
             NoTable: This object was closed.
@@ -194,7 +194,7 @@ class Database:
         with self._held():
             if self._closed:
                 raise NoTable(f"the table {self.path} was closed in this process")
-            with suppress(CkptMirrorError):  # what is broken may not close well
+            with suppress(CkptMirrorError):  # a broken table may fail to close
                 self._disconnect()
             aside = set_aside(self.path, timeout_s=self._busy_timeout_s) if self.path.exists() else None
             self.create()
@@ -219,7 +219,7 @@ class Database:
         """Return a fact's JSON value, None if it was never written.
 
         Raises:
-            BrokenTable: It does not read back as it was written.
+            BrokenTable: The fact is damaged.
         """
         with self.reading() as connection:
             rows = connection.execute(statement("read a fact"), {"name": name}).fetchall()
@@ -235,7 +235,7 @@ class Database:
             raise BrokenTable(f"the fact {name!r} in {self.path} is broken: {error}") from error
 
     def write_fact(self, name: str, value: Any, *, replace: bool = True) -> None:
-        """Write a fact, durably; without ``replace``, unless it is there."""
+        """Write a fact durably; without ``replace``, only if there is none yet."""
         text = json.dumps(value)
         row = {"name": name, "value": text, "row_crc": canonical_crc([name, text])}
         with self.change("write_fact") as connection:
@@ -257,7 +257,7 @@ class _Closing:
 
 @functools.cache
 def _schema(steps: tuple[str, ...]) -> list[tuple[Any, ...]]:
-    """What the migrations make. A letter that was flipped there is in the way of every change that it forbids."""
+    """Return the schema that the migrations create. A damaged schema could forbid valid changes."""
     with _Closing(apsw.Connection(":memory:")) as connection:
         for migration in steps:
             connection.execute(migration)
@@ -269,7 +269,7 @@ def _number(connection: apsw.Connection, name: str) -> int:
 
 
 def _undo(connection: apsw.Connection) -> None:
-    """Leave the transaction if SQLite has not done so by itself; the first error is the one that counts."""
+    """Roll back the transaction if SQLite has not done so; the first error is the one that counts."""
     if connection.in_transaction:
         with suppress(apsw.Error):
             connection.execute(statement("undo the change"))
@@ -281,7 +281,7 @@ _open_databases: weakref.WeakSet[Database] = weakref.WeakSet()
 
 
 class _HeldForFork(threading.local):
-    """The tables that the forking thread holds meanwhile."""
+    """The tables that the forking thread holds during the fork."""
 
     def __init__(self) -> None:
         self.databases: list[Database] = []
@@ -299,7 +299,7 @@ def _before_fork() -> None:
             _held_for_fork.busy.append(database)
             continue
         _held_for_fork.databases.append(database)
-        with suppress(CkptMirrorError):  # a table that broke holds up no fork: its next user finds out
+        with suppress(CkptMirrorError):  # a broken table does not block a fork: its next user finds out
             database._disconnect()
 
 
@@ -314,12 +314,12 @@ def _after_fork_in_child() -> None:
         if database._connection is not None:
             _leave_alone(database._connection)
             database._connection = None
-        database._lock = threading.RLock()  # its holder did not come along
+        database._lock = threading.RLock()  # its holder is not in the child
     _after_fork()
 
 
 def _leave_alone(connection: apsw.Connection) -> None:
-    """Keep a connection of the parent's from being closed at this process's end, which would write to the file."""
+    """Prevent this process from closing the parent's connection at its end, which would write to the file."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
 

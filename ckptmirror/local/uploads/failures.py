@@ -1,10 +1,10 @@
-"""Turns what SQLite raises into the errors of ckptmirror.
+"""Turns SQLite's exceptions into the errors of ckptmirror.
 
 Rules:
-* Nothing of SQLite's own errors leaves this package.
-* A log that the disk has no room to lengthen is written from its beginning again, so that a full disk holds up one
-  change and not all: uploads must go on there, since nothing that is not uploaded may be deleted.
-* A statement that is wrong is our own mistake and is not disguised as a state of the disk.
+* SQLite's own errors never leave this package.
+* If the disk has no room for a longer log, the log is overwritten from its beginning, so that a full disk fails one
+  change and not all. Uploads must continue there, because a file that is not uploaded is not deleted.
+* A wrong statement is our own bug and is not reported as a state of the disk.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _directory(path: Path) -> errors.LocalStorageUnwritable:
 
 
 def reuse_log_if_full(connection: apsw.Connection, error: BaseException) -> None:
-    """After a change for which there was no room: let the next one overwrite the log instead of lengthening it."""
+    """After a change that found no room, let the next one overwrite the log instead of extending it."""
     if isinstance(error, apsw.FullError):
         with suppress(apsw.Error):  # the first error is the one that counts
             connection.execute(statement("move the log into the table")).fetchall()

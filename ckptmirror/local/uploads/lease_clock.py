@@ -1,8 +1,8 @@
-"""The clock that leases and waiting times are measured with.
+"""The clock for leases and waiting times.
 
 Rules:
-* Leases use CLOCK_BOOTTIME: it never jumps, and it goes on while the machine sleeps. The wall clock is for people.
-* A time of another boot means nothing here, so every stored time carries the id of its boot.
+* Leases use CLOCK_BOOTTIME: it never jumps, and it runs while the machine sleeps. The wall clock is for people.
+* A time of another boot has no meaning here, so every stored time has the id of its boot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
 class LeaseClock(Protocol):
-    """What the table asks of a clock; tests give it one that they move by hand."""
+    """The clock that the table needs; tests pass one that they move by hand."""
 
     @property
     def boot_id(self) -> str:
@@ -40,7 +40,7 @@ class BootClock:
 
     @cached_property
     def boot_id(self) -> str:
-        """The kernel's boot id; "unknown" where there is none (then only the granted length tells an old lease)."""
+        """The kernel's boot id; "unknown" if there is none (then only its length shows that a lease is old)."""
         try:
             return BOOT_ID_FILE.read_text(encoding="ascii").strip() or "unknown"
         except OSError:

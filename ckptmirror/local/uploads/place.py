@@ -1,11 +1,11 @@
-"""Where the table's file may lie, how it comes to be there, and how a broken one goes.
+"""Where the table's file may be, how it is created, and how a broken one is set aside.
 
 Rules:
-* Never on a network file system or under FUSE: its locks and shared memory do not hold there.
-* A table appears whole or not at all: built under a temporary name, fsynced, published without replacing anything.
-* A write-ahead log belongs to one database. One left behind without its database is moved away before a table is
-  published, and a table that is set aside takes its log along, log first: SQLite would replay it into the next table.
-* Creating and setting aside hold a lock on the directory. Nothing here opens a table's file while it may be open as a
+* It is never on a network file system or under FUSE: its locks and shared memory do not work there.
+* A table appears whole or not at all: it is built under a temporary name, fsynced, and published without replacing.
+* A write-ahead log belongs to one database: SQLite would replay it into the next one. So a log without its database is
+  moved away before a table is published, and a table that is set aside is moved with its log, log first.
+* Creating and setting aside hold a lock on the directory. No code here opens a table's file while it may be open as a
   database: closing it would drop the database's locks.
 """
 
@@ -36,7 +36,7 @@ _WAIT_STEP_S = 0.02
 
 @contextmanager
 def _directory_lock(directory: Path, timeout_s: float) -> Iterator[None]:
-    """Hold the only lock of its kind on a directory."""
+    """Hold the directory's lock for creating and moving tables."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + timeout_s
@@ -88,7 +88,7 @@ def _build_and_publish(path: Path, build: Callable[[Path], None]) -> None:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        with suppress(NameTaken):  # somebody put one there who does not know our lock: then it is that one
+        with suppress(NameTaken):  # a process that does not use our lock created one: use that one
             files.rename_noreplace(temporary, path, label="table.publish")
         files.fsync_dir(path.parent)
     finally:
@@ -96,7 +96,7 @@ def _build_and_publish(path: Path, build: Callable[[Path], None]) -> None:
 
 
 def _remove_temporaries(path: Path) -> None:
-    """Remove what a creation that was killed left behind; under the lock there is no other creation."""
+    """Remove what a killed creation left behind; under the lock no other creation runs."""
     ours = re.compile(re.escape(path.name) + r"\.[0-9a-f]{8}\.tmp(-wal|-shm|-journal)?")
     for entry in path.parent.iterdir():
         if ours.fullmatch(entry.name):

@@ -1,9 +1,9 @@
-"""What the table hands out: frozen values, and how rows become them.
+"""The values that the table returns, and how rows become them.
 
 Rules:
 * Every row of ``records``, ``saves`` and ``facts`` carries a CRC-32 of its canonical content: a JSON list of its
   columns in the schema's order, without the row number and the checksum. Every change writes it, every read checks it.
-* A row that does not check or does not decode is a ``BrokenRow``: it is reported, and counts as no record.
+* A row that has a wrong checksum or cannot be decoded is a ``BrokenRow``: it is reported and counts as no record.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Role = Literal["artifact", "meta"]
 
 @dataclass(frozen=True, slots=True)
 class RootIdentity:
-    """Whose table this is.
+    """The root and the run that a table belongs to.
 
     Attributes:
         run_id: 32 hex digits.
@@ -64,7 +64,7 @@ class RootIdentity:
         return cls(run_id, str(root.resolve()), status.st_dev, status.st_ino)
 
     def is_directory(self, path: Path) -> bool:
-        """Whether ``path`` names the very directory now, not only the same path."""
+        """Whether ``path`` is this same directory now, not only the same path."""
         try:
             status = path.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -85,21 +85,21 @@ class UploadRecord:
     """One file of one save on one mirror.
 
     Attributes:
-        id: The row's number, of no meaning outside this table.
+        id: The row's number; it has no meaning outside this table.
         save_order: Rises with every save added: older saves are sent first.
         path: Relative to the root, as in the meta; for role "meta" the meta's own name.
         role: "artifact", or "meta" for the record whose state says whether the save is committed on this mirror.
         size_bytes: Of the file; None for a meta that is not written yet.
         crc32c: Of the file; None for a meta that is not written yet.
         object: The name on the mirror; ``path`` until another one was chosen.
-        generation: What the mirror answered when it was verified; None otherwise.
+        generation: The object's generation when it was verified; None otherwise.
         session: The resumable session of a half-sent file. It is a key to the mirror: never shown, never logged.
         attempts_made: How often it was claimed.
         token: The fencing token: rises with every claim.
         claimed_by: The worker that holds the lease; None unless the state is ``uploading``.
         lease_boot: The boot that the lease's clock belongs to.
         lease_until_ms: CLOCK_BOOTTIME at which the lease runs out.
-        lease_ms: How long the lease was granted for.
+        lease_ms: The granted length of the lease.
         not_before_boot: The boot that ``not_before_ms`` belongs to.
         not_before_ms: CLOCK_BOOTTIME before which the record is not claimed again.
         reason: Why it is in its state, in words; of a failed record, the error.
@@ -136,7 +136,7 @@ class UploadRecord:
 
     @property
     def last_error(self) -> str | None:
-        """Why the last try did not succeed; None if there is nothing to complain about."""
+        """Why the last try failed; None if there is no error."""
         complains = self.state is RecordState.FAILED or (self.state is RecordState.PENDING and self.attempts_made > 0)
         return self.reason if complains else None
 
@@ -155,10 +155,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class MirrorRow:
-    """A mirror as the trainer configured it, or one that a person pushed to beside those.
+    """A mirror that the trainer configured, or that a person pushed to.
 
     Attributes:
-        pushed: The trainer does not serve it, and nothing waits for it; every drain does.
+        pushed: The trainer does not upload to it, and nothing waits for it; every drain does upload to it.
     """
 
     url: str
@@ -168,7 +168,7 @@ class MirrorRow:
 
 @dataclass(frozen=True, slots=True)
 class SaveRow:
-    """One save: what it must have on every mirror.
+    """One save, and what every mirror must have of it.
 
     Attributes:
         artifact_count: Number of records of role "artifact" that the save must have on each of its mirrors.
@@ -188,13 +188,13 @@ class SaveRow:
 
 @dataclass(frozen=True, slots=True)
 class MirrorStanding:
-    """What the table durably knows of one save on one mirror.
+    """What the table durably knows about one save on one mirror.
 
     Attributes:
-        verified: Every artifact of the save has a record that checks and says ``verified``.
-        committed: So has the save's meta.
-        skipped: Policy left this save out of this mirror (its meta's record says ``skipped``).
-        removed: A tombstone stands for it on the mirror (its meta's record says ``removed``).
+        verified: Every artifact of the save has a sound record with state ``verified``.
+        committed: The save's meta has one too.
+        skipped: The policy keeps this save off this mirror (its meta's record is ``skipped``).
+        removed: The mirror has a tombstone in its place (its meta's record is ``removed``).
         reason: What is missing, in words; "" if nothing is.
     """
 
@@ -225,9 +225,9 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class StateCount:
-    """How many records of one mirror are in one state, and their bytes as far as known.
+    """How many records of one mirror are in one state, and their bytes if known.
 
-    For people: not checked row by row, never a ground for a deletion.
+    For people: the rows are not checked, so no deletion is based on it.
     """
 
     mirror: str
@@ -238,7 +238,7 @@ class StateCount:
 
 @dataclass(frozen=True, slots=True)
 class BrokenRow:
-    """A row that does not read back as it was written. It counts as no record."""
+    """A damaged row. It counts as no record."""
 
     table: str
     number: int
@@ -272,7 +272,7 @@ def record_to_columns(record: UploadRecord) -> dict[str, int | str | None]:
 
 
 def record_from_row(row: Sequence[Value]) -> UploadRecord | BrokenRow:
-    """Turn a row of the ``record`` columns into a record, or say what is wrong with it."""
+    """Turn a row of the ``record`` columns into a record, or return what is wrong with it."""
     number, *raw, row_crc, released = row
     try:
         values = [
@@ -307,7 +307,7 @@ def save_to_columns(save: SaveRow) -> dict[str, int | str | None]:
 
 
 def save_from_row(row: Sequence[Value]) -> SaveRow | BrokenRow:
-    """Turn a row of the ``save`` columns into a save, or say what is wrong with it."""
+    """Turn a row of the ``save`` columns into a save, or return what is wrong with it."""
     number, *raw, row_crc = row
     try:
         values = [
@@ -335,7 +335,7 @@ def _decoded(name: str, value: Value, *, integer: bool, nullable: bool) -> int |
 
 
 def text_of(value: Value) -> str:
-    """Return text that was read as bytes; letters that cannot be read are replaced, for it is for people."""
+    """Return text that was read as bytes, for people: invalid letters are replaced."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 

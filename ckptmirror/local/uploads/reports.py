@@ -1,7 +1,7 @@
-"""Questions to the table that read more than one row, and the decisions that rest on them.
+"""Queries that read more than one row, and the decisions that are based on them.
 
 Rules:
-* What a deletion or a commit rests on is read row by row and checked: ``standing`` and ``may_be_sent``.
+* A deletion or a commit is based only on rows that are read and checked one by one: ``standing`` and ``may_be_sent``.
 * ``counts`` and ``history`` are for people.
 """
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def may_be_sent(connection: apsw.Connection, record: UploadRecord) -> bool:
-    """Whether a record that the index offers may be handed out: its save is released, a meta's artifacts are done."""
+    """Whether a worker may get this record: its save is released, and for a meta, its artifacts are done."""
     try:
         save = rows.read_save(connection, record.save_id)
     except BrokenTable:
@@ -68,7 +68,7 @@ def records(
 
 
 def standing(connection: apsw.Connection, save_id: str, configured: Sequence[str]) -> tuple[MirrorStanding, ...]:
-    """Say for each mirror what is durably known of a save."""
+    """Return, for each mirror, what is durably known about a save."""
     save = rows.read_save(connection, save_id)
     found = list(rows.iterate_records(connection, "read the records of a save", {"save_id": save_id}))
     mirrors = dict.fromkeys([*configured, *(record.mirror for record in found)])
@@ -111,7 +111,7 @@ def history(connection: apsw.Connection, save_id: str | None) -> list[Transition
 
 
 def counts(connection: apsw.Connection) -> tuple[StateCount, ...]:
-    """Count what the index says."""
+    """Count records and bytes by the index."""
     known = {state.value: state for state in RecordState}
     found = connection.execute(statement("count records and bytes by mirror and state"), {})
     return tuple(

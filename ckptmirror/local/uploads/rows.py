@@ -2,8 +2,8 @@
 
 Rules:
 * Every row that is read is checked; broken ones are reported once per process and left out.
-* A damaged index can answer with sound rows that were not asked for: every answer is held against the question.
-* Every write names the state and token that it expects; one that does not find them changes nothing and says so.
+* A damaged index can return sound rows that were not asked for, so every row is compared with the query.
+* Every write names the state and token that it expects; if they differ, it changes nothing and raises an error.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def first_record(connection: apsw.Connection, name: str, parameters: Parameters)
 
 
 def broken_rows(connection: apsw.Connection) -> list[BrokenRow]:
-    """Read every row and return those that do not check."""
+    """Read every row and return the broken ones."""
     records = [record_from_row(row) for row in connection.execute(statement("read all records"), {})]
     saves = [save_from_row(row) for row in connection.execute(statement("read all saves"), {})]
     broken = [row for row in (*records, *saves) if isinstance(row, BrokenRow)]
@@ -102,7 +102,7 @@ def read_record(connection: apsw.Connection, save_id: str, path: str, mirror: st
     """Return one record, None if there is none.
 
     Raises:
-        BrokenTable: Its row does not read back as it was written.
+        BrokenTable: Its row is damaged.
     """
     key: Parameters = {"save_id": save_id, "path": path, "mirror": mirror}
     rows = connection.execute(statement("read a record"), dict(key)).fetchall()
@@ -119,7 +119,7 @@ def read_save(connection: apsw.Connection, save_id: str) -> SaveRow | None:
     """Return one save, None if there is none.
 
     Raises:
-        BrokenTable: Its row does not read back as it was written.
+        BrokenTable: Its row is damaged.
     """
     rows = connection.execute(statement("read a save"), {"save_id": save_id}).fetchall()
     if not rows:
@@ -136,7 +136,7 @@ def write_changed(connection: apsw.Connection, old: UploadRecord, new: UploadRec
     """Write ``new`` over ``old``, if the row still has the state and token of ``old``.
 
     Raises:
-        ClaimLost: It has not.
+        ClaimLost: The row has another state or token.
     """
     columns = record_to_columns(new) | {
         "id": old.id,
@@ -149,9 +149,9 @@ def write_changed(connection: apsw.Connection, old: UploadRecord, new: UploadRec
 
 
 def blocked_because(save: SaveRow | None, records: Iterable[UploadRecord]) -> str:
-    """Say why the meta of a save may not be written to a mirror yet, "" if it may.
+    """Return why the meta of a save may not be written to a mirror yet, "" if it may.
 
-    The records are all sound ones of the save on that mirror. A missing or broken row shows as one too few.
+    The records are all sound ones of the save on that mirror. A missing or broken row makes the count too small.
     """
     if save is None:
         return "the save is not in the table"

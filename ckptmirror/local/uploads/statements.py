@@ -2,7 +2,7 @@
 
 Rules:
 * ``-- name: <words>`` starts a statement, which ends at the next such line.
-* ``-- columns: <word>`` starts a list of columns; ``{word}`` in a statement stands for it, in any file.
+* ``-- columns: <word>`` starts a list of columns; ``{word}`` in a statement of any file is replaced by it.
 * Migrations are ``migrations/<4 digits>_<word>.sql``, numbered from 1 without a gap.
 """
 

@@ -1,15 +1,15 @@
-"""The pending-uploads table: whose it is, what becomes of saves and their records, and what it says.
+"""The pending-uploads table: its identity, the changes of saves and their records, and the queries.
 
 Rules:
 * Every verb is one transaction, durable when it returns; the history is written in the same one (by triggers).
 * The same table may be used by any number of threads and processes, and across forks.
 * Records are added before the save's local meta exists and may be claimed only after it does (``release_save``).
-* Adding is repeatable: what is there stays as it is, what is missing is added, what contradicts is refused.
+* Adding is repeatable: existing records stay as they are, missing ones are added, and a contradiction is refused.
 * Each verb of a worker reads the row again, inside the transaction, and continues only if the state is ``uploading``
-  under the claim's own token: a worker that was overtaken gets ``ClaimLost`` and has changed nothing.
-* A lease that ran out is ended when somebody asks for work, in the same transaction as the claim.
+  under the claim's own token: a worker that lost its claim gets ``ClaimLost`` and has changed nothing.
+* An expired lease is ended when a worker asks for work, in the same transaction as the claim.
 * A decision of policy, reconcile or a person takes the record from the worker that holds it.
-* What leaves the table leaves its history.
+* The history of a record stays when the record leaves the table.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class UploadsTable:
             path: The database file.
             create: Make the table if there is none.
             read_only: Change nothing; works on a medium that cannot be written.
-            identity: Whose table it must be; written into it if nothing is there yet. None: do not ask.
-            clock: What leases are measured with; the machine's own by default.
-            busy_timeout_s: How long other processes are waited for.
+            identity: The root that the table must belong to; written into it if it has none yet. None: do not check.
+            clock: The clock for leases; the machine's own by default.
+            busy_timeout_s: How long to wait for other processes.
 
         Raises:
             NoTable: There is none.
@@ -135,12 +135,12 @@ class UploadsTable:
     # -- whose it is, and where it mirrors to ---------------------------------------------------------------
 
     def identity(self) -> RootIdentity | None:
-        """Return whose table this is, None if nobody has said."""
+        """Return the root and run that this table belongs to; None if it has none yet."""
         value = self._database.read_fact("identity")
         return None if value is None else RootIdentity(**value)
 
     def claim_identity(self, identity: RootIdentity) -> None:
-        """Write whose table this is, if nobody has yet; else see that it is the same root of the same run.
+        """Write the identity if the table has none yet; otherwise check that it is the same root of the same run.
 
         Raises:
             ForeignTable: It is another root's, or another run's.
@@ -156,14 +156,14 @@ class UploadsTable:
             )
 
     def check_root(self, root: Path) -> None:
-        """See that this is the root's table, or nobody's yet. Asked before anything is changed.
+        """Check that this is the root's table, or belongs to none yet. Call this before anything is changed.
 
-        Another directory at the root's path is the root if it has the list of attempts (it was restored), or if there
-        is nothing to miss in it. Else it is what lies there while the root's file system is not mounted.
+        Another directory at the root's path counts as the root if it has the list of attempts (it was restored), or
+        if the table has no saves to miss. Otherwise the root's file system is not mounted.
 
         Raises:
             ForeignTable: It is another root's.
-            Temporary: The saves of this table are not to be looked for here.
+            Temporary: The root is not mounted, so the saves of this table cannot be found here.
         """
         known = self.identity()
         if known is None or known.is_directory(root):
@@ -181,31 +181,31 @@ class UploadsTable:
         error = ForeignTable(f"{self.path} is the table of {known.root} (run {known.run_id}), not of {root}")
         if self.path.is_relative_to(root):  # it came along with a copied root
             error.hint = (
-                f"If {root} is a copy, move {self.path.name} and its logs away: the next start of the trainer makes "
-                "the table anew, from disk and mirrors. Only one of the copies can continue."
+                f"If {root} is a copy, move {self.path.name} and its logs away: the next start of the trainer "
+                "recreates the table from disk and mirrors. Only one of the copies can continue."
             )
         return error
 
-    def start_anew(self) -> Path | None:
-        """Put an empty table in the place of one that broke or went away; return where the broken one is now.
+    def recreate(self) -> Path | None:
+        """Replace a broken or missing table by an empty one; return where the broken one is now.
 
-        Everybody who holds this object continues with the new table; a claim of the old one is lost.
+        All users of this object continue with the new table; a claim of the old one is lost.
 
         Raises:
             NoTable: This object was closed.
         """
-        return self._database.start_anew()
+        return self._database.recreate()
 
     def set_mirrors(self, mirrors: Sequence[tuple[str, bool]], pushed: Collection[str] = ()) -> None:
-        """Replace the list of ``(url, required)``, and which of them were pushed to.
+        """Replace the list of ``(url, required)``, and the set of those that were pushed to.
 
-        Nothing is written if it is that list (the disk may be full).
+        An unchanged list is not written, because the disk may be full.
         """
         self._set_fact("pushed", sorted(pushed), unset=[])
         self._set_fact("mirrors", [[url, required] for url, required in mirrors])
 
     def _set_fact(self, name: str, wanted: Sequence[object], *, unset: Sequence[object] | None = None) -> None:
-        """Write a fact, unless it says so already or was never written and is ``unset`` then."""
+        """Write a fact, unless it has this value already; a fact that was never written has the value ``unset``."""
         with suppress(BrokenTable):
             found = self._database.read_fact(name)
             if (unset if found is None else found) == wanted:
@@ -213,7 +213,7 @@ class UploadsTable:
         self._database.write_fact(name, wanted)
 
     def knows_mirrors(self) -> bool:
-        """Whether the list of mirrors was ever written: a table that was just made does not know which there are.
+        """Whether the list of mirrors was ever written: a new table does not know the mirrors.
 
         Raises:
             BrokenTable: The list does not read back as it was written.
@@ -221,7 +221,7 @@ class UploadsTable:
         return self._database.read_fact("mirrors") is not None
 
     def mirrors(self) -> list[MirrorRow]:
-        """Return the mirrors in configured order; none either where nobody has told (:meth:`knows_mirrors`).
+        """Return the mirrors in configured order; also empty if the list was never written (:meth:`knows_mirrors`).
 
         Raises:
             BrokenTable: The list does not read back as it was written.
@@ -230,11 +230,11 @@ class UploadsTable:
         return [MirrorRow(url, required, url in pushed) for url, required in self._database.read_fact("mirrors") or ()]
 
     def set_unasked(self, mirrors: Collection[str]) -> None:
-        """Keep which mirrors the start that runs has not asked yet for what was verified there before."""
+        """Store the mirrors that the running start has not yet asked about the files verified there."""
         self._set_fact("unasked", sorted(mirrors), unset=[])
 
     def unasked(self) -> set[str]:
-        """Return what :meth:`set_unasked` kept.
+        """Return what :meth:`set_unasked` stored.
 
         Raises:
             BrokenTable: The fact does not read back as it was written.
@@ -242,7 +242,7 @@ class UploadsTable:
         return set(self._database.read_fact("unasked") or ())
 
     def mirror_identity(self, url: str) -> str | None:
-        """Return which place a mirror was when it was first met; None if it never was.
+        """Return the identity that a mirror had at the first contact; None if there was no contact.
 
         Raises:
             BrokenTable: The fact does not read back as it was written.
@@ -255,7 +255,7 @@ class UploadsTable:
         return None if found is None else str(found)
 
     def remember_mirror_identity(self, url: str, identity: str) -> str:
-        """Keep which place a mirror is, unless that is known already; return what is known then."""
+        """Store a mirror's identity unless one is stored already; return the stored one."""
         self._database.write_fact(f"mirror {url}", identity, replace=False)
         return self.mirror_identity(url) or identity
 
@@ -271,7 +271,7 @@ class UploadsTable:
         *,
         meta_path: str | None = None,
     ) -> int:
-        """Add what is missing of a save's records: one per artifact and mirror, and one per mirror for the meta.
+        """Add the missing records of a save: one per artifact and mirror, and one per mirror for the meta.
 
         Records of a new save are pending, but not claimable before ``release_save``.
 
@@ -279,7 +279,7 @@ class UploadsTable:
             save_id: 32 hex digits.
             step: The save's step.
             kinds: The save's kinds.
-            artifacts: What the node's meta will name.
+            artifacts: The artifacts that the node's meta will name.
             mirrors: The mirrors' URLs.
             meta_path: The meta's name, ``meta_<step>.json`` if not given.
 
@@ -287,14 +287,14 @@ class UploadsTable:
             How many records were added.
 
         Raises:
-            IntegrityError: The table knows this save with other contents.
+            IntegrityError: The table has this save with other contents.
         """
         if len({artifact.path for artifact in artifacts}) != len(artifacts):
             raise IntegrityError(f"save {save_id} names a path twice")
         total = sum(artifact.digest.size_bytes for artifact in artifacts)
         meta = meta_path if meta_path is not None else f"meta_{step:06d}.json"
         wanted = SaveRow(0, save_id, step, tuple(kinds), meta, len(artifacts), total, released=False)
-        # Tokens start anywhere: a worker of a table that was since rebuilt cannot hold one that is valid here.
+        # Tokens start at random: a worker of an earlier, rebuilt table cannot hold one that is valid here.
         token = secrets.randbits(48)
         with self._database.change("add_save") as connection:
             save = self._same_save(connection, wanted)
@@ -321,7 +321,7 @@ class UploadsTable:
         return known
 
     def release_save(self, save_id: str) -> None:
-        """The save's local meta is on disk: from here its records may be claimed.
+        """Allow workers to claim a save's records, because its local meta is on disk.
 
         Raises:
             CheckpointNotFound: The save is not in the table.
@@ -334,7 +334,7 @@ class UploadsTable:
             connection.execute(statement("write a changed save"), columns | {"save_order": save.save_order})
 
     def discard_unreleased(self, save_ids: Iterable[str]) -> int:
-        """Take out saves that a crash left without a meta; released ones stay. Returns how many went."""
+        """Remove the saves that a crash left without a meta; released ones stay. Returns how many were removed."""
         gone = 0
         with self._database.change("discard_unreleased") as connection:
             for save_id in save_ids:
@@ -345,7 +345,7 @@ class UploadsTable:
         return gone
 
     def forget_save(self, save_id: str, reason: str = "the local save was deleted") -> None:
-        """Take out a save that rotation deleted from this disk; its history stays."""
+        """Remove a save that rotation deleted from this disk; its history stays."""
         with self._database.change("forget_save") as connection:
             self._take_out(connection, save_id, reason)
 
@@ -358,15 +358,15 @@ class UploadsTable:
     # -- what a worker does with the record that it holds ----------------------------------------------------
 
     def claim(self, worker: str, mirror: str, *, lease_s: float, exclude: Collection[str] = ()) -> Claim | None:
-        """Take the oldest record of a mirror that may be sent, or None.
+        """Claim the oldest record of a mirror that may be sent, or return None.
 
-        Oldest save first, artifacts before the meta. A record whose lease ran out counts as pending again.
+        Oldest save first, artifacts before the meta. A record whose lease expired counts as pending again.
 
         Args:
             worker: Names the worker, for people and for ``put_back_all``.
             mirror: The mirror's URL.
-            lease_s: How long the record is held unless the lease is renewed, at most a day.
-            exclude: Ids of saves to pass over.
+            lease_s: How long the claim lasts unless it is renewed, at most a day.
+            exclude: Ids of saves to skip.
         """
         if not self._anything(mirror, exclude):
             return None  # without a write transaction: idle workers ask often
@@ -413,7 +413,7 @@ class UploadsTable:
         return new
 
     def renew(self, claim: Claim, lease_s: float) -> Claim:
-        """Hold the record for ``lease_s`` from now. Raises ClaimLost, as all of a worker's verbs do."""
+        """Renew the lease for ``lease_s`` from now. Raises ClaimLost, as all of a worker's verbs do."""
         lease_ms = changes.duration_ms(lease_s)
         return Claim(self._worker_change("renew", claim, lambda r: changes.renewed(r, lease_ms, self._clock)))
 
@@ -422,15 +422,15 @@ class UploadsTable:
         return Claim(self._worker_change("set_session", claim, lambda r: changes.with_session(r, session)))
 
     def set_object(self, claim: Claim, object_name: str) -> Claim:
-        """Choose another name on the mirror, where another save's object is in the way."""
+        """Choose another name on the mirror, because another save's object has this one."""
         return Claim(self._worker_change("set_object", claim, lambda r: changes.with_object(r, object_name)))
 
     def verify(self, claim: Claim, *, object_name: str, generation: int, size_bytes: int, crc32c: int) -> UploadRecord:
-        """The mirror was asked and answered this.
+        """Mark the record as verified, with the mirror's answer.
 
         Raises:
             ClaimLost: Another worker holds the record.
-            IntegrityError: The answer is not what was saved; nothing changed.
+            IntegrityError: The answer does not match the saved file; nothing changed.
         """
 
         def change(record: UploadRecord) -> UploadRecord:
@@ -446,18 +446,18 @@ class UploadsTable:
         return self._worker_change("verify", claim, change)
 
     def put_back(self, claim: Claim, reason: str, *, not_before_s: float = 0.0) -> UploadRecord:
-        """A temporary fault: pending again, not claimed for ``not_before_s`` from now (at most a day)."""
+        """After a temporary error: pending again, not claimed for ``not_before_s`` from now (at most a day)."""
         wait_ms = changes.duration_ms(not_before_s)
         return self._worker_change("put_back", claim, lambda r: changes.put_back(r, reason, wait_ms, self._clock))
 
     def fail(self, claim: Claim, reason: str) -> UploadRecord:
-        """A permanent fault: nobody tries again before ``retry_failed``."""
+        """After a permanent error: failed, not tried again until ``retry_failed``."""
         return self._worker_change("fail", claim, lambda r: changes.failed(r, reason, self._clock))
 
     # -- what policy, a reconcile or a person decides --------------------------------------------------------
 
     def unverify(self, save_id: str, path: str, mirror: str, reason: str) -> None:
-        """The mirror no longer has what was verified: pending again.
+        """Make a verified record pending again, because the mirror no longer has the file.
 
         Raises:
             CheckpointNotFound: There is no such record.
@@ -470,7 +470,7 @@ class UploadsTable:
             rows.write_changed(connection, record, changes.unverified(record, reason, self._clock))
 
     def skip(self, save_id: str, reason: str, *, mirror: str | None = None) -> int:
-        """Policy leaves this save out: what is not on a mirror yet is not sent. Returns how many records changed."""
+        """Skip a save by policy: files that are not on a mirror yet are not sent. Returns how many records changed."""
         return self._change_all(
             "skip",
             "read the records of a save",
@@ -480,7 +480,7 @@ class UploadsTable:
         )
 
     def remove(self, save_id: str, mirror: str, reason: str) -> int:
-        """A tombstone stands for this save on the mirror. Returns how many records changed."""
+        """Mark a save as removed: the mirror has a tombstone in its place. Returns how many records changed."""
         return self._change_all(
             "remove",
             "read the records of a save on a mirror",
@@ -500,7 +500,7 @@ class UploadsTable:
         )
 
     def put_back_all(self, worker: str, reason: str) -> int:
-        """Make the records of a worker that is known to be dead pending at once, leases or not. Returns how many."""
+        """Make the records of a dead worker pending at once, whatever their leases. Returns how many."""
         return self._change_all(
             "put_back_all",
             "read all records in a state",
@@ -517,7 +517,7 @@ class UploadsTable:
         wanted: Callable[[UploadRecord], bool],
         change: Callable[[UploadRecord], UploadRecord],
     ) -> int:
-        """Change every sound record that a statement finds and that is wanted, in one transaction; return how many."""
+        """Change every sound and wanted record that a statement finds, in one transaction; return how many."""
         with self._database.change(verb) as connection:
             found = [record for record in rows.iterate_records(connection, name, parameters) if wanted(record)]
             for record in found:
@@ -534,7 +534,7 @@ class UploadsTable:
             return reports.records(connection, save_id, mirror, state)
 
     def lease_left_s(self, record: UploadRecord) -> float:
-        """Return for how many seconds a record is left to its worker; 0 where its lease ran out."""
+        """Return the seconds until a record's lease expires; 0 if it has expired."""
         if record.lease_until_ms is None or record.lease_boot != self._clock.boot_id:
             return 0.0
         return max(0.0, (record.lease_until_ms - self._clock.now_ms()) / 1000)
@@ -545,7 +545,7 @@ class UploadsTable:
             return list(rows.iterate_saves(connection))
 
     def standing(self, save_id: str) -> tuple[MirrorStanding, ...]:
-        """Say for each mirror, configured or met before, what is durably known of a save. No record means not durable.
+        """Return what is durably known about a save on each mirror, also on earlier ones. No record: not durable.
 
         Raises:
             BrokenTable: The list of mirrors or the save's row is broken.
@@ -555,7 +555,7 @@ class UploadsTable:
             return reports.standing(connection, save_id, configured)
 
     def history(self, save_id: str | None = None) -> list[Transition]:
-        """Return every transition that is kept, oldest first."""
+        """Return every kept transition, oldest first."""
         with self._database.reading() as connection:
             return reports.history(connection, save_id)
 
@@ -567,7 +567,7 @@ class UploadsTable:
     # -- damage ------------------------------------------------------------------------------------------------
 
     def drop_broken_rows(self) -> list[BrokenRow]:
-        """Take broken rows out, so that a reconcile adds them again as pending. Returns what they held."""
+        """Delete broken rows, so that a reconcile adds them again as pending. Returns their contents."""
         with self._database.change("drop_broken_rows") as connection:
             broken = rows.broken_rows(connection)
             for row in broken:
@@ -578,7 +578,7 @@ class UploadsTable:
         """Read the whole file and compare pages and indexes; rows may still be broken one by one.
 
         Raises:
-            BrokenTable: Something does not fit: the table cannot be used, nor repaired row by row.
+            BrokenTable: Pages or indexes are damaged: the table cannot be used, nor repaired row by row.
         """
         with self._database.reading() as connection:
             found = connection.execute(statement("look over pages and indexes")).fetchall()
@@ -618,7 +618,7 @@ def _count(connection: apsw.Connection, save_id: str) -> int:
 
 
 def _take_out_broken(connection: apsw.Connection, broken: BrokenRow, at_utc: str) -> None:
-    """Delete a broken row; of a record, the history says that it went and why."""
+    """Delete a broken row; for a record, note in the history that it was removed and why."""
     if broken.table == "saves":
         connection.execute(statement("delete a broken save"), {"save_order": broken.number})
         return

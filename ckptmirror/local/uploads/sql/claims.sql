@@ -1,5 +1,5 @@
--- What a worker may take. A lease or a waiting time of another boot is over; so is one that lies further ahead than it was
--- ever granted for, because the clock that it was taken from is not this one.
+-- The records that a worker may claim. A lease or a waiting time of another boot is over. So is one that ends later than
+-- its granted length allows: it was measured with another clock.
 
 -- name: find the records that may be sent, oldest first
 SELECT {record}

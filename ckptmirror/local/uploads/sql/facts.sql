@@ -1,5 +1,5 @@
--- Single facts about the table: whose it is ('identity'), where it mirrors to ('mirrors'), and which
--- place each mirror was when it was first met ('mirror <url>'). Each is one sealed JSON value.
+-- Single facts about the table: its root and run ('identity'), its mirrors ('mirrors'), and the identity
+-- that each mirror had at the first contact ('mirror <url>'). Each is one sealed JSON value.
 
 -- name: read a fact
 SELECT CAST(name AS BLOB), CAST(value AS BLOB), row_crc FROM facts WHERE name = :name;

@@ -1,4 +1,4 @@
--- Every change of state, written by triggers; for people and for the status page, and never a ground for a deletion.
+-- Every change of state, written by triggers; for people and for the status page. No deletion is based on it.
 
 -- columns: transition
 id, CAST(save_id AS BLOB), step, CAST(path AS BLOB), CAST(mirror AS BLOB), CAST(old_state AS BLOB),

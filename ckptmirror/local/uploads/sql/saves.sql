@@ -1,5 +1,5 @@
 -- One row per save: the order in which saves are sent, and how many artifacts each must have on a mirror.
--- Text is read as bytes, so that one broken letter spoils its own row and not the whole answer.
+-- Text is read as bytes, so that one broken letter damages one row and not the whole answer.
 
 -- columns: save
 save_order, CAST(save_id AS BLOB), step, CAST(kinds AS BLOB), CAST(meta_path AS BLOB),
