@@ -1,4 +1,4 @@
-"""What happened: listeners to the events of ``core.events``, and a run's timeline.
+"""Observation: listeners to the events of ``core.events``, and a run's timeline.
 
-Who builds a bus wires the listeners, the CLI draws the timeline; flow never names either.
+The code that builds a bus adds the listeners, and the CLI draws the timeline; ``flow`` knows neither.
 """

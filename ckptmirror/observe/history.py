@@ -1,8 +1,8 @@
-"""The history of a run, gathered from this disk: the journal of events, the table's transitions, the local metas.
+"""The history of a run, read from this disk: the journal of events, the table's transitions, the local metas.
 
 Rules:
 * Nothing is locked and nothing is changed; a trainer may be running.
-* What cannot be read is said (``problems``) and the rest serves, unless nothing is left.
+* A source that cannot be read is reported in ``problems``, and the others are used; without any, that is an error.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["History", "read_history"]
 
 @dataclass(frozen=True)
 class History:
-    """All that is known of what happened when.
+    """Everything that is known about what happened when.
 
     Attributes:
-        told: The journal's events, as they were written.
-        transitions: The table's, oldest first.
-        saves: The metas of the saves that lie whole under the root.
-        broken_lines: Lines of the journal that are torn, or of events that this version does not know.
-        problems: What could not be read, in sentences.
+        told: The journal's events, in the order in which they were written.
+        transitions: The table's transitions, oldest first.
+        saves: The metas of the whole saves under the root.
+        broken_lines: The number of journal lines that are cut short, or whose events this version does not know.
+        problems: One sentence for each thing that could not be read.
     """
 
     told: tuple[JournalEntry, ...] = ()
@@ -42,12 +42,12 @@ class History:
 
 
 def read_history(root: Path) -> History:
-    """Gather the history of a root.
+    """Read the history of a root.
 
     Raises:
         NoTable: ckptmirror has not saved here.
         ForeignTable: The table is another root's.
-        CheckpointNotFound: It has, but nothing has happened yet.
+        CheckpointNotFound: There is a table, but nothing has happened yet.
     """
     lines, problems = read_lines(
         root / names.EVENTS_NAME, older=root / names.OLDER_EVENTS_NAME, limit_bytes=FILE_LIMIT_BYTES

@@ -1,13 +1,13 @@
-"""The journal of a root: one line for each event that no table keeps, for whoever asks later what happened when.
+"""The journal of a root: one line for each event that no table keeps, to show later what happened when.
 
 Rules:
 * Every process that acts on the root appends to ``.ckptmirror/events.jsonl``: each rank of the trainer, and each verb.
-  At ``FILE_LIMIT_BYTES`` the file becomes ``events.older.jsonl``, in place of the one before.
-* Who emits an event neither waits for the disk's answer (nothing is fsynced) nor ever sees an error: a line that cannot
-  be written is lost, the first loss is logged, and the numbers of the lines show the gap.
-* What the uploads table's history has is not written twice, and single calls to a mirror, which are many, not at all.
-  What repeats itself is written once in a while.
-* The root's control directory is not made here: where it is gone, the root is gone.
+  At ``FILE_LIMIT_BYTES`` the file is renamed to ``events.older.jsonl`` and replaces the earlier one.
+* The code that emits an event does not wait for the disk (nothing is fsynced) and never sees an error: a line that
+  cannot be written is lost, the first loss is logged, and the line numbers show the gap.
+* Events that are in the uploads table's history are not written here, nor are single calls to a mirror, which are many.
+  Repeated events are written only from time to time.
+* The root's control directory is not created here: if it is gone, the root is gone.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ __all__ = ["Journal", "bus_with_journal"]
 _NOT_WRITTEN = (events.RecordVerified, events.RecordFailed, events.StoreCalled)
 _UNREACHABLE_EVERY_S = 60.0
 _REFUSED_EVERY_S = 3600.0
-_WAIT_S = 1.0  # for another thread of this process that writes a line
+_WAIT_S = 1.0  # how long to wait for another thread of this process that writes a line
 _log = logging.getLogger("ckptmirror.events")
 
 
 class Journal:
-    """Listens to a bus and writes what it hears.
+    """Listens to a bus and writes its events.
 
     Args:
-        root: The root; its control directory must be there.
+        root: The root; its control directory must exist.
         by: ``trainer``, or the name of a verb.
         wall: The wall clock, in seconds since 1970.
         boot: The boot's id and the milliseconds since it.
@@ -76,7 +76,7 @@ class Journal:
         if isinstance(event, _NOT_WRITTEN) or not self._lock.acquire(timeout=_WAIT_S):
             return
         try:
-            if os.getpid() != self._pid:  # a forked child is a writer of its own
+            if os.getpid() != self._pid:  # a forked child is another writer
                 self._begin()
             if self._is_due(event):
                 self._append(self._next_line(event))
@@ -115,7 +115,7 @@ class Journal:
 
 
 def bus_with_journal(root: Path, by: str) -> events.EventBus:
-    """Return the bus of a verb that acts on a root: what happens is written into the root's journal."""
+    """Return the bus for a verb that acts on a root; its events go into the root's journal."""
     bus = events.EventBus(log_failure)
     bus.subscribe(Journal(root, by))
     return bus

@@ -1,10 +1,10 @@
-"""Events as log lines: one readable sentence each, and the same as fields of the record.
+"""Events as log lines: one readable sentence each, with the same facts as fields of the record.
 
 Rules:
-* The fields are those of ``core/log_fields.py``: a formatter, or a search, need not read the sentence.
-* What went well is INFO, what needs a look WARNING, what cost something ERROR. What the code that meets it logs itself,
-  with the same fields, is DEBUG here, as is what comes too often.
-* The same complaint is logged at most once a minute.
+* The fields are those of ``core/log_fields.py``, so a formatter or a search need not parse the sentence.
+* Success is INFO, a problem that may need attention WARNING, a loss ERROR. Frequent events are DEBUG, and so are events
+  that the code that emits them also logs itself, with the same fields.
+* The same problem is logged at most once a minute.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LogListener:
     """Logs events.
 
     Args:
-        root: Whose events; the commands that a line names have it.
+        root: The root of the events; the commands in the lines name it.
         clock: Seconds, monotonic.
     """
 
@@ -95,5 +95,5 @@ class LogListener:
 
 
 def log_failure(failure: events.ListenerFailure) -> None:
-    """Say that another listener failed."""
+    """Log that another listener failed."""
     _log.error("a listener failed at %s: %s", type(failure.event).__name__, failure.error)

@@ -1,12 +1,13 @@
-"""The timeline: a run's history as bars over time. Pure: what it is built from was read by ``history``.
+"""The timeline: a run's history as bars over time. Pure: ``history`` reads what it is built from.
 
 Rules:
-* Times lie on one line without jumps of the wall clock (``core.clock_jumps``); what was known only by the wall clock is
-  laid beside the rest.
-* A bar whose end nobody told is unfinished: its process was killed, or it goes on. It lasts at most to the next attempt
-  (an upload: to the last thing known), and says so.
-* The journal tells of saves, starts, rotations and stages; the table's transitions of uploads. What the journal lacks,
-  because an older version ran or its file grew too old, is taken from metas and transitions, as moments.
+* All times are on one line without jumps of the wall clock (``core.clock_jumps``); times that only the wall clock gives
+  are converted to it.
+* A bar without a recorded end is unfinished: its process was killed, or it continues. It lasts at most until the next
+  attempt (an upload: until the last known event), and is marked as unfinished.
+* The journal records saves, starts, rotations and stages; the table's transitions record uploads. Events that are
+  missing in the journal, because an older version ran or its old lines are gone, come from metas and transitions, as
+  moments.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ __all__ = ["Timeline", "build_timeline"]
 
 @dataclass(frozen=True)
 class Timeline:
-    """Everything that happened, in order of its begin.
+    """Everything that happened, sorted by its begin.
 
     Attributes:
-        begin_s: The first moment that is known, in seconds since 1970.
-        end_s: The last one.
-        bars: By begin; attempts before what they contain.
-        jumps: Where the wall clock was set.
-        lost_lines: Lines of the journal that are torn, unknown or missing from a sequence.
-        problems: What could not be read, in sentences.
+        begin_s: The first known moment, in seconds since 1970.
+        end_s: The last known moment, in seconds since 1970.
+        bars: Sorted by begin; an attempt comes before what it contains.
+        jumps: The moments at which the wall clock was set.
+        lost_lines: The number of journal lines that are cut short, unknown or missing from a sequence.
+        problems: One sentence for each thing that could not be read.
     """
 
     begin_s: float
@@ -53,7 +54,7 @@ class Timeline:
 
 
 def build_timeline(history: History) -> Timeline:
-    """Lay a history out; it holds at least one event, transition or save with a time."""
+    """Build the timeline of a history that has at least one event, transition or save with a time."""
     clock = LaidClock(_reading(told) for told in history.told)
     told = sorted(((clock.of(_reading(one)), one) for one in history.told), key=lambda pair: pair[0])
     dated = [*(one.at_utc for one in history.transitions), *(meta.created_at_utc for meta in history.saves)]
@@ -84,7 +85,7 @@ def _reading(told: JournalEntry) -> Reading:
 
 
 def _gaps(told: Iterable[JournalEntry]) -> int:
-    """Count the lines that are missing inside their writers' sequences; what is too old to be kept is not lost."""
+    """Count the lines that are missing inside their writers' sequences; lines too old to be kept do not count."""
     numbers: dict[str, list[int]] = {}
     for one in told:
         numbers.setdefault(one.writer, []).append(one.number)
@@ -92,7 +93,7 @@ def _gaps(told: Iterable[JournalEntry]) -> int:
 
 
 def _once_each(bars: list[Bar]) -> list[Bar]:
-    """A commit on a mirror is told by the journal and by the table: the table's stays."""
+    """Remove duplicates: both journal and table record a commit on a mirror; keep the table's."""
     by_table = {(bar.save_id, bar.mirror) for bar in bars if bar.kind == "mirror_commit" and not bar.by}
     return [
         bar for bar in bars if bar.kind != "mirror_commit" or not bar.by or (bar.save_id, bar.mirror) not in by_table
@@ -112,7 +113,7 @@ def _saves_without_events(history: History, clock: LaidClock, known: set[tuple[B
 
 
 def _with_attempts(bars: Sequence[Bar]) -> list[Bar]:
-    """Write into each bar the attempt that ran when it began; a resume belongs to the attempt that it led to."""
+    """Set in each bar the attempt that ran when it began; a resume belongs to the attempt that it started."""
     attempts = sorted((bar for bar in bars if bar.kind == "attempt"), key=lambda bar: bar.begin_s)
     begins = [bar.begin_s for bar in attempts]
     placed = []
@@ -149,7 +150,7 @@ class _Building:
         self._stages: dict[tuple[str, str, int], Bar] = {}  # by writer, mirror and step
 
     def build(self) -> list[Bar]:
-        """Return all bars; what is still open is unfinished."""
+        """Return all bars; those that are still open are unfinished."""
         for at_s, one in self._told:
             self._see(at_s, one)
         copied = [bar for waiting in self._copied.values() for bar in waiting]
@@ -180,7 +181,7 @@ class _Building:
                 return
 
     def _see_save(self, at_s: float, one: JournalEntry) -> None:
-        """Pair each end with its host copy: the next save may be copied before the end of the last one is told."""
+        """Pair each end with its host copy: the next save may be copied before the last one has ended."""
         event = one.event
         assert isinstance(event, events.HostCopied | events.SaveCommitted | events.SaveFailed | events.SaveSkipped)
         waiting = self._copied.setdefault((one.writer, event.rank, event.step), deque())
@@ -197,7 +198,7 @@ class _Building:
         self._add("commit", at_s, one, event.duration_s)
 
     def _name_host_copy(self, begun: Bar, save_id: str) -> None:
-        """Write the save's id, which was not agreed on then, into the bar of its host copy."""
+        """Set the save's id in the bar of its host copy; it was not agreed on at that time."""
         for number in range(len(self._bars) - 1, -1, -1):
             bar = self._bars[number]
             if (bar.kind, bar.rank, bar.step, bar.end_s) == ("host_copy", begun.rank, begun.step, begun.begin_s):
@@ -208,7 +209,7 @@ class _Building:
         event = one.event
         begun = self._attempts.pop(one.writer, None)
         if isinstance(event, events.AttemptDecided):
-            if begun is not None:  # of this very process
+            if begun is not None:  # of this same process
                 self._end_attempt(begun, at_s - event.duration_s, "done", "the next began in the same process")
             where = event.place if "://" in event.place else None
             reason = "from scratch" if event.step is None else f"continues from step {event.step} ({event.place})"
@@ -251,5 +252,5 @@ def _open_bar(kind: BarKind, at_s: float, one: JournalEntry, **facts: Any) -> Ba
 
 
 def _facts(event: events.Event) -> dict[str, Any]:
-    """What an event and a bar both have."""
+    """Return the attributes that an event shares with a bar."""
     return {name: getattr(event, name) for name in _SHARED if hasattr(event, name)}

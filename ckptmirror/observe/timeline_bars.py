@@ -32,16 +32,16 @@ class Bar:
 
     Attributes:
         begin_s: Seconds since 1970, on a line without jumps.
-        end_s: None if no end is known: it goes on, or its process was killed.
-        until_s: When it ended; where no end is known, the last moment that it can have lasted to.
-        step: None where it concerns no step.
-        rank: Where one rank did it.
-        mirror: URL, where a mirror had a part in it.
-        save_id: 32 hex digits, or empty where it is not known.
+        end_s: None if no end is known: it continues, or its process was killed.
+        until_s: When it ended; if no end is known, the last moment at which it can have ended.
+        step: None if it concerns no step.
+        rank: The rank, if one rank did it.
+        mirror: URL, if it concerns a mirror.
+        save_id: 32 hex digits, or empty if it is not known.
         attempt: Number of the attempt that ran then; None before the first one.
-        by: ``trainer``, a verb's name, or empty where only the table tells of it.
+        by: ``trainer``, a verb's name, or empty if only the table records it.
         reason: Why it failed or happened, in words.
-        tries: How often a file of an upload was begun; 0 for what is no upload.
+        tries: How often a file of an upload was begun; 0 if it is not an upload.
     """
 
     kind: BarKind
@@ -60,17 +60,17 @@ class Bar:
 
     @property
     def is_moment(self) -> bool:
-        """Whether it took no time that is known."""
+        """Whether it is one moment, without a known duration."""
         return self.end_s is not None and self.end_s <= self.begin_s
 
 
 def ended_bar(kind: BarKind, at_s: float, took_s: float = 0.0, **facts: Any) -> Bar:
-    """Return a bar that ended at ``at_s`` and took ``took_s`` seconds: without them a moment.
+    """Return a bar that ended at ``at_s`` and took ``took_s`` seconds; 0 seconds make it a moment.
 
     Args:
-        kind: What it was.
+        kind: The kind of bar.
         at_s: As ``Bar.end_s``.
-        took_s: Less than 0, by a clock that was set back, counts as 0.
+        took_s: A negative value, from a clock that was set back, counts as 0.
         **facts: The other attributes of the bar.
     """
     return Bar(kind=kind, begin_s=at_s - max(0.0, took_s), end_s=at_s, until_s=at_s, **facts)

@@ -1,10 +1,10 @@
 """Bars of uploads and of commits on a mirror, from the transitions that the uploads table keeps.
 
 Rules:
-* One bar is one save on one mirror, from the first file that was begun to the last that was verified, however often one
-  was put back. A retry of a failed file, or a look that finds a verified one gone, begins another bar.
-* It failed if a file has failed when the history ends, or when somebody asks for a retry.
-* Transitions are in the order of their numbers, whatever the clock said.
+* One bar is one save on one mirror, from the first file that was begun to the last that was verified, no matter how
+  often a file was put back. A retry of a failed file, or finding that a verified one is gone, begins another bar.
+* It failed if a file has state failed when the history ends, or when a retry is requested.
+* Transitions are sorted by their numbers, whatever the clock showed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["forgotten_saves", "upload_bars"]
 
 _FORGOTTEN = "the local save was deleted"
 When = Callable[[float, float], float]
-"""Lays a wall clock's time, given a moment that it cannot lie before."""
+"""Converts a time of the wall clock, given a moment that it cannot be before."""
 
 
 @dataclass
 class _Upload:
-    """What is known so far of one save on one mirror, since the last retry."""
+    """What is known so far about one save on one mirror, since the last retry."""
 
     save_id: str
     mirror: str
@@ -39,17 +39,17 @@ class _Upload:
     reason: str = ""
     dropped: bool = False  # records left the table before their files were verified
 
-    def begins_anew_with(self, one: Transition) -> bool:
+    def restarts_with(self, one: Transition) -> bool:
         """Whether a file waits again that had failed, was done, or had left the table."""
         if one.new is not RecordState.PENDING:
             return False
         return one.old in (RecordState.FAILED, *SETTLED) or (one.old is None and one.path in self.states)
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         self.begin_s, self.tries, self.reason, self.dropped = None, 0, "", False
 
     def see(self, one: Transition, at_s: float) -> None:
-        """Take in the next transition."""
+        """Add the next transition."""
         if RecordState.UPLOADING in (one.old, one.new) and self.begin_s is None:
             self.begin_s = at_s
         if one.new is RecordState.UPLOADING:
@@ -64,7 +64,7 @@ class _Upload:
             self.last_s = at_s
 
     def bar(self, last_s: float) -> Bar | None:
-        """The bar as the history stands; None if no file was begun."""
+        """Return the bar for the history so far; None if no file was begun."""
         if self.begin_s is None:
             return None
         states = set(self.states.values())
@@ -90,16 +90,16 @@ def upload_bars(transitions: Iterable[Transition], when: When, last_s: float) ->
 
     Args:
         transitions: In the order of their numbers.
-        when: Lays their times.
-        last_s: The last moment that anything is known of.
+        when: Converts their times.
+        last_s: The last known moment.
     """
     known: dict[tuple[str, str], _Upload] = {}
     bars: list[Bar] = []
     for one, at_s in _laid(transitions, when):
         upload = known.setdefault((one.save_id, one.mirror), _Upload(one.save_id, one.mirror, one.step))
-        if upload.begins_anew_with(one):
+        if upload.restarts_with(one):
             bars += filter(None, [upload.bar(at_s)])
-            upload.begin_anew()
+            upload.restart()
         upload.see(one, at_s)
         if one.new is RecordState.VERIFIED and _is_meta(one.path):
             bars.append(ended_bar("mirror_commit", at_s, step=one.step, save_id=one.save_id, mirror=one.mirror))
@@ -108,7 +108,7 @@ def upload_bars(transitions: Iterable[Transition], when: When, last_s: float) ->
 
 
 def forgotten_saves(transitions: Iterable[Transition], when: When) -> dict[str, Bar]:
-    """Return, by save id, the moments at which the table forgot a save since rotation had deleted it."""
+    """Return, by save id, the moments at which the table forgot a save because rotation had deleted it."""
     found: dict[str, Bar] = {}
     for one, at_s in _laid(transitions, when):
         if one.new is None and one.reason == _FORGOTTEN:
