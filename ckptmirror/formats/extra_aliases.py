@@ -1,8 +1,8 @@
-"""Which values of the extra state are one with others, told by the save: a load leaves those as one, and no others.
+"""Which values of the extra state are shared, as the save recorded: a load keeps those shared, and no others.
 
-Equal values say nothing: the best weights so far equal the live ones when they are saved, and are not them. So a save
-writes the paths of what shares memory with the model, with the average or with a value before it, or is the same
-container as one before it.
+Equal values prove nothing: the best weights so far may equal the live ones when they are saved, but are a copy. So a
+save writes the path of each value that shares memory with the model, the average or an earlier value, or that is the
+same container as an earlier one.
 
 Rules:
 * A save and a load walk in the same order (``formats.restore``).

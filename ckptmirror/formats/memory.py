@@ -1,9 +1,9 @@
-"""Which live memory and which live objects have their values already, so that a load gives nothing to them twice.
+"""Which live memory and which live objects have their values already, so that a load never fills them twice.
 
 Rules:
-* A tensor is known by the bytes that it sees, whatever it is called; a container or an object by its identity.
-* What is taken is kept until the load is over: what was freed halfway could be found again under another name.
-* Nothing is compared or copied before two ranges of bytes overlap.
+* A tensor is identified by the bytes that it sees, whatever its name; a container or an object by its identity.
+* Everything that has a value is kept alive until the load ends: freed memory could be reused under another name.
+* Bytes are compared or copied only if two ranges overlap.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Taken:
             self._buffers.append((bounds, value, owner))
 
     def owner_of(self, tensor: torch.Tensor) -> str | None:
-        """Return who has memory of ``tensor`` already; None if nobody."""
+        """Return the owner of memory that ``tensor`` shares; None if there is none."""
         for part in _plain_parts(tensor):
             span = span_of(part)
             if span is None:
@@ -110,7 +110,7 @@ class Taken:
         return None
 
     def owner_of_buffer(self, value: Any) -> str | None:
-        """Return who has memory of an array or a byte array already; None if nobody."""
+        """Return the owner of memory that an array or a byte array shares; None if there is none."""
         bounds = bounds_of(value)
         for other, there, owner in self._buffers:
             if _overlap(bounds, other) and arrays_share(value, there):

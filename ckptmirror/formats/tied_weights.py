@@ -1,8 +1,8 @@
-"""Values of a model that share memory here: whether all of them can have what was saved under their names.
+"""Checks values of a live model that share memory: whether each of them can get the value saved under its name.
 
 Rules:
-* Found out in memory of its own, before anything of the model is written: what was saved as one, or alike, may be one.
-* Only values that share bytes are looked at; the others cost nothing.
+* The check uses separate memory, before the model is written. Values that were saved as shared or as equal may share.
+* Only values that share bytes are checked; the others cost nothing.
 """
 
 from __future__ import annotations
