@@ -10,10 +10,11 @@ from ckptmirror.core import events
 from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.names import MAX_STEP
+from ckptmirror.core.setting_checks import WrongValue, above_0
 from ckptmirror.local import files
 from ckptmirror.ranks import StopRequest, node_key_of
 
-__all__ = ["checked_kinds", "checked_step", "node_key", "stop_event"]
+__all__ = ["checked_kinds", "checked_limit", "checked_step", "node_key", "stop_event"]
 
 
 def node_key(root: Path) -> tuple[str, BaseException | None]:
@@ -43,8 +44,23 @@ def checked_kinds(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
         ConfigError: They are not a sequence of kinds, each once.
     """
     if isinstance(kinds, str) or not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= set(SAVED_KINDS):
-        raise ConfigError(f"kinds is {kinds!r}; it is a sequence of {' and '.join(map(repr, SAVED_KINDS))}.")
+        raise ConfigError(
+            f"kinds is {kinds!r}; it must be a tuple of {' and '.join(map(repr, SAVED_KINDS))}, or of one of them.",
+            hint='Write kinds=("dcp",), for example.',
+        )
     return tuple(kind for kind in SAVED_KINDS if kind in kinds)
+
+
+def checked_limit(timeout_s: float) -> float:
+    """Return a limit in seconds.
+
+    Raises:
+        ConfigError: It is not a number above 0.
+    """
+    try:
+        return above_0(timeout_s)
+    except WrongValue as error:
+        raise ConfigError(f"timeout_s {error.why} (seconds).", hint="Write timeout_s=600.0, for example.") from None
 
 
 def checked_step(step: int) -> int:

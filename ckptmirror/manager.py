@@ -17,7 +17,7 @@ from shlex import quote
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ckptmirror.arguments import checked_kinds, checked_step, node_key, stop_event
+from ckptmirror.arguments import checked_kinds, checked_limit, checked_step, node_key, stop_event
 from ckptmirror.core import events
 from ckptmirror.core.errors import CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
 from ckptmirror.core.model import SAVED_KINDS, Kind
@@ -32,7 +32,7 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.policy import Policy
 from ckptmirror.flow.start.resume import resume_run
 from ckptmirror.flow.status import Status, is_mirrored, read_status
-from ckptmirror.formats.train_state import check_state, checked_parts
+from ckptmirror.formats.train_state import check_is_state, check_state, checked_parts
 from ckptmirror.local.files import absolute_dir
 from ckptmirror.local.lock import RankLock
 from ckptmirror.local.save_logger import save_logger
@@ -89,7 +89,12 @@ class CheckpointManager:
         self.root = absolute_dir(root, "root")
         self.kinds = checked_kinds(kinds)
         if mode not in ("async", "blocking"):
-            raise ConfigError(f"mode is {mode!r}; it is 'async' or 'blocking'.")
+            raise ConfigError(f"mode is {mode!r}; it must be 'async' or 'blocking'.")
+        if retention is not None and not isinstance(retention, Retention):
+            raise ConfigError(
+                f"retention is {retention!r}; it must be a Retention.", hint="Write retention=Retention(keep_last=2)."
+            )
+        limit_s = checked_limit(timeout_s)
         self.mode = mode
         self.events = events.EventBus(on_failure=log_failure)
         self.events.subscribe(LogListener(self.root))
@@ -109,7 +114,7 @@ class CheckpointManager:
         self._freed = False
         self._left_pending: DeadlinePassed | None = None  # what close() raised, to raise again
         own_key, failure = node_key(self.root)
-        self.ranks: Ranks = open_ranks(process_group, node_key=own_key, timeout_s=timeout_s)
+        self.ranks: Ranks = open_ranks(process_group, node_key=own_key, timeout_s=limit_s)
         self._save_ranks = self.ranks.channel("save")
         try:
             if self.ranks.nodes > 1:
@@ -244,6 +249,7 @@ class CheckpointManager:
             AttemptFenced: A newer attempt of this run has started elsewhere.
         """
         saver = self._started()
+        check_is_state(state)
         if self._rank_lock is not None:
             self._rank_lock.retake()
         chosen = self.kinds if kinds is None else checked_kinds(kinds)
@@ -264,6 +270,7 @@ class CheckpointManager:
             LocalStorageFull: There is no room; earlier saves are unchanged.
         """
         saver = self._started()
+        check_is_state(state)
         path = save_emergency(
             self.root,
             state,
@@ -299,7 +306,7 @@ class CheckpointManager:
         raise_skipped(self._skipped)
         if until == "mirrored" and not self._wait_mirrored(None, max(0.0, deadline - time.monotonic())):
             why = f"Not everything is mirrored after {timeout_s:g} s."
-            raise WaitTimeout(why, hint=f"See `ckptmirror status --root {quote(str(self.root))}`.")
+            raise WaitTimeout(why, hint=f"Uploads continue; see `ckptmirror status --root {quote(str(self.root))}`.")
 
     def rotate(self, timeout_s: float = 300.0) -> RotationReport | None:
         """Rotate now, waiting up to ``timeout_s`` seconds for pending uploads. Returns None except on the leader."""
@@ -383,11 +390,11 @@ class CheckpointManager:
             if self._saver is not None and not self._closed:
                 self._saver.wait_over(_LEAVING_SAVE_S)  # the save in flight may be the only result of this training
         except CkptMirrorError as first:
-            _log.error("while leaving after %s: %s", type(error).__name__, first)
+            _log.error("The with block ended with %s. %s", type(error).__name__, first)
         try:
             self.close(timeout_s=0.0)
         except CkptMirrorError as second:
-            _log.error("while leaving after %s: %s", type(error).__name__, second)
+            _log.error("The with block ended with %s. %s", type(error).__name__, second)
 
     # -- inside ---------------------------------------------------------------------------------------------
 
@@ -413,8 +420,10 @@ class CheckpointManager:
                 pending,
                 quote(str(self.root)),
             )
-        elif self._urls:
-            _log.warning("%s: close() was not called; every save is verified on its mirrors.", self.root)
+        elif self._saver is not None and self._saver.last_step >= 0:
+            safe = "Every save is verified on its mirrors."
+            none = "This run has no mirror: the local disk holds the only copy."
+            _log.warning("%s: close() was not called. %s", self.root, safe if self._urls else none)
 
     def _wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
         if self._node is not None:
@@ -444,4 +453,6 @@ class CheckpointManager:
                 hint="Save and resume in the process that made the manager.",
             )
         if self._closed:
-            raise UsageError("This manager is closed.")
+            raise UsageError(
+                "This manager is closed.", hint="Create a CheckpointManager again, and call resume() before save()."
+            )

@@ -153,7 +153,7 @@ def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
     for name, value in model.items():
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:
             raise UsageError(
-                f"model.{name} is a tensor of layout {value.layout}, which has no bytes of its own to save.",
+                f"model.{name} is a tensor of layout {value.layout}; ckptmirror saves dense tensors only.",
                 hint="Register it with persistent=False and make it when the model is built, or keep its indices and "
                 "values in two buffers, or a dense one.",
             )

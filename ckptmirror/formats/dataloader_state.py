@@ -52,8 +52,8 @@ def warn_left_alone(dataloader: Any) -> None:
 @functools.cache
 def _warn(kinds: str) -> None:
     log.warning(
-        "dataloader: %s without state_dict() and load_state_dict(): its position is not saved, a resumed run starts "
-        "to read where a new one does",
+        "dataloader: %s has no state_dict() and load_state_dict(), so its position is not saved: a resumed run reads "
+        "from the beginning",
         kinds,
     )
 

@@ -190,7 +190,7 @@ def warn_missing(part: str, what: str) -> str:
 
 def warn_unused(part: str) -> str:
     """Warn that nothing here takes a part of the save; return the line for the report."""
-    line = f"{part}: the save has its state, and nothing here takes it"
+    line = f"{part}: the save has state for it, and your TrainState has nothing that takes it; it was not loaded"
     log.warning("%s", line)
     return line
 

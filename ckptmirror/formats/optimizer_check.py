@@ -76,7 +76,8 @@ def refuse_second_owner(name: str, owners: Mapping[str, int], index: int) -> Non
     """Refuse a parameter that an earlier optimizer owns; ``owners`` has the number of each parameter's optimizer."""
     if owners.get(name, index) != index:
         raise UsageError(
-            f"Two optimizers hold the parameter {name}, and an optimizer's state is saved by its parameter's name.",
+            f"Two optimizers train the parameter {name}. Optimizer state is saved under the parameter's name, so only "
+            "one of them can be saved.",
             hint='Give one of them as TrainState(extra={"optimizer": …}), where it is saved by itself.',
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptmirror.core.errors import UsageError
 
-__all__ = ["PARTS", "TrainState", "check_state", "checked_parts", "left_out"]
+__all__ = ["PARTS", "TrainState", "check_is_state", "check_state", "checked_parts", "left_out"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "ema", "dataloader", "extra", "rng")
 
@@ -53,12 +53,26 @@ class TrainState:
         check_state(self)
 
 
+def check_is_state(state: TrainState) -> None:
+    """Check that what was passed as a state is one.
+
+    Raises:
+        UsageError: It is something else, such as the model itself.
+    """
+    if not isinstance(state, TrainState):
+        raise UsageError(
+            f"The state is {_kind(state)}; it must be a TrainState.",
+            hint="Write TrainState(model=model, optimizer=optimizer), and pass that.",
+        )
+
+
 def check_state(state: TrainState) -> None:
-    """See that every part of ``state`` is of its kind. Its attributes may have been set after it was made.
+    """Check that every part of ``state`` is of its kind. Its attributes may have been set after it was made.
 
     Raises:
         UsageError: One is not; names it, and what to pass.
     """
+    check_is_state(state)
     from torch.nn import Module
 
     from ckptmirror.formats.tree_queries import has
@@ -111,9 +125,9 @@ def checked_parts(exclude: Collection[str]) -> frozenset[str]:
     unknown = [exclude] if isinstance(exclude, str) else [part for part in exclude if part not in PARTS]
     if unknown:
         raise UsageError(
-            f"exclude holds {', '.join(map(repr, unknown))}; it is a sequence of parts of the state, of "
+            f"exclude holds {', '.join(map(repr, unknown))}; it must be a tuple of names among "
             f"{', '.join(map(repr, PARTS))}.",
-            hint='To leave one part alone give a tuple: exclude=("optimizer",).',
+            hint='Write exclude=("optimizer",), for example.',
         )
     return frozenset(exclude)
 

@@ -196,6 +196,10 @@ class RootLock:
         path = self.root / names.LOCK_NAME
         lock = self._lock_or_wait(path, wait_s, wait_for_verbs, on_held)
         if lock is None:
+            if os.getpid() in _holders(path):
+                raise RootLocked(
+                    f"This process already writes to {self.root}.", hint="Close the other CheckpointManager first."
+                )
             raise RootLocked(f"{self.root} is being written by another process: {_description(path)}.")
         try:
             with contextlib.suppress(LocalStorageFull):  # the kernel knows who holds it; the text is for people

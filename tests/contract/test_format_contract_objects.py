@@ -57,13 +57,15 @@ def test_a_data_loader_that_is_left_alone_is_named_once(
 ) -> None:
     _warn.cache_clear()
     report = through(kind, tmp_path, "dataloader", [Cursor(3), Stream()], [Cursor(), Stream()])
-    assert (report.missing, caplog.text.count("dataloader: Stream without state_dict()")) == ((), 1)
+    assert (report.missing, caplog.text.count("dataloader: Stream has no state_dict()")) == ((), 1)
 
 
 def test_positions_that_no_data_loader_takes_are_reported(kind: Kind, tmp_path: Path) -> None:
     report = through(kind, tmp_path, "dataloader", [Cursor(3)], Stream())
     assert "dataloader" not in report.loaded
-    assert report.missing == ("dataloader: the save has its state, and nothing here takes it",)
+    assert report.missing == (
+        "dataloader: the save has state for it, and your TrainState has nothing that takes it; it was not loaded",
+    )
 
 
 def test_a_data_loader_that_had_no_position_is_reported(kind: Kind, tmp_path: Path) -> None:

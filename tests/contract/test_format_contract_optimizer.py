@@ -258,7 +258,7 @@ def test_named_state_of_an_only_optimizer_comes_back_and_of_several_is_refused(k
 def test_two_optimizers_over_one_parameter_are_refused(kind: Kind, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     two = [torch.optim.AdamW(model.parameters()), torch.optim.SGD([model.bias], lr=0.1)]
-    with pytest.raises(UsageError, match="Two optimizers hold the parameter bias") as refused:
+    with pytest.raises(UsageError, match="Two optimizers train the parameter bias") as refused:
         save(kind, tmp_path, TrainState(model=model, optimizer=two))
     assert "extra" in refused.value.hint
     two[1].param_groups[0]["lr"] = 0.5

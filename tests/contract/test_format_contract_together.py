@@ -152,7 +152,10 @@ def test_every_part_that_the_save_has_and_the_state_has_not_is_reported(
     named = ("optimizer", "scheduler", "scaler", "ema", "dataloader", "extra")
     here = TrainState(parts("body", "head"))
     missing = load(kind, tmp_path, meta, here).missing
-    assert missing == tuple(f"{part}: the save has its state, and nothing here takes it" for part in named)
+    assert missing == tuple(
+        f"{part}: the save has state for it, and your TrainState has nothing that takes it; it was not loaded"
+        for part in named
+    )
     assert all(line in caplog.text for line in missing)
     assert load(kind, tmp_path, meta, here, exclude=named).missing == ()
     assert load(kind, tmp_path, meta, here, exclude=named[1:]).missing == missing[:1]

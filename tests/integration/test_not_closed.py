@@ -35,7 +35,7 @@ def test_i8_a_run_that_never_closes_its_manager_says_at_its_end_what_is_not_safe
     assert ended.returncode == 0, ended.stderr
     said = next(line for line in ended.stderr.splitlines() if "close() was not called" in line)
     assert said.startswith(level)
-    assert ("every save is verified on its mirrors" in said) == (not fault)
+    assert ("Every save is verified on its mirrors" in said) == (not fault)
     assert ("files are not verified" in said) == ("ckptmirror drain" in said) == bool(fault)
 
 

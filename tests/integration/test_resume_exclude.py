@@ -48,6 +48,6 @@ def test_all_but_the_model_can_be_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", ["optimizer", ("optimiser",)])
 def test_a_part_that_is_none_is_refused_before_anything_is_looked_at(tmp_path: Path, wrong: str) -> None:
     with running(tmp_path) as manager:
-        with pytest.raises(UsageError, match="it is a sequence of parts of the state"):
+        with pytest.raises(UsageError, match="it must be a tuple of names"):
             manager.resume(new_state(), exclude=wrong)
         assert manager.resume(new_state()) is None

@@ -279,11 +279,15 @@ class _Start:
         for row in self._all.rows:
             if row.sort == "persistent" and row.run_id not in (self._run_id, None):
                 self._note(f"{row.place} has snapshots of another run, {row.run_id}, which are left alone", "warning")
+        is_listed = any(row.listed is ListFound.SOUND for row in self._evidence.answering() if row.sort == "mirror")
         for row in self._evidence.answering():
-            if row.listed in (ListFound.LOST, ListFound.BROKEN) and row.sort != "persistent":
+            is_lost = row.listed is ListFound.LOST and not (
+                row.sort == "disk" and is_listed
+            )  # mirrors name what counts
+            if row.sort != "persistent" and (is_lost or row.listed is ListFound.BROKEN):
                 self._note(
-                    f"{row.place} had no list of attempts, and it was rebuilt: a rewind or a start over with no "
-                    "save after it would not be known"
+                    f"{row.place} had no list of attempts, so it was rebuilt from the saves: if you rewound the run or "
+                    "started it over, and made no save after that, do so again"
                 )
         for attempt in sorted(self._counted.apart):
             self._note(
@@ -603,14 +607,16 @@ class _Start:
 
     def _note_what_is_aside(self, chosen: SaveFacts) -> None:
         strangers = self._counted.strangers
-        for save in self._counted.order.superseded if self._wish.is_auto else ():
-            if save.step > chosen.step and save not in strangers:
-                self._note(
-                    f"step {save.step} (save {save.save_id[:8]}) is whole and superseded: a later attempt continued "
-                    f"from an earlier save; if that was not meant, stop and run `ckptmirror rewind --save "
-                    f"{save.save_id[:8]}`",
-                    "warning",
-                )
+        later = [save for save in self._counted.order.superseded if save.step > chosen.step and save not in strangers]
+        if later and self._wish.is_auto:
+            last = later[-1].save_id[:8]
+            steps = f"{len(later)} saves (steps {later[0].step} to {later[-1].step}) are"
+            one = f"step {later[0].step} (save {last}) is"
+            self._note(
+                f"{steps if len(later) > 1 else one} whole and superseded: a later attempt continued from an earlier "
+                f"save; if that was not meant, stop and run `ckptmirror rewind --save {last}`",
+                "warning",
+            )
         for save in strangers:
             if save.step >= chosen.step and save.save_id != chosen.save_id:
                 self._note(

@@ -182,7 +182,7 @@ def never_step_0(what: Sequence[str], *, asked: bool) -> RefusedOnlyCopy:
     listed = "; ".join(what)
     if asked:
         return RefusedOnlyCopy(
-            f"Starting at step 0 would leave what is saved behind: {listed}",
+            f"There are saves, and starting at step 0 would ignore them: {listed}",
             hint="Add force=True to do it anyway (nothing is deleted), or resume without policy='scratch'.",
         )
     return RefusedOnlyCopy(

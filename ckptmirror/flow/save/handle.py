@@ -114,7 +114,7 @@ class SaveHandle:
             WaitTimeout: ``timeout_s`` seconds passed.
         """
         if until not in _PHASES:
-            raise UsageError(f"A save is never {until!r}; wait for one of {', '.join(_PHASES)}.")
+            raise UsageError(f"A save is never {until!r}.", hint=f"Wait for one of {', '.join(map(repr, _PHASES))}.")
         deadline = time.monotonic() + timeout_s
         local = min(_PHASES.index(until), _PHASES.index("committed"))
         with self._state:
@@ -125,7 +125,10 @@ class SaveHandle:
         if reached and until == "mirrored":
             reached = self.done("mirrored") or self._ask_mirrored(max(0.0, deadline - time.monotonic()))
         if not reached:
-            raise WaitTimeout(f"Step {self.step} was not {until} within {timeout_s:g} s.")
+            raise WaitTimeout(
+                f"Step {self.step} was not {until} within {timeout_s:g} s.",
+                hint="The save and its uploads continue: call wait() again, or see `ckptmirror status`.",
+            )
         return self
 
     def _ask_mirrored(self, timeout_s: float) -> bool:

@@ -160,8 +160,8 @@ class Saver:
             earlier.raise_unobserved()
         if request.step < self.last_step:
             raise StepBehind(
-                f"Step {request.step} is behind step {self.last_step}, which this attempt already saved. Going back "
-                "takes a new attempt."
+                f"Step {request.step} is before step {self.last_step}, which is already saved: steps must increase.",
+                hint=f"To go back, start again with manager.resume(state, policy={request.step}).",
             )
         if self._leader is not None and (fenced := self._leader.fenced()) is not None:
             raise AttemptFenced(fenced)
@@ -261,7 +261,7 @@ class Saver:
         earlier = self._in_flight
         if earlier is None:
             return
-        if not earlier.done() and earlier._error is None:
+        if not earlier.is_over and not earlier._observed:  # a save that raised in its caller is not being written
             save_logger(_log, earlier).warning(
                 "step %d is still being written: the next save waits. Save less often, or give the root a faster disk.",
                 earlier.step,

@@ -172,7 +172,7 @@ class SaveMetadata:
         metrics, dropped = finite_metrics(request.metrics)
         if dropped:
             save_logger(_log, request).warning(
-                "step %d: the metrics %s are not finite and are left out", request.step, ", ".join(dropped)
+                "step %d: the metrics %s are not finite numbers and are left out", request.step, ", ".join(dropped)
             )
         return cls(metrics, plain_values(request.fields), plain_values(dict(state.training_config or {})))
 

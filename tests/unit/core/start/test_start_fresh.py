@@ -148,17 +148,17 @@ LISTS = [
     Case(
         "a list lost on the mirror is rebuilt from its metas",
         [disk(), mirror(M, None, [a100, a200])],
-        tries(a200, M, says=f"{M} had no list of attempts, and it was rebuilt"),
+        tries(a200, M, says=f"{M} had no list of attempts, so it was rebuilt"),
     ),
     Case(
         "one lost on the disk is taken from the mirror",
         [disk(None, saved=[a100, a200]), mirror(M, [a, rewind], [a100, a200])],
-        tries(a100, says="disk had no list of attempts", needs_all=True),
+        tries(a100, says="is whole and superseded", needs_all=True),
     ),
     Case(
         "a rewind that went with a lost list is missed loudly",
         [disk(None, saved=[a100, a200])],
-        tries(a200, says="a rewind or a start over with no save after it would not be known"),
+        tries(a200, says="if you rewound the run or started it over, and made no save after that, do so again"),
     ),
     Case(
         "a broken list of this root gives way to the mirrors'",
