@@ -343,7 +343,9 @@ def exclusive(path: Path, *, timeout_s: float, on_held: OnHeld | None = None) ->
     """
     lock = _locked(path, fcntl.LOCK_EX, timeout_s, on_held)
     if lock is None:
-        raise WaitTimeout(f"{path} is held by another process ({_named(_holders(path))}); waited {timeout_s:g} s.")
+        pids = _holders(path)
+        who = "another thread of this process" if pids == [os.getpid()] else f"another process ({_named(pids)})"
+        raise WaitTimeout(f"{path} is held by {who}; waited {timeout_s:g} s.")
     try:
         yield
     finally:

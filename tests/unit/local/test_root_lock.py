@@ -248,7 +248,7 @@ def test_an_exclusive_body_is_entered_by_one_at_a_time(tmp_path: Path):
 
 def test_waiting_for_an_exclusive_body_has_a_limit(tmp_path: Path):
     path = tmp_path / "rotate.lock"
-    held, refused = exclusive(path, timeout_s=0), pytest.raises(WaitTimeout, match=str(os.getpid()))
+    held, refused = exclusive(path, timeout_s=0), pytest.raises(WaitTimeout, match="by another thread of this process")
     with held, refused, exclusive(path, timeout_s=0.05):
         pass
     with exclusive(path, timeout_s=0):
