@@ -175,6 +175,7 @@ def drain(
         gone = work.look(lambda audit: _reconcile_if_free(root, table, specs, work.served(), audit), ends_s)
         if retry:
             table.retry_failed()
+            table.end_delays([spec.url for spec in served])  # they grew in an outage that may be over
         report = work.run(ends_s)
         return replace(report, failed=(*report.failed, *(gone or ())))
 

@@ -23,6 +23,7 @@ from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
+from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.claiming import start_node
@@ -30,6 +31,7 @@ from tests.kit.faulty_store import StoreFault
 from tests.kit.mirrors import memory_url, object_names
 from tests.kit.roots import MirroredRoot
 from tests.kit.saves import make_attempt, make_save, put_attempts
+from tests.kit.training import new_state, running, saved_run
 
 BUCKET = "drains"
 _numbers = itertools.count(1)
@@ -149,6 +151,23 @@ def test_i1_a_drain_of_one_mirror_deletes_nothing_that_the_other_lacks(tmp_path:
     place.close()
     drain(place.root, only=[first], timeout_s=10.0)
     assert (place.root / "model_000100.pt").exists()
+
+
+@pytest.mark.parametrize("who", ["a drain", "a start"])
+def test_the_delays_that_grew_in_an_outage_end_with(who: str, tmp_path: Path) -> None:
+    root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
+    saved_run(root, (1, 2), url, kinds=("model",))
+    with UploadsTable.open(root / names.TABLE_NAME) as table:
+        for record in table.records():
+            table.unverify(record.save_id, record.path, url, "as if it had not arrived")
+        while (claim := table.claim("another", url, lease_s=60)) is not None:
+            table.put_back(claim, "the mirror was away", not_before_s=86_400)
+    if who == "a drain":
+        assert drain(root, timeout_s=20.0).pending == 0
+    else:
+        with running(root, url) as manager:
+            manager.resume(new_state())
+            manager.wait("mirrored", timeout_s=20.0)
 
 
 def test_a_drain_says_what_failed_and_what_is_pending(tmp_path: Path) -> None:

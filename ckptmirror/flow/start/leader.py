@@ -167,6 +167,7 @@ class Node:
         set_mirrors(self.table, self.specs)
         self._add_records(lambda whole: whole)
         self.table.retry_failed()
+        self.table.end_delays([mirror.url for mirror in self.mirrors])  # they grew in an outage that may be over
         counting_first = sorted(self.mirrors, key=lambda mirror: mirror.url not in self._counting())
         audit = self._audit = MirrorAudit(self.table, counting_first, self._bus, notes=True)
         self._rotation_thread = RotationThread(

@@ -33,6 +33,7 @@ __all__ = [
     "verified",
     "with_object",
     "with_session",
+    "without_delay",
 ]
 
 LONGEST_MS = 24 * 60 * 60 * 1000
@@ -163,6 +164,11 @@ def put_back(record: UploadRecord, reason: str, wait_ms: int, clock: LeaseClock)
     if wait_ms > 0:
         wait = {"not_before_boot": clock.boot_id, "not_before_ms": clock.now_ms() + wait_ms}
     return _moved(record, RecordState.PENDING, clock, reason, **wait)
+
+
+def without_delay(record: UploadRecord) -> UploadRecord:
+    """Still pending, and free to be claimed."""
+    return replace(record, not_before_boot=None, not_before_ms=None)
 
 
 def failed(record: UploadRecord, reason: str, clock: LeaseClock) -> UploadRecord:

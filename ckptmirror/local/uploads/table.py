@@ -499,6 +499,16 @@ class UploadsTable:
             lambda r: changes.retried(r, self._clock),
         )
 
+    def end_delays(self, mirrors: Collection[str]) -> int:
+        """Let pending records of these mirrors be claimed now, whatever they were to wait. Returns how many."""
+        return self._change_all(
+            "end_delays",
+            "read all records in a state",
+            {"state": RecordState.PENDING.value},
+            lambda r: r.mirror in mirrors and r.not_before_ms is not None,
+            changes.without_delay,
+        )
+
     def put_back_all(self, worker: str, reason: str) -> int:
         """Make the records of a dead worker pending at once, whatever their leases. Returns how many."""
         return self._change_all(
