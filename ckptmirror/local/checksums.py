@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,7 +115,7 @@ def digest_file(path: Path) -> Digest:
         IntegrityError: It cannot be read, or is not a regular file.
     """
     found = BlockDigest()
-    descriptor = _open_regular(path)
+    descriptor = _open(path)
     try:
         for piece in _pieces(descriptor, path):
             found.update(piece)
@@ -132,7 +131,7 @@ def verify_file(path: Path, digest: Digest) -> None:
         FileNotFoundError: There is no such file.
         IntegrityError: It differs (the message says where), cannot be read, or is not a regular file.
     """
-    descriptor = _open_regular(path)
+    descriptor = _open(path)
     try:
         size_bytes = os.fstat(descriptor).st_size
         if size_bytes != digest.size_bytes:
@@ -165,19 +164,13 @@ def _compare_blocks(path: Path, digest: Digest, found: tuple[int, ...], checked:
     return len(found)
 
 
-def _open_regular(path: Path) -> int:
+def _open(path: Path) -> int:
     try:
-        descriptor = direct_io.open_for_reading(path)
+        return direct_io.open_for_reading(path)
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise IntegrityError(f"{path} is a symbolic link, and links are not followed.") from error
         if error.errno in (errno.EIO, errno.ENXIO):
             raise IntegrityError(f"{path} cannot be opened: {error.strerror}.") from error
         raise
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise IntegrityError(f"{path} is not a regular file.")
 
 
 def _pieces(descriptor: int, path: Path) -> Iterator[memoryview]:

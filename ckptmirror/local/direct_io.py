@@ -14,12 +14,14 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ckptmirror.core.errors import IntegrityError
 from ckptmirror.local import crashpoints
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "is_direct",
     "kept_buffer",
     "open_for_reading",
+    "open_regular",
     "read_full",
     "take_buffer",
     "write_full",
@@ -107,10 +110,28 @@ def _forget_buffers_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_buffers_in_child)
 
 
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading; never follow a symbolic link, never block on a pipe.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        IntegrityError: It is not a regular file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise IntegrityError(f"{path} is a symbolic link, and links are not followed.") from error
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise IntegrityError(f"{path} is not a regular file.")
+
+
 def open_for_reading(path: Path) -> int:
-    """Open a file to read it from the disk itself; never follow a symbolic link, never block on a pipe."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    descriptor = os.open(path, flags)
+    """Open a regular file to read it from the disk itself. Raises as :func:`open_regular`."""
+    descriptor = open_regular(path)
     if not allow_direct(descriptor):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     return descriptor

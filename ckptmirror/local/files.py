@@ -10,9 +10,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import stat
 from pathlib import Path
 from types import TracebackType
 
@@ -101,7 +99,7 @@ def read_limited(path: Path, limit_bytes: int) -> bytes:
         FileNotFoundError: There is no such file.
         IntegrityError: It is not a regular file, larger than ``limit_bytes``, or unreadable.
     """
-    descriptor = _open_for_reading(path)
+    descriptor = direct_io.open_regular(path)
     try:
         size_bytes = os.fstat(descriptor).st_size
         if size_bytes > limit_bytes:
@@ -130,7 +128,7 @@ class FileSource:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = _open_for_reading(path)
+        self._descriptor = direct_io.open_regular(path)
         self._size_bytes = os.fstat(self._descriptor).st_size
         direct_io.allow_direct(self._descriptor)
 
@@ -169,16 +167,3 @@ class FileSource:
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
             self.close()
-
-
-def _open_for_reading(path: Path) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise IntegrityError(f"{path} is a symbolic link, and links are not followed.") from error
-        raise
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise IntegrityError(f"{path} is not a regular file.")

@@ -16,9 +16,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import stat
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -231,9 +229,6 @@ class _File(_Item):
 
     def open(self) -> None:
         self._descriptor = direct_io.open_for_reading(self._path)
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            self.close()
-            raise OSError(errno.ENXIO, "not a regular file")
 
     def read(self, offset: int, length: int, buffer: memoryview) -> int:
         whole_pages = min(len(buffer), -(-length // _PAGE) * _PAGE)  # direct reads are of whole pages
@@ -243,6 +238,8 @@ class _File(_Item):
         os.close(self._descriptor)
 
     def explained(self, error: Exception) -> Finding | None:
+        if isinstance(error, IntegrityError):
+            return Finding("it is not a regular file")
         if not isinstance(error, OSError):
             return None
         if isinstance(error, FileNotFoundError | NotADirectoryError):
