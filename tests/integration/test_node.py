@@ -220,7 +220,7 @@ def test_i12_a_table_that_breaks_under_a_training_costs_no_save(tmp_path: Path, 
     assert is_mirrored(root, None)
 
 
-def test_a_closed_table_is_not_made_anew(tmp_path: Path, node: Callable[..., Node]) -> None:
+def test_a_closed_table_is_not_recreated(tmp_path: Path, node: Callable[..., Node]) -> None:
     running = node(memory_url())
     running.close()
     with pytest.raises(CkptMirrorError, match="closed"):
