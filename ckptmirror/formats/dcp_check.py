@@ -92,7 +92,7 @@ def check_ranges(
 def _check_info(info: Any, name: str, where: str) -> None:
     path = getattr(info, "relative_path", None)
     if not isinstance(path, str) or not path or path in (".", "..", METADATA_NAME) or any(c in path for c in "/\\\0"):
-        raise IntegrityError(f"{where}: {name} lies at {path!r}, which is not a file name inside the directory.")
+        raise IntegrityError(f"{where}: {name} is at {path!r}, which is not a file name inside the directory.")
     for key in ("offset", "length"):
         value = getattr(info, key, None)
         if type(value) is not int or value < 0:

@@ -106,7 +106,7 @@ def read_legacy(path: Path, kind: Kind, extra: Path | None, map_location: str = 
         if not isinstance(beside, Mapping):
             raise IntegrityError(f"{extra} holds a {type(beside).__name__}, not a dict.")
         if twice := sorted(str(key) for key in beside if key in state.extra and key not in _COUNTERS):
-            _log.warning("%s and %s both hold %s: what is in %s counts", path, extra, ", ".join(twice), extra.name)
+            _log.warning("%s and %s both hold %s: the values in %s are used", path, extra, ", ".join(twice), extra.name)
         state.extra.update({str(key): value for key, value in beside.items()})
     return state
 

@@ -121,7 +121,7 @@ def broken(error: BaseException, name: str) -> IntegrityError:
     """Return the error to raise for what torch made of a hostile or broken file."""
     text = str(error) or type(error).__name__
     if isinstance(error, pickle.UnpicklingError) and any(mark in text for mark in _NOT_ALLOWED):
-        return UnsafePickle(f"{name} asks to load what is not on the allow-list: {_short(text)}")
+        return UnsafePickle(f"{name} names something that is not on the allow-list: {_short(text)}")
     return IntegrityError(f"{name} is broken: {_short(text)}")
 
 

@@ -94,7 +94,7 @@ def test_a_file_outside_the_directory_is_not_read(saved: Saved, tmp_path: Path, 
     _, info = _first(metadata, "model.inner.weight")
     info.relative_path = path
     _write(directory, metadata)
-    with pytest.raises(IntegrityError, match=r"model\.inner\.weight lies at"):
+    with pytest.raises(IntegrityError, match=r"model\.inner\.weight is at"):
         load("dcp", tmp_path, meta, make_state())
 
 
