@@ -250,7 +250,7 @@ def test_no_record_means_not_safe(tmp_path: Path) -> None:
     raw.close()
     (line,) = read_status(place.root).saves
     assert not line.safe
-    assert "nothing says that its meta was uploaded" in line.waiting[place.mirrors[0].url]
+    assert "the table does not say that its meta was uploaded" in line.waiting[place.mirrors[0].url]
     place.lose_table()
     (line,) = read_status(place.root).saves
     assert line.waiting[place.mirrors[0].url] == "not queued for upload yet"

@@ -279,6 +279,6 @@ def test_a_log_line_stands_above_the_bar(tmp_path: Path):
     with OnTerminal("drain", "--root", root) as terminal:
         exit_code, _, shown = terminal.end()
     assert exit_code == 0
-    logged = [line for line in re.split(r"[\r\n]+", bare(shown)) if "are sent again" in line]
+    logged = [line for line in re.split(r"[\r\n]+", bare(shown)) if "will be sent again" in line]
     assert logged
     assert all("MiB" not in line and "drain" not in line for line in logged), logged

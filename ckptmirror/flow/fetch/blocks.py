@@ -1,16 +1,17 @@
-"""Blocks: the bytes of many files and objects, each block compared with its checksum as it is read.
+"""Blocks: reads the bytes of many files and objects, and compares each block with its checksum.
 
-``receive`` brings objects into temporaries. ``read_all`` keeps nothing, and says of each whether it is what was saved.
+``receive`` downloads objects into temporaries. ``read_all`` keeps nothing, and reports what differs from the save.
 
 Rules:
 * One queue of ranges for all of them, and a few threads (``local.pool``): one large file is read in parallel, and many
   small ones too. A range is a run of whole blocks. Each thread has one buffer.
 * The generation of an object is pinned: bytes of two versions are never mixed.
-* A range of an object that does not verify is asked for again a bounded number of times: it may have broken on its way.
-* A file is read past the page cache where the file system allows, so that what rotted on the disk is seen.
-* The first error ends ``receive``, wrong bytes too (I9). What an interrupted call left in a temporary, and verifies, is
-  not fetched again. A temporary is sealed (fsynced and closed) once its last block is in; it gets no other name here.
-* Damage ends no ``read_all``: all of it is found. A mirror that stops answering ends the reading of that mirror.
+* A range of an object that does not verify is read again a bounded number of times: it may have broken in transit.
+* A file is read past the page cache if the file system allows it, so that damage on the disk is found.
+* The first error ends ``receive``, including wrong bytes (I9). Blocks that an interrupted call left in a temporary, and
+  that verify, are not fetched again. A temporary is sealed (fsynced and closed) after its last block; it is not renamed
+  here.
+* Damage does not end ``read_all``: it finds all of it. A mirror that stops answering ends the reading of that mirror.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _AnyItem = TypeVar("_AnyItem", bound="_Item")
 
 @dataclass(frozen=True)
 class FileToRead:
-    """A local file, and what its bytes must be."""
+    """A local file, and the digest that its bytes must have."""
 
     path: Path
     digest: Digest
@@ -54,7 +55,7 @@ class FileToRead:
 
 @dataclass(frozen=True)
 class ObjectToRead:
-    """An object of a mirror at one generation, and what its bytes must be."""
+    """An object of a mirror at one generation, and the digest that its bytes must have."""
 
     store: Store
     name: str
@@ -72,11 +73,11 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why something did not read as it was saved.
+    """Why a file or object did not read as it was saved.
 
     Attributes:
-        state: ``damaged``; or nobody knows: ``unreadable``, ``refused``.
-        is_gone: It was there when it was listed, and is no more: it may have been deleted in order.
+        state: ``damaged``; or, if that is unknown, ``unreadable`` or ``refused``.
+        is_gone: It was there when it was listed, but is gone now: it may have been deleted on purpose.
     """
 
     why: str
@@ -85,13 +86,14 @@ class Finding:
 
 
 def receive(incoming: Sequence[Incoming], *, on_bytes: Callable[[int, int], None]) -> None:
-    """Bring every object into its temporary; all of them are sealed on return.
+    """Download every object into its temporary; all of them are sealed on return.
 
-    ``on_bytes`` is called, by one thread at a time, with bytes just received and bytes just found in place.
+    ``on_bytes`` is called, by one thread at a time, with the number of bytes just received and the number just found in
+    a temporary.
 
     Raises:
         IntegrityError: The mirror keeps sending other bytes than were saved.
-        ObjectNotFound: An object went, or was replaced, meanwhile.
+        ObjectNotFound: An object was deleted or replaced meanwhile.
         StoreTemporary: The mirror stopped answering; the temporaries stay, and the next call continues them.
         LocalStorageFull: The disk filled up; the temporaries stay.
     """
@@ -117,10 +119,10 @@ def receive(incoming: Sequence[Incoming], *, on_bytes: Callable[[int, int], None
 def read_all(
     sources: Sequence[FileToRead | ObjectToRead], *, on_bytes: Callable[[int], None] = lambda _count: None
 ) -> list[Finding | None]:
-    """Read everything of one place and say of each what is wrong with it, in order; None: it is what was saved.
+    """Read all files or objects of one place. Return for each, in order, what is wrong with it, or None.
 
-    ``on_bytes`` is called, by one thread at a time, with the number of bytes just read. A mirror that does not answer
-    any more raises nothing: what was not read by then is ``unreadable``.
+    ``on_bytes`` is called, by one thread at a time, with the number of bytes just read. If a mirror stops answering,
+    nothing is raised: the objects not read by then are ``unreadable``.
     """
     items = [_File(one) if isinstance(one, FileToRead) else _Object(one) for one in sources]
     work = _Work(items)
@@ -128,7 +130,7 @@ def read_all(
 
     def look(item: _Item, span: range, buffer: memoryview) -> None:
         if item.found is not None:
-            return  # it is known already what is wrong with it
+            return  # its fault is known already
         try:
             item.begin()
             wrong = work.read(item, span, buffer)
@@ -137,7 +139,7 @@ def read_all(
             if item.found is None:
                 if not isinstance(error, CkptMirrorError):
                     raise
-                ended.append(error)  # of the mirror as a whole
+                ended.append(error)  # an error of the whole mirror
                 work.stop.set()
             return
         item.end(wrong)
@@ -172,7 +174,7 @@ class _Item:
                 self._is_open = True
 
     def end(self, wrong: Sequence[int]) -> None:
-        """A span was read to its end, and these blocks of it are wrong."""
+        """Note that a span was read to its end, and which of its blocks are wrong."""
         with self._lock:
             self._wrong += wrong
             self._left -= 1
@@ -188,7 +190,7 @@ class _Item:
             self.close()
 
     def outcome(self, ended: CkptMirrorError | None) -> Finding | None:
-        """What is wrong with it, in a reading that ``ended`` early or did not."""
+        """Return what is wrong with it; ``ended`` is the error that ended the reading early, if any."""
         if self.found is not None:
             return self.found
         if self._wrong:
@@ -202,20 +204,20 @@ class _Item:
         return None
 
     def open(self) -> None:
-        """Called once before the first read."""
+        """Open it; called once before the first read."""
 
     def read(self, offset: int, length: int, buffer: memoryview) -> int:
-        """Read so much into the begin of ``buffer``; return how much there is."""
+        """Read ``length`` bytes into the start of ``buffer``; return how many were read."""
         raise NotImplementedError
 
     def complete(self) -> None:
-        """Called once after the last read, if nothing ended the reading before."""
+        """Finish it; called once after the last read, if no error ended the reading."""
 
     def close(self) -> None:
-        """Called once after the last read."""
+        """Close it; called once after the last read."""
 
     def explained(self, error: Exception) -> Finding | None:
-        """What an error of opening or reading says of these bytes; None if it says nothing of them."""
+        """Return what an error of opening or reading means for these bytes; None if it means nothing for them."""
         raise NotImplementedError
 
 
@@ -262,12 +264,12 @@ class _Object(_Item):
 
     def explained(self, error: Exception) -> Finding | None:
         if isinstance(error, ObjectNotFound):
-            return Finding("it went, or was replaced, while it was read", is_gone=True)
+            return Finding("it was deleted or replaced while it was read", is_gone=True)
         return None
 
 
 class _Temporary(_Object):
-    """An object on its way into its temporary."""
+    """An object that is downloaded into its temporary."""
 
     file: RangeFile
 
@@ -296,7 +298,7 @@ class _Temporary(_Object):
 
 
 class _Work(Generic[_AnyItem]):
-    """One call: what its threads share."""
+    """One call: the state that its threads share."""
 
     def __init__(self, items: Sequence[_AnyItem]) -> None:
         self._items = items
@@ -304,7 +306,7 @@ class _Work(Generic[_AnyItem]):
         self.telling = threading.Lock()
 
     def run(self, do: Callable[[_AnyItem, range, memoryview], None]) -> None:
-        """Have every span of every item done, and every item closed; raise the first error."""
+        """Call ``do`` for every span of every item, and close every item; raise the first error."""
 
         def do_one(job: tuple[_AnyItem, range]) -> None:
             with direct_io.kept_buffer() as buffer, contextlib.suppress(_StoppedError):
@@ -318,7 +320,7 @@ class _Work(Generic[_AnyItem]):
         run_jobs(jobs, do_one, name="ckptmirror-blocks", workers=WORKERS, stop=self.stop, at_end=close)
 
     def read(self, item: _Item, span: range, buffer: memoryview) -> list[int]:
-        """Read a span as often as it takes; return the numbers of the blocks that stay wrong."""
+        """Read a span, again if blocks are wrong; return the numbers of the blocks that stay wrong."""
         wrong: list[int] = []
         for _ in range(item.tries):
             wrong = self.wrong_blocks(item.digest, span, buffer, item.read)
@@ -335,9 +337,9 @@ class _Work(Generic[_AnyItem]):
             if self.stop.is_set():
                 raise _StoppedError
             length = min(len(buffer), span.stop - offset)
-            if read(offset, length, buffer) < length:  # it ends too early
+            if read(offset, length, buffer) < length:  # it is too short
                 return [*wrong, *range(offset // size, -(-span.stop // size))]
-            for begin in range(offset, offset + length, size):  # a piece holds whole blocks, or lies in one
+            for begin in range(offset, offset + length, size):  # a piece holds whole blocks, or is inside one
                 end = min(begin + size, offset + length)
                 crc = crc32c(buffer[begin - offset : end - offset], crc)
                 if end % size == 0 or end == digest.size_bytes:
@@ -348,4 +350,4 @@ class _Work(Generic[_AnyItem]):
 
 
 class _StoppedError(Exception):
-    """Another thread met what ends the work, or the caller was interrupted."""
+    """Another thread hit an error that ends the work, or the caller was interrupted."""

@@ -1,12 +1,12 @@
-"""Destination: what lies in a directory at one step, and under which names a save of that step may come in.
+"""Destination: the contents of a directory at one step, and the names under which a save of that step may be staged.
 
 Rules:
-* Nothing that is not ours is touched: a name that no valid meta explains, and whose bytes are not those of the save
-  that comes in, stays where it is, and the other names are used.
-* What a crash left between publishing and the meta is recognised by its checksums and taken over, not fetched again.
-* A meta in the trash condemns the files that it names, unless a meta that stands names them too: so a replacement that
-  was cut short is finished by the next call. A file of another size is not what it named, and stays.
-* In a training root only metas of the very save that is staged condemn anything: another save is rotation's to delete.
+* Files that are not ours are never touched. If no valid meta names a file, and its bytes are not those of the save that
+  is staged, it stays, and the save uses its other names.
+* Files that a crash left between publishing and the meta are recognised by their checksums and kept, not fetched again.
+* The files that a meta in the trash names may be deleted ("condemned"), unless a meta outside the trash names them too.
+  So the next call finishes an interrupted replacement. A file of another size is not the one it named, and stays.
+* In a training root only metas of the staged save itself condemn files: only rotation deletes other saves.
 * All names of one save have the same tag.
 """
 
@@ -50,12 +50,12 @@ def is_training_root(root: Path) -> bool:
 
 
 def with_tag(name: str, save_id: str, tag: str) -> str:
-    """Return an untagged name as a save with ``tag`` ("" or the digits of its save id) has it."""
+    """Return the name that an untagged name has in a save with ``tag`` ("" or the digits of its save id)."""
     return names.tagged(name, save_id) if tag else name
 
 
 def by_top(artifacts: Iterable[Artifact]) -> dict[str, list[Artifact]]:
-    """Group artifacts by the name directly below the root: a file, or a directory that is published as one."""
+    """Group artifacts by the name directly below the root: a file, or a directory that is published in one step."""
     grouped: dict[str, list[Artifact]] = {}
     for artifact in artifacts:
         grouped.setdefault(artifact.path.partition("/")[0], []).append(artifact)
@@ -63,7 +63,7 @@ def by_top(artifacts: Iterable[Artifact]) -> dict[str, list[Artifact]]:
 
 
 def below_top(artifacts: Iterable[Artifact]) -> set[str]:
-    """Return the artifacts' paths below the name directly below the root; "" for one that is that file itself."""
+    """Return the artifacts' paths relative to the name directly below the root; "" for that file itself."""
     return {artifact.path.partition("/")[2] for artifact in artifacts}
 
 
@@ -72,11 +72,13 @@ def make_control_dir(root: Path) -> None:
 
     Raises:
         LocalStorageUnwritable: ``root`` is a file, or cannot be written.
-        DestinationOccupied: A link stands in for the control directory.
+        DestinationOccupied: The control directory is a symbolic link.
     """
     files.make_dirs(root)
     if (root / names.CONTROL_DIR).is_symlink():
-        raise DestinationOccupied(f"{root / names.CONTROL_DIR} is a symbolic link, and nothing is written through one.")
+        raise DestinationOccupied(
+            f"{root / names.CONTROL_DIR} is a symbolic link, and ckptmirror does not write through it."
+        )
     files.make_dirs(root / names.CONTROL_DIR)
 
 
@@ -84,11 +86,11 @@ class Destination:
     """One step of one directory; the caller holds the directory's lock for that step.
 
     Args:
-        replaces: The save whose metas in the trash condemn files; None: any save's do.
+        replaces: The save whose metas in the trash condemn files; None: those of any save do.
 
     Attributes:
         saves: Every save of the step whose meta is valid, whole or not.
-        condemned: Names that only metas in the trash name, each with what those name below it.
+        condemned: Names that only metas in the trash name, each with the paths that those name below it.
     """
 
     def __init__(self, root: Path, step: int, *, replaces: str | None = None) -> None:
@@ -106,13 +108,13 @@ class Destination:
         return [*top_names(save.meta.artifacts), save.meta_path.relative_to(self.root).parts[0]]
 
     def find(self, save_id: str) -> LocalSave | None:
-        """Return the save with this id: a whole one, or one that was not staged, before others."""
+        """Return the save with this id; of several, a whole one first, then one that was not staged."""
         mine = [save for save in self.saves if save.meta.save_id == save_id]
         mine.sort(key=lambda save: (save.why != "", save.meta.staged_from is not None))
         return mine[0] if mine else None
 
     def trashed_metas(self) -> Iterator[Meta]:
-        """Yield the metas of this step that lie in the trash."""
+        """Yield the metas of this step that are in the trash."""
         trash = self.root / names.TRASH_DIR
         if not trash.is_dir():
             return
@@ -128,9 +130,9 @@ class Destination:
                 yield meta
 
     def interrupted(self, save_id: str) -> Meta | None:
-        """Return the meta of this very save that lies in the trash: what it names, the save holds here.
+        """Return the meta of this save in the trash; the files that it names are here.
 
-        It was to be written anew under another name when a call was cut short, or a rotation was.
+        A stage that was about to rewrite it under another name, or a rotation, was interrupted.
         """
         mine = [meta for meta in self.trashed_metas() if meta.save_id == save_id]
         return max(mine, key=lambda meta: len(meta.artifacts)) if mine else None
@@ -146,16 +148,19 @@ class Destination:
     # -- names ----------------------------------------------------------------------------------------------
 
     def choose_tag(self, save_id: str, arriving: ByTop, same: LocalSave | None) -> str:
-        """Choose the tag of the save's names: the one it has here, else "" where that is free, else its digits.
+        """Choose the tag of the save's names: the one that it has here, else "" if that is free, else its digits.
 
-        ``arriving`` is what the save will hold, by untagged top name; ``same`` is the save as it stands here, if any.
+        Args:
+            save_id: The save's id.
+            arriving: The files that the save will have, by untagged top name.
+            same: The save as it is here now, if it is.
 
         Raises:
-            DestinationOccupied: All names are taken by what ckptmirror did not put there.
+            DestinationOccupied: Files that ckptmirror did not put there have all the names.
         """
         tags = ["", save_id[:8]]
         here = [same.meta.tag] if same is not None else []
-        begun = (tag for tag in tags if self._is_begun(save_id, tag, arriving))  # found by reading: only if need be
+        begun = (tag for tag in tags if self._is_begun(save_id, tag, arriving))  # this reads files: only if necessary
         in_the_way: list[str] = []
         for tag in chain(here, begun, tags):
             in_the_way = list(self._in_the_way(save_id, tag, arriving, same))
@@ -164,7 +169,7 @@ class Destination:
         raise DestinationOccupied(f"{self.root} holds {', '.join(in_the_way[:5])}, which no valid meta explains.")
 
     def _is_begun(self, save_id: str, tag: str, arriving: ByTop) -> bool:
-        """Whether a call that was cut short has published some of the save under this tag."""
+        """Whether an interrupted call has published part of the save under this tag."""
         return any(self.holds(with_tag(top, save_id, tag), artifacts) for top, artifacts in arriving.items())
 
     def _in_the_way(self, save_id: str, tag: str, arriving: ByTop, same: LocalSave | None) -> Iterator[str]:
@@ -181,7 +186,7 @@ class Destination:
             yield entry.name
 
     def holds(self, name: str, artifacts: Sequence[Artifact]) -> bool:
-        """Whether these artifacts lie under a top name, byte for byte (their own tops do not count)."""
+        """Whether these artifacts are under a top name, byte for byte (their own top names are ignored)."""
         if not self.has_sizes(name, artifacts):
             return False
         try:
@@ -192,12 +197,12 @@ class Destination:
         return True
 
     def has_sizes(self, name: str, artifacts: Sequence[Artifact]) -> bool:
-        """Whether each artifact lies under a top name with exactly its size; never through a link."""
+        """Whether each artifact is under a top name with exactly its size; links do not count."""
         listing = Listing(self.root)
         return not any(listing.fault_of(_moved(a, name), a.digest.size_bytes) for a in artifacts)
 
     def strangers(self, name: str, below: Collection[str]) -> list[str]:
-        """Return what lies in a directory besides ``below``; it was not put there by ckptmirror."""
+        """Return the files in a directory besides ``below``; ckptmirror did not put them there."""
         listing = Listing(self.root)
         found = listing.files_below(name) if listing.is_dir(name) else []
         return sorted({path.partition("/")[2] for path in found} - set(below))
@@ -205,7 +210,7 @@ class Destination:
     # -- the trash ------------------------------------------------------------------------------------------
 
     def finish_replacing(self) -> None:
-        """Move to trash what only metas in the trash name, and delete it. A stranger in a directory stays there."""
+        """Move files that only metas in the trash name to trash, and delete them. Other programs' files stay."""
         trash = self.root / names.TRASH_DIR
         if not trash.is_dir():
             return
@@ -219,19 +224,19 @@ class Destination:
             files.fsync_dir(self.root)
         for entry in sorted(trash.iterdir()):
             parsed = parsed_in_trash(entry)
-            # The meta of another step may be what another process finishes its replacing by.
+            # Another process may need the meta of another step to finish its own replacement.
             if parsed is None or parsed.role != "meta" or parsed.step == self.step:
                 files.remove_tree_in_trash(self.root, entry)
 
 
 def _moved(artifact: Artifact, name: str) -> str:
-    """The artifact's path under another top name."""
+    """Return the artifact's path under another top name."""
     _, slash, below = artifact.path.partition("/")
     return name + slash + below
 
 
 def make_real_dirs(root: Path, directory: Path) -> None:
-    """Make ``directory``, below ``root``, of real directories: what else lies under one of its names goes to trash.
+    """Create ``directory`` below ``root`` from real directories; anything else that has one of its names goes to trash.
 
     Only for directories of temporaries, whose names carry a save id.
     """

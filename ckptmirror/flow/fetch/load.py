@@ -1,8 +1,8 @@
-"""Load a checkpoint in one process, without a process group: for evaluation, export and a look inside.
+"""Loads a checkpoint in one process, without a process group: for evaluation, export and inspection.
 
 Rules:
-* What a reference means is ``places.resolve``'s to say; an explicit kind is never replaced by another (I4).
-* Every byte of our own is verified before it is read. What an older writer left has no checksums; the log says so.
+* ``places.resolve`` resolves the reference. An explicit kind is never replaced by another (I4).
+* Every byte of a save is verified before it is read. A legacy checkpoint has no checksums, and this is logged.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class LoadedCheckpoint:
     Attributes:
         model: Whole tensors by clean name, ready for ``module.load_state_dict``.
         optimizer: State keyed by parameter name, or None if the save holds none (or it was not staged).
-        extra: What rank 0 saved beside them, or None.
-        meta: The save's meta. Of an older writer's checkpoint: what its ``meta.json`` says, without ids and files.
+        extra: The ``extra`` state that rank 0 saved, or None.
+        meta: The save's meta. For a legacy checkpoint: the contents of its ``meta.json``, without ids and files.
         kind: The kind that was read.
     """
 
@@ -57,15 +57,15 @@ def load_checkpoint(
 
     Args:
         reference: What :func:`resolve_checkpoint_reference` takes or returned: a model file, a DCP directory, a meta,
-            ``latest``, or a directory that holds saves. An explicit kind is never replaced by another. What an older
-            writer left has no checksums to verify; the log says so.
+            ``latest``, or a directory that holds saves. An explicit kind is never replaced by another. A legacy
+            checkpoint has no checksums to verify, and this is logged.
         map_location: Device of the tensors.
-        new_config_keys: Keys of the training config that came after some checkpoints, each with the value that turns
-            it off. Where the config in ``meta`` lacks one, it gets that value, and the log says so.
+        new_config_keys: Keys of the training config that are newer than some checkpoints, each with the value that
+            turns it off. If the config in ``meta`` lacks one, it gets that value, and this is logged.
 
     Raises:
         CheckpointNotFound: There is no whole save there.
-        IntegrityError: A file is not what was saved.
+        IntegrityError: A file differs from what was saved.
     """
     found = resolve_checkpoint_reference(reference)
     root = on_this_disk(found, reference)
@@ -87,7 +87,7 @@ def _load(root: Path, found: CheckpointReference, map_location: str) -> LoadedCh
         model, optimizer = read_full(root, meta, found.kind, map_location)
         extra = read_extra(root, meta, map_location)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # Values that are allowed, in an order that no save has: it is the file, not the caller.
+        # The values are allowed, but no save has them in this order: the file is wrong, not the caller.
         raise IntegrityError(f"{found.path} is inconsistent: {type(error).__name__}: {error}") from error
     return LoadedCheckpoint(model, optimizer, extra, meta, found.kind)
 
@@ -112,10 +112,10 @@ def on_this_disk(found: CheckpointReference, reference: object) -> Path:
 
 
 def meta_of(root: Path, found: CheckpointReference) -> Meta:
-    """Return the meta of the save that was resolved.
+    """Return the meta of the resolved save.
 
     Raises:
-        CheckpointNotFound: It went since.
+        CheckpointNotFound: It has been removed since.
     """
     meta = local_catalog(root).saves.get(found.save_id or "")
     if meta is None:

@@ -1,10 +1,10 @@
-"""Load into live objects what a reference names, on every rank: for ``CheckpointManager.load``.
+"""Loads a checkpoint into live objects, on every rank, for ``CheckpointManager.load``.
 
-It decides nothing about the run: no attempt is claimed, no parent written, nothing in the directory is changed.
+It does not affect the run: it claims no attempt, writes no parent, and changes nothing in the directory.
 
 Rules:
-* The leader resolves the reference, for all; every rank loads the same save, or none goes on.
-* The ranks verify a share of the bytes each before anything is loaded. What an older writer left has no checksums.
+* The leader resolves the reference for all ranks. Every rank loads the same save, or none does.
+* Each rank verifies a share of the bytes before anything is loaded. A legacy checkpoint has no checksums.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class ResumeInfo:
         kind: The kind that was loaded.
         place: ``"disk"``, or the URL of the mirror or the persistent directory that it was brought from.
         loaded: Parts of the state that were loaded.
-        missing: Parts of the state that the save does not hold, or that were left out (``exclude``).
-        passed_over: Newer saves and copies that could not be used or of which no list tells, and mirrors that did not
-            answer, with the reason.
+        missing: Parts of the state that the save does not hold, or that ``exclude`` left out.
+        passed_over: Newer saves and copies that could not be used or that no list names, and mirrors that did not
+            answer, each with the reason.
     """
 
     step: int
@@ -65,16 +65,16 @@ class ResumeInfo:
 def load_state(
     root: Path, ranks: Ranks, state: TrainState, reference: Reference, exclude: frozenset[str]
 ) -> ResumeInfo:
-    """Load what ``reference`` names into ``state``, on every rank of the job.
+    """Load the checkpoint ``reference`` into ``state``, on every rank of the job.
 
     Args:
-        root: Where a step, or ``"latest"``, is looked for.
+        root: The directory in which a step, or ``"latest"``, is searched.
         reference: A step, ``"latest"``, or what :func:`resolve_checkpoint_reference` takes, on this disk.
-        exclude: Parts of the state to leave as they are.
+        exclude: Parts of the state to leave unchanged.
 
     Raises:
-        CheckpointNotFound: It is not there.
-        IntegrityError: A file is not what was saved.
+        CheckpointNotFound: It does not exist.
+        IntegrityError: A file differs from what was saved.
         UsageError: It is on a mirror, or does not fit.
     """
 
@@ -97,7 +97,7 @@ def load_state(
 
 
 def check_share(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> Fault | None:
-    """Verify every n-th artifact of the kind; together the ranks of a node verify them all. Says what is wrong."""
+    """Verify every n-th artifact of the kind, and return the first fault. The ranks of a node together verify all."""
     try:
         for artifact in meta.artifacts_of(kind)[ranks.local_rank :: ranks.local_world_size]:
             verify_file(root / artifact.path, artifact.digest)
@@ -113,7 +113,7 @@ def check_share(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> Fault | Non
 def load_kind(
     root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: Ranks, exclude: frozenset[str]
 ) -> LoadReport:
-    """Load one kind of a save that lies verified in ``root`` into the state, sidecars included."""
+    """Load one kind of a verified save in ``root`` into the state, including its sidecars."""
     from ckptmirror.formats import get_format
     from ckptmirror.formats.base import LoadReport
     from ckptmirror.formats.sidecars import load_sidecars

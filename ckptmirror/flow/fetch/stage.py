@@ -1,13 +1,13 @@
-"""Stage: bring a step from a mirror into a directory, verified, or leave the directory as it was.
+"""Stage: brings a step from a mirror into a directory, verified, or leaves the directory as it was.
 
 Rules:
-* What is staged is chosen by ``select``, from the mirror's own lineage; an explicit kind is never replaced by another.
-* One process at a time brings a step into a directory; others wait, say for whom, and find it done. A training root has
-  one lock, which a stage holds too: it waits for other verbs, and not for a trainer.
-* A directory that a trainer saves to takes saves of its own run only, and no save of it is ever deleted for another:
-  that is rotation's, which asks every required mirror. Elsewhere ``refresh`` replaces what this mirror holds whole, or
-  what was staged.
-* How the bytes come in, and in which order names appear, is ``staging``'s business.
+* ``select`` chooses the save from the mirror's own lineage. An explicit kind is never replaced by another.
+* One process at a time stages a step into a directory. Others log which process they wait for, and find the step there.
+  A training root has one lock, which a stage holds too: it waits for other verbs, but not for a trainer.
+* A directory that a trainer saves to accepts only saves of its own run, and a stage never deletes a save there: only
+  rotation does, which asks every required mirror. Elsewhere ``refresh`` replaces saves that this mirror holds whole, or
+  that were staged.
+* ``staging`` brings the bytes, and decides the order in which names appear.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _log = logging.getLogger("ckptmirror.stage")
 
 @dataclass(frozen=True)
 class StagedCheckpoint:
-    """A checkpoint that lies verified on local disk.
+    """A verified checkpoint on local disk.
 
     Attributes:
         path: The DCP directory, or the model file.
@@ -79,25 +79,25 @@ def stage_checkpoint_step(
         step: A step, or ``"latest"``: the newest of the lineage that has the required kind.
         dest: The directory; made if it is missing.
         require_kind: Never replaced by another kind. Without it: dcp, then model.
-        refresh: Verify what is staged, and replace each staged file of the step that is not the mirror's. Where a
-            trainer saves, other saves of the step stay.
-        full: Optimizer, extra and tensors files too, not only the DCP directory or the model file.
-        superseded: Take a save off the lineage where there is no other.
-        wait_s: How long to wait for the step to appear on the mirror.
-        on_progress: Called now and then, from other threads, by one at a time.
-        on_wait: Called when the mirror did not answer: its URL, in how many seconds it is asked again, and why. Not
-            of a mirror that was opened by the caller.
-        bus: Told when a download starts and ends.
+        refresh: Verify the staged files of the step, and replace each one that differs from the mirror's. In a
+            directory that a trainer saves to, other saves of the step stay.
+        full: Also bring the optimizer, extra and tensors files, not only the DCP directory or the model file.
+        superseded: Take a save off the lineage if there is no other.
+        wait_s: How long to wait for the step to appear on the mirror, in seconds.
+        on_progress: Called now and then, from other threads, one at a time.
+        on_wait: Called when the mirror did not answer, with its URL, the seconds until it is asked again, and the
+            error. Not called for a mirror that the caller opened.
+        bus: Receives events when a download starts and ends.
 
     Raises:
         CheckpointNotFound: The mirror has no such step.
         KindMismatch: It has the step, but not in this kind.
-        IntegrityError: What arrives is not what was saved.
+        IntegrityError: The mirror sends other bytes than were saved.
         StoreTemporary: The mirror does not answer; calling again continues.
-        LocalStorageFull: The directory has no room for it.
+        LocalStorageFull: The disk of the directory is full.
         DestinationOccupied: Other files are in the way.
-        RefusedOnlyCopy: ``refresh`` meets a save that this mirror does not hold.
-        ConfigError: ``dest`` is a URL, lies in the mirror itself, or a trainer saves another run there.
+        RefusedOnlyCopy: ``refresh`` would replace a save that this mirror does not hold.
+        ConfigError: ``dest`` is a URL, is inside the mirror itself, or a trainer saves another run there.
         RootLocked: A trainer saves there now.
     """
     root = files.absolute_dir(dest, "dest")
@@ -147,7 +147,7 @@ def _find(
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 if isinstance(step, int) and not catalog.saves:
-                    catalog = mirror_catalog(mirror)  # the error names the steps that there are
+                    catalog = mirror_catalog(mirror)  # the error names the steps that exist
                     return choose(catalog, step, kind, superseded=superseded)
                 raise
         threading.Event().wait(min(pause_s, left_s))
@@ -166,11 +166,11 @@ def stage_save(
     on_progress: OnProgress | None = None,
     bus: events.EventBus | None = None,
 ) -> Meta:
-    """Bring the artifacts of some kinds of one save into ``dest`` and return the meta that stands there then.
+    """Bring the artifacts of some kinds of one save into ``dest`` and return the resulting meta there.
 
-    ``meta`` is the mirror's; with ``full`` the optimizer, extra and tensors files come too. ``repair`` is ``refresh``
-    for this save alone: other saves of the step stay as they are, whosever they are. In a training root the caller
-    holds the root lock. Raises what :func:`stage_checkpoint_step` raises.
+    ``meta`` is the mirror's; ``full`` also brings the optimizer, extra and tensors files. ``repair`` is ``refresh`` for
+    this save alone: all other saves of the step stay as they are. In a training root the caller holds the root lock.
+    Raises what :func:`stage_checkpoint_step` raises.
     """
     _check_run(dest, meta, mirror, repair=repair)
     wanted = wanted_artifacts(meta, kinds, full)
@@ -194,8 +194,8 @@ def _waiting(meta: Meta, root: Path) -> OnHeld:
 
 
 def _check_run(dest: Path, meta: Meta, mirror: Mirror, *, repair: bool = False) -> None:
-    """In a training root, another run's save would be mirrored as this run's."""
-    attempts = trusted_attempts(dest) if repair else read_local_attempts(dest)  # a start asks the mirrors in its stead
+    """Refuse another run's save in a training root, where it would be uploaded as this run's."""
+    attempts = trusted_attempts(dest) if repair else read_local_attempts(dest)  # a start asks the mirrors instead
     if attempts is not None and attempts.run_id != meta.run_id:
         raise ConfigError(
             f"{mirror.url} holds run {meta.run_id[:8]}, and a trainer saves run {attempts.run_id[:8]} to {dest}.",

@@ -1,4 +1,4 @@
-"""How far a stage is, as its callers are told."""
+"""The progress of a stage, for its callers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["OnProgress", "StageProgress"]
 
 @dataclass(frozen=True)
 class StageProgress:
-    """How far a download is; the first is told before the first byte.
+    """The progress of a download; the first report comes before the first byte.
 
     Attributes:
-        received_bytes: Downloaded and verified by this call.
-        kept_bytes: Found verified in what an interrupted call left.
-        checking: What lies there already under this name, and is being compared with its checksums; else empty.
+        received_bytes: Bytes that this call has downloaded and verified.
+        kept_bytes: Bytes that an interrupted call had left, and that this call has verified.
+        checking: The name of an existing file or directory that is being compared with its checksums; else empty.
     """
 
     step: int

@@ -1,24 +1,24 @@
-"""Staging: how one save of a mirror becomes a whole save of a directory.
+"""Staging: turns one save of a mirror into a whole save of a directory.
 
 Order (DESIGN.md §3, "Stage"):
 
-1. what the directory holds of this save already, and still verifies, is kept;
-2. the rest is received into temporaries, every block verified, and fsynced;
-3. the files get their final names, never replacing anything;
-4. metas of other saves that are replaced go to trash (``refresh``); then a broken file of this very save makes room for
-   its whole one under the same name;
-5. the meta is written, last, with the same save id and ``staged_from``: from here the save is staged. This very save's
-   earlier meta is replaced in that one step, by one that names more; one that names as much stays, a trainer's always;
-6. the files of metas in the trash go there too, and the trash is emptied.
+1. Files of this save that the directory already has, and that still verify, are kept.
+2. The rest is received into temporaries, with every block verified, and fsynced.
+3. The files get their final names, never replacing anything.
+4. With ``refresh``, the metas of other saves that are replaced are moved to trash. Then each broken file of this save
+   is moved away, and the whole file gets its name.
+5. The meta is written, last, with the same save id and ``staged_from``. From here the save is staged. An earlier meta
+   of this save is replaced in that one step if the new one names more; otherwise it stays, and a trainer's always does.
+6. The files of metas in the trash are moved there too, and the trash is emptied.
 
 Rules:
-* There are never two metas of one save id. A crash after 3 leaves files that the next call recognises by their
-  checksums; a crash after 4 is finished by the next call, from the trash; while a broken file makes room, its save is
-  incomplete and not listed, and still named, so that nothing takes it for one that was deleted.
+* There are never two metas of one save id. After a crash after step 3, the next call recognises the files by their
+  checksums. After a crash after step 4, the next call finishes from the trash. While a broken file is being replaced,
+  its save is incomplete and not listed, but its meta still names it, so that it does not look deleted.
 * A copy is verified when it is staged; a later call compares sizes, and ``refresh`` verifies the checksums again.
-* Replacing loses nothing: another save goes only if this mirror holds it, checksum by checksum, or if it was a mere
-  copy of this mirror's. In a training root no other save goes at all, and of the very save only what its verified copy
-  replaces.
+* Replacing loses nothing: another save is removed only if this mirror holds it, checksum by checksum, or if it was only
+  a copy from this mirror. In a training root no other save is removed at all, and of this save only the files that a
+  verified copy replaces.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _log = logging.getLogger("ckptmirror.stage")
 
 
 def wanted_artifacts(meta: Meta, kinds: Sequence[Kind], full: bool) -> list[Artifact]:
-    """The artifacts to have, under untagged paths; ``object`` always says where each lies on the mirror."""
+    """Return the artifacts to bring, under untagged paths; ``object`` is always the name of each on the mirror."""
     missing = [kind for kind in kinds if kind not in meta.kinds]
     if missing:
         raise KindMismatch(
@@ -96,11 +96,11 @@ class Staging:
     """Brings saves of a mirror into a directory; the caller holds the lock of their step.
 
     Args:
-        mirror: Where they are.
+        mirror: The mirror that has them.
         dest: The directory.
-        refresh: Whether what the directory holds of a save is verified by checksum, not by size.
-        on_progress: Called now and then, from other threads, by one at a time.
-        bus: Told when a download starts and ends, and of a copy in the directory that is broken.
+        refresh: Whether files of a save in the directory are verified by checksum, not by size.
+        on_progress: Called now and then, from other threads, one at a time.
+        bus: Receives events when a download starts and ends, and for each broken copy in the directory.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class Staging:
         self._bus = bus
 
     def bring(self, meta: Meta, wanted: Sequence[Artifact], kinds: Sequence[Kind], *, replaces: bool = False) -> Meta:
-        """Have ``wanted``, and whatever the directory holds of the save already, whole, under one meta.
+        """Bring ``wanted`` into the directory, whole, under one meta with the save's files that are there already.
 
         Args:
-            meta: The mirror's.
-            wanted: What :func:`wanted_artifacts` returned for these kinds.
-            kinds: Which kinds.
-            replaces: Whether stale saves of the step go, and its other saves are verified and repaired too.
+            meta: The mirror's meta.
+            wanted: The result of :func:`wanted_artifacts` for these kinds.
+            kinds: The kinds to bring.
+            replaces: Whether stale saves of the step are removed, and its other saves are verified and repaired too.
 
         Returns:
             The save's meta in the directory.
@@ -134,10 +134,10 @@ class Staging:
         return staged
 
     def _judged(self, place: Destination, meta: Meta) -> tuple[list[LocalSave], list[Meta]]:
-        """Which other saves of the step are to go, and which are the mirror's own and are to be verified.
+        """Return the other saves of the step to remove, and the metas of those that the mirror has, to verify.
 
         Raises:
-            RefusedOnlyCopy: A stale save is not whole on this mirror, and not a mere copy of this mirror's.
+            RefusedOnlyCopy: A stale save is not whole on this mirror, and not a copy from it.
         """
         catalog = mirror_catalog(self._mirror, step=meta.step)
         current = {save.save_id for save in lineage_of(catalog).current.values()} | {meta.save_id}
@@ -146,7 +146,7 @@ class Staging:
             there = catalog.saves.get(save.meta.save_id)
             came_from_here = (save.meta.staged_from, save.meta.run_id) == (self._mirror.url, meta.run_id)
             if came_from_here and not self._in_training and not catalog.problems:
-                continue  # what is broken on the mirror may be this very save
+                continue  # the broken save on the mirror may be this one
             if there is None or not self._holds(there, save.meta):
                 raise RefusedOnlyCopy(
                     f"{save.meta_path} is save {save.meta.save_id[:8]}, which {self._mirror.url} does not hold whole: "
@@ -160,7 +160,7 @@ class Staging:
         return stale, [catalog.saves[save_id] for save_id in sorted(others)]
 
     def _holds(self, there: Meta, here: Meta) -> bool:
-        """Whether the mirror, asked now, has every file that a local save names, with its checksum."""
+        """Ask the mirror whether it has every file that a local save names, with its checksum."""
         store = self._mirror.store
         named = {names.untagged(artifact.path): artifact for artifact in there.artifacts}
         objects = objects_of(store, there)
@@ -177,9 +177,9 @@ class Staging:
         same = place.find(meta.save_id)
         if meta.partial and same is not None and not self._refresh and _has(place, same.meta, wanted):
             return same.meta  # it may name kinds that the mirror has lost since
-        if self._refresh or not self._in_training:  # on refresh the one that stays is verified
+        if self._refresh or not self._in_training:  # on refresh the remaining one is verified
             twins = [save for save in place.saves if save.meta.save_id == meta.save_id and save is not same]
-            stale = [*stale, *twins]  # of two metas of one save, one goes
+            stale = [*stale, *twins]  # of two metas of one save, remove one
         held = same.meta if same is not None else place.interrupted(meta.save_id)
         artifacts = self._with_held(meta, wanted, held)
         tag = place.choose_tag(meta.save_id, by_top(artifacts), same)
@@ -213,7 +213,7 @@ class Staging:
         return new
 
     def _with_held(self, meta: Meta, wanted: Sequence[Artifact], held: Meta | None) -> list[Artifact]:
-        """``wanted``, and what the directory's own meta of this save names."""
+        """Return ``wanted`` together with the artifacts that the directory's own meta of this save names."""
         on_mirror = _untagged(meta)
         paths = set(_digests(held)) if held is not None else set()
         beyond = paths - {a.path for a in on_mirror}
@@ -225,7 +225,7 @@ class Staging:
         return [a for a in on_mirror if a.path in both]
 
     def _is_here(self, place: Destination, name: str, artifacts: Sequence[Artifact], same: LocalSave | None) -> bool:
-        """Whether what lies under a top name may stay: what ``same`` names by size, on refresh and else by checksum."""
+        """Whether the files under a top name may stay: those of ``same`` by size, others or on refresh by checksum."""
         if same is not None:
             named = _digests(same.meta)
             if all(named.get(a.path) == a.digest for a in artifacts):
@@ -247,7 +247,7 @@ class Staging:
         return True
 
     def _verified(self, place: Destination, name: str, artifacts: Sequence[Artifact]) -> bool:
-        """Whether what lies there has the checksums: all of it is read, which takes its time."""
+        """Whether the files have the checksums. Reads all of them, which takes a while."""
         if self._on_progress is not None:
             total = sum(artifact.digest.size_bytes for artifact in artifacts)
             self._on_progress(StageProgress(place.step, 0, 0, total, checking=name))
@@ -279,7 +279,7 @@ class Staging:
     # -- the bytes ------------------------------------------------------------------------------------------
 
     def _tmp_of(self, path: str, save_id: str) -> Path:
-        """The temporary of an untagged path: the same whatever tag is chosen, so that a later call finds it."""
+        """Return the temporary of an untagged path. It does not depend on the tag, so that a later call finds it."""
         top, _, below = path.partition("/")
         tmp = self._dest / names.tmp_name(top, save_id)
         return tmp / below if below else tmp
@@ -294,7 +294,7 @@ class Staging:
         except ObjectNotFound as error:
             raise CheckpointNotFound(
                 f"Step {meta.step} was whole on {self._mirror.url} when it was chosen, but no longer is: {error}.",
-                hint="It has since been removed, perhaps by retention. List what there is with `ckptmirror ls`.",
+                hint="It has since been removed, perhaps by retention. List the saves with `ckptmirror ls`.",
             ) from error
 
     def _found_on_mirror(self, meta: Meta, artifacts: Sequence[Artifact]) -> list[Incoming]:
@@ -368,7 +368,7 @@ class Staging:
             files.write_bytes(meta_path, meta_to_bytes(new), save_id=new.save_id, replace=keeps_its_name)
 
     def _put_aside(self, replaced: Sequence[LocalSave]) -> None:
-        """From here these saves are no more; their files go to trash when the new meta stands."""
+        """Move the metas of these saves to trash, which ends them; their files follow after the new meta."""
         for save in replaced:
             files.move_to_trash(self._dest, save.meta_path)
         if replaced:
@@ -385,12 +385,12 @@ class Staging:
 
 
 def _digests(meta: Meta) -> dict[str, Digest]:
-    """The files that a meta names, by untagged path."""
+    """Return the files that a meta names, by untagged path."""
     return {names.untagged(artifact.path): artifact.digest for artifact in meta.artifacts}
 
 
 def _has(place: Destination, held: Meta, wanted: Sequence[Artifact]) -> bool:
-    """Whether the directory's own meta names all that is wanted, and it lies there."""
+    """Whether the directory's own meta names all wanted files, and they are there."""
     named = _digests(held)
     return all(named.get(artifact.path) == artifact.digest for artifact in wanted) and all(
         place.has_sizes(with_tag(top, held.save_id, held.tag), artifacts) for top, artifacts in by_top(wanted).items()
@@ -398,7 +398,7 @@ def _has(place: Destination, held: Meta, wanted: Sequence[Artifact]) -> bool:
 
 
 def _says_the_same(standing: Meta, new: Meta) -> bool:
-    """Whether the meta that stands names the same files for the same kinds."""
+    """Whether the existing meta names the same files for the same kinds."""
     return (set(standing.kinds), standing.tag, _digests(standing)) == (set(new.kinds), new.tag, _digests(new))
 
 

@@ -1,1 +1,1 @@
-"""Keeping: what is safe where, what may be deleted, and a table and a disk that agree."""
+"""Retention: decides what is safe and may be deleted, deletes it, and makes the table and the disk agree."""

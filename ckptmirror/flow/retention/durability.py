@@ -1,21 +1,21 @@
-"""Durability: the one answer to "is everything safe?", for rotation, status, close and drain.
+"""Durability: answers "is everything safe?" for rotation, status, close and drain.
 
 The table says whether a save is *settled* on a mirror or *open* there. Before a deletion the mirrors are asked too.
 
 Rules:
 * A save is settled if every artifact is verified and the meta is committed, if a tombstone replaced it, or if policy
   left it out. A save without a record is open, and so is one whose record is broken.
-* The whole saves of this disk and every released save of the table are looked at. Pending rows are not counted for the
-  answer: a row that is gone is pending nowhere. ``upload.workers.still_moving`` counts them, for waiting.
-* An emergency snapshot is never mirrored. A save that rotation deleted was settled if its last records say so.
-* A save that is on a mirror and not on this disk can be sent to no other: a mirror that was added later waits for no
-  such save.
-* A mirror that has not confirmed yet that it still has what was verified there keeps the answer open. That is read
-  first: an answer makes what is gone pending, and only then leaves that list.
-* For a deletion the table never suffices (I1). Each required mirror is asked, for this deletion, for a whole meta of
-  this very save or its tombstone, and for every object of its records, which must be what was verified. What a mirror
-  no longer has is pending again.
-* Where a mirror is asked, everything unforeseen is a reason, not an error: a reason keeps the save.
+* The answer is about the whole saves of this disk and every released save of the table. Counting pending rows would not
+  do: a lost row is not pending. ``upload.workers.still_moving`` counts them, for waiting.
+* An emergency snapshot is never uploaded. A save that rotation deleted was settled if its last records say so.
+* A save that is on a mirror but not on this disk cannot be sent to another mirror. So it is not open on a mirror that
+  was added later.
+* While a mirror has not confirmed that it still has what was verified there, the answer is no. The list of such mirrors
+  is read first, because an audit makes missing objects pending before it takes the mirror off that list.
+* The table alone never allows a deletion (I1). Each required mirror is asked, for this deletion, for a whole meta of
+  this save or its tombstone, and for every object of its records, which must be the one that was verified. An object
+  that a mirror no longer has is pending again.
+* When a mirror is asked, anything unexpected is a reason to keep the save, not an error.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OpenSave:
 
     Attributes:
         files: How many of its files are known to wait; at least 1.
-        reason: What is missing, in words.
+        reason: What is missing, in words, for people.
     """
 
     save_id: str
@@ -70,7 +70,7 @@ class Durability:
     """Whether everything is safe, at one moment.
 
     Attributes:
-        open: What is not settled.
+        open: Saves that are not settled.
         unasked: Mirrors that have not confirmed yet that they still have what was verified there, with the reason.
     """
 
@@ -91,12 +91,12 @@ class Durability:
 def durability(
     table: UploadsTable, metas: Iterable[Meta], mirrors: Collection[str], unasked: Mapping[str, str] | None = None
 ) -> Durability:
-    """Say whether everything is safe on these mirrors.
+    """Return whether everything is safe on these mirrors.
 
     Args:
         metas: The whole saves of this disk.
         mirrors: The mirrors that count.
-        unasked: Mirrors that have not confirmed, read before the table is; None: those that the trainer noted there.
+        unasked: Mirrors that have not confirmed, read before the table; None: those that the trainer noted in it.
 
     Raises:
         BrokenTable: The list of mirrors is broken.
@@ -108,7 +108,7 @@ def durability(
 
 
 def _is_settled(there: MirrorStanding) -> bool:
-    """Whether nothing more is to be done for a save on a mirror."""
+    """Whether a save needs no more work on a mirror."""
     return (there.verified and there.committed) or there.removed or there.skipped
 
 
@@ -130,14 +130,16 @@ def open_saves(
     metas = list(metas)
     local = [meta.save_id for meta in metas if not is_emergency(meta)]
     wanted = [save_id for save_id in dict.fromkeys([*released, *local]) if save_ids is None or save_id in save_ids]
-    partial = {meta.save_id for meta in metas if meta.partial}  # it cannot be sent, and where it came from, it is
+    partial = {
+        meta.save_id for meta in metas if meta.partial
+    }  # they cannot be sent; the mirror they came from has them
     expected = {one for one in wanted if one not in partial and (one in local or not _is_settled_somewhere(table, one))}
     found = [
         _open_on(table, save_id, url, url in required and save_id in expected) for save_id in wanted for url in mirrors
     ]
     if save_ids is not None:
         unknown = [one for one in save_ids if one not in wanted and not _left_settled(table, mirrors, one)]
-        found += [OpenSave(save_id, url, 1, "nothing is known of it") for save_id in unknown for url in mirrors]
+        found += [OpenSave(save_id, url, 1, "the table has no record of it") for save_id in unknown for url in mirrors]
     return [one for one in found if one is not None]
 
 
@@ -166,7 +168,7 @@ def _open_on(table: UploadsTable, save_id: str, mirror: str, required: bool) -> 
         return None
     records = table.records(save_id=save_id, mirror=mirror)
     if not records and not required:
-        return None  # this mirror was never meant to have it
+        return None  # this mirror was never supposed to have it
     waiting = sum(record.state in WAITING for record in records)
     return OpenSave(
         save_id, mirror, max(1, waiting), there.reason if there is not None else "not queued for upload yet"
@@ -213,19 +215,19 @@ def is_skipped(table: UploadsTable, mirrors: Sequence[Mirror], save_id: str) -> 
 
 
 def why_not_same(table: UploadsTable, mirrors: Iterable[Mirror], meta: Meta) -> str | None:
-    """Say why the table's records are not of the save that lies on this disk; None if they are."""
+    """Say why the table's records do not belong to the save on this disk; None if they do."""
     wanted = {artifact.path: (artifact.digest.size_bytes, artifact.digest.crc32c) for artifact in meta.artifacts}
     for mirror in mirrors:
         if not mirror.required:
             continue
         records = table.records(save_id=meta.save_id, mirror=mirror.url)
         if {r.path: (r.size_bytes, r.crc32c) for r in records if r.role == "artifact"} != wanted:
-            return f"{mirror.url}: the files that were uploaded are not those here"
+            return f"{mirror.url}: the uploaded files are not the ones on this disk"
     return None
 
 
 def why_not_safe(table: UploadsTable, mirrors: Iterable[Mirror], save_id: str) -> str | None:
-    """Ask every required mirror, now, about every object of a save; None if all of it is there as the table says."""
+    """Ask every required mirror, now, about every object of a save; None if each has all of it, as the table says."""
     required = [mirror for mirror in mirrors if mirror.required]
     if not required:
         return "no required mirror is configured"
@@ -243,7 +245,7 @@ def why_not_safe(table: UploadsTable, mirrors: Iterable[Mirror], save_id: str) -
 def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None:
     there = next((there for there in table.standing(save_id) if there.mirror == mirror.url), None)
     if there is None:
-        return "nothing says that it was uploaded there"
+        return "the table does not say that it was uploaded there"
     if there.skipped:
         return None
     if not there.removed and not (there.verified and there.committed):
@@ -251,7 +253,7 @@ def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None
     records = table.records(save_id=save_id, mirror=mirror.url)
     meta = next((record for record in records if record.role == "meta"), None)
     if meta is None:
-        return "nothing says that its meta was uploaded"
+        return "the table does not say that its meta was uploaded"
     try:
         data, _ = mirror.store.read(meta.object or meta.path, limit_bytes=META_LIMIT_BYTES)
     except ObjectNotFound:
@@ -272,7 +274,7 @@ def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None
 
 
 def _why_meta_differs(found: Meta, records: Sequence[UploadRecord]) -> str | None:
-    """Say why the mirror's meta does not lead to the objects that were verified; None if it does."""
+    """Say why the mirror's meta does not name the objects that were verified; None if it does."""
     if not found.is_whole:
         return "only one node's part of it is committed there"
     named = {names.untagged(artifact.path): artifact for artifact in found.artifacts}
@@ -285,5 +287,5 @@ def _why_meta_differs(found: Meta, records: Sequence[UploadRecord]) -> str | Non
         if (artifact.digest.size_bytes, artifact.digest.crc32c) != (record.size_bytes, record.crc32c):
             return f"its meta there names {record.path} with other contents"
         if artifact.object_name != (record.object or record.path):
-            return f"its meta there names {artifact.object_name}, but what was verified is {record.object}"
+            return f"its meta there names {artifact.object_name}, but the verified object is {record.object}"
     return None

@@ -1,10 +1,10 @@
-"""Mirror audit: mirrors are asked again, with one listing each, for everything that the table calls verified there.
+"""Mirror audit: asks each mirror again, with one listing, for everything that the table calls verified there.
 
 Rules:
-* What is gone, or is another object by now (a mirror that was emptied, made anew, or put back to an earlier day), is
+* An object that is gone or was replaced (because the mirror was emptied, recreated, or restored from an older copy) is
   pending again.
-* Whoever says that everything is safe has asked every mirror first: one that did not answer stays open, and is asked
-  again later. An outage at a start must not let pass what it kept from being seen.
+* Code that reports everything as safe has asked every mirror first. A mirror that did not answer stays open and is
+  asked again later, so an outage during a start cannot hide lost objects.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ _log = logging.getLogger("ckptmirror.safety")
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """What a mirror is to be asked, and why it did not answer the last time."""
+    """A mirror to ask, and why it did not answer the last time."""
 
     error: CkptMirrorError | None = None
 
     def was_silent(self) -> bool:
-        """Whether it was asked, and may yet answer."""
+        """Whether it was asked, and may still answer."""
         return self.error is not None and reach_after(self.error) is Reach.SILENT
 
 
 class MirrorAudit:
-    """Which mirrors have been asked by this process for what they are to hold. May be used by several threads.
+    """Keeps track of which mirrors this process has audited. May be used by several threads.
 
     Args:
-        table: What is to be there.
-        mirrors: Whom to ask, in this order.
-        bus: Told of mirrors that do not answer.
-        notes: Whether the table is told, for other processes, who has not answered yet. So it is by the trainer; anyone
-            else only takes back from it who has.
+        table: The table that says what the mirrors should have.
+        mirrors: The mirrors to ask, in this order.
+        bus: Receives an event for each mirror that does not answer.
+        notes: Whether to note in the table, for other processes, the mirrors that have not answered yet. The trainer
+            does; other processes only remove mirrors that have answered.
         clock: Seconds, monotonic.
     """
 
@@ -90,12 +90,12 @@ class MirrorAudit:
         return bool(answered)
 
     def ask_if_due(self) -> None:
-        """Ask again those that did not answer, if the last time is a while ago; nobody waits long for it."""
+        """Ask the mirrors that did not answer again, if the last time was a while ago. Returns soon in any case."""
         if self.is_asking() or (self.waits_for(self._mirrors) and self._clock() - self._asked_s >= ASK_AGAIN_S):
             self._ask_beside(_SHORT_S)
 
     def ask_once_more(self, urls: Collection[str], timeout_s: float) -> None:
-        """Ask these mirrors anew, and wait so long at most: a rotation may hold up the answers."""
+        """Ask these mirrors once more, and wait at most ``timeout_s`` seconds: a rotation may delay the answers."""
         self.begin_anew(urls)
         self._thread = None
         self._ask_beside(timeout_s)
@@ -108,7 +108,7 @@ class MirrorAudit:
             self._thread.join(max(0.0, timeout_s))
 
     def is_asking(self) -> bool:
-        """Whether a thread of this object asks: it uses the table and the mirrors."""
+        """Whether a thread of this object is asking; it then uses the table and the mirrors."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin_anew(self, urls: Collection[str]) -> None:
@@ -125,7 +125,7 @@ class MirrorAudit:
         }
 
     def silent(self) -> set[str]:
-        """Return those that were asked and may yet answer."""
+        """Return the mirrors that were asked and may still answer."""
         return {url for url, one in self._open.items() if one.was_silent()}
 
     def waits_for(self, urls: Collection[str]) -> bool:
@@ -138,7 +138,7 @@ class MirrorAudit:
             noted = still_open if self._notes else self._table.unasked() - (self._mirrors.keys() - still_open)
             self._table.set_unasked(noted)
         except CkptMirrorError as error:
-            _log.error("other ranks do not know which mirrors are yet to answer: %s", error)
+            _log.error("other processes cannot see which mirrors have not answered yet: %s", error)
 
     def _is_answered(self, mirror: Mirror) -> bool:
         question = self._open[mirror.url]
@@ -150,7 +150,7 @@ class MirrorAudit:
             refused = reach_after(error) is Reach.REFUSED
             self._bus.emit(events.MirrorUnreachable(mirror=mirror.url, reason=str(error), refused=refused))
         with self._lock:
-            if self._open.get(mirror.url) is question:  # else it was put again meanwhile
+            if self._open.get(mirror.url) is question:  # otherwise it is to be asked again
                 left = {url: one for url, one in self._open.items() if one is not question}
                 self._open = left if error is None else {**self._open, mirror.url: _Question(error)}
         return error is None
@@ -166,7 +166,7 @@ def _ask(table: UploadsTable, mirror: Mirror) -> None:
         forget_verified(table, record, f"{record.object or record.path} {why}")
     if missed:
         save_logger(_log, mirror=mirror.url).error(
-            "%d objects that were verified on %s are gone, and are sent again: %s …",
+            "%d objects that were verified on %s are gone and will be sent again: %s …",
             len(missed),
             mirror.url,
             missed[0][0].object or missed[0][0].path,
@@ -178,9 +178,10 @@ def _verified(table: UploadsTable) -> list[UploadRecord]:
 
 
 def forget_verified(table: UploadsTable, record: UploadRecord, reason: str) -> None:
-    """What the mirror no longer has is pending again: it will be sent once more.
+    """Make a file that the mirror no longer has pending again, so that it is sent once more.
 
-    So is the meta of its save, which may have to name it otherwise: a damaged object keeps its name.
+    The meta of its save is pending again too. It may have to give the object another name, because a damaged object
+    keeps its own.
     """
     if record.state is not RecordState.VERIFIED:
         return
@@ -188,5 +189,5 @@ def forget_verified(table: UploadsTable, record: UploadRecord, reason: str) -> N
     for one in [record, *(meta for meta in metas if meta.path != record.path and meta.state is RecordState.VERIFIED)]:
         try:
             table.unverify(one.save_id, one.path, one.mirror, reason)
-        except (CheckpointNotFound, IllegalTransition) as error:  # rotated, or found missing by another, meanwhile
+        except (CheckpointNotFound, IllegalTransition) as error:  # it was rotated, or another thread found it missing
             save_logger(_log, one).info("%s is no longer kept on %s: %s", one.path, one.mirror, error)

@@ -1,4 +1,4 @@
-"""Whether what lies under a save's names is still what was saved: the last look before a deletion."""
+"""Ownership: the last check before a deletion that a save's files still have the saved bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["why_not_ours"]
 
 
 def why_not_ours(root: Path, meta: Meta) -> str | None:
-    """Say what under a save's names somebody else put there; None if there is nothing.
+    """Say which of a save's files another program changed or added; None if there is none.
 
-    Sizes were compared by the inventory. Bytes are read only where a file changed after the meta was written.
+    The inventory has compared the sizes. Bytes are read only if a file changed after the meta was written.
     """
     committed = [_changed_ns(root / path) for path in meta_paths(meta)]
     for artifact in meta.artifacts:
         changed_ns = _changed_ns(root / artifact.path)
         if changed_ns is None or not all(committed):
-            return f"{artifact.path} went away while it was looked at"
+            return f"{artifact.path} disappeared while it was checked"
         if changed_ns > min(filter(None, committed)) and not _holds(root, artifact):
             return f"{artifact.path} was changed after the save was committed"
     ours = {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)}

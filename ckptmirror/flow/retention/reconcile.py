@@ -1,16 +1,16 @@
-"""Reconcile: make table and disk agree at every start, without being told.
+"""Reconcile: makes the table and the disk agree at every start.
 
 Rules (the caller holds the root lock, so no save is in flight):
-* Records without a meta, or a sealed meta that never got its name, are a save that a crash cut short before it
-  existed: what it left is removed.
-* A meta with records that were never released is a save: its records are released.
-* A whole save without records (a lost table, a staged save) gets them, pending: the uploader asks the mirror first,
-  and our own object there is success without sending a byte.
-* What workers of a dead process held is free again, without waiting for their leases.
-* The replacement of a broken copy that was cut short after the new meta stood is finished.
-* Records of a save of which nothing is left here cannot be fulfilled: they are forgotten, loudly.
-* Temporaries carry a save id; under the lock nobody writes them any more, so they are removed. A name that is not ours
-  is never touched.
+* Records without a meta, or a sealed meta that never got its name, belong to a save that a crash interrupted before it
+  existed. Its files are removed.
+* A meta whose records were never released is a save. Its records are released.
+* A whole save without records (a lost table, a staged save) gets pending ones. The uploader asks the mirror first, and
+  sends nothing if our own object is there already.
+* The claims of a dead process are freed at once, without waiting for their leases.
+* If a crash interrupted the replacement of a broken copy after the new meta was written, it is finished.
+* If nothing of a save is left here, its records cannot be uploaded. They are deleted, with an error in the log.
+* Temporaries carry a save id. Under the lock no process writes them, so they are removed. A name that is not ours is
+  never touched.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _log = logging.getLogger("ckptmirror.reconcile")
 
 @dataclass(frozen=True)
 class Reconciled:
-    """What a reconcile found to do; each a tuple of save ids or names.
+    """What a reconcile did; each attribute is a tuple of save ids or names.
 
     Attributes:
-        gone: Step, save id and reason of saves that somebody removed before they were on every required mirror.
+        gone: Step, save id and reason of saves whose files were removed before they were on every required mirror.
     """
 
     discarded: tuple[str, ...]
@@ -74,7 +74,7 @@ class Reconciled:
 
 
 def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | MirrorSpec]) -> Reconciled:
-    """Bring table and disk in step after whatever happened. Needs no mirror to answer.
+    """Make the table and the disk agree. Needs no answer from a mirror.
 
     Raises:
         TableLocked: Another process holds the table.
@@ -110,9 +110,9 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
 
 
 def _forget_gone(root: Path, table: UploadsTable, on_disk: Collection[str]) -> tuple[tuple[int, str, str], ...]:
-    """Forget saves of which nothing is left here and that no mirror can get any more, and say so loudly.
+    """Delete the records of saves whose files are gone before they were uploaded, and log each as an error.
 
-    What every required mirror has is a rotation that was cut short; it is finished once the mirrors were asked.
+    A save that every required mirror has is an interrupted rotation; it is finished once the mirrors were asked.
     """
     gone = []
     required = [row.url for row in table.mirrors() if row.required]
@@ -132,9 +132,9 @@ def _forget_gone(root: Path, table: UploadsTable, on_disk: Collection[str]) -> t
 
 
 def _is_something_left(root: Path, table: UploadsTable, save: SaveRow) -> bool:
-    """Whether a file lies under a name of the save and no other save's meta names it."""
+    """Whether a file exists under a name of the save that no other save's meta names."""
     tops = {r.path.partition("/")[0] for r in table.records(save_id=save.save_id) if r.role == "artifact"}
-    if not tops:  # its records were broken: then whatever has a name like its own
+    if not tops:  # its records were broken: take every name like its own
         meta = names.parse_name(save.meta_path)
         found = {entry.name: names.parse_name(entry.name) for entry in root.iterdir()}
         tops = {name for name, p in found.items() if meta and p and (p.step, p.tag) == (meta.step, meta.tag)}
@@ -151,11 +151,11 @@ def add_missing_records(
 ) -> list[str]:
     """Give each save a pending, claimable record for every file and mirror that has none; return the save ids.
 
-    A staged copy that holds a part of its save must not pass for the whole on a mirror that lacks the save: it gets
-    records for the mirror it came from, unless the caller knows better (``staged_everywhere``).
+    A staged copy that has only a part of its save must not look like the whole save on a mirror that lacks it. So it
+    gets records only for the mirror that it came from, unless the caller passes ``staged_everywhere``.
 
-    A save that the table knows with other contents keeps its records and so is never deleted, unless it is a staged
-    copy, which may have come back under other names: its records are made anew, for every mirror that had some.
+    A save that the table knows with other contents keeps its records, and so is never deleted. A staged copy, which may
+    have come back under other names, instead gets new records for every mirror that had some.
     """
     added = []
     urls = [mirror.url for mirror in mirrors]
@@ -186,21 +186,18 @@ def _add(table: UploadsTable, urls: Sequence[str], meta: Meta) -> int:
 
 
 def carry_on(root: Path, table: UploadsTable, mirrors: Sequence[Mirror], audit: MirrorAudit | None = None) -> bool:
-    """What a start does once mirrors can be asked, for each when it answers; return whether one did.
-
-    What was verified there is asked for, and rotations that were cut short are finished.
-    """
+    """Audit each mirror once it answers, and finish interrupted rotations. Return whether a mirror answered."""
     if not (audit or MirrorAudit(table, mirrors)).ask():
         return False
     try:
         finish_interrupted(root, table, mirrors)
     except CkptMirrorError as error:
-        _log.error("a rotation that was cut short is not finished: %s", error)
+        _log.error("an interrupted rotation is not finished yet: %s", error)
     return True
 
 
 def _sealed_only(root: Path, temporaries: Iterable[Path]) -> list[Meta]:
-    """Read the metas that were sealed and never got their name. What was staged has a copy and is continued."""
+    """Read the metas that were sealed and never got their name, except those of stages, which can be continued."""
     metas = []
     for path in temporaries:
         parsed = names.parse_name(path.name)
@@ -209,7 +206,7 @@ def _sealed_only(root: Path, temporaries: Iterable[Path]) -> list[Meta]:
             continue
         if os.path.lexists(root / parsed.final):
             continue
-        with contextlib.suppress(CkptMirrorError, FileNotFoundError):  # cut short itself: nothing was published yet
+        with contextlib.suppress(CkptMirrorError, FileNotFoundError):  # an incomplete meta: nothing was published yet
             meta = meta_from_bytes(files.read_limited(path, META_LIMIT_BYTES))
             if meta.staged_from is None and meta.save_id[:8] == parsed.save:
                 metas.append(meta)
@@ -217,14 +214,14 @@ def _sealed_only(root: Path, temporaries: Iterable[Path]) -> list[Meta]:
 
 
 def _finish_replacement(root: Path, staged: Meta) -> None:
-    """A broken copy of this very save was replaced by ``staged``; what is left of it goes now, if a crash kept it."""
+    """Delete what a crash left of a broken copy that ``staged``, of the same save, has replaced."""
     place = Destination(root, staged.step, replaces=staged.save_id)
     if any(meta.save_id == staged.save_id for meta in place.trashed_metas()):
         place.finish_replacing()
 
 
 def forget_brought(root: Path) -> None:
-    """After a start has decided: what an earlier start began to bring and nobody continues is removed."""
+    """Remove the temporaries of a save that an earlier start began to bring. Called after a start has decided."""
     save_id = being_brought(root)
     if save_id is not None:
         for path in read_inventory(root).temporaries:
@@ -236,7 +233,7 @@ def forget_brought(root: Path) -> None:
 
 
 def being_brought(root: Path) -> str | None:
-    """The save that a start was bringing from a mirror when it was killed; its temporaries are continued."""
+    """Return the save that a start was bringing from a mirror when it was killed; its temporaries are kept."""
     try:
         note = json.loads(files.read_limited(root / BRINGING_NAME, 4096))
     except (FileNotFoundError, ValueError, RecursionError, IntegrityError):

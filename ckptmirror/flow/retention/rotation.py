@@ -1,22 +1,22 @@
-"""Rotate: delete local saves that policy no longer wants and that are provably elsewhere.
+"""Rotate: deletes local saves that policy no longer keeps and that are provably elsewhere.
 
-The decision is ``core.retention.plan_rotation``; this file gathers its facts, asks the mirrors again, and deletes.
+``core.retention.plan_rotation`` decides; this file gathers the facts for it, asks the mirrors again, and deletes.
 
 Rules:
 * Before each delete every required mirror is asked, for this deletion, about every object of the save
   (``why_not_safe``). Anything but a full yes is a refusal with a reason.
-* What someone else put under a save's names is never deleted: a file changed since the commit is compared with its
-  checksum, and a directory that holds more than the save's files stays.
-* What goes is a save, not its names: under the lock of names that a commit holds, the meta is read once more. A person
-  may have removed the save meanwhile, and training saved another under its names.
-* The meta goes first, then the files are renamed to trash, then the trash is emptied, then the record is forgotten.
-  Where a name cannot be moved (an overlay renames no directory of its lower layer), all that was moved is put back. A
-  crash in between leaves files that the table proves to be verified and without a meta; :func:`finish_interrupted`
-  carries on, but for what a later save of the same bytes names by then.
-* An emergency snapshot goes once the mirrors confirm a newer save that takes its place (docs/adr/0003), and with it its
-  copy in the persistent directory.
-* ``latest`` is moved to the newest save of the lineage before what it points at goes.
-* One rotation at a time per root, held by a lock file.
+* Files that another program put under a save's names are never deleted: a file that changed since the commit is
+  compared with its checksum, and a directory that has more than the save's files stays.
+* A rotation deletes a save, not names: under the lock that a commit holds while names appear, the meta is read once
+  more. A person may have removed the save, and training may have saved another under its names.
+* The meta is moved first, then the files are renamed to trash, the trash is emptied, and the record is deleted. If a
+  name cannot be moved (an overlay cannot rename a directory of its lower layer), everything moved is put back. A crash
+  in between leaves files without a meta that the table proves to be verified. :func:`finish_interrupted` deletes them,
+  except those that a later save of the same bytes now names.
+* An emergency snapshot is deleted once the mirrors confirm a newer save that takes its place (docs/adr/0003), together
+  with its copy in the persistent directory.
+* ``latest`` is moved to the newest save of the lineage before its target is deleted.
+* A lock file allows only one rotation at a time per root.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class RotationReport:
     """What a rotation did.
 
     Attributes:
-        plan: What policy and the table said.
+        plan: The plan by policy and the table.
         deleted: Step and save id of each save that was deleted.
-        refused: Reason by save id, those that the mirrors themselves gave included.
+        refused: Reason by save id, including the reasons found by asking the mirrors.
         steps: The step of every save id named above.
     """
 
@@ -84,7 +84,7 @@ def gather(
     attempts: AttemptList | None,
     persistent: Mapping[str, Meta] | None = None,
 ) -> tuple[list[SaveStatus], dict[str, Meta]]:
-    """Collect what the plan needs to know of every whole local save, and of the snapshots in a persistent directory."""
+    """Collect the facts for the plan: every whole local save, and the snapshots in a persistent directory."""
     catalog = local_catalog(root)
     catalog = replace(catalog, saves={**(persistent or {}), **catalog.whole}, torn=frozenset())
     order = catalog.lineage(attempts)
@@ -119,7 +119,7 @@ def rotate(
     snapshots: bool = False,
     persistent_dir: Path | None = None,
 ) -> RotationReport:
-    """Delete what the plan says and the mirrors confirm, now, without waiting for uploads.
+    """Delete the saves that the plan names and the mirrors confirm, now, without waiting for uploads.
 
     Args:
         root: The local root.
@@ -127,10 +127,10 @@ def rotate(
         mirrors: Its mirrors.
         retention: The policy.
         attempts: The attempts that count; None: those that the root lists.
-        bus: Told what was deleted and what was refused.
+        bus: Receives an event for each save that was deleted or refused.
         dry_run: Delete nothing.
-        snapshots: Delete emergency snapshots too: only for the attempt that runs, once it is decided.
-        persistent_dir: Where emergency snapshots have copies.
+        snapshots: Delete emergency snapshots too. Only the running attempt does, after its claim.
+        persistent_dir: The directory with copies of emergency snapshots.
 
     Raises:
         WaitTimeout: Another rotation of this root does not end.
@@ -170,14 +170,14 @@ def rotate(
 
 
 def _required_and_absent(table: UploadsTable, mirrors: Sequence[Mirror]) -> str | None:
-    """Say which mirror the last start that succeeded required, and this one does not have; None if there is none."""
+    """Return the reason if a mirror that the last successful start required is missing here; None otherwise."""
     here = {mirror.url for mirror in mirrors if mirror.required}
     absent = [row.url for row in table.mirrors() if row.required and row.url not in here]
     return f"{absent[0]} is required, and cannot be asked here" if absent else None
 
 
 def _homes(root: Path, persistent_dir: Path | None, meta: Meta, copies: Mapping[str, Meta]) -> list[Path]:
-    """Return where a save lies: only a snapshot may lie elsewhere than in the root."""
+    """Return the directories that hold a save: the root and, for a snapshot, also the persistent directory."""
     copy = [persistent_dir] if persistent_dir is not None and meta.save_id in copies else []
     return [*copy, root] if not copy or all((root / path).exists() for path in meta_paths(meta)) else copy
 
@@ -190,19 +190,19 @@ def _why_not_ours(root: Path, home: Path, meta: Meta) -> str | None:
 
 
 def _at_home(root: Path, home: Path, call: Callable[[], _Result]) -> _Result:
-    """Look at a save, or delete it, where it lies: another disk than the root's may hang."""
+    """Read or delete a save in its directory; a disk other than the root's may hang."""
     return call() if home == root else hang_guard(home).call(call)
 
 
 def _delete_pointed_at(
     root: Path, table: UploadsTable, meta: Meta, newest: Meta | None, homes: Sequence[Path]
 ) -> str | None:
-    """Delete a save wherever it lies, and see that ``latest`` does not dangle; say why if it cannot be deleted."""
+    """Delete a save everywhere, without leaving ``latest`` dangling; return the reason if that is impossible."""
     try:
         if not is_emergency(meta):
             return _delete(root, table, meta, newest)
         pointed = _point_latest_elsewhere(root, meta, newest)
-        for home in homes:  # nothing else ever gets its name, which holds the second when it was taken
+        for home in homes:  # no other snapshot gets its name, which has the second when it was taken
             _at_home(root, home, partial(delete_emergency, home, meta))
         if not pointed:
             _point_latest_elsewhere(root, meta, newest)
@@ -213,12 +213,12 @@ def _delete_pointed_at(
 
 
 def _why_not_elsewhere(table: UploadsTable, mirrors: Sequence[Mirror], meta: Meta) -> str | None:
-    """Ask the mirrors for this deletion: say what of a save is not there; None if they have all of it."""
+    """Ask the mirrors for this deletion, and say what of a save they lack; None if they have all of it."""
     return why_not_same(table, mirrors, meta) or why_not_safe(table, mirrors, meta.save_id)
 
 
 def _why_gone(table: UploadsTable, mirrors: Sequence[Mirror], successor: Meta) -> str | None:
-    """A save that stands in for another must be there itself: no tombstone, and not left out by policy."""
+    """Say why a save cannot take the place of another: a tombstone replaced it, or policy left it out; else None."""
     required = {mirror.url for mirror in mirrors if mirror.required}
     for there in table.standing(successor.save_id):
         if there.mirror in required and not (there.verified and there.committed):
@@ -227,14 +227,14 @@ def _why_gone(table: UploadsTable, mirrors: Sequence[Mirror], successor: Meta) -
 
 
 def _newest(statuses: Sequence[SaveStatus], metas: Mapping[str, Meta]) -> Meta | None:
-    """The newest save of the lineage that ``latest`` may name."""
+    """Return the newest save of the lineage that ``latest`` may name."""
     current = [save for save in statuses if save.standing == "current" and save.kinds != ("emergency",)]
     newest = max(current, key=lambda save: (save.step, save.number), default=None)
     return metas[newest.save_id] if newest is not None else None
 
 
 def _point_latest_elsewhere(root: Path, doomed: Meta, newest: Meta | None) -> bool:
-    """Say whether ``latest`` names the doomed save no more: a full disk may have no room for a new link yet."""
+    """Move ``latest`` off the doomed save; return False if a full disk has no room for a new link yet."""
     link = root / names.LATEST_NAME
     if not link.is_symlink() or link.readlink().parts[:1] not in [(name,) for name in top_names(doomed.artifacts)]:
         return True
@@ -251,16 +251,16 @@ def _point_latest_elsewhere(root: Path, doomed: Meta, newest: Meta | None) -> bo
 
 
 def _delete(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) -> str | None:
-    """Meta first, durable; then the files; then the trash, since what is to be recorded may need its room.
+    """Move the meta, durably, then the files; then empty the trash, since the table's update may need its space.
 
-    No save shows its names meanwhile, and what the names say is asked again: the save may be gone, and another here.
+    No save gets its names meanwhile. The meta is read again: the save may be gone, with another under its names.
     """
     meta_path = root / names.SaveName(meta.step, meta.tag).meta
     with exclusive(root / NAMES_LOCK_NAME, timeout_s=_NAMES_WAIT_S):
         try:
             found = meta_from_bytes(files.read_limited(meta_path, META_LIMIT_BYTES)).save_id
         except FileNotFoundError:
-            return f"{meta_path.name} has disappeared: the next rotation looks at what is left"
+            return f"{meta_path.name} has disappeared: the next rotation checks the other files"
         if found == meta.save_id:
             pointed = _point_latest_elsewhere(root, meta, newest)
             with _put_back_on_failure(root) as moved:
@@ -272,8 +272,8 @@ def _delete(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) ->
                         moved += _discard(root, root / name)
                 files.fsync_dir(root)
     if found != meta.save_id:
-        table.forget_save(meta.save_id)  # all of it went before the other got its names, and the mirrors have it
-        return f"somebody has removed it since, and another save ({found[:8]}) has its names"
+        table.forget_save(meta.save_id)  # it was gone before the other got its names, and the mirrors have it
+        return f"it was removed meanwhile, and another save ({found[:8]}) has its names"
     empty_trash(root)
     table.forget_save(meta.save_id)
     if not pointed:
@@ -282,24 +282,24 @@ def _delete(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) ->
 
 
 def _in_flight(table: UploadsTable, save_id: str) -> set[str]:
-    """Return the names of other saves whose meta the table has not met: each shows them before its meta."""
+    """Return the names of other saves that are being committed: their files get names before their meta does."""
     records = [record for record in table.records() if record.save_id != save_id and not record.released]
     return {record.path.partition("/")[0] for record in records}
 
 
 def _discard(root: Path, path: Path) -> list[tuple[Path, Path]]:
-    """Move a name into the trash; say what lies where now, if anything was there."""
+    """Move a name into the trash; return the old and the new path if it existed."""
     try:
         return [(path, files.move_to_trash(root, path))]
-    except FileNotFoundError:  # a person was faster
+    except FileNotFoundError:  # a person deleted it first
         return []
 
 
 @contextlib.contextmanager
 def _put_back_on_failure(root: Path) -> Iterator[list[tuple[Path, Path]]]:
-    """Lend a list of names and where they were moved to. If the body fails they get their names back, the last first.
+    """Yield a list for the moved names. If the body fails, move them back, the last one first.
 
-    So the meta, which went first, comes last: a save is never shown without its files.
+    So the meta, which was moved first, comes back last: a save is never visible without its files.
     """
     moved: list[tuple[Path, Path]] = []
     try:
@@ -311,19 +311,19 @@ def _put_back_on_failure(root: Path) -> Iterator[list[tuple[Path, Path]]]:
                 files.rename_noreplace(lies, path, label="trash.put_back")
             files.fsync_dir(root)
         except (CkptMirrorError, OSError) as error:
-            _log.error("what a rotation began to move stays in %s: %s", root / names.TRASH_DIR, error)
+            _log.error("files that a rotation began to move stay in %s: %s", root / names.TRASH_DIR, error)
         raise
 
 
 def finish_interrupted(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[str]:
-    """Carry on deletions that a crash cut short; return the save ids.
+    """Finish deletions that a crash interrupted; return the save ids.
 
-    Such a save has no meta on disk any more, every record of it is settled on every required mirror, and the mirrors,
-    asked again, confirm it. Where not every required mirror is at hand, nothing is finished. A mirror that was added
-    since has no record of the save, and is not asked: the deletion was decided without it.
+    Such a save has no meta on disk any more, every record of it is settled on every required mirror, and the mirrors
+    confirm it when asked again. Nothing is finished unless every required mirror is open here. A mirror that was added
+    later has no record of the save, and is not asked: the deletion was decided without it.
 
     Raises:
-        WaitTimeout: A rotation of this root does not end.
+        WaitTimeout: Another rotation of this root does not end.
     """
     with exclusive(root / ROTATE_LOCK_NAME, timeout_s=_LOCK_WAIT_S):
         return _finish(root, table, mirrors)
@@ -343,9 +343,9 @@ def _finish(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[
             with exclusive(root / _stage_lock_name(save.step), timeout_s=0.0):
                 gone = _take_away(root, table, save)
         except WaitTimeout:
-            continue  # the step is being staged, or a save shows its names: the next rotation looks again
-        except (CkptMirrorError, OSError) as error:  # one save that cannot be deleted keeps no other
-            save_logger(_log, save).error("step %d is not all deleted yet: %s", save.step, error)
+            continue  # the step is being staged, or a save is being committed: the next rotation tries again
+        except (CkptMirrorError, OSError) as error:  # one save that cannot be deleted does not stop the others
+            save_logger(_log, save).error("step %d is not fully deleted yet: %s", save.step, error)
             continue
         if gone:
             empty_trash(root)
@@ -356,10 +356,10 @@ def _finish(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[
 
 
 def _take_away(root: Path, table: UploadsTable, save: SaveRow) -> bool:
-    """Move what an interrupted deletion left into the trash, but for what another save names by now.
+    """Move the files that an interrupted deletion left into the trash, except those that another save now names.
 
-    Equal bytes do not say whose they are: a save in flight shows its names before its meta. Its records are durable
-    before, and it holds the lock that is held here while a name goes.
+    Equal bytes do not show which save wrote them: a save in flight gets its names before its meta. But its records are
+    durable before that, and it holds the lock that this function holds while it moves a name.
     """
     records = [record for record in table.records(save_id=save.save_id) if record.role == "artifact"]
     for name in dict.fromkeys(record.path.partition("/")[0] for record in records):
@@ -382,7 +382,7 @@ def _taken(root: Path, table: UploadsTable, save_id: str) -> set[str]:
 
 
 def _stage_lock_name(step: int) -> str:
-    """Where a stage of this step locks (``stage_save``)."""
+    """Return the name of the lock that a stage of this step holds (``stage_save``)."""
     return f"{names.CONTROL_DIR}/stage_{names.SaveName(step).stem}.lock"
 
 
@@ -394,7 +394,7 @@ def _inode(path: Path) -> int | None:
 
 
 def _is_still_ours(root: Path, name: str, records: Sequence[UploadRecord]) -> bool:
-    """Whether all that lies under ``name`` has the recorded bytes (what someone put there meanwhile has not)."""
+    """Whether all files under ``name`` have the recorded bytes, so that no other program put them there."""
     mine = [r for r in records if r.role == "artifact" and r.path.partition("/")[0] == name]
     for record in mine:
         try:

@@ -1,4 +1,4 @@
-"""The thread that asks mirrors for what they should hold, and rotates; it never delays a save."""
+"""The thread that audits the mirrors and rotates; it never delays a save."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class RotationThread:
 
     Args:
         ask: Asks the mirrors that have not answered yet; returns whether one did.
-        is_waiting: Whether one is yet to answer; then it is asked again after ``ASK_AGAIN_S``.
-        rotate: Rotates as the policy says.
+        is_waiting: Whether a mirror has not answered yet; then it is asked again after ``ASK_AGAIN_S``.
+        rotate: Rotates by the policy.
     """
 
     def __init__(self, ask: Callable[[], bool], is_waiting: Callable[[], bool], rotate: Callable[[], None]) -> None:
@@ -37,11 +37,11 @@ class RotationThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Have it look once more."""
+        """Make the thread run once more."""
         self._wake.set()
 
     def stop(self, limit_s: float) -> bool:
-        """Ask the thread to end after what it does; say whether it did within ``limit_s`` seconds."""
+        """Ask the thread to end after its current work; return whether it did within ``limit_s`` seconds."""
         self._stopping = True
         self._wake.set()
         self._thread.join(limit_s)
@@ -59,5 +59,5 @@ class RotationThread:
                     self._rotate()
             except CkptMirrorError as error:
                 _log.error("nothing was rotated: %s", error)
-            except Exception:  # noqa: BLE001 - nobody else would see it, and the next rotation may go well
+            except Exception:  # noqa: BLE001 - no caller would see it, and the next rotation may succeed
                 _log.exception("nothing was rotated, because of an unexpected error")

@@ -87,7 +87,7 @@ def _standing_on(mirror: str, save: SaveRow | None, found: Sequence[UploadRecord
         reason = rows.blocked_because(save, found) or "some of its artifacts were skipped"
     else:
         reason = (
-            "nothing says that its meta was uploaded"
+            "the table does not say that its meta was uploaded"
             if meta is None
             else f"its meta is {meta.state.value}: {meta.reason}"
         )

@@ -128,4 +128,4 @@ def test_records_of_other_files_are_not_those_of_the_save_on_this_disk(
     queue(table, save, ONE)
     assert why_not_same(table, [mirror], save) is None
     other = make_save(tmp_path / "other", 200, ("model",), save_id=save.save_id, size_bytes=2000)
-    assert why_not_same(table, [mirror], other) == f"{ONE}: the files that were uploaded are not those here"
+    assert why_not_same(table, [mirror], other) == f"{ONE}: the uploaded files are not the ones on this disk"
