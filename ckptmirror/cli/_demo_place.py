@@ -37,7 +37,7 @@ class DemoPlace:
         Raises:
             NameTaken: Something is under this prefix.
             ConfigError: The mirror cannot be a run's only one.
-            BucketNotFound: There is no such bucket.
+            BucketNotFound: There is no such bucket or directory.
         """
         store = open_store(self.url)
         try:
@@ -51,6 +51,12 @@ class DemoPlace:
         except BucketNotFound:
             if store.local_directory is None:
                 raise
+            parent = store.local_directory.parent
+            if not parent.exists():
+                raise BucketNotFound(
+                    f"The demo cannot use {parent} as its mirror: it does not exist.",
+                    hint=f"Create it (`mkdir -p {quote(str(parent))}`), or correct --mirror.",
+                ) from None
             store.local_directory.mkdir()  # a mirror makes its own directory, not the one above
         finally:
             store.close()

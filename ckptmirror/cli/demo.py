@@ -17,7 +17,7 @@ from ckptmirror.cli._interrupts import told_when_interrupted
 _OF_THE_SERVICE = ("CKPTMIRROR_GCS_CREDENTIALS", "CKPTMIRROR_GCS_ENDPOINT", "CKPTMIRROR_RETRY_S")
 
 
-@exit_codes()
+@exit_codes(5, 7, 10, 12)
 @click.command(short_help="Show everything on this machine, in about a minute.")
 @click.option(
     "--mirror",

@@ -44,13 +44,15 @@ def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
             }
         )
         return 0
-    verb = "would be" if dry_run else "is"
-    left = ", ".join(done.left) or "none"
-    print(f"{done.url} {verb} no longer a required mirror of the run; its required mirrors: {left}")
+    would, requires = ("would ", "require") if dry_run else ("", "requires")
+    left = ", ".join(done.left) or "no mirror"
+    print(f"The run {would}no longer {requires} {done.url}. It {would or 'now '}{requires} {left}.")
     for one, why in done.unreachable.items():
         print(f"{one} does not answer ({why}); the next start records it there", file=sys.stderr)
     if done.is_configured:
         print(
-            f"take {done.url} out of the trainer's mirrors too, else its next start requires it again", file=sys.stderr
+            f"This root still uploads to {done.url}. To stop that, remove it from the trainer's `mirrors`; otherwise "
+            "the trainer's next start requires it again.",
+            file=sys.stderr,
         )
     return 0

@@ -9,7 +9,7 @@ import click
 
 from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import json_option, print_json, root_option
-from ckptmirror.core.errors import UsageError
+from ckptmirror.core.errors import LocalStorageUnwritable, UsageError
 
 if TYPE_CHECKING:
     from ckptmirror.observe.timeline import Timeline
@@ -78,7 +78,13 @@ def _write(timeline: Timeline, root: Path, out: Path) -> None:
     heading = f"{root.name or root}: what happened when"
     drawn = draw(timeline, heading)
     text = page(timeline, heading, drawn) if out.suffix.lower() == ".html" else drawn
-    files.write_bytes(out.absolute(), text.encode("utf-8"), save_id=new_id(), replace=True)
+    out = out.absolute()
+    if not out.parent.exists():
+        raise LocalStorageUnwritable(
+            f"Cannot write {out}: {out.parent} does not exist.",
+            hint="Create it, or choose another path.",
+        )
+    files.write_bytes(out, text.encode("utf-8"), save_id=new_id(), replace=True)
 
 
 def _facts(timeline: Timeline, root: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 _ERROR_OF = {"damaged": IntegrityError, "unreadable": Temporary, "refused": NotAuthorised}
 _HINTS = {
-    "damaged": "Each line ends with the command that repairs it, if a good copy is known.",
     "unreadable": "Try the same command again; `ckptmirror verify --verbose` logs what happens.",
     "refused": NotAuthorised.hint,
 }
@@ -73,7 +73,7 @@ def command(
         _print(found)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
-    return _tell(found)
+    return _tell(found, target)
 
 
 def _target(reference: str | None, root: Path | None, mirrors: tuple[str, ...]) -> Target:
@@ -123,10 +123,10 @@ def _state(save: VerifiedSave, deep: bool) -> Cell:
         wrong += f"; in kind {'+'.join(save.whole_kinds)} it is whole"
     if state != "damaged":
         return f"not read: {wrong}", "yellow"
-    return f"DAMAGED: {wrong} -> {save.mend or 'no command known here repairs it'}", "red"
+    return f"DAMAGED: {wrong} -> {save.mend or 'no good copy is known'}", "red"
 
 
-def _tell(found: Verification) -> int:
+def _tell(found: Verification, target: Target) -> int:
     """Say the sum on stderr, and return the exit code."""
     damaged = sum(save.verdict.state == "damaged" for save in found.saves)
     unread = sum(save.verdict.state in ("unreadable", "refused") for save in found.saves)
@@ -141,8 +141,33 @@ def _tell(found: Verification) -> int:
         aside = "; what is damaged is off the lineage, and no run continues from it" if damaged or unread else ""
         print("; ".join(parts) + aside, file=sys.stderr)
         return 0
-    print(f"ckptmirror: {'; '.join(parts)}.\n  {_HINTS[found.outcome]}", file=sys.stderr)
+    print(
+        f"ckptmirror: {'; '.join(parts)}.\n  {_HINTS.get(found.outcome) or _after_damage(found, target)}",
+        file=sys.stderr,
+    )
     return error.exit_code
+
+
+def _after_damage(found: Verification, target: Target) -> str:
+    """Say what to do about damage: for the saves with a command that repairs them, and for the others."""
+    has_command = {bool(save.mend) for save in found.saves if save.verdict.state == "damaged"}
+    hints = ["A line with a command: the command repairs that save."] * (True in has_command)
+    if False in has_command:
+        deep = " --deep" if found.deep else ""
+        if target.root is None:
+            mirrors = "".join(f" --mirror {quote(url)}" for url in target.mirrors)
+            hints.append(
+                "No good copy is known: if you have the root of the run, look there with "
+                f"`ckptmirror verify --root DIR{mirrors}{deep}`."
+            )
+        elif not target.mirrors:
+            hints.append(
+                "No good copy is known: if the run has a mirror, look there with "
+                f"`ckptmirror verify --root {quote(str(target.root))} --mirror URL{deep}`."
+            )
+        else:
+            hints.append("No good copy is known: if the run has another mirror, add its --mirror URL.")
+    return " ".join(hints)
 
 
 def _facts(found: Verification) -> dict[str, Any]:

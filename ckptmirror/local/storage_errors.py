@@ -89,7 +89,7 @@ def _why_unwritable(path: Path, code: int | None) -> str | None:
         case errno.ENOTDIR:
             return f"{_file_in_the_way(path)} is a file, not a directory"
         case errno.ENOENT:
-            return "the directory it belongs to does not exist"
+            return f"{path.parent} does not exist" if not path.parent.exists() else "it does not exist"
         case errno.ELOOP:
             return "a symbolic link is in its place, and links are not followed"
         case errno.EXDEV:

@@ -49,6 +49,7 @@ _TYPO_HINT = (
     "Correct the mirror's URL, or mount its file system. The first process that saves there (a trainer, a push) "
     "creates it."
 )
+_READER_HINT = "Correct the URL, or mount its file system."
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _PERMANENT = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EXDEV, errno.EFBIG)
 
@@ -161,7 +162,7 @@ class Place:
                 raise self._vanished("it was there before") from None
             self._refuse_empty_mount_point()
             if not self._root.parent.is_dir():
-                raise self._misplaced() from None
+                raise self._misplaced(make) from None
             if not make:
                 raise BucketNotFound(f"The mirror directory {self._root} does not exist.", hint=_TYPO_HINT) from None
         with crashpoints.around("mirror.make_root"):
@@ -173,8 +174,10 @@ class Place:
         if point is not None:
             raise self._vanished(f"{point} is listed in {self._fstab} and is not mounted")
 
-    def _misplaced(self) -> BucketNotFound:
+    def _misplaced(self, make: bool) -> BucketNotFound:
         parent = self._root.parent
+        if not make:
+            return BucketNotFound(f"There is no mirror at {self._root}: {parent} does not exist.", hint=_READER_HINT)
         return BucketNotFound(
             f"The mirror directory {self._root} cannot be created: there is no {parent}.",
             hint=f"Mount its file system, or correct the mirror's URL, or create it: `mkdir -p {quote(str(parent))}`.",

@@ -100,6 +100,7 @@ def test_the_demo_on_a_bucket_removes_what_it_made_and_nothing_else(
         ("memory://x", 10, ["only mirror"]),
         ("fsspec+memory://x", 10, ["only mirror"]),
         ("nonsense", 10, ["URL"]),
+        ("/nowhere/x", 10, ["/nowhere/x as its mirror: it does not exist", "mkdir -p /nowhere/x"]),
     ],
 )
 def test_the_demo_says_at_once_what_keeps_it_from_a_mirror(

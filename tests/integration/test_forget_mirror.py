@@ -24,7 +24,9 @@ def test_no_start_waits_for_it_any_more(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "nfs" / "gone")
     planned = run("forget-mirror", "--root", tmp_path / "first", "--url", gone, "--dry-run")
     assert planned.returncode == 0, planned.stderr
-    assert "would be" in planned.stdout
+    would = f"The run would no longer require {gone}. It would require {left}.\n"
+    assert planned.stdout == would
+    assert f"still uploads to {gone}" in planned.stderr
     done = run("forget-mirror", "--root", tmp_path / "first", "--url", gone, "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)

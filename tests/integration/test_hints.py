@@ -71,7 +71,7 @@ ROWS = [
     # a root that is not there, or is none
     *((f"{verb} {{nope}}{more}", 10, "does not exist", SAVES_TO) for verb, more in (
         ("status", ""), ("drain", ""), ("retry", ""), ("timeline", ""), ("rotate", " --keep-last 1"))),
-    ("rewind {nope} --step 100", 10, "does not exist", "--mirror"),
+    ("rewind {nope} --step 100", 10, "does not exist", "To rewind the run from a fresh disk, add --mirror"),
     ("push {nope} {url}", 3, "does not exist", SAVES_TO),
     ("ls {nope}", 3, "does not exist", "Check the path."),
     ("ls bucket/run", 3, "does not exist", "If you mean a mirror, write gs://bucket/run."),

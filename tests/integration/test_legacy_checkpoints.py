@@ -180,7 +180,7 @@ def test_i2_what_ckptmirror_left_without_its_meta_is_never_an_older_writers(tmp_
         write_meta(place, step=200)
         assert find_local_checkpoint_steps(place) == []
         for name in ("dcp_000200", "model_000200.pt"):
-            with pytest.raises(CheckpointNotFound, match="No valid meta names"):
+            with pytest.raises(CheckpointNotFound, match="no meta file names it"):
                 resolve_checkpoint_reference(place / name)
 
 

@@ -288,7 +288,7 @@ def test_another_ending_is_a_usage_error_before_anything_is_read(name: str, tmp_
 
 def test_an_out_that_cannot_be_written_is_a_sentence_and_leaves_nothing(place: Place, tmp_path: Path):
     missing = run("timeline", "--root", place.root, "--out", tmp_path / "no" / "a.svg")
-    assert_tells(missing, 10, "does not exist", "Check that the directory exists")
+    assert_tells(missing, 10, f"Cannot write {tmp_path}/no/a.svg: {tmp_path}/no does not exist", "Create it, or choose")
     (tmp_path / "file").write_text("mine")
     assert_tells(run("timeline", "--root", place.root, "--out", tmp_path / "file" / "a.svg"), 10, "not a directory")
     (tmp_path / "a.svg").mkdir()

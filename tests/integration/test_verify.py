@@ -157,7 +157,7 @@ def test_no_copy_that_was_seen_to_be_damaged_is_named_as_the_good_one(tmp_path: 
     found = verify(Target(root, (url,)), deep=True)
     assert [one.mend for one in found.saves] == ["", ""]
     ended = run("verify", "--root", root, "--mirror", url, "--deep")
-    assert ended.stdout.count("no command known here repairs it") == 2
+    assert ended.stdout.count("-> no good copy is known") == 2
 
 
 def test_broken_metas_are_mended_here_and_there(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_what_is_not_there_is_an_error_and_never_whole(three: tuple[Path, str], 
     with pytest.raises(UsageError, match="is not a checkpoint"):
         target_of(str(root / "notes.txt"))
     (root / "model_000400.pt").write_bytes(b"x")
-    with pytest.raises(CheckpointNotFound, match="No valid meta names"):
+    with pytest.raises(CheckpointNotFound, match="no meta file names it"):
         verify(target_of(str(root / "model_000400.pt")))
 
 

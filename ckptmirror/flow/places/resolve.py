@@ -61,6 +61,10 @@ __all__ = [
 
 _log = logging.getLogger("ckptmirror.choose")
 ListedStanding = Literal["current", "replaced", "superseded", "unknown", "older", "incomplete"]
+_NO_META_HINT = (
+    "If plain torch wrote it, give it a meta.json, as the docs say for legacy checkpoints. If ckptmirror wrote it, its "
+    "meta is lost: stage the step again from a mirror."
+)
 _REFERENCES = ("meta", *KINDS, "legacy_dcp", "legacy_meta")
 
 
@@ -184,7 +188,9 @@ def _named(root: Path, name: str, kind: Kind | None) -> CheckpointReference:
 
     if (found := named_older(root, name, kind)) is not None:
         return found
-    raise CheckpointNotFound(f"No valid meta names {root / name}, so ckptmirror cannot tell whether it is whole.")
+    raise CheckpointNotFound(
+        f"{root / name} belongs to no save that ckptmirror knows: no meta file names it.", hint=_NO_META_HINT
+    )
 
 
 def _stem_of(name: str) -> tuple[int | None, str]:

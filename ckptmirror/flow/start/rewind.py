@@ -297,7 +297,7 @@ def _table_of(root: Path, named: Sequence[MirrorSpec]) -> Iterator[UploadsTable 
         NoTable: There is no table, and the caller named no mirror.
         ConfigError: The table names no mirrors, and the caller named none.
     """
-    hint = "Name the mirrors of the run with --mirror."
+    hint = "Check the path. To rewind the run from a fresh disk, add --mirror URL."
     try:
         table = open_known_table(root)
     except NoTable as error:
@@ -307,7 +307,7 @@ def _table_of(root: Path, named: Sequence[MirrorSpec]) -> Iterator[UploadsTable 
         return
     try:
         if not table.knows_mirrors() and not named:
-            raise ConfigError(f"The table of {root} does not know its mirrors yet.", hint=hint)
+            raise ConfigError(f"The table of {root} does not know its mirrors yet.", hint="Add --mirror URL.")
         yield table
     finally:
         table.close()

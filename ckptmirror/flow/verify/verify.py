@@ -213,7 +213,7 @@ def _nothing_found(target: Target, step: int | None, mirrors: Sequence[Mirror]) 
     if target.name:
         of = Path(target.root, target.name) if target.root is not None else f"{target.mirrors[0]}/{target.name}"
         resolve_checkpoint_reference(of)  # says what is wrong with it
-        return CheckpointNotFound(f"{of} has no meta with checksums, so it cannot be told whether it is whole.")
+        return CheckpointNotFound(f"{of} has no meta with checksums, so ckptmirror cannot tell whether it is whole.")
     if step is None:
         return CheckpointNotFound(f"{places} holds no saves.", hint="Check the directory or the URL.")
     found = look_at_root(target.root, None, []) if target.root is not None else []

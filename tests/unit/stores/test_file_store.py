@@ -108,7 +108,10 @@ def test_a_pipe_in_the_mirror_blocks_nobody(store: FileStore, root: Path) -> Non
 
 def test_the_directory_is_made_only_below_an_existing_parent(tmp_path: Path) -> None:
     store = file_store.open(f"file://{tmp_path}/mount/run")
-    for ask in (lambda: store.stat("x"), store.identity, lambda: store.write("x", b"1", if_generation=0)):
+    with pytest.raises(BucketNotFound, match=f"no mirror at {tmp_path}/mount/run: {tmp_path}/mount does not") as raised:
+        store.stat("x")
+    assert "mkdir" not in raised.value.hint, "a reader creates nothing"
+    for ask in (store.identity, lambda: store.write("x", b"1", if_generation=0)):
         with pytest.raises(BucketNotFound, match=f"there is no {tmp_path}/mount") as raised:  # no wait mends that
             ask()
         assert f"mkdir -p {tmp_path}/mount" in raised.value.hint
