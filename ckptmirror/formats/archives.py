@@ -273,9 +273,9 @@ def _check_view(arguments: list[Any]) -> None:
     if not isinstance(storage, Made) or storage.size_bytes is None or len(shapes) != 2:
         raise IntegrityError("It makes a tensor over something that is not a storage.")
     if any(type(number) is not int or number < 0 for number in (offset, *shapes[0], *shapes[1])):
-        raise IntegrityError("It makes a tensor with a shape that is none.")
+        raise IntegrityError("It makes a tensor with an invalid shape.")
     if len(shapes[0]) != len(shapes[1]):
-        raise IntegrityError("It makes a tensor with a shape that is none.")
+        raise IntegrityError("It makes a tensor with an invalid shape.")
     if 0 in shapes[0]:
         return
     last = offset + sum((count - 1) * step for count, step in zip(*shapes, strict=True))

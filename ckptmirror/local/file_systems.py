@@ -65,7 +65,7 @@ def refuse_network_place(directory: Path, type_of: Callable[[Path], int] = file_
     name = _NETWORK.get(_type_of_nearest(directory, type_of))
     if name is not None:
         raise ConfigError(
-            f"The pending-uploads table must lie on node-local disk, but {directory} is on {name}.",
+            f"The pending-uploads table must be on node-local disk, but {directory} is on {name}.",
             hint="Set state_dir (`ckptmirror push` has --state-dir) to a directory on this node's own disk.",
         )
 

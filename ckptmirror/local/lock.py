@@ -124,7 +124,7 @@ def _locked(path: Path, operation: int, timeout_s: float, on_held: OnHeld | None
                 reopened += 1
                 lock.close()
                 if reopened > _REOPEN_TRIES:
-                    raise RootLocked(f"{path} is deleted again and again.", hint="Leave the lock file alone.")
+                    raise RootLocked(f"{path} keeps being deleted.", hint="Leave the lock file alone.")
                 lock = _LockFile(path)
                 continue
             remaining_s = deadline - time.monotonic()
@@ -375,7 +375,7 @@ def _description(path: Path) -> str:
     facts = read_owner(path.parent.parent)
     known = [f"{key} {facts[key]}" for key in ("pid", "host", "since") if key in facts]
     others = [f"{key} {value}" for key, value in facts.items() if key not in ("pid", "host", "since")]
-    return ", ".join(known + others) or "it has not said who it is yet"
+    return ", ".join(known + others) or "its owner is not known yet"
 
 
 def _named(pids: Collection[int]) -> str:

@@ -104,7 +104,7 @@ class Journal:
         except (CkptMirrorError, OSError) as error:
             if not self._lost:
                 self._lost = True
-                _log.warning("the journal of events misses a line, which costs `ckptmirror timeline` a bar: %s", error)
+                _log.warning("a line of the event journal is lost, so `ckptmirror timeline` lacks a bar: %s", error)
 
     def _is_due(self, event: events.Event) -> bool:
         if isinstance(event, events.MirrorUnreachable):

@@ -340,7 +340,7 @@ class _DirectoryTakenAwayError(Exception):
 def _parts(name: str) -> tuple[str, ...]:
     check_relative_path(name)
     if not _is_object(name):
-        raise StorePermanent(f"{name!r} cannot be an object's name: it is one of a temporary, or of the mirror's lock.")
+        raise StorePermanent(f"{name!r} cannot be an object's name: it is reserved for temporaries or the lock.")
     return tuple(name.split("/"))
 
 
@@ -390,4 +390,4 @@ def _verify(name: str, descriptor: int, digest: Digest) -> None:
             offset += count
             beat()
     if (offset, found) != (digest.size_bytes, digest.crc32c):
-        raise IntegrityError(f"What was written of {name} does not read back as it was committed; nothing was stored.")
+        raise IntegrityError(f"{name} does not read back as it was committed; nothing was stored.")

@@ -183,7 +183,7 @@ class GsStore(Store):
             if not token:
                 return
             if token == query.get("pageToken"):
-                raise StoreTemporary(f"{what}: the service gives the same page again.")
+                raise StoreTemporary(f"{what}: the service returned the same page again.")
             query["pageToken"] = str(token)
         raise StorePermanent(f"{what}: more than {_PAGES_LIMIT} pages.")
 

@@ -136,7 +136,7 @@ class MemoryStore(Store):
                 session.received = bytearray()
             info = session.done
         if (info.size_bytes, info.crc32c) != (upload.digest.size_bytes, upload.digest.crc32c):
-            raise IntegrityError(f"The session of {upload.name} made an object of other bytes.")
+            raise IntegrityError(f"The session of {upload.name} created an object with other bytes.")
         upload.on_progress(info.size_bytes)
         return info
 

@@ -157,9 +157,9 @@ def test_a_tensor_is_one_value_only_if_nothing_hangs_on_it(what: str) -> None:
     [
         (tensor(number(1), [1], [1]), "over something that is not a storage"),
         (tensor(b"]", [1], [1]), "over something that is not a storage"),
-        (tensor(storage("0", 1), [1], [1, 1]), "a shape that is none"),
-        (tensor(storage("0", 1), [-1], [1]), "a shape that is none"),
-        (tensor(storage("0", 1), [1], [1]).replace(tuple_(number(1)), tuple_(text("x"))), "a shape that is none"),
+        (tensor(storage("0", 1), [1], [1, 1]), "an invalid shape"),
+        (tensor(storage("0", 1), [-1], [1]), "an invalid shape"),
+        (tensor(storage("0", 1), [1], [1]).replace(tuple_(number(1)), tuple_(text("x"))), "an invalid shape"),
         (tensor(storage("0", 1), [5], [1]), "ends at value 4 of a storage of 4 bytes"),
         (storage("0", 2), "says that storage '0' has 2 values"),
         (storage("0", 5, "UntypedStorage"), "says that storage '0' has 5 values"),

@@ -212,7 +212,7 @@ def test_a_holder_sees_that_its_lock_file_was_taken_away(tmp_path: Path, how: st
 def test_an_unreadable_owner_still_locks(tmp_path: Path, content: bytes):
     with holder(tmp_path):
         (tmp_path / ".ckptmirror" / "lock").write_bytes(content)
-        with pytest.raises(RootLocked, match="not said who it is"):
+        with pytest.raises(RootLocked, match="owner is not known"):
             RootLock(tmp_path).acquire({})
 
 
