@@ -23,6 +23,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.flow.fetch.load import load_checkpoint
 from ckptmirror.stores import memory, open_store
+from tests.kit.cli import assert_tells, run
 from tests.kit.faults import flip_bit
 from tests.kit.processes import killed_at
 from tests.kit.roots import artifact, control, leftovers, whole
@@ -50,6 +51,18 @@ def test_a_broken_list_here_does_not_make_the_mirrors_copy_a_broken_one(tmp_path
         start = manager.resume(new_state(seed=4))
     assert start is not None
     assert (start.step, start.place) == (2, MIRROR)
+
+
+def test_a_verb_at_a_broken_list_names_the_file_and_the_start_that_it_promises_rebuilds_it(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    saved_run(root, (1, 2), f"file://{tmp_path}/mirror", kinds=("model",))
+    broken = root / names.ATTEMPTS_NAME
+    broken.write_bytes(broken.read_bytes()[:-20])
+    for verb in ("status", "ls", "verify"):
+        assert_tells(run(verb, "--root", root), 6, f"{broken} is broken", "The next start of the trainer rebuilds it")
+    with running(root, f"file://{tmp_path}/mirror") as manager:
+        manager.resume(new_state(seed=4))
+    assert run("verify", "--root", root).returncode == 0
 
 
 # -- broken and incomplete --------------------------------------------------------------------------------------------

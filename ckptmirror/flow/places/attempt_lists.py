@@ -37,6 +37,7 @@ from ckptmirror.local.save_logger import save_logger
 __all__ = [
     "attempts_here",
     "check_run",
+    "listed_attempts",
     "met_here",
     "not_one_run",
     "note_met",
@@ -60,6 +61,23 @@ def read_local_attempts(root: Path) -> AttemptList | None:
     except FileNotFoundError:
         return None
     return attempts_from_bytes(data)
+
+
+def listed_attempts(root: Path) -> AttemptList | None:
+    """Return the root's list of attempts, as :func:`read_local_attempts`, for a reader that cannot do without it.
+
+    Raises:
+        BrokenMeta: The list cannot be trusted; the message names its file and what repairs it.
+    """
+    path = root / names.ATTEMPTS_NAME
+    try:
+        return read_local_attempts(root)
+    except NewerFormat as error:
+        raise NewerFormat(f"{path}: {error.message}") from error
+    except BrokenMeta as error:
+        raise BrokenMeta(
+            f"{path} is broken: {error.message}", hint="The next start of the trainer rebuilds it."
+        ) from error
 
 
 def met_here(root: Path, run_id: str) -> AttemptList:

@@ -29,7 +29,7 @@ from ckptmirror.core.model import Artifact, AttemptList, Kind, Meta, Tombstone
 from ckptmirror.core.problems import Hindrance, Problem, facts_of
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.start.lineage import Lineage, attempts_of_metas, lineage
-from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.places.attempt_lists import listed_attempts, read_mirror_attempts
 from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local.inventory import Item, read_inventory
@@ -109,7 +109,7 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
     torn = {save.meta.save_id: save.meta.narrowed(save.kinds) for save in inventory.incomplete if save.kinds}
     saves = {save.meta.save_id: save.meta for save in inventory.saves} | torn
     others = [item.path.name for item in inventory.foreign if item.loose] + [path.name for path in inventory.legacy]
-    attempts = read_local_attempts(root) if with_attempts else None
+    attempts = listed_attempts(root) if with_attempts else None
     return Catalog(str(root), attempts, saves, problems, others=tuple(others), torn=frozenset(torn))
 
 

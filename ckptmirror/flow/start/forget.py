@@ -19,7 +19,7 @@ from ckptmirror.core.codec import attempts_to_bytes
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, PreconditionFailed, Temporary
 from ckptmirror.core.model import AttemptList, new_id
 from ckptmirror.core.start.lineage import merge_attempts
-from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
+from ckptmirror.flow.places.attempt_lists import listed_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
@@ -78,7 +78,7 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
 
 
 def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool, dry_run: bool) -> Forgotten:
-    here = read_local_attempts(root)
+    here = listed_attempts(root)
     lists: dict[str, tuple[AttemptList, int]] = {}
     unreachable: dict[str, str] = {}
     by_url = {mirror.url: mirror for mirror in mirrors}
