@@ -110,7 +110,7 @@ def joined(groups: Iterable[Group]) -> dict[str, Any] | None:
     if not own:
         return None
     if len(own) > 1 and any(_is_positional(group) for group in own):
-        _log.warning("optimizer: %d groups of state that goes by positions cannot be told apart: left out", len(own))
+        _log.warning("optimizer: the %d states keyed by position cannot be told apart, so none is loaded", len(own))
         return None
     state: dict[Any, Any] = {}
     for group in own:
@@ -137,7 +137,7 @@ def find_optimizer(found: _Saved, state: Any) -> OptimizerMatch:
             reasons.append(f"{count} of {len(found.optimizers)}: {error.message}")
             continue
         left = [
-            f"group {place} is not of an optimizer"
+            f"group {place} is not the state of an optimizer"
             for place, group in enumerate(first, 1)
             if not _is_optimizer(group.state)
         ]
@@ -160,12 +160,12 @@ def _check_no_doubt(taken: Sequence[Mapping[str, Any]], every: Sequence[Mapping[
         _Doubt: Another group could be meant.
     """
     if not taken:
-        raise _Doubt("no group is an optimizer's.")
+        raise _Doubt("no group is the state of an optimizer.")
     listed = [key for group in every for key in _params(group) if isinstance(key, str)]
     if len(set(listed)) < len(listed):
         raise _Doubt("a parameter is in several groups of optimizer keys.")
     if len(taken) < len(every) and any(_is_positional(group) for group in every):
-        raise _Doubt("state that goes by positions could be that of any of them.")
+        raise _Doubt("the state is keyed by position, so it could belong to any of them.")
 
 
 def _by_name(groups: Sequence[Group], model: Mapping[str, Any], state: Any) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _by_name(groups: Sequence[Group], model: Mapping[str, Any], state: Any) -> d
     if any(_is_positional(group.state) for group in groups):
         live = optimizers_of(state.optimizer)
         if len(live) != len(groups):
-            raise _Doubt(f"the save has {len(groups)} optimizers that go by positions, here are {len(live)}.")
+            raise _Doubt(f"the save has {len(groups)} optimizers keyed by position, but the training has {len(live)}.")
         _check_order(model, state.model)
         _check_calls(groups, state.optimizer)
         pairs = zip(groups, live, strict=True)
@@ -193,7 +193,7 @@ def _check_order(saved: Mapping[str, Any], module: torch.nn.Module) -> None:
     live = [name for name, _ in live_parameters(module)]
     there = [name for name in match_names(list(saved), live).values() if name in set(live)]
     if there != live:
-        raise _Doubt("its state goes by positions, and the parameters are others here, or in another order.")
+        raise _Doubt("its state is keyed by position, and the parameters here differ or are in another order.")
 
 
 def _check_calls(groups: Sequence[Group], optimizers: Any) -> None:
@@ -201,7 +201,7 @@ def _check_calls(groups: Sequence[Group], optimizers: Any) -> None:
     saved = [group.name for group in groups]
     live = [str(name) for name in optimizers] if isinstance(optimizers, Mapping) else [None] * len(saved)
     if saved != live:
-        raise _Doubt("its state goes by positions, and the optimizers have other names, or none, on one side.")
+        raise _Doubt("its state is keyed by position, and the optimizers have different names, or none on one side.")
 
 
 def _check_param_names(params: Mapping[str, Any], named: Sequence[str]) -> None:
@@ -211,19 +211,19 @@ def _check_param_names(params: Mapping[str, Any], named: Sequence[str]) -> None:
         return
     is_text = all(isinstance(one, str) for one in said)
     if not is_text or list(match_names(list(said), list(named)).values()) != list(named):
-        raise _Doubt("its state goes by positions, and the names that it has for them are not those here.")
+        raise _Doubt("its state is keyed by position, and its names for the parameters differ from those here.")
 
 
 def _named(group: Mapping[str, Any], one: Any, module: torch.nn.Module) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in reversed(list(live_parameters(module)))}
     lists = [list(params["params"]) for params in group["param_groups"]]
     if [len(params) for params in lists] != [len(live["params"]) for live in one.param_groups]:
-        raise _Doubt("its state goes by positions, and the parameters are grouped differently here.")
+        raise _Doubt("its state is keyed by position, and the parameters are grouped differently here.")
     by_key: dict[str, str] = {}
     for params, live in zip(lists, one.param_groups, strict=True):
         for key, parameter in zip(params, live["params"], strict=True):
             if str(key) in by_key or id(parameter) not in names:
-                raise _Doubt("its state goes by positions, and one position appears twice.")
+                raise _Doubt("its state is keyed by position, and one position appears twice.")
             by_key[str(key)] = names[id(parameter)]
             _check_shapes(group, key, parameter)
     for params in group["param_groups"]:
@@ -239,7 +239,7 @@ def _check_shapes(group: Mapping[str, Any], key: Any, parameter: torch.Tensor) -
     kept = of_all.get(key, of_all.get(str(key)))
     for value in kept.values() if isinstance(kept, Mapping) else ():
         if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
-            raise _Doubt(f"its state goes by positions, and that of position {key} has another shape.")
+            raise _Doubt(f"its state is keyed by position, and that of position {key} has another shape.")
 
 
 def _is_positional(group: Mapping[str, Any]) -> bool:

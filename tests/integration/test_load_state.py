@@ -294,7 +294,7 @@ def test_the_first_count_of_optimizer_keys_that_loads_wins(tmp_path: Path) -> No
     tree = {**named(model, first, second), "optimizer_2": {"lr_history": [0.1, 0.2]}}
     state, found = load_two(tmp_path / "3", tree, lambda _, one, other: [one, other])
     assert "optimizer" in found.loaded
-    assert any("group 3 is not of an optimizer" in line for line in found.missing)
+    assert any("group 3 is not the state of an optimizer" in line for line in found.missing)
     assert go_on(state.model, *state.optimizer) == go_on(model, first, second)
 
     model, first, second = two_optimizers(0)
@@ -385,7 +385,7 @@ def test_positions_that_the_save_names_otherwise_are_no_history(tmp_path: Path) 
         manager.resume(state_forward)
         found = manager.load(state_forward, tmp_path / "old" / "model_000200.pt")
     assert "optimizer" not in found.loaded
-    assert any("names that it has for them" in line for line in found.missing), found.missing
+    assert any("names for the parameters differ" in line for line in found.missing), found.missing
 
 
 @pytest.mark.parametrize("order", [("q1", "q2"), ("q2", "q1")])
