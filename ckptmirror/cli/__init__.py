@@ -3,8 +3,8 @@
 Rules:
 * Data goes to stdout, everything else to stderr. ``--json`` prints one object.
 * A user's mistake ends in one sentence, a hint and an exit code (``core.errors``), never in a traceback.
-* Verbs import what they need when they run, so that ``--help`` and ``stage`` start in a blink; none imports torch.
-* Ctrl-C and SIGTERM are looked after before anything else is imported.
+* Verbs import what they need when they run, so that ``--help`` and ``stage`` start at once; none imports torch.
+* The handlers of Ctrl-C and SIGTERM are installed before anything else is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code; the console script exits with it.
 
     Args:
-        argv: The arguments; None: the process's own, which is then taken to exist for this one verb.
+        argv: The arguments; None: those of the process, which then exists only for this one verb.
     """
     with Interrupts(own_process=argv is None) as interrupts:
         try:

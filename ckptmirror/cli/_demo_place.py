@@ -1,9 +1,9 @@
-"""Where on a mirror of the user's the demo works: a place of its own, which it leaves as it found it.
+"""The demo's own place on the user's mirror, which it leaves as it found it.
 
 Rules:
-* The place is a new prefix under the URL that was given; nothing outside of it is read, written or deleted.
-* It is empty before the first object is made, or there is no demo.
-* What is removed is what is listed under it, each object at the generation that was listed.
+* The place is a new prefix under the given URL. Nothing outside of it is read, written or deleted.
+* The demo runs only if the place is empty before the first object is created.
+* The demo removes the objects that are listed under the prefix, each at the listed generation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DemoPlace:
                     hint="Pass --mirror gs://bucket/prefix, or a directory.",
                 )
             if next(iter(store.list()), None) is not None:
-                raise NameTaken(f"{self.url} is not empty: the demo touches nothing that it did not make.")
+                raise NameTaken(f"{self.url} is not empty: the demo uses only a prefix that it created.")
         except BucketNotFound:
             if store.local_directory is None:
                 raise
@@ -57,12 +57,12 @@ class DemoPlace:
                     f"The demo cannot use {parent} as its mirror: it does not exist.",
                     hint=f"Create it (`mkdir -p {quote(str(parent))}`), or correct --mirror.",
                 ) from None
-            store.local_directory.mkdir()  # a mirror makes its own directory, not the one above
+            store.local_directory.mkdir()  # a mirror creates its own directory, not the one above
         finally:
             store.close()
 
     def measure(self) -> tuple[int, int]:
-        """Return how many objects there are, and their bytes."""
+        """Return the number of objects and their bytes."""
         store = open_store(self.url)
         try:
             sizes = [info.size_bytes for info in store.list()]
@@ -86,18 +86,18 @@ class DemoPlace:
 
     @property
     def removal(self) -> str:
-        """The command that removes it by hand."""
+        """The command with which a person removes it."""
         if self.url.startswith("gs://"):
             return f"gcloud storage rm --recursive {self.url}"
         return f"rm -r {quote(unquote(self.url.removeprefix('file://')))}"
 
     @property
     def left(self) -> str:
-        """Where something of it may be left, and how to remove that."""
-        return f"what it made may be under {self.url}, and `{self.removal}` removes it"
+        """A sentence that says where objects may be left, and how to remove them."""
+        return f"its objects may be under {self.url}; `{self.removal}` removes them"
 
     def leave(self, *, keep: bool) -> None:
-        """Say what is there and how to remove it, or remove it and say that."""
+        """Print what is there and how to remove it, or remove it and print that."""
         if keep:
             count, size_bytes = self.measure()
             print(f"{count} objects ({size(size_bytes)}) are kept under {self.url}; remove them with")
@@ -108,10 +108,10 @@ class DemoPlace:
         except (CkptMirrorError, OSError):
             self.tell_kept()
             raise
-        print(f"The {count} objects that it made ({size(size_bytes)}) are removed from {self.url}.")
+        print(f"The demo removed its {count} objects ({size(size_bytes)}) from {self.url}.")
 
     def tell_kept(self) -> None:
-        """Say on stderr that the demo did not come to its end, and that what it made is still there."""
+        """Print on stderr that the demo did not finish, and that its objects are still there."""
         try:
             count, size_bytes = self.measure()
             what = f"{count} objects ({size(size_bytes)})"

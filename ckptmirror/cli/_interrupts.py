@@ -1,11 +1,12 @@
-"""Ctrl-C and SIGTERM: a verb stops in order, says so in one sentence, and exits with 130 or 143.
+"""Ctrl-C and SIGTERM: a verb stops cleanly, says so in one sentence, and exits with 130 or 143.
 
 Rules:
-* Whatever a verb does may stop at any instant (the same command continues), so leaving never waits for long: after
-  ``GRACE_S``, or at a second signal, the process is gone.
-* The limit is kept by SIGALRM, not by a thread: a signal may arrive while the lock that starts threads is held.
-* The sentence has a line of its own: on a terminal it takes the place of a bar, and of the ``^C`` that was typed.
-* The sentence says what the same command would do; a verb for which that is not to continue says so beforehand.
+* A verb may stop at any instant (the same command continues), so the exit never waits long: after ``GRACE_S``, or at a
+  second signal, the process ends.
+* SIGALRM enforces the limit, not a thread: a signal may arrive while the lock that starts threads is held.
+* The sentence has a line of its own: on a terminal it replaces a bar, and the ``^C`` that was typed.
+* The sentence says what the same command would do next. If that is not to continue, the verb sets another sentence
+  beforehand.
 * Only the light parts of the standard library are imported here.
 """
 
@@ -31,7 +32,7 @@ _told = ["the same command continues where it stopped"]
 
 @contextmanager
 def told_when_interrupted(what: str) -> Iterator[None]:
-    """While it is entered, a signal has this said of what comes next."""
+    """Inside this context, a signal prints ``what`` as the next step."""
     _told.append(what)
     try:
         yield
@@ -48,7 +49,7 @@ class Interrupted(BaseException):
         self._next = _told[-1]
 
     def tell(self) -> None:
-        """Say what happened, in one sentence; nobody may be listening any more."""
+        """Print what happened, in one sentence; stderr may be closed by now."""
         what = "interrupted" if self.signum == signal.SIGINT else "terminated"
         shown = _ERASE_LINE if moves_cursor() else "\n" if is_terminal() else ""
         try:
@@ -58,11 +59,11 @@ class Interrupted(BaseException):
 
 
 class Interrupts:
-    """While it is entered, the first signal raises :class:`Interrupted` in the main thread.
+    """Inside this context, the first signal raises :class:`Interrupted` in the main thread.
 
     Args:
-        own_process: Whether the process ends with the verb. Then the signals stay in these hands to the very end, and
-            nothing that is still on its way keeps the process from leaving.
+        own_process: Whether the process ends with the verb. If so, these handlers stay until the end, and unfinished
+            work does not delay the exit.
     """
 
     def __init__(self, *, own_process: bool) -> None:
@@ -76,12 +77,12 @@ class Interrupts:
             for signum in _SIGNALS:
                 self._earlier[signum] = signal.signal(signum, self._on_signal)
             self._earlier[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_signal)
-        except ValueError:  # not the main thread: signals are somebody else's
+        except ValueError:  # not the main thread: other code handles signals
             self._earlier.clear()
         return self
 
     def over(self, exit_code: int) -> int:
-        """The verb has done its work: from here a signal ends the process with this exit code."""
+        """Note that the verb is done: from here a signal ends the process with this exit code."""
         self._exit_code = exit_code
         return exit_code
 
@@ -110,5 +111,5 @@ class Interrupts:
             try:
                 stream.flush()
             except (OSError, RuntimeError, ValueError, AttributeError):
-                continue  # nobody reads it, or the signal struck while it was being written
+                continue  # it has no reader, or the signal arrived during a write
         os._exit(exit_code)

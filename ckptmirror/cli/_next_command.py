@@ -1,9 +1,9 @@
 """The commands that hints name, ready to be pasted: with the root, the mirror and the step of the verb that failed.
 
 Rules:
-* A command stands between backquotes, as everywhere in hints. What it says itself stays; what it leaves open is filled
-  in from what the verb was given, quoted for a shell.
-* ``ls`` and ``verify`` look at the place that the verb was about: its root, else its mirror.
+* A command is between backquotes, as in every hint. Its own options stay; missing ones are filled in from the options
+  of the verb that failed, quoted for a shell.
+* ``ls`` and ``verify`` get the place that the failed verb used: its root, else its mirror.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOOKING = ("ls", "verify")
 
 
 def completing_hints(command: click.Command) -> None:
-    """Have the errors that a verb raises name commands that can be pasted."""
+    """Make the errors that a verb raises name commands that can be pasted."""
     callback = command.callback
     if callback is None or hasattr(callback, "__wrapped__"):
         return
@@ -76,7 +76,7 @@ def _completed(command: str, given: Mapping[str, Any]) -> str:
 
 
 def _places_of(verb: str) -> list[str]:
-    """Which of the places a verb takes as an option."""
+    """Return the places that a verb takes as options."""
     command = import_module(f"ckptmirror.cli.{verb}").command
     return [
         name
@@ -87,7 +87,7 @@ def _places_of(verb: str) -> list[str]:
 
 
 def _mirror(given: Mapping[str, Any]) -> str | None:
-    """The one mirror that a verb was given."""
+    """Return the one mirror that a verb was given."""
     several: Sequence[str] = given.get("mirrors") or []
     mirror = given.get("mirror") or (several[0] if len(several) == 1 else None)
     return None if mirror is None else str(mirror)

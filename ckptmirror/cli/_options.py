@@ -1,9 +1,9 @@
 """Options and printing that several verbs share.
 
 Rules:
-* A wrong value is a usage error (exit code 2) that names the option, found before anything is opened.
-* What no option says, the settings say (``ckptmirror/config.py``). A verb with an option that is a setting reads them
-  in any case, so that a broken file is told of at once, not on the day when the option is left out.
+* A wrong value is a usage error (exit code 2) that names the option, raised before anything is opened.
+* Options that are left out come from the settings (``ckptmirror/config.py``). A verb with an option that is a setting
+  always reads them, so that a broken file is reported at once, even if the option is given.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def step_option(what: str, *, latest: bool = False, required: bool = False) -> C
 
 
 def settings() -> Settings:
-    """Return the settings of this call, as file and environment say; they are read once."""
+    """Return the settings of this call from the file and the environment; they are read once."""
     kept = click.get_current_context().meta
     if _SETTINGS not in kept:
         from ckptmirror.config import load_settings
@@ -85,7 +85,7 @@ def settings() -> Settings:
 
 
 def root_option(function: _Decorated) -> _Decorated:
-    """Add ``--root``, and DIR in its place, as an absolute path."""
+    """Add ``--root``, and DIR in place of it, as an absolute path."""
 
     def resolve(context: click.Context, parameter: click.Parameter, root: Path | None) -> Path:
         root = _one_of(context, "DIR", "--root", root)
@@ -102,7 +102,7 @@ def root_option(function: _Decorated) -> _Decorated:
 
 
 def mirror_option(function: _Decorated) -> _Decorated:
-    """Add ``--mirror``, and URL in its place; what holds without either is said by :func:`need_mirror`."""
+    """Add ``--mirror``, and URL in place of it; :func:`need_mirror` decides what applies without either."""
 
     def resolve(context: click.Context, _parameter: click.Parameter, mirror: str | None) -> str | None:
         found: str | None = _one_of(context, "URL", "--mirror", mirror)
@@ -114,7 +114,7 @@ def mirror_option(function: _Decorated) -> _Decorated:
 
 
 def _placed(place: str, kind: Any) -> Callable[[_Decorated], _Decorated]:
-    """Add an argument that stands for an option. A URL alone is one, also where DIR would come before it."""
+    """Add an argument in place of an option. A URL alone is accepted even where DIR would come before it."""
 
     def keep(context: click.Context, _parameter: click.Parameter, value: str | None) -> None:
         takes_url = any(one.name == "url" for one in context.command.params)
@@ -179,8 +179,8 @@ def need_mirror(url: str | None, *, to_read: bool) -> MirrorSpec:
     """Return the mirror of ``--mirror``, with the limits that are set for it, or the one that is set.
 
     Args:
-        url: What ``--mirror`` says.
-        to_read: Whether the first will do where several are set.
+        url: The value of ``--mirror``.
+        to_read: Whether to take the first one if several are set.
     """
     from ckptmirror.flow.places.mirrors import mirror_specs
 

@@ -1,9 +1,9 @@
-"""How far a transfer is, how fast it goes, and how long it will take: what a bar and a plain line both say.
+"""Progress, speed and time left of a transfer, for a bar and for plain lines.
 
 Rules:
-* The speed is of bytes that this call moved within the last ``WINDOW_S`` seconds: what was there before does not count,
-  and a transfer that stands still comes to 0 B/s by itself.
-* What is said besides (a check, a mirror that is waited for) is said as long as it is so.
+* The speed counts the bytes that this call moved within the last ``WINDOW_S`` seconds. Bytes that were there before do
+  not count, and the speed of a stalled transfer falls to 0 B/s by itself.
+* Other activity (a check, a wait for a mirror) is shown for as long as it lasts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["WINDOW_S", "Pace"]
 
 WINDOW_S = 15.0
 _SHORTEST_S = 0.2  # a speed over less is noise
-_FIRST_BYTES_S = 5.0  # before that, that nothing has moved says nothing
+_FIRST_BYTES_S = 5.0  # before that, no bytes does not mean 0 B/s
 
 
 class Pace:
-    """One transfer. It is told by the threads that move bytes, and read by the one that shows it.
+    """One transfer. The threads that move bytes report to it, and one thread shows it.
 
     Args:
-        title: What stands in front: the verb.
+        title: The text in front: the verb.
         clock: Seconds, monotonic.
     """
 
@@ -48,13 +48,13 @@ class Pace:
         self._waits: dict[str, tuple[str, float]] = {}
 
     def __call__(self, done_bytes: int, total_bytes: int, moved_bytes: int | None = None, doing: str = "") -> None:
-        """Say how far it is.
+        """Report the progress.
 
         Args:
-            done_bytes: What is there, of ``total_bytes``.
-            total_bytes: All of it; 0 where that is not known yet.
-            moved_bytes: How much of it this call has moved; None: all that is done.
-            doing: What goes on besides.
+            done_bytes: How many bytes of ``total_bytes`` are there.
+            total_bytes: The size of everything; 0 if it is not known yet.
+            moved_bytes: How many of them this call has moved; None: ``done_bytes``.
+            doing: Other activity.
         """
         moved = done_bytes if moved_bytes is None else moved_bytes
         with self._lock:
@@ -63,7 +63,7 @@ class Pace:
             self._doing = doing
             if moved > self._moved_bytes:
                 self._waits.clear()
-                if not self._moved_bytes:  # what went before the first byte was no moving
+                if not self._moved_bytes:  # the time before the first byte does not count
                     self._samples = deque([self._samples[-1]])
             elif moved < self._moved_bytes:  # another transfer of the same verb
                 self._samples.clear()
@@ -72,28 +72,28 @@ class Pace:
             self._forget(now_s)
 
     def doing(self, what: str) -> None:
-        """Say what goes on, until bytes move."""
+        """Report an activity, until bytes move."""
         with self._lock:
             self._doing = what
 
     def waiting(self, url: str, delay_s: float, error: Exception) -> None:
-        """Say that a mirror is asked again in ``delay_s`` seconds, and why; it holds until bytes move."""
+        """Report that a mirror is asked again in ``delay_s`` seconds, and why; shown until bytes move."""
         with self._lock:
             self._waits[url] = str(error), self._clock() + delay_s
 
     def waits(self, waits: Sequence[Wait]) -> None:
-        """Say which mirrors are waited for now, all of them."""
+        """Report all current waits for mirrors."""
         with self._lock:
             now_s = self._clock()
             self._waits = {wait.mirror: (wait.reason, now_s + wait.retry_in_s) for wait in waits}
 
     def _forget(self, now_s: float) -> None:
-        """Forget what was before the window, but for the last of it."""
+        """Drop reports older than the window, except the last of them."""
         while len(self._samples) > 1 and self._samples[1][0] <= now_s - WINDOW_S:
             self._samples.popleft()
 
     def speed(self) -> float | None:
-        """Return bytes per second; None while nothing can be said."""
+        """Return bytes per second; None while it is unknown."""
         with self._lock:
             now_s = self._clock()
             self._forget(now_s)
@@ -104,7 +104,7 @@ class Pace:
             return (self._moved_bytes - first_bytes) / took_s
 
     def amount_text(self) -> str:
-        """Return how much is there: ``1.2 GiB of 4.0 GiB``."""
+        """Return the amount that is done: ``1.2 GiB of 4.0 GiB``."""
         if self.total_bytes is None:
             return ""
         return f"{size(self.done_bytes)} of {size(self.total_bytes)}"
@@ -123,7 +123,7 @@ class Pace:
         return f"{left_s} s left" if left_s < 60 else f"{duration_text(left_s)} left"
 
     def besides_text(self) -> str:
-        """Return what goes on besides, with the mirrors that are waited for first."""
+        """Return the other activity, waits for mirrors first."""
         with self._lock:
             now_s = self._clock()
             texts = [_wait_text(url, why, at_s - now_s) for url, (why, at_s) in self._waits.items()]
@@ -135,7 +135,7 @@ class Pace:
         return f"{self.title}: " + (", ".join(filter(None, parts)) or "begins")
 
     def sum_line(self) -> str:
-        """Return how it went, as one line."""
+        """Return a summary in one line."""
         took_s = max(self._clock() - self._began_s, _SHORTEST_S)
         speed = size(round(self._moved_bytes / took_s))
         return f"{self.title}: {size(self._moved_bytes)} moved in {duration_text(took_s)}, {speed}/s"

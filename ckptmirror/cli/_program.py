@@ -47,7 +47,7 @@ class Verbs(click.Group):
         """Find the verb of a command line.
 
         Raises:
-            UsageError: There is none of that name; says which was probably meant.
+            UsageError: There is none of that name; the message suggests the closest ones.
         """
         known, name = self.list_commands(ctx), args[0]
         if name in known or name.startswith("-") or ctx.resilient_parsing:
@@ -78,8 +78,8 @@ class Verbs(click.Group):
 def program() -> None:
     """Mirror PyTorch checkpoints from local SSD to object storage; never delete the only copy.
 
-    Data goes to stdout; progress, warnings and errors go to stderr. What no option says, the settings say: a file, or
-    CKPTMIRROR_ variables (`ckptmirror config` shows them). Each verb has a --help of its own, with examples and its
+    Data goes to stdout; progress, warnings and errors go to stderr. Options that you leave out come from the settings:
+    a file, or CKPTMIRROR_ variables (`ckptmirror config` shows them). Each verb has its own --help, with examples and
     exit codes.
 
     \b
@@ -90,7 +90,7 @@ def program() -> None:
 
 
 class _ToStderr(logging.StreamHandler[TextIO]):
-    """Writes to what stderr is at that moment: while a bar is shown, that puts a line above it."""
+    """Writes to the current ``sys.stderr``: while a bar is shown, this prints the line above it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
@@ -106,7 +106,7 @@ def run(arguments: list[str] | None) -> int:
 
 def _run(arguments: list[str] | None) -> int:
     logging.basicConfig(handlers=[_ToStderr()], level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("google").setLevel(logging.ERROR)  # what it warns of is told as an error of ours
+    logging.getLogger("google").setLevel(logging.ERROR)  # our own errors report what it warns of
     try:
         code = program.main(arguments, prog_name="ckptmirror", standalone_mode=False)
         sys.stdout.flush()
@@ -137,7 +137,7 @@ def _tell(error: Exception, sentence: str, hint: str, exit_code: int) -> int:
 
 
 def _forget_stdout() -> None:
-    """Nobody reads stdout, or it cannot be written: what is left in it must not fail once more at the exit."""
+    """Replace stdout, which cannot be written or has no reader, so that its buffer does not fail again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

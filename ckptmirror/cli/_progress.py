@@ -1,11 +1,11 @@
 """Progress of a transfer on stderr: a bar on a terminal, one plain line every 30 s elsewhere.
 
 Rules:
-* stdout is data alone, so that progress is shown with ``--json`` too.
+* stdout has only data, so progress is shown with ``--json`` too.
 * A terminal that cannot move its cursor (``TERM=dumb``) is "elsewhere".
-* A bar is gone when the transfer is over, however it ended, and the cursor is there again. What is logged or printed to
-  stderr meanwhile stands above it.
-* Elsewhere a transfer of less than 30 s says nothing; of a longer one a last line says how it went.
+* A bar disappears when the transfer ends, however it ended, and the cursor comes back. Lines printed or logged to
+  stderr meanwhile appear above it.
+* Elsewhere a transfer of less than 30 s prints nothing; a longer one ends with a summary line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STOP_WAIT_S = 1.0
 
 @contextmanager
 def progress(title: str) -> Iterator[Pace]:
-    """Show a transfer, as far as what this yields is told."""
+    """Show the transfer that is reported to the yielded ``Pace``."""
     pace = Pace(title)
     if moves_cursor():
         with _bar(pace):
@@ -46,7 +46,7 @@ def _bar(pace: Pace) -> Iterator[None]:
     from rich.text import Text
 
     class Said(ProgressColumn):
-        """One of the texts of the pace."""
+        """A column with one of the texts of the pace."""
 
         max_refresh = 0.2
 
@@ -58,7 +58,7 @@ def _bar(pace: Pace) -> Iterator[None]:
             return Text(str(getattr(pace, self._what)()))
 
     class Shown(Progress):
-        """The bar, and below it what goes on besides."""
+        """The bar, and below it the other activity."""
 
         def get_renderables(self) -> Iterator[RenderableType]:
             for task in self.tasks:
@@ -86,8 +86,8 @@ class Lines:
     """Plain lines on stderr.
 
     Args:
-        pace: What they say.
-        every_s: How far apart they are; None: ``LINE_EVERY_S``.
+        pace: The transfer that they show.
+        every_s: Seconds between them; None: ``LINE_EVERY_S``.
     """
 
     def __init__(self, pace: Pace, every_s: float | None = None) -> None:
@@ -98,7 +98,7 @@ class Lines:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Say a line now and then while the body runs."""
+        """Print a line now and then while the body runs."""
         thread = threading.Thread(target=self._say, name="ckptmirror-progress", daemon=True)
         thread.start()
         try:
@@ -115,4 +115,4 @@ class Lines:
             try:
                 print(self._pace.line(), file=sys.stderr, flush=True)
             except OSError:
-                return  # nobody reads it
+                return  # stderr has no reader

@@ -1,4 +1,4 @@
-"""Standard output and standard error while a verb runs: nothing that a mirror or a file says reaches a terminal raw."""
+"""Standard output and error while a verb runs: control characters from a mirror or a file never reach a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["printable_streams", "raw_stderr", "raw_stdout"]
 
 
 class _Printable:
-    """A text stream whose every write is made printable; all else is the stream's own."""
+    """A text stream that makes every write printable; everything else is passed to the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self.raw = stream
@@ -49,5 +49,5 @@ def raw_stderr() -> TextIO:
 
 
 def raw_stdout() -> TextIO:
-    """Return standard output itself: for a table whose texts are made printable one by one, and then coloured."""
+    """Return standard output itself, for a table that makes its texts printable one by one and then colours them."""
     return cast(TextIO, getattr(sys.stdout, "raw", sys.stdout))

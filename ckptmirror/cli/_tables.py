@@ -1,9 +1,9 @@
-"""Tables on stdout: on a terminal with heads, colours and ages; elsewhere plain columns, for a script to cut.
+"""Tables on stdout: on a terminal with headers, colours and ages; elsewhere plain columns, for scripts.
 
 Rules:
-* Elsewhere there is no head, no colour and no age: what a script has learnt to read stays as it is.
-* ``NO_COLOR`` is heeded. rich is imported only for a terminal: the other way is quick.
-* What a mirror or a file says reaches no terminal raw.
+* Elsewhere there are no headers, colours or ages, so that scripts that read the output keep working.
+* ``NO_COLOR`` is respected. rich is imported only for a terminal, because the import is slow.
+* Control characters from a mirror or a file never reach a terminal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["SAVE_COLUMNS", "Cell", "Column", "is_for_people", "print_line", "print_table", "standing_style"]
 
 Cell = str | tuple[str, str]
-"""Its text; or that and its style, in rich's words."""
+"""A text, or a text with its style in rich's syntax."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Column:
     """A column.
 
     Attributes:
-        head: What stands over it on a terminal.
-        width: How wide it is elsewhere; 0: as wide as each cell is.
-        right: Whether it ends flush.
-        only_for_people: Whether it is left out where nobody looks.
+        head: Its header on a terminal.
+        width: Its width elsewhere; 0: the width of each cell.
+        right: Whether it is aligned right.
+        only_for_people: Whether it is shown only on a terminal.
     """
 
     head: str
@@ -49,7 +49,7 @@ SAVE_COLUMNS = (
     Column("STANDING", 11),
     Column("SAVE", 8),
 )
-"""What the tables of saves begin with."""
+"""The first columns of every table of saves."""
 
 
 def is_for_people() -> bool:
@@ -58,16 +58,16 @@ def is_for_people() -> bool:
 
 
 def standing_style(standing: str) -> str:
-    """Return the style of a save's standing: what counts stands out, what is off the lineage steps back."""
+    """Return the style of a save's standing: bright for saves that count, dim for those off the lineage."""
     return {"current": "green", "replaced": "dim", "superseded": "dim", "incomplete": "red"}.get(standing, "yellow")
 
 
 def print_line(text: str, style: str) -> None:
-    """Print a line, in colour where that can be."""
+    """Print a line, in colour if stdout supports it."""
     if is_for_people():
         from rich.text import Text
 
-        _console().print(Text(printable_text(text), style), soft_wrap=True)  # a command in it is pasted as one line
+        _console().print(Text(printable_text(text), style), soft_wrap=True)  # one line, so that a command can be pasted
     else:
         print(text)
 

@@ -1,9 +1,9 @@
-"""The time axis of a drawing: where a moment lies, which ticks are drawn, and where idle time is cut out.
+"""The time axis of a drawing: positions of moments, ticks, and cuts for idle time.
 
 Rules:
-* Time runs evenly, except over a long pause in which nothing happened: it is drawn as a short gap that says how long it
-  was. A pause is long if it is ``CUT_SHARE`` of everything and far longer than the usual one.
-* Ticks are at round times of UTC, so far apart that their labels do not meet.
+* Time runs evenly, except over a long pause in which nothing happened. A pause is drawn as a short gap with its
+  duration. It is long if it is ``CUT_SHARE`` of everything and far longer than the usual one.
+* Ticks are at round times of UTC, far enough apart that their labels do not touch.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Axis:
     Args:
         busy: Begin and end of everything that counts as something happening.
         begin_s: The first moment.
-        end_s: The last one.
-        left: Where the first moment lies.
-        width: How far away the last one lies.
+        end_s: The last moment.
+        left: The position of the first moment.
+        width: The distance from the first moment to the last.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Axis:
         self._pieces.append((at_s, end_s, x, self.right))
 
     def x(self, at_s: float) -> float:
-        """Return where a moment lies."""
+        """Return the position of a moment."""
         for begin, end, left, right in self._pieces:
             if at_s < begin:  # inside the cut before this piece
                 return left - _CUT_WIDTH / 2
@@ -136,6 +136,6 @@ def _long_pauses(busy: Iterable[tuple[float, float]], begin_s: float, end_s: flo
 
 
 def _shortened(begin: float, end: float, margin_s: float) -> tuple[float, float]:
-    """Leave a little of a pause on both sides, so that what ends there does not touch the gap."""
+    """Shorten a pause on both sides, so that bars that end there do not touch the gap."""
     margin_s = min(margin_s, 0.02 * (end - begin))
     return begin + margin_s, end - margin_s

@@ -1,9 +1,9 @@
-"""Which bars of a timeline lie in which lane of its drawing, and in which row of it.
+"""Puts the bars of a timeline into lanes, and into rows within a lane.
 
 Rules:
 * A lane is one sort of work: the host copy of one rank, write and commit of the node, the uploads to one mirror, and so
-  on. Attempts are no lane: they are the background.
-* Bars of one lane that would touch lie in rows below one another.
+  on. Attempts are not a lane: they are the background.
+* Bars of one lane that would touch are in separate rows, one below the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAST_ROW_HEIGHT = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A bar and where it lies."""
+    """A bar and its position."""
 
     bar: Bar
     left: float
@@ -38,9 +38,9 @@ class Lane:
     """One lane.
 
     Attributes:
-        name: As it stands beside the lane.
+        name: The label beside the lane.
         title: The same in full.
-        rows: How many rows it has.
+        rows: The number of its rows.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Lane:
 
     @property
     def height(self) -> float:
-        """How high its rows are together."""
+        """The height of all its rows."""
         return self.rows * self.row_height
 
 
 def lanes_of(bars: Sequence[Bar], x: Callable[[float], float]) -> list[Lane]:
-    """Return the lanes that hold something, from top to bottom; ``x`` says where a moment lies."""
+    """Return the lanes that are not empty, from top to bottom; ``x`` maps a moment to its position."""
     lanes = [
         _lane("resume, stage", bars, x, "resume", "stage"),
         *(

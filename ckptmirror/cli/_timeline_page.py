@@ -1,7 +1,7 @@
-"""A timeline as one HTML page: the drawing, and the same in a table for those who read it or copy from it.
+"""A timeline as one HTML page: the drawing, and a table of the same bars to read or copy from.
 
 Rules:
-* One file: no script, nothing from elsewhere. The table is folded away under the drawing.
+* The page is one file, without scripts and external resources. The table is folded under the drawing.
 """
 
 from __future__ import annotations

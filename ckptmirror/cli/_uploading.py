@@ -1,4 +1,4 @@
-"""What ``drain`` and ``push`` print: why they wait, while they do, and how they ended."""
+"""The output of ``drain`` and ``push``: why they wait, while they wait, and the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["print_report", "showing", "telling_bus"]
 
 
 def showing(pace: Pace) -> Callable[[Drained], None]:
-    """Return what shows how far a drain is: all uploads together, of all mirrors, with what is under way."""
+    """Return a callback that shows the progress of a drain: the uploads to all mirrors together."""
 
     def show(at: Drained) -> None:
         doing = []
@@ -42,7 +42,7 @@ def showing(pace: Pace) -> Callable[[Drained], None]:
 
 
 def _held_text(held: Sequence[Held]) -> str:
-    """Say which file is waited for longest."""
+    """Name the file with the longest wait."""
     last = max(held, key=lambda one: one.left_s)
     more = f" and {_files(len(held) - 1)} more" if len(held) > 1 else ""
     until = f"taken over in {duration_text(last.left_s)} unless it continues"
@@ -54,7 +54,7 @@ def _files(count: int) -> str:
 
 
 def telling_bus(root: Path, verb: str) -> events.EventBus:
-    """Return a bus that says on stderr why files wait, once for each mirror and sort of fault; it keeps the journal."""
+    """Return a bus that prints why files wait, once for each mirror and sort of fault, and writes the journal."""
     from ckptmirror.core import events
     from ckptmirror.observe.journal import bus_with_journal
 
@@ -64,7 +64,7 @@ def telling_bus(root: Path, verb: str) -> events.EventBus:
     def tell(event: events.Event) -> None:
         if isinstance(event, events.MirrorUnreachable) and not event.refused:
             sort = event.reason.partition(":")[0]
-            if (event.mirror, sort) not in told and not moves_cursor():  # a bar says it itself
+            if (event.mirror, sort) not in told and not moves_cursor():  # a bar shows it
                 told.add((event.mirror, sort))
                 print(f"waiting for {event.mirror}: {plain_reason(event.reason)}", file=sys.stderr, flush=True)
 
@@ -73,7 +73,7 @@ def telling_bus(root: Path, verb: str) -> events.EventBus:
 
 
 def _grouped(failed: Sequence[str]) -> list[str]:
-    """Say once of several files why they failed, where it is the same."""
+    """Join the files that failed for the same reason into one line."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for line in failed:
         url, path, reason = [*line.split(": ", 2), "", ""][:3]

@@ -38,7 +38,7 @@ def duration_text(duration_s: float) -> str:
 
 
 def age_text(at_utc: str, now_s: float | None = None) -> str:
-    """Return how long ago a moment was: ``3 min ago``; of one that is still to come, by this clock, the moment."""
+    """Return how long ago a moment was: ``3 min ago``. If it is in the future by this clock, return the moment."""
     from ckptmirror.core.journal import utc_seconds  # with all events: `--help` needs none
 
     at_s = utc_seconds(at_utc)
@@ -59,6 +59,6 @@ def plain_reason(reason: str) -> str:
 
 
 def on_no_mirror(step: int, copy: Path | None) -> str:
-    """Say what an emergency snapshot that is newer than all else means for who gives this machine back."""
-    where = "on this disk alone" if copy is None else f"on this disk and in {copy}"
+    """Say that the newest state is an emergency snapshot, for a person who is about to give this machine back."""
+    where = "only on this disk" if copy is None else f"on this disk and in {copy}"
     return f"the newest state, step {step}, is an emergency snapshot {where}; the next start continues from it"

@@ -1,4 +1,4 @@
-"""``ckptmirror demo``: the whole story, on this machine without a cloud, or with a mirror of the user's."""
+"""``ckptmirror demo``: shows everything, on this machine without a cloud, or with the user's own mirror."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def command(mirror: str | None, keep: bool, timeline: Path | None) -> int:
 
 
 def _leave_settings(*, with_server: bool = True) -> None:
-    """Let no setting of the user's reach the demo's processes, but for how a bucket of theirs is reached."""
+    """Keep the user's settings from the demo's processes, except those needed to reach the user's bucket."""
     for variable in [name for name in os.environ if name.startswith("CKPTMIRROR_")]:
         if with_server or variable not in _OF_THE_SERVICE:
             del os.environ[variable]

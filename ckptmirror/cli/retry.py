@@ -1,4 +1,4 @@
-"""``ckptmirror retry``: try uploads again that were given up."""
+"""``ckptmirror retry``: try failed uploads again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def command(root: Path, mirrors: tuple[str, ...], step: int | None, as_json: boo
         for reason in dict.fromkeys(file.reason for file in files):
             print(f"  had failed: {reason}", file=sys.stderr)
         if not files[0].is_served:
-            print(f"  {url} is no longer a mirror of {root}: nothing sends them", file=sys.stderr)
+            print(f"  {url} is no longer a mirror of {root}: they are not sent", file=sys.stderr)
     print(_what_next(root, retried), file=sys.stderr)
     return 0
 
@@ -65,8 +65,8 @@ def _what_next(root: Path, retried: Retried) -> str:
     if not retried.files:
         return "nothing had failed"
     if retried.trainer:
-        return "the process that leads this root sends them within seconds; " + with_places(
-            "`ckptmirror status` shows how far it is", {"root": root}
+        return "the running trainer sends them within seconds; " + with_places(
+            "`ckptmirror status` shows the progress", {"root": root}
         )
     sends = with_places("`ckptmirror drain` sends them now", {"root": root})
     return f"{sends}; the next start of the trainer does, too"

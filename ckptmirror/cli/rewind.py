@@ -1,4 +1,4 @@
-"""``ckptmirror rewind``: let the run go on from an older save."""
+"""``ckptmirror rewind``: continue the run from an older save."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def command(
         pace.doing(f"looking for step {step} on {spec.url}")
         staged = stage_checkpoint_step(
             spec,
-            step=step,  # type: ignore[arg-type]  # an int or "latest": the option sees to it
+            step=step,  # type: ignore[arg-type]  # an int or "latest": the option checks it
             dest=dest,
             require_kind=kind,  # type: ignore[arg-type]  # click.Choice has checked it
             refresh=refresh,
@@ -90,7 +90,7 @@ def _shown(at: StageProgress) -> tuple[int, int, int, str]:
 
 
 def _journal(dest: Path) -> EventBus:
-    """A stage into a directory that a trainer saves to is a part of that run's history; any other is not."""
+    """Return a bus that writes to the run's journal if a trainer saves to ``dest``, else one that does not."""
     from ckptmirror.core.events import EventBus
     from ckptmirror.flow.fetch.destination import is_training_root
 

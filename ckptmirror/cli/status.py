@@ -67,7 +67,7 @@ def command(root: Path, with_code: bool, as_json: bool) -> int:
     if status.skipped:
         steps = f"step{'s' * (len(status.skipped) > 1)} {', '.join(map(str, status.skipped))}"
         were = "were" if len(status.skipped) > 1 else "was"
-        print(f"NOT SAVED: {steps} {were} skipped, the disk had no room: {printable_text(status.skipped_why)}")
+        print(f"NOT SAVED: {steps} {were} skipped because the disk was full: {printable_text(status.skipped_why)}")
     print(f"newest step {_or_none(status.newest_step)}, newest safe step {_or_none(status.newest_safe_step)}")
     print_table(_COLUMNS, [_cells(line) for line in status.saves])
     for url, lacking in status.pushed.items():
@@ -84,7 +84,7 @@ def _verdict(status: Status) -> tuple[int, str]:
     """Return the exit code and the first line: what is not safe, the worst first."""
     error, sentence = _safety(status)
     if status.problems:
-        error, more = IntegrityError, "`ckptmirror verify` says what is damaged here, and what repairs it"
+        error, more = IntegrityError, "`ckptmirror verify` shows what is damaged here, and the command that repairs it"
         sentence = f"{sentence}; {more}"
     return error.exit_code if error is not None else 0, sentence
 
@@ -116,10 +116,10 @@ def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
 
 
 def _is_apart(one: Path, other: Path) -> bool:
-    """Whether two directories lie on two disks, as far as the system tells."""
+    """Whether two directories are on two disks, as far as the system reports."""
     try:
         return one.stat().st_dev != other.stat().st_dev
-    except OSError:  # one of them went away since
+    except OSError:  # one of them has been removed
         return False
 
 
@@ -137,7 +137,7 @@ def _cells(line: SaveLine) -> list[Cell]:
 
 
 def _is_running(status: Status) -> bool:
-    """Whether a trainer runs here, as far as can be told: one on another machine may."""
+    """Whether a trainer seems to run here; one on another machine may."""
     return status.trainer.get("status") == _RUNNING and status.trainer_alive is not False
 
 
@@ -153,7 +153,7 @@ def _trainer(status: Status) -> str:
 
 
 def _sent(status: Status) -> int:
-    """How many saves there are that mirrors get."""
+    """Return the number of saves that are uploaded to mirrors."""
     return sum(line.kinds != ("emergency",) for line in status.saves)
 
 

@@ -46,7 +46,7 @@ _COLUMNS = (*SAVE_COLUMNS, Column("STATE"))
 def command(
     reference: str | None, root: Path | None, mirrors: tuple[str, ...], step: int | None, deep: bool, as_json: bool
 ) -> int:
-    """Check every save of a root or a mirror: is all of it there, as the metas and the listing say?
+    """Check every save of a root or a mirror: does every file that its meta names exist, with the right size?
 
     REFERENCE is a directory, a mirror's URL, or one save in either. With --root and --mirror, both are checked; if you
     add --deep, files that are damaged on a mirror of that root become pending again, and are sent once more. Nothing
@@ -65,7 +65,7 @@ def command(
     from ckptmirror.flow.verify.verify import verify
 
     with progress("verify") as pace:
-        pace.doing("looking at what is there")
+        pace.doing("listing the saves")
         found = verify(target, step=step, deep=deep, on_progress=pace, on_wait=pace.waiting)
     if as_json:
         print_json(_facts(found))
@@ -127,7 +127,7 @@ def _state(save: VerifiedSave, deep: bool) -> Cell:
 
 
 def _tell(found: Verification, target: Target) -> int:
-    """Say the sum on stderr, and return the exit code."""
+    """Print the summary on stderr, and return the exit code."""
     damaged = sum(save.verdict.state == "damaged" for save in found.saves)
     unread = sum(save.verdict.state in ("unreadable", "refused") for save in found.saves)
     parts = [f"{len(found.saves) - damaged - unread} of {len(found.saves)} saves are whole"]
@@ -135,10 +135,10 @@ def _tell(found: Verification, target: Target) -> int:
     if found.deep:
         parts.append(f"{size(sum(save.read_bytes for save in found.saves))} read")
     if found.pending_again:
-        parts.append(f"{found.pending_again} of the files there are to be sent again")
+        parts.append(f"{found.pending_again} of the files there will be sent again")
     error = _ERROR_OF.get(found.outcome)
     if error is None:
-        aside = "; what is damaged is off the lineage, and no run continues from it" if damaged or unread else ""
+        aside = "; those are off the lineage, and no run continues from them" if damaged or unread else ""
         print("; ".join(parts) + aside, file=sys.stderr)
         return 0
     print(

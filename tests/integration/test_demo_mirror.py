@@ -81,7 +81,7 @@ def test_the_demo_on_a_bucket_removes_what_it_made_and_nothing_else(
         assert place
         assert place[1].startswith(f"{URL}/ckptmirror-demo-")
         assert f"it continued from step 60 of {place[1]}/run" in done.stdout
-        assert re.search(rf"The \d{{2,}} objects that it made \(.*\) are removed from {place[1]}\.", done.stdout)
+        assert re.search(rf"The demo removed its \d{{2,}} objects \(.*\) from {place[1]}\.", done.stdout)
         assert sorted(store.list(), key=lambda info: info.name) == sorted(before, key=lambda info: info.name)
         changed = [entry for entry in server.log() if entry["method"] in ("POST", "PUT", "PATCH", "DELETE")]
         prefix = place[1].removeprefix("gs://bucket/")
@@ -179,7 +179,7 @@ def test_an_interrupted_demo_does_not_promise_to_continue_and_says_where_its_obj
         process.kill()
     assert process.returncode == 130
     assert "continues" not in stderr
-    said = f"the same command starts over, elsewhere; what it made may be under {found[1]}, and `rm -r "
+    said = f"the same command starts over, elsewhere; its objects may be under {found[1]}; `rm -r "
     assert said in stderr.splitlines()[-1]
 
 

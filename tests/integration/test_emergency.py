@@ -162,7 +162,7 @@ def test_i8_an_emergency_on_this_disk_alone_is_not_called_safe(tmp_path: Path) -
     )
     drained = cli("drain", "--root", root)
     assert drained.returncode == 0
-    assert "step 5, is an emergency snapshot on this disk alone" in drained.stderr
+    assert "step 5, is an emergency snapshot only on this disk" in drained.stderr
     pushed = cli("push", "--root", root, "--mirror", f"file://{tmp_path}/another")
     assert pushed.returncode == 0, pushed.stderr
     saved_run(root, (6,), mirror)

@@ -276,7 +276,7 @@ def test_a_log_line_stands_above_the_bar(tmp_path: Path):
     root, _ = make_pending(tmp_path, f"file://{tmp_path}/mirror", 200, kinds=("model",), size_bytes=SIZE_BYTES)
     assert run("drain", "--root", root).returncode == 0
     (tmp_path / "mirror" / "model_000200.pt").unlink()
-    with OnTerminal("drain", "--root", root) as terminal:
+    with OnTerminal("drain", "--root", root, columns=300) as terminal:  # so that the line does not wrap
         exit_code, _, shown = terminal.end()
     assert exit_code == 0
     logged = [line for line in re.split(r"[\r\n]+", bare(shown)) if "will be sent again" in line]

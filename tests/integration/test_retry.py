@@ -82,7 +82,7 @@ def test_a_live_trainer_is_named_as_the_one_that_sends(tmp_path: Path) -> None:
     finally:
         lock.release()
     assert ended.returncode == 0
-    assert "the process that leads this root sends them within seconds" in ended.stderr
+    assert "the running trainer sends them within seconds" in ended.stderr
 
 
 def test_of_a_mirror_that_is_none_any_more_it_says_that_nobody_sends(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_of_a_mirror_that_is_none_any_more_it_says_that_nobody_sends(tmp_path: P
     require(root, kept)
     ended = run("retry", "--root", root, "--mirror", gone)
     assert ended.returncode == 0
-    assert f"{gone} is no longer a mirror of {root}: nothing sends them" in ended.stderr
+    assert f"{gone} is no longer a mirror of {root}: they are not sent" in ended.stderr
     with UploadsTable.open(table_path(root), read_only=True) as table:
         assert not table.records(state=RecordState.FAILED)
 

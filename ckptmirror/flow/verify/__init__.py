@@ -1,1 +1,1 @@
-"""Verifying: whether every save of a place is what was saved."""
+"""Verifying: checks whether every save of a place has exactly the saved bytes."""

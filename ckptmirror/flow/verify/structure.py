@@ -1,9 +1,10 @@
-"""What a verification looks at: each save of a place with what its structure says, from names, metas and listings.
+"""Structure: lists the saves of a place for a verification, and checks names, metas and listings.
 
 Rules:
-* A save whose meta can be read has its standing, as if it were whole; what cannot be placed is ``unknown``.
-* A mirror is listed after its metas were read: what a meta names was there before it, so it is in the listing.
-* What vanishes while it is looked at was deleted in order, and was never there.
+* A save whose meta can be read gets its standing, as if it were whole; without a place in the lineage it is
+  ``unknown``.
+* A mirror is listed after its metas were read: the files that a meta names existed before it, so the listing has them.
+* A save that disappears during the check was deleted on purpose, and is not reported.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class Subject:
 
     Attributes:
         name: The meta's path, or its name on the mirror.
-        address: Where the meta is found by other tools: its path or URL.
+        address: The path or URL of the meta, for other tools.
         meta: None if it cannot be read.
         why: What is wrong with the save as a whole; "" if nothing is.
-        hindrance: Of that: whether it only cannot be read now.
-        is_missed: Whether nothing is there at all, and the table says that it was.
+        hindrance: Why the save cannot be read now, if that is what is wrong.
+        is_missed: Whether nothing is there, although the table says that it was.
         faults: What is wrong with single artifacts, by path.
-        objects: On a mirror: what it says of each object that the meta names.
-        exists: Asks whether something of this name is in the place at this moment.
+        objects: On a mirror, what the listing says of each object that the meta names.
+        exists: Returns whether the place has a file or object of this name now.
     """
 
     place: str
@@ -74,7 +75,7 @@ class Subject:
 
     @property
     def artifacts(self) -> tuple[Artifact, ...]:
-        """What its meta names; nothing if the meta cannot be read."""
+        """The artifacts that its meta names; none if the meta cannot be read."""
         return self.meta.artifacts if self.meta is not None else ()
 
     @property
@@ -83,11 +84,11 @@ class Subject:
         return bool(self.why) and not self.faults
 
     def name_of(self, artifact: Artifact) -> str:
-        """Under which name an artifact lies in the place."""
+        """Return the name that an artifact has in the place."""
         return artifact.object_name if self.is_on_mirror else artifact.path
 
     def state(self) -> State:
-        """Say how it stands, by what is known so far."""
+        """Return its state, by what is known so far."""
         of_all: list[State] = [self.hindrance or "damaged"] if self._is_broken else []
         return worst([*of_all, *(fault.state for fault in self.faults.values())])
 
@@ -98,27 +99,27 @@ class Subject:
         return self.meta.kinds_without(a for a in self.artifacts if a.path in self.faults)
 
     def readable(self) -> list[Artifact]:
-        """The artifacts that are there as the structure wants them."""
+        """The artifacts that exist and have no fault so far."""
         return [] if self._is_broken else [a for a in self.artifacts if a.path not in self.faults]
 
     def is_meta_beside(self, other: Subject) -> bool:
-        """Whether it is a mere broken meta, and ``other`` a whole save of its step in the same place."""
+        """Whether it is only a broken meta, and ``other`` a whole save of its step in the same place."""
         parsed = names.parse_name(Path(self.name).name)
         is_meta = self.meta is None and not self.is_missed and parsed is not None and parsed.role == "meta"
         is_beside = other.meta is not None and (other.place, other.step) == (self.place, self.step)
         return is_meta and is_beside and other.kinds != ("emergency",) and other.state() == "whole"
 
     def is_gone(self) -> bool:
-        """Whether the save was deleted, as a whole and meta first, since it was looked at."""
+        """Whether the save was deleted, as a whole and meta first, since the check began."""
         missed = {path: fault for path, fault in self.faults.items() if fault.is_gone}
         try:
             return bool(missed) and not self.exists(self.name)
-        except CkptMirrorError as error:  # it does not answer any more: then nobody knows
+        except CkptMirrorError as error:  # it stopped answering: then it is unknown
             self.faults |= {path: Finding(f"{fault.why}; {error}", "unreadable") for path, fault in missed.items()}
             return False
 
     def is_named(self, name: str) -> bool:
-        """Whether ``name`` is its meta's, or that of a file or directory of it; so is ""."""
+        """Whether ``name`` is the name of its meta, file or directory, or "", which names everything."""
         if not name or Path(self.name).name == name:
             return True
         if self.meta is None:
@@ -131,7 +132,7 @@ def look_at_root(root: Path, step: int | None, notes: MutableSequence[str]) -> l
     """Look at the saves of a directory.
 
     Raises:
-        CheckpointNotFound: It is no directory.
+        CheckpointNotFound: It is not a directory.
         BrokenMeta: Its list of attempts cannot be trusted.
     """
     if not root.is_dir():
@@ -182,7 +183,7 @@ def _fault_of(artifact: Artifact, info: ObjectInfo | None) -> Finding | None:
 
 
 def _subjects(catalog: Catalog, step: int | None, exists: Callable[[str], bool]) -> list[Subject]:
-    """Every save of a place, whole or not, by step, attempt and number."""
+    """Return every save of a place, whole or not, by step, attempt and number."""
 
     def add(name: str, standing: Standing, meta: Meta | None, problem: Problem) -> None:
         found.append(
@@ -227,7 +228,7 @@ def _in_order(subject: Subject) -> tuple[int, int, int, str]:
 
 
 def _meta_name(catalog: Catalog, meta: Meta) -> str:
-    """Where the meta of a whole save lies."""
+    """Return the path or name of a whole save's meta."""
     if "://" in catalog.place:
         return catalog.meta_names.get(meta.save_id, names.SaveName(meta.step, meta.tag).meta)
     if meta.kinds == ("emergency",):
@@ -239,7 +240,7 @@ def _meta_name(catalog: Catalog, meta: Meta) -> str:
 def _note_strays(catalog: Catalog, step: int | None, notes: MutableSequence[str]) -> None:
     metas = [*catalog.saves.values(), *(one.meta for one in catalog.problems.values() if one.meta is not None)]
     loose = unexplained(catalog.others, metas, catalog.tombstones.values())
-    told = {problem.step for problem in catalog.problems.values()}  # of a broken meta the files are loose
+    told = {problem.step for problem in catalog.problems.values()}  # the files of a broken meta are loose
     for name, problem in loose.items():
         if problem.step not in told and (step is None or problem.step == step):
             under_way = "; its upload may not be finished" if "://" in catalog.place else ""

@@ -1,11 +1,11 @@
-"""Table feedback: what a root's table says of its mirrors, held against what a verification found there.
+"""Table feedback: compares a root's table with what a verification found on its mirrors.
 
 Rules:
-* The table is told one thing only: that what it calls verified is damaged. That blocks a deletion and causes an
-  upload, never the reverse.
-* It is told of a mirror that it knows, met as the place that it remembers, and of nothing that could not be read. The
-  mirror is asked once more: what was damaged must be what stands there still, for a worker may have mended it.
-* A root without a table, or with one that cannot be opened, is verified all the same; a note says so.
+* A verification changes the table in one way only: it makes a verified record of a damaged object pending again. That
+  blocks a deletion and causes an upload, never the reverse.
+* It does so only for a mirror that the table knows, and that has the identity that the table remembers, and never for
+  an object that could not be read. It asks the mirror once more before: a worker may have repaired the object.
+* A root without a table, or with one that cannot be opened, is verified without it; a note says so.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Table:
     """A root's table, if there is one to ask.
 
     Args:
-        root: None where only mirrors are verified: then nothing is known and nothing is told.
-        read_only: Whether it is only asked.
+        root: None if only mirrors are verified: then there is no table to read or change.
+        read_only: Whether the table is only read.
     """
 
     def __init__(self, root: Path | None, *, read_only: bool) -> None:
@@ -72,14 +72,14 @@ class Table:
         return url in self._known
 
     def open(self, url: str, on_wait: OnWait | None = None) -> Mirror | None:
-        """Open a mirror that the table knows, as the place that it remembers; None if it does not know it."""
+        """Open a mirror that the table knows, and check its identity; None if the table does not know it."""
         if self._table is None or self._root is None or url not in self._known:
             return None
         (mirror,) = open_mirrors([MirrorSpec(url, self._known[url])], self._root, self._table, on_wait=on_wait)
         return mirror
 
     def save_of(self, subject: Subject) -> SaveRow | None:
-        """What the table knows of a save whose meta cannot be read; None if it knows nothing, or the meta was read."""
+        """Return the table's row of a save whose meta cannot be read; None if it has none, or the meta was read."""
         if self._table is None or subject.meta is not None:
             return None
         with contextlib.suppress(CkptMirrorError):
@@ -92,7 +92,7 @@ class Table:
         return None
 
     def holders(self, save_id: str) -> list[str]:
-        """The mirrors that, by the table, have the save."""
+        """Return the mirrors that have the save, by the table."""
         if self._table is None or not save_id:
             return []
         with contextlib.suppress(CkptMirrorError):
@@ -100,7 +100,7 @@ class Table:
         return []
 
     def missed_on(self, mirror: Mirror, subjects: Sequence[Subject], step: int | None) -> list[Subject]:
-        """The saves that the table calls committed on a mirror, and of which no meta is there.
+        """Return the saves that the table calls committed on a mirror, but whose meta is not there.
 
         Raises:
             StoreTemporary: The mirror does not answer.
@@ -114,7 +114,7 @@ class Table:
             name = record.object or record.path
             if record.role != "meta" or record.save_id in there or step not in (None, record.step):
                 continue
-            if mirror.store.stat(name) is None:  # else it is broken, which was told, or a tombstone
+            if mirror.store.stat(name) is None:  # otherwise it is broken, which is reported already, or a tombstone
                 missed.append(
                     Subject(
                         place=mirror.url,
@@ -130,9 +130,9 @@ class Table:
         return missed
 
     def doubt(self, mirror: Mirror, subjects: Sequence[Subject], notes: MutableSequence[str]) -> int:
-        """Make pending again what the table calls verified there and is damaged; return how many records.
+        """Make verified records of damaged objects pending again; return how many.
 
-        What the mirror did not answer for stays as it is, with a note.
+        If the mirror does not answer for an object, its record stays unchanged, and a note says so.
         """
         if self._table is None or not self.knows(mirror.url):
             return 0
@@ -161,7 +161,7 @@ class Table:
         return count
 
     def notes_on(self, mirror: Mirror, subjects: Sequence[Subject]) -> list[str]:
-        """What is worth knowing of what the table says of a mirror, and is no damage."""
+        """Return notes about the table's records of a mirror that are not about damage."""
         if self._table is None or not self.knows(mirror.url):
             damaged = any(subject.state() == "damaged" for subject in subjects)
             why = self._why_not or f"{mirror.url} is not a mirror of {self._root}"
@@ -184,7 +184,7 @@ class Table:
         ]
 
     def _verified(self, mirror: Mirror, subject: Subject) -> list[UploadRecord]:
-        """The verified records of a save there, of the objects that were looked at."""
+        """Return the verified records of a save there, for the objects that were checked."""
         assert self._table is not None
         if subject.meta is None:
             records = self._table.records(mirror=mirror.url, state=RecordState.VERIFIED)
@@ -195,7 +195,7 @@ class Table:
 
 
 def _still_stands(mirror: Mirror, record: UploadRecord, subject: Subject) -> bool:
-    """Whether the mirror has, now, what was looked at under the record's name."""
+    """Whether the mirror still has the object that was checked under the record's name."""
     name = record.object or record.path
     now, seen = mirror.store.stat(name), subject.objects.get(name)
     if record.role == "meta":
@@ -204,7 +204,7 @@ def _still_stands(mirror: Mirror, record: UploadRecord, subject: Subject) -> boo
 
 
 def _path_of(record: UploadRecord, subject: Subject) -> str:
-    """The path under which the mirror's meta names what the record is of: tags may differ."""
+    """Return the path by which the mirror's meta names the record's file: tags may differ."""
     assert subject.meta is not None
     wanted = names.untagged(record.path)
     return next((a.path for a in subject.meta.artifacts if names.untagged(a.path) == wanted), "")

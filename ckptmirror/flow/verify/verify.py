@@ -1,16 +1,17 @@
-"""Verify: is every save of a root or of a mirror what was saved?
+"""Verify: checks whether every save of a root or of a mirror has exactly the saved bytes.
 
 Rules:
-* The structure first: the meta is valid, every file or object that it names is there, with its size, and with its
-  crc32c where the mirror keeps one. ``deep`` also reads every byte (``fetch.blocks``).
-* Looking changes nothing, locks nothing, and may happen beside a trainer: what is deleted in order meanwhile is no
+* The structure comes first: the meta is valid, and every file or object that it names exists, with its size, and with
+  its crc32c if the mirror keeps one. ``deep`` also reads every byte (``fetch.blocks``).
+* A check changes and locks nothing, and may run beside a trainer: a save that is deleted on purpose meanwhile is not
   damage.
-* Only ``deep``, only with the root given beside the mirror, and only of a mirror that the root's table knows and that
-  is the place it knows: what is damaged there and called verified becomes pending again (``table_feedback``), so that
-  rotation keeps the local copy and the uploader sends it once more. Nothing else is ever told to the table.
-* Beside the root its table is asked too: a save that it calls committed on a mirror, and that is not there, is damage.
-* A place without any save is not whole: somebody mistyped it, or lost it.
-* A broken meta beside a whole save of its step stands for nothing that is missing: it may be deleted.
+* There is one exception. With ``deep``, and with the root given beside a mirror that its table knows by identity,
+  verified records of damaged objects become pending again (``table_feedback``). So rotation keeps the local copy, and
+  the uploader sends it once more. Nothing else in the table changes.
+* With the root, its table is read too: if it calls a save committed on a mirror, and the save is not there, that is
+  damage.
+* A place without any save counts as damaged: its name was mistyped, or its saves were lost.
+* A broken meta beside a whole save of its step does not mean that anything is missing: it may be deleted.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ _FAULTS_LISTED = 100
 
 @dataclass(frozen=True)
 class VerifiedSave:
-    """What was found of one save in one place.
+    """The result for one save in one place.
 
     Attributes:
         place: A directory, or a mirror's URL.
         meta: The meta's path, or its name on the mirror.
         verdict: Step, kinds, standing, and whether it is whole.
-        faults: What is wrong, a line each; empty if it is whole. At most 100.
+        faults: What is wrong, one line each; empty if it is whole. At most 100.
         files: How many files its meta names.
-        read_bytes: How much of it was read and compared.
-        mend: The command that brings it back; empty where there is none, or nothing to mend.
-        whole_kinds: The kinds of it that need no damaged file.
+        read_bytes: How many of its bytes were read and compared.
+        mend: The command that repairs it; empty if none is known, or nothing needs repair.
+        whole_kinds: Its kinds that need no damaged file.
     """
 
     place: str
@@ -80,12 +81,12 @@ class VerifiedSave:
 
 @dataclass(frozen=True)
 class Verification:
-    """What a verification found.
+    """The result of a verification.
 
     Attributes:
         saves: By place, then step.
-        notes: What is no damage and worth knowing.
-        pending_again: How many upload records became pending, because what they called verified is damaged.
+        notes: Other findings, which are not damage.
+        pending_again: How many upload records became pending because their verified object is damaged.
     """
 
     deep: bool
@@ -95,14 +96,14 @@ class Verification:
 
     @property
     def outcome(self) -> State:
-        """The worst of what counts, over all places."""
+        """The worst state of the saves that count, over all places."""
         places = dict.fromkeys(save.place for save in self.saves)
         return worst(outcome([save.verdict for save in self.saves if save.place == place]) for place in places)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What to verify: a directory, mirrors, or both; all that is there, or what one name there is a part of."""
+    """What to verify: a directory, mirrors, or both; all saves there, or the one that a name belongs to."""
 
     root: Path | None = None
     mirrors: tuple[str, ...] = ()
@@ -110,18 +111,18 @@ class Target:
 
 
 def target_of(reference: str) -> Target:
-    """Turn what a person typed into what to verify.
+    """Turn what a person typed into a target.
 
     Raises:
-        CheckpointNotFound: There is nothing.
-        UsageError: It is no place of saves, nor a save in one.
+        CheckpointNotFound: It does not exist.
+        UsageError: It is neither a place of saves nor a save in one.
     """
     located = locate(reference)
     if not isinstance(located.place, Path):
         return Target(mirrors=(located.place,), name=located.name)
     path = located.place
     if not located.name and (path / names.WRITER_NAME).is_file() and not is_training_root(path):
-        return Target(mirrors=(str(path),))  # a mirror on this machine: there objects may have names of their own
+        return Target(mirrors=(str(path),))  # a mirror on this machine: objects there may have other names
     return Target(root=path, name=located.name)
 
 
@@ -139,13 +140,13 @@ def verify(
         target: What to verify.
         step: Only the saves of this step.
         deep: Read every byte.
-        on_progress: Told bytes read and bytes in all, before the first one too, by one thread at a time.
-        on_wait: Told of a mirror that is asked again: its URL, in how many seconds, and why.
+        on_progress: Called with the bytes read and all bytes, first before the first byte, by one thread at a time.
+        on_wait: Called when a mirror is asked again later, with its URL, the seconds until then, and the error.
 
     Raises:
         CheckpointNotFound: There is no save, or none of this step or name.
         StoreTemporary: A mirror does not answer.
-        NotAuthorised: It does not accept the credentials.
+        NotAuthorised: A mirror does not accept the credentials.
         BrokenMeta: A list of attempts cannot be trusted.
     """
     if target.name:
@@ -193,17 +194,17 @@ def _opened(target: Target, table: Table, on_wait: OnWait | None) -> Iterator[li
 
 
 def _check_every_place(target: Target, step: int | None, mirrors: Sequence[Mirror], found: set[str]) -> None:
-    """See that each mirror holds something of what was asked for; from the root a step may have been rotated away.
+    """Check that each mirror holds some of the requested saves. The root may not: a step may have been rotated away.
 
     Raises:
-        CheckpointNotFound: One holds nothing.
+        CheckpointNotFound: A mirror holds none of them.
     """
     root = [str(target.root)] * (target.root is not None and step is None)
     empty = [place for place in (*root, *(mirror.url for mirror in mirrors)) if place not in found]
     if empty:
         what = f"nothing of step {step}" if step is not None else "no saves"
         raise CheckpointNotFound(
-            f"{', '.join(empty)} holds {what}, and other places that were named do.",
+            f"{', '.join(empty)} holds {what}, but another place that you named does.",
             hint="Check the directory or the URL; `ckptmirror drain` uploads what is not there yet.",
         )
 
@@ -229,7 +230,7 @@ def _read(
     mirrors: Sequence[Mirror],
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Read what the structure left no doubt about, place by place; a file that several saves name, once."""
+    """Read the artifacts that passed the structure check, place by place; a file that several saves name, once."""
     stores = {mirror.url: mirror.store for mirror in mirrors}
     wanted: dict[str, dict[FileToRead | ObjectToRead, list[tuple[Subject, Artifact]]]] = {}
     for subject in subjects:
@@ -285,14 +286,14 @@ def _verified(subject: Subject, everything: Sequence[Subject], table: Table) -> 
 
 
 def _is_spare(subject: Subject, everything: Sequence[Subject], table: Table) -> bool:
-    """Whether a broken meta can be deleted: a whole save of its step is there, of the same id where that is known."""
+    """Whether a broken meta can be deleted: a whole save of its step is there, with the same id if that is known."""
     beside = [other for other in everything if subject.is_meta_beside(other)]
     row = table.save_of(subject) if beside else None
     return any(row is None or other.save_id == row.save_id for other in beside)
 
 
 def _mend(subject: Subject, everything: Sequence[Subject], table: Table) -> str:
-    """The command that mends a damaged copy, if a good one is known."""
+    """Return the command that repairs a damaged copy, if a good one is known."""
     row = table.save_of(subject)
     save_id = row.save_id if row is not None else subject.save_id
     if subject.step is None or not save_id:
@@ -311,7 +312,7 @@ def _mend(subject: Subject, everything: Sequence[Subject], table: Table) -> str:
             return ""
         return command(root=here.place, is_known=table.knows(subject.place))
     if any(one.step == subject.step and one.standing == "current" and one.save_id != save_id for one in everything):
-        return ""  # that one would be staged
+        return ""  # it would stage that one
     bad = {one.place for one in others if one.state() != "whole"}
     copies = [one.place for one in others if one.state() == "whole"]
     copies += [url for url in table.holders(save_id) if url not in bad]
