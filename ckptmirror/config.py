@@ -36,6 +36,7 @@ _STORES_OWN = (  # as Google's own variables, read where a store is opened
     "CKPTMIRROR_RETRY_S",
 )
 _HINT = "Correct it, then see every setting with `ckptmirror config`."
+_UNSET_HINT = "Unset it, or correct its name: `ckptmirror config` lists every setting."
 
 
 # -- two values that are ours alone -------------------------------------------------------------------------
@@ -82,7 +83,10 @@ def _mirror(given: Any, at: str) -> MirrorSpec:
     try:
         (spec,) = mirror_specs([MirrorSpec(**checked)])
     except ConfigError as error:
-        raise checks.WrongValue(f"is not understood: {str(error).rstrip('.')}", at, error.hint) from error
+        why = str(error).rstrip(".")
+        first = why.partition(" ")[0]
+        why = first.lower() + why.removeprefix(first) if first in ("A", "The", "There") else why  # it is mid-sentence
+        raise checks.WrongValue(f"is not understood: {why}", at, error.hint) from error
     return spec
 
 
@@ -293,7 +297,7 @@ def _of_environment(environ: Mapping[str, str]) -> dict[str, Value]:
             continue
         if variable not in _BY_VARIABLE:
             near = checks.nearest(variable, _BY_VARIABLE, _PREFIX)
-            raise ConfigError(f"{variable} is set, but there is no such setting {near}.", hint=_HINT)
+            raise ConfigError(f"{variable} is set, but there is no such setting {near}.", hint=_UNSET_HINT)
         setting = _BY_VARIABLE[variable]
         if text and setting.name in values:
             twice = f"{values[setting.name].source} and {variable} are both set, and mean the same."

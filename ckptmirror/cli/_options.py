@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -96,7 +97,8 @@ def root_option(function: _Decorated) -> _Decorated:
         "--root",
         type=DIRECTORY,
         callback=resolve,
-        help="The directory that the trainer saves to; same as DIR.  [default: the setting root, else here]",
+        help="The directory that the trainer saves to; same as DIR.  "
+        "[default: the setting root, else the current directory]",
     )
     return _placed("DIR", click.Path(file_okay=False))(option(function))
 
@@ -145,7 +147,21 @@ def _one_of(context: click.Context, place: str, option: str, named: Any) -> Any:
 def seconds_option(name: str, target: str, what: str, *, default: float) -> Callable[[_Decorated], _Decorated]:
     """Add an option that takes a number of seconds."""
     what += "  [default: never]" if default == float("inf") else f"  [default: {default:g}]"
-    return click.option(name, target, type=click.FloatRange(min=0), default=default, metavar="SECONDS", help=what)
+    return click.option(name, target, type=_Seconds(), default=default, metavar="SECONDS", help=what)
+
+
+class _Seconds(click.ParamType[float]):
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return a number of seconds, 0 or more; ``inf`` is one."""
+        try:
+            seconds = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+        if not seconds >= 0:
+            self.fail("it must be 0 or more.", param, ctx)
+        return seconds
 
 
 def json_option(function: _Decorated) -> _Decorated:
@@ -175,22 +191,30 @@ def show_verbose() -> bool:
     return logging.getLogger().isEnabledFor(logging.INFO)
 
 
-def need_mirror(url: str | None, *, to_read: bool) -> MirrorSpec:
+def need_mirror(url: str | None, *, to_read: bool, root: Path | None = None) -> MirrorSpec:
     """Return the mirror of ``--mirror``, with the limits that are set for it, or the one that is set.
 
     Args:
         url: The value of ``--mirror``.
         to_read: Whether to take the first one if several are set.
+        root: The root to mirror: no mirror inside it is suggested.
     """
     from ckptmirror.flow.places.mirrors import mirror_specs
 
     known: tuple[MirrorSpec, ...] = settings()["mirrors"]
     if url is not None:
-        (given,) = mirror_specs([url])
+        try:
+            (given,) = mirror_specs([url])
+        except ConfigError as error:
+            inside = "" if root is None else rf" or file://{re.escape(str(root))}(/[^ ]*)?(?=\.$)"
+            error.hint = re.sub(inside, "", error.hint)
+            raise
         return next((spec for spec in known if spec.url == given.url), given)
     if not known:
         raise ConfigError(
-            "No mirror is given.", hint="Pass --mirror URL, or set mirrors in ckptmirror.toml, or CKPTMIRROR_MIRROR."
+            "No mirror is given.",
+            hint="Pass --mirror URL, or set mirrors in ckptmirror.toml, or CKPTMIRROR_MIRROR (CKPTMIRROR_MIRRORS for "
+            "several).",
         )
     if len(known) > 1 and not to_read:
         raise ConfigError(

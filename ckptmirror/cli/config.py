@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 
 from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import json_option, print_json, settings
+from ckptmirror.core.errors import ConfigError
 
 
 @exit_codes(10)
@@ -25,7 +27,11 @@ def command(as_json: bool) -> int:
       ckptmirror config
       ckptmirror config --json | jq '.settings[] | select(.source != "default")'
     """
-    found = settings()
+    try:
+        found = settings()
+    except ConfigError as error:  # not the command that just failed
+        error.hint = re.sub(r"(, then see|: `ckptmirror config`) .*", ".", error.hint)
+        raise
     from ckptmirror.config import SETTINGS  # with what it stands on already imported
 
     rows = [(setting, _plain(found[setting.name]), found.values[setting.name].source) for setting in SETTINGS]

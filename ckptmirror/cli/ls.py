@@ -40,7 +40,7 @@ def command(place: str | None, root: Path | None, mirror: str | None, as_json: b
 
     given = [str(one) for one in (place, root, mirror) if one is not None]
     if len(given) > 1:
-        raise click.UsageError("Give one of DIR|URL, --root and --mirror.", click.get_current_context())
+        raise click.UsageError("Give only one of: DIR or URL, --root, --mirror.", click.get_current_context())
     place = given[0] if given else configured_place()
     listed = list_checkpoints(place)
     if as_json:

@@ -45,7 +45,7 @@ def command(
     """
     from ckptmirror.flow.drain import push
 
-    spec = need_mirror(mirror, to_read=False)
+    spec = need_mirror(mirror, to_read=False, root=root)
     with progress("push") as pace:
         report = push(
             root,

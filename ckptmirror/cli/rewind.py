@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from shlex import quote
@@ -44,8 +45,9 @@ def command(
 ) -> int:
     """Continue the run from an older save: the next start of the trainer continues there.
 
-    Records a new attempt here and on the mirrors. Nothing is deleted: later saves become superseded, and stay until
-    rotation or retention removes them. To return to one of them, pass its id to `--save`. No trainer may be running
+    Records a new attempt here and on the mirrors. Nothing is deleted: later saves become superseded. Rotation may
+    later delete the local copies that every required mirror holds; ckptmirror does not delete on a mirror yet. To
+    return to one of those saves, pass its id to `--save`. No trainer may be running
     here; a trainer of this run on another machine stops committing. If the save is not on this disk, it is brought
     here. Every checksum of it is verified first.
 
@@ -59,6 +61,10 @@ def command(
         raise UsageError(
             "Give --step N or --save ID" + (", not both." if step is not None else "."),
             hint="`ckptmirror ls` lists steps and save ids.",
+        )
+    if save is not None and not re.fullmatch("[0-9a-f]{8,32}", save):
+        raise UsageError(
+            f"{save!r} is not a save id.", hint="Give at least 8 of its hex digits: `ckptmirror ls` lists save ids."
         )
     from ckptmirror.flow.drain import confirm
     from ckptmirror.flow.start.rewind import plan_rewind, rewind
@@ -101,6 +107,12 @@ def _tell(root: Path, rewound: Rewound) -> None:
     print(
         f"attempt {rewound.attempt} continues from step {rewound.step} ({rewound.save_id[:8]}){told}", file=sys.stderr
     )
+    if not (rewound.fork.superseded or rewound.fork.restored):
+        print(
+            f"step {rewound.step} was already the newest save seen; if another machine has a newer one, its next start "
+            "leaves that behind",
+            file=sys.stderr,
+        )
     _warn(rewound.unreachable)
     if undo := _undo(root, rewound.before):
         print(f"nothing was deleted; to undo it: `{undo}`", file=sys.stderr)

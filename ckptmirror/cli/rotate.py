@@ -73,6 +73,10 @@ def command(
     is_of_the_settings = root == (settings()["root"] or Path()).absolute()
     environ = None if is_of_the_settings else {"CKPTMIRROR_CONFIG": os.devnull}  # what else they say is of another run
 
+    if keep_best is not None and metric is None and load_settings(environ=environ).retention.metric is None:
+        raise UsageError(
+            "--keep-best needs --metric NAME.", hint="NAME is a metric that the trainer gives to save(metrics=...)."
+        )
     flags = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best, "metric": metric, "mode": mode}
     retention = load_settings({f"retention.{name}": given for name, given in flags.items()}, environ=environ).retention
     if retention.keep_last is None:

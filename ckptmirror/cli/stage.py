@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 @click.option(
     "--kind",
     type=click.Choice(["dcp", "model"]),
-    help="The kind; you never get another one.  [default: dcp, then model]",
+    help="Which kind to download; fails if the step does not have it.  [default: dcp, then model]",
 )
 @mirror_option
-@click.option("--dest", type=DIRECTORY, default=Path(), help="The directory to download into.  [default: here]")
+@click.option(
+    "--dest", type=DIRECTORY, default=Path(), help="The directory to download into.  [default: the current directory]"
+)
 @click.option("--full", is_flag=True, help="Also download the optimizer, extra and tensors files.")
 @click.option("--refresh", is_flag=True, help="Verify what is staged, and replace stale copies of this step.")
 @click.option("--superseded", is_flag=True, help="Allow a save that is off the lineage.")

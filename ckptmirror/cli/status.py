@@ -37,14 +37,14 @@ _COLUMNS = (
 
 
 @exit_codes(6, 7, 8, 10, 11)
-@click.command(short_help="Say how much training is not yet safe.")
+@click.command(short_help="Show which saves are not yet on every required mirror.")
 @root_option
 @click.option(
     "--exit-code", "with_code", is_flag=True, help="Exit with 0 only if everything is safe, else with 8, 7 or 6."
 )
 @json_option
 def command(root: Path, with_code: bool, as_json: bool) -> int:
-    """Say how much training is not yet safe. Reads only the local disk; a trainer may be running.
+    """Show which saves are not yet on every required mirror. Reads only the local disk; a trainer may be running.
 
     With --exit-code, for a monitor, the exit code is 8 if uploads are pending or failed, 7 if this disk holds the only
     copy and no upload will change that, and 6 if something on the disk is damaged. Without it, the exit code is 0 if
@@ -146,6 +146,8 @@ def _trainer(status: Status) -> str:
     what, host = facts.get("status"), facts.get("host")
     if what == _RUNNING and not _is_running(status):
         what = "died while running"
+    elif what == "incomplete":
+        what = "ended with uploads pending"
     where = f" on {host}" if host is not None and status.trainer_alive is None else ""
     at_utc = str(facts.get("at_utc"))
     when = age_text(at_utc) if is_for_people() else at_utc

@@ -135,7 +135,8 @@ def _tell(found: Verification, target: Target) -> int:
     if found.deep:
         parts.append(f"{size(sum(save.read_bytes for save in found.saves))} read")
     if found.pending_again:
-        parts.append(f"{found.pending_again} of the files there will be sent again")
+        files = "file" if found.pending_again == 1 else "files"
+        parts.append(f"{found.pending_again} {files} on the mirror will be sent again")
     error = _ERROR_OF.get(found.outcome)
     if error is None:
         aside = "; those are off the lineage, and no run continues from them" if damaged or unread else ""

@@ -171,7 +171,9 @@ class NewerFormat(BrokenMeta):
 class BrokenTable(IntegrityError):
     """The pending-uploads table, or one of its rows, is damaged."""
 
-    hint = "Nothing is deleted meanwhile. The next start of the trainer moves the table aside and rebuilds it."
+    hint = (
+        "The next start of the trainer moves the table aside and rebuilds it. Until then, ckptmirror deletes nothing."
+    )
 
 
 class UnsafePickle(IntegrityError):

@@ -167,7 +167,8 @@ def drain(
         wanted = {spec.url for spec in mirror_specs(only)}
         if unknown := wanted - {spec.url for spec in specs}:
             raise ConfigError(
-                f"{', '.join(sorted(unknown))} is not a mirror of {root}: {', '.join(spec.url for spec in specs)}.",
+                f"{', '.join(sorted(unknown))} is not a mirror of {root}. "
+                f"Its mirrors are: {', '.join(spec.url for spec in specs)}.",
                 hint="Use `ckptmirror push --mirror URL` to add a mirror.",
             )
         served = [spec for spec in specs if not wanted or spec.url in wanted]

@@ -27,6 +27,7 @@ from ckptmirror.core.errors import (
 
 __all__ = ["disk_error", "explained"]
 
+_FILE_HINT = "Choose another path, or move that file away."
 _DISK_HEALTH_HINT = "Check the disk's health (the kernel log names the device), then save again; nothing was committed."
 
 
@@ -64,7 +65,7 @@ def disk_error(error: OSError, action: str, path: Path) -> CkptMirrorError:
         return Temporary(f"{what}: {os.strerror(code)}.", hint="Raise the limit (`ulimit -n`) or stop other processes.")
     reason = _why_unwritable(path, code)
     if reason is not None:
-        return LocalStorageUnwritable(f"{what}: {reason}.")
+        return LocalStorageUnwritable(f"{what}: {reason}.", hint=_FILE_HINT if code == errno.ENOTDIR else None)
     return CkptMirrorError(f"{what}: {error.strerror or error}.")
 
 

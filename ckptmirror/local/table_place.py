@@ -166,8 +166,13 @@ def _known_path(root: Path, state_dir: Path | None) -> Path:
             f"{root} is a mirror, not a directory that a trainer saves to.",
             hint=f"`ckptmirror ls {quote(str(root))}` lists what it has.",
         )
-    hint = "`ckptmirror push --mirror URL` mirrors what is saved there." if any(root.glob("meta_*.json")) else None
-    raise NoTable(f"{root} has no pending-uploads table: no trainer has saved there.", hint=hint)
+    if any(root.glob("meta_*.json")):
+        raise NoTable(
+            f"{root} has saves, but no pending-uploads table.",
+            hint="If a trainer saves there, start it: it rebuilds the table. If they are staged copies, list them with "
+            f"`ckptmirror ls {quote(str(root))}`.",
+        )
+    raise NoTable(f"{root} has no pending-uploads table: no trainer has saved there.")
 
 
 def _open_own(root: Path, path: Path, clock: LeaseClock | None) -> UploadsTable:

@@ -121,7 +121,8 @@ def _with_scheme(url: str) -> str:
 def _module_for(url: str) -> ModuleType:
     scheme, separator, _ = _with_scheme(url).partition("://")
     if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
-        raise ConfigError("A mirror is given as a URL or an absolute path.", hint="For example gs://bucket/prefix.")
+        shown = "A mirror" if "@" in url else repr(url)  # a password may come before the @
+        raise ConfigError(f"{shown} is not a URL or an absolute path.", hint="For example gs://bucket/prefix.")
     names = [module.name for module in pkgutil.iter_modules(__path__)]
     rest_last = sorted(names, key=lambda name: name != scheme)  # try the file named like the scheme first
     for wanted in (scheme, "*"):
@@ -129,4 +130,4 @@ def _module_for(url: str) -> ModuleType:
             module = importlib.import_module(f"{__name__}.{name}")
             if wanted in getattr(module, "SCHEMES", ()):
                 return module
-    raise ConfigError(f"There is no store for {scheme}:// URLs.", hint="gs://, file:// and memory:// are known.")
+    raise ConfigError(f"There is no store for {scheme}:// URLs.", hint="Use gs:// or file://.")

@@ -188,7 +188,8 @@ class Place:
             hint = _MOUNT_HINT
         else:
             known = self._id.decode("ascii", "replace")
-            hint = f"{_MOUNT_HINT} If only {LOCK_FILE} was removed or recreated there, write {known} into it again."
+            restore = f"`echo {known} > {quote(f'{self._root}/{LOCK_FILE}')}`"
+            hint = f"{_MOUNT_HINT} If only {LOCK_FILE} was removed or recreated there, restore it: {restore}."
         return StoreTemporary(f"The mirror directory {self._root} is not there ({why}): is it mounted?", hint=hint)
 
     def _recognise(self, root: int, make: bool) -> None:
@@ -344,7 +345,7 @@ def _read_id(root: int) -> bytes | None:
     except FileNotFoundError:
         return None
     try:
-        return os.read(descriptor, 64)
+        return os.read(descriptor, 64).rstrip(b"\n")  # a person may have written it with echo
     finally:
         os.close(descriptor)
 

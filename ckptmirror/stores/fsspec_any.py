@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import threading
 import traceback
@@ -76,9 +77,25 @@ def _located(url: str) -> BucketLocation:
     if protocol not in available_protocols() and protocol not in registry:
         raise ConfigError(
             f"There is no store for {location.scheme}:// URLs.",
-            hint="gs://, file://, memory:// and the schemes of fsspec (s3://, az://, sftp:// …) are known.",
+            hint="Use gs:// or file://, or another scheme that fsspec knows: s3://, az://, sftp:// and others.",
         )
     return location
+
+
+def _lacks_package(protocol: str, error: ImportError) -> ConfigError:
+    """Return the error of a scheme whose package cannot be imported."""
+    from fsspec.registry import known_implementations
+
+    package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
+    if package == "fsspec" or importlib.util.find_spec(package) is not None:
+        return ConfigError(
+            f"{protocol}:// cannot be used: {error}.",
+            hint="Install the package that it lacks in the environment that ckptmirror runs in.",
+        )
+    return ConfigError(
+        f"{protocol}:// needs the package {package}.",
+        hint=f"Run `pip install {package}` in the environment that ckptmirror runs in.",
+    )
 
 
 def _protocol(location: BucketLocation) -> str:
@@ -269,9 +286,7 @@ class FsspecStore(Store):
                 of_url = kind._get_kwargs_from_urls(f"{protocol}://{self._location.bucket}/{self._location.prefix}")
                 kept.fs = kind(skip_instance_cache=True, **{**of_url, **options})
             except ImportError as error:
-                raise ConfigError(
-                    f"{self.url}: {error}", hint="Install the package that it names, in the environment of ckptmirror."
-                ) from error
+                raise _lacks_package(protocol, error) from error
             kept.process = os.getpid()
         return kept.fs
 

@@ -77,12 +77,12 @@ def another_roots(table: Path) -> None:
 
 
 CASES: dict[Callable[[Path], None], tuple[int, str, str]] = {
-    random_bytes: (6, "is not a sound table", "The next start of the trainer moves the table aside"),
+    random_bytes: (6, "is damaged", "The next start of the trainer moves the table aside"),
     nothing: (6, "is not a pending-uploads table", "The next start of the trainer moves the table aside"),
-    half: (6, "is not a sound table", "The next start of the trainer moves the table aside"),
+    half: (6, "is damaged", "The next start of the trainer moves the table aside"),
     a_directory: (10, "is a directory, not the pending-uploads table", "Move it away"),
     a_newer_version: (10, "has schema version 99", "Use that newer version"),
-    another_roots: (10, "is the table of", "move uploads.db and its logs away"),
+    another_roots: (10, "is the table of", "move uploads.db* away"),
 }
 
 

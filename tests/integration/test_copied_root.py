@@ -46,9 +46,9 @@ def test_a_copy_at_another_path_is_refused_until_its_table_is_moved_away(
     with pytest.raises(errors.ForeignTable) as caught:
         CheckpointManager(copy, [url])
     assert_explains(caught.value, 10, f"is the table of {root}", f"not of {copy}")
-    assert "move uploads.db and its logs away" in caught.value.hint
+    assert "move uploads.db* away" in caught.value.hint
     for verb in ("status", "drain", "retry"):
-        assert_tells(run(verb, "--root", copy), 10, f"not of {copy}", "move uploads.db and its logs away")
+        assert_tells(run(verb, "--root", copy), 10, f"not of {copy}", "move uploads.db* away")
     for path in (copy / names.CONTROL_DIR).glob("uploads.db*"):
         path.unlink()
     assert sorted(saved_run(copy, (3,), url, kinds=("model",))) == [3]

@@ -22,6 +22,7 @@ from ckptmirror.local.lock import RootLock
 from ckptmirror.testing import GcsServerProcess
 from tests.kit.cli import IMPATIENT, run
 from tests.kit.roots import fail_uploads, make_mirrored, make_pending, require
+from tests.kit.saves import make_save
 
 pytestmark = pytest.mark.long
 
@@ -38,7 +39,7 @@ class Scene:
     env: dict[str, str]
 
     def fill(self, text: str) -> str:
-        names = ("root", "url", "empty", "nope", "file", "pending", "lost", "locked", "broken", "failed", "parts", "e")
+        names = re.findall(r"{(\w+)}", text)
         return text.format(**{name: self.folder / name for name in names} | {"url": f"file://{self.folder}/m/mirror"})
 
 
@@ -55,6 +56,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     (folder / "root").symlink_to(root)
     (folder / "empty").mkdir()
     (folder / "file").write_text("x")
+    make_save(folder / "staged", 100)
     (folder / "pending").symlink_to(make_pending(folder / "p", f"file://{folder}/pm", 100, kinds=("model",))[0])
     (folder / "lost").symlink_to(make_pending(folder / "l", "gs://no-such-bucket/run", 100, kinds=("model",))[0])
     (folder / "broken" / ".ckptmirror" / "uploads.db").write_bytes(b"rubbish" * 1000)
@@ -74,7 +76,7 @@ ROWS = [
     ("rewind {nope} --step 100", 10, "does not exist", "To rewind the run from a fresh disk, add --mirror"),
     ("push {nope} {url}", 3, "does not exist", SAVES_TO),
     ("ls {nope}", 3, "does not exist", "Check the path."),
-    ("ls bucket/run", 3, "does not exist", "If you mean a mirror, write gs://bucket/run."),
+    ("ls bucket/run", 3, "does not exist", "To read a mirror, write gs://bucket/run."),
     ("ls gs:/bucket/run", 3, "does not exist", "write gs://bucket/run."),
     ("verify {nope}", 3, "does not exist", "Check the path."),
     ("verify --root {nope}", 3, "is not a directory", SAVES_TO),
@@ -87,8 +89,18 @@ ROWS = [
     ("status {url}", 2, "must be the path of a directory", "Write the path alone"),
     ("status m/mirror", 10, "is a mirror, not a directory that a trainer saves to", "ckptmirror ls"),
     # a mirror that is written wrong, or is not there
-    ("stage gs:/bucket/run --step 1", 10, "as a URL or an absolute path", "Write gs://bucket/run."),
-    ("push {root} bucket/run", 10, "as a URL or an absolute path", "Write gs://bucket/run"),
+    ("stage gs:/bucket/run --step 1", 10, "'gs:/bucket/run' is not a URL or an absolute path", "Write gs://bucket/run."),
+    ("push {root} bucket/run", 10, "'bucket/run' is not a URL or an absolute path", "Write gs://bucket/run"),
+    ("push . sub", 10, "'sub' is not a URL or an absolute path", "Write gs://sub.\n"),
+    ("verify {root}/nothing.pt", 3, "nothing.pt does not exist", "Check the path.\n"),
+    ("ls file:///nowhere/x", 10, "There is no mirror at /nowhere/x: /nowhere does not exist.", "Correct the URL"),
+    ("drain {root} --timeout soon", 2, "'soon' is not a number of seconds", ""),
+    ("drain {root} --timeout -1", 2, "it must be 0 or more", ""),
+    ("rewind {root} --save zz", 2, "'zz' is not a save id", "Give at least 8 of its hex digits"),
+    *((f"{verb} {{staged}}{more}", 10, "has saves, but no pending-uploads table", "saves there, start it")
+        for verb, more in (("status", ""), ("rotate", " --keep-last 1"))),
+    ("ls oss://b/x", 10, "oss:// needs the package ossfs", "pip install ossfs"),
+    ("push {root} s4://b/x", 10, "There is no store for s4:// URLs", "Use gs:// or file://"),
     ("stage gs:// --step 1", 10, "does not name a valid bucket", "Write gs://bucket/prefix."),
     ("stage --step 1", 10, "No mirror is given", "Pass --mirror URL"),
     *((f"{line}", 10, "bucket does not exist", "Correct the mirror's URL, or create the bucket.") for line in (
@@ -109,9 +121,9 @@ ROWS = [
     # somebody else is here
     ("rewind {locked} --step 100", 11, "being written by another process", "Stop that process"),
     # what is broken
-    *((f"{verb} {{broken}}{more}", 6, "not a sound table", "The next start of the trainer") for verb, more in (
+    *((f"{verb} {{broken}}{more}", 6, "is damaged", "The next start of the trainer") for verb, more in (
         ("status", ""), ("drain", ""), ("retry", ""), ("rotate", " --keep-last 1"))),
-    ("rotate {root} --keep-last 1 --keep-best 1", 10, "needs a metric", "--metric NAME"),
+    ("rotate {root} --keep-last 1 --keep-best 1", 2, "--keep-best needs --metric NAME", "save(metrics=...)"),
     ("rotate {root}", 2, "number of steps to keep is not set", "Pass --keep-last N"),
 ]  # fmt: skip
 

@@ -149,8 +149,10 @@ def test_it_is_recorded_also_where_nothing_newer_is_seen(tmp_path: Path) -> None
     with running(other, url) as manager:
         faulty(manager, refusing())
         assert manager.resume(new_state()).step == 3  # type: ignore[union-attr]
-    said = json.loads(run("rewind", "--root", tmp_path / "here", "--step", "2", "--mirror", url, "--json").stdout)
+    ended = run("rewind", "--root", tmp_path / "here", "--step", "2", "--mirror", url, "--json")
+    said = json.loads(ended.stdout)
     assert (said["recorded"], said["superseded"]) == (True, [])
+    assert "step 2 was already the newest save seen" in ended.stderr
     with running(other, url) as manager:
         start = manager.resume(new_state())
     assert start is not None

@@ -34,7 +34,10 @@ def test_deep_finds_one_flipped_bit_that_the_structure_cannot_show(tmp_path: Pat
         told: list[tuple[int, int]] = []
         found = verify(target, deep=True, on_progress=lambda done, total, told=told: told.append((done, total)))
         assert states(found) == [(100, "current", "whole"), (200, "current", "damaged")]
-        assert f"model_000200.pt: block {block} (from byte {block * MIN_BLOCK_SIZE_BYTES})" in found.saves[1].faults[0]
+        assert (
+            f"the crc32c of block {block} (from byte {block * MIN_BLOCK_SIZE_BYTES}) is wrong"
+            in found.saves[1].faults[0]
+        )
         whole, damaged = found.saves
         assert whole.read_bytes == whole.size_bytes
         assert damaged.read_bytes == damaged.size_bytes - BIG
@@ -48,7 +51,10 @@ def test_every_damaged_block_is_counted_and_other_files_are_read_all_the_same(tm
     flip_bit(root / "extra_000100_rank0.pt")
     found = verify(Target(root), deep=True).saves[0]
     assert len(found.faults) == 2
-    assert any("block 0 (from byte 0) has another crc32c, and 2 more of 3 blocks" in fault for fault in found.faults)
+    assert any(
+        "the crc32c of block 0 (from byte 0) is wrong, and 2 more of 3 blocks are damaged" in fault
+        for fault in found.faults
+    )
     assert found.read_bytes == meta.size_bytes - BIG - 3000
 
 

@@ -42,8 +42,8 @@ def test_a_missing_file_and_one_of_another_size_are_both_named(tmp_path: Path, o
     assert states(found) == [(100, "current", "whole"), (200, "current", "damaged")]
     assert found.outcome == "damaged"
     told = "\n".join(found.saves[1].faults)
-    assert "model_000200.pt: is missing" in told
-    assert "optim_000200_rank0.pt: has 5 bytes instead of 3000" in told
+    assert "model_000200.pt is missing" in told
+    assert "optim_000200_rank0.pt has 5 bytes instead of 3000" in told
 
 
 def test_exit_code_6_says_that_something_current_is_damaged(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_exit_code_6_says_that_something_current_is_damaged(tmp_path: Path) -> N
     (root / "model_000200.pt").unlink()
     ended = run("verify", root)
     assert_tells(ended, 6, "1 of 2 saves are whole; 1 damaged", stdout=None)
-    assert re.search(r"^ +200 .* current .* DAMAGED: model_000200.pt: is missing", ended.stdout, re.MULTILINE)
+    assert re.search(r"^ +200 .* current .* DAMAGED: model_000200.pt is missing", ended.stdout, re.MULTILINE)
 
 
 def test_damage_off_the_lineage_is_told_and_changes_no_exit_code(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_verify_tells_of_the_save_once_as_damaged_and_of_the_whole_kind(root: Pa
     assert found.returncode == 6
     (line,) = [save for save in json.loads(found.stdout)["saves"] if save["step"] == 200]
     assert (line["state"], line["kinds"]) == ("damaged", ["dcp", "model"])
-    assert line["faults"] == ["model_000200.pt: has 10 bytes instead of 3000"]
+    assert line["faults"] == ["model_000200.pt has 10 bytes instead of 3000"]
     assert line["whole_kinds"] == ["dcp"]
     assert "in kind dcp it is whole" in run("verify", root).stdout
 

@@ -105,8 +105,8 @@ def receive(incoming: Sequence[Incoming], *, on_bytes: Callable[[int, int], None
         wrong = [] if is_kept else work.read(item, span, buffer)
         if wrong:
             raise IntegrityError(
-                f"{item.source.store.url}/{item.source.name} is not what was saved: block {wrong[0]} (at byte "
-                f"{wrong[0] * item.digest.block_size_bytes}) has another crc32c, {item.tries} times.",
+                f"{item.source.store.url}/{item.source.name} is damaged: {_wrong_block(item.digest, wrong[0])} "
+                f"({item.tries} downloads, same result).",
                 hint="Stage the step from another mirror, or another step: see `ckptmirror ls`.",
             )
         item.end(wrong)
@@ -195,9 +195,8 @@ class _Item:
             return self.found
         if self._wrong:
             number, more = min(self._wrong), len(self._wrong) - 1
-            others = f", and {more} more of {len(self.digest.blocks)} blocks" if more else ""
-            begin = number * self.digest.block_size_bytes
-            return Finding(f"block {number} (from byte {begin}) has another crc32c{others}")
+            others = f", and {more} more of {len(self.digest.blocks)} blocks are damaged" if more else ""
+            return Finding(f"{_wrong_block(self.digest, number)}{others}")
         if self._left and ended is not None:
             state: State = "refused" if reach_after(ended) is Reach.REFUSED else "unreadable"
             return Finding(f"it was not read to its end: {ended}", state)
@@ -219,6 +218,10 @@ class _Item:
     def explained(self, error: Exception) -> Finding | None:
         """Return what an error of opening or reading means for these bytes; None if it means nothing for them."""
         raise NotImplementedError
+
+
+def _wrong_block(digest: Digest, number: int) -> str:
+    return f"the crc32c of block {number} (from byte {number * digest.block_size_bytes}) is wrong"
 
 
 class _File(_Item):

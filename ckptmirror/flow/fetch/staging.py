@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_to_bytes
@@ -294,7 +295,8 @@ class Staging:
         except ObjectNotFound as error:
             raise CheckpointNotFound(
                 f"Step {meta.step} was whole on {self._mirror.url} when it was chosen, but no longer is: {error}.",
-                hint="It has since been removed, perhaps by retention. List the saves with `ckptmirror ls`.",
+                hint="It has since been removed, perhaps by retention. List the saves with "
+                f"`ckptmirror ls {quote(self._mirror.url)}`.",
             ) from error
 
     def _found_on_mirror(self, meta: Meta, artifacts: Sequence[Artifact]) -> list[Incoming]:

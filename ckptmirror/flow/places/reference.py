@@ -62,8 +62,13 @@ def locate(reference: str | os.PathLike[str]) -> Located:
 
     Raises:
         CheckpointNotFound: The path does not exist, or ``latest`` does not point at a checkpoint beside it.
-        UsageError: It is neither a directory nor the name of a checkpoint.
+        UsageError: It is neither a directory nor the name of a checkpoint, or it is no path at all.
     """
+    if not isinstance(reference, str | os.PathLike):
+        raise UsageError(
+            f"{reference!r} is not a path or a URL.",
+            hint="Give the path of a save, or of the directory that holds it; `ckptmirror ls DIR` lists a directory.",
+        )
     text = os.fspath(reference)
     if "://" in text:
         base, _, last = text.rstrip("/").rpartition("/")
@@ -99,11 +104,11 @@ def _missing(text: str, path: Path) -> CheckpointNotFound:
     hint = "Check the path."
     if _parse_save(path.name) is not None and path.parent.is_dir():
         hint = f"List the checkpoints with `ckptmirror ls {quote(str(path.parent))}`."
-    elif text == text.lstrip("./~"):
+    elif text == text.lstrip("./~") and not path.parent.is_dir():
         from ckptmirror.stores.url_mistakes import nearest_urls  # only here: a mistake is rare
 
         urls = nearest_urls(text)
-        hint += f" If you mean a mirror, write {urls[0]}." if urls else ""
+        hint += f" To read a mirror, write {urls[0]}." if urls else ""
     return CheckpointNotFound(f"{path} does not exist.", hint=hint)
 
 

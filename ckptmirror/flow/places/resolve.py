@@ -291,6 +291,9 @@ def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> l
 
     A DCP step counts only with its ``.metadata``, a valid meta, and every artifact at exactly its size. A legacy
     checkpoint counts with its ``.metadata`` (or its model file) and a ``meta.json`` that describes it.
+
+    A directory that does not exist has no steps: an evaluation may poll it before the first save is there. (A
+    :func:`list_checkpoints` of it raises, because it answers a person.)
     """
     from ckptmirror.flow.places.legacy_references import older_steps
 
@@ -306,6 +309,10 @@ def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
     """List everything that looks like a save in a directory or on a mirror, by step, with its standing.
 
     For a reference to one checkpoint, list only its step.
+
+    Raises:
+        CheckpointNotFound: The place does not exist. To poll a directory that may not exist yet, use
+            :func:`find_local_checkpoint_steps`, which returns [] for it.
     """
     try:
         located = locate(root_or_url)

@@ -27,6 +27,7 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
+from ckptmirror.core.nearest_steps import nearest_steps
 from ckptmirror.core.problems import Hindrance, skipped_for
 from ckptmirror.core.start.lineage import Lineage, SaveFacts
 from ckptmirror.flow.places.catalog import Catalog
@@ -47,7 +48,6 @@ MAIN_ROLE: dict[Kind, str] = {"dcp": "dcp", "model": "model", "emergency": "emer
 """The role of the name that holds each kind's own data."""
 
 READ_ORDER: tuple[Kind, ...] = ("dcp", "model")
-_NEAREST = 4
 _log = logging.getLogger("ckptmirror.choose")
 _Table = dict[tuple[int, Kind], SaveFacts]
 
@@ -271,8 +271,14 @@ def _newest(catalog: Catalog, table: Mapping[tuple[int, Kind], Meta], kind: Kind
         return max(steps)
     if table:
         there = sorted({k for _, k in table})
-        raise KindMismatch(f"No step of {catalog.place} has kind {' or '.join(kinds)}; there are {', '.join(there)}.")
-    raise CheckpointNotFound(f"{catalog.place} holds no checkpoint.{_problems_of(catalog)}")
+        raise KindMismatch(
+            f"No step of {catalog.place} has kind {' or '.join(kinds)}; there are {', '.join(there)}.",
+            hint=f"List the kinds of each step with `ckptmirror ls {quote(catalog.place)}`.",
+        )
+    raise CheckpointNotFound(
+        f"{catalog.place} holds no checkpoint.{_problems_of(catalog)}",
+        hint=f"List what there is with `ckptmirror ls {quote(catalog.place)}`.",
+    )
 
 
 def _missing(catalog: Catalog, step: int, steps: list[int]) -> CheckpointNotFound:
@@ -286,9 +292,10 @@ def _missing(catalog: Catalog, step: int, steps: list[int]) -> CheckpointNotFoun
     removed = [t for t in catalog.tombstones.values() if t.step == step]
     if removed:
         return CheckpointNotFound(f"Step {step} was removed from {catalog.place}: {removed[0].reason}.")
-    nearest = sorted(sorted(steps, key=lambda s: abs(s - step))[:_NEAREST])
-    listed = f" The nearest are {', '.join(map(str, nearest))}." if nearest else ""
-    return CheckpointNotFound(f"{catalog.place} has no step {step}.{listed}{_problems_of(catalog)}")
+    return CheckpointNotFound(
+        f"{catalog.place} has no step {step}.{nearest_steps(steps, step)}{_problems_of(catalog)}",
+        hint=f"List what there is with `ckptmirror ls {quote(catalog.place)}`.",
+    )
 
 
 def _problems_of(catalog: Catalog) -> str:

@@ -214,8 +214,8 @@ class Node:
                 return not self.lock.lost
             self._meet_again = True
         _log.error(
-            "%s was deleted while this process led the root. Its lock, list of attempts and pending-uploads table are "
-            "recreated, and the mirrors are asked for every save that is here. The history of events is lost.",
+            "%s was deleted while this process led the root. ckptmirror recreated its lock, list of attempts and "
+            "table, and asks the mirrors which saves they have. The history of events is lost.",
             control,
         )
         return True

@@ -4,8 +4,9 @@ It does what ``resume(policy=step)`` does, without loading: the same choice, the
 (``bring``), the same claim (``claim``). The trainer's next start, on any machine, then continues from there by itself.
 
 Rules:
-* Nothing is deleted: the saves after it are superseded and stay until rotation or retention removes them. A rewind to
-  one of them by its save id puts it back on the lineage.
+* Nothing is deleted: the saves after it are superseded. Rotation may later delete the local copies that every
+  required mirror holds; ckptmirror does not delete on a mirror yet. A rewind to one of them by its save id puts it
+  back on the lineage.
 * It holds the root lock, like a trainer: while a trainer runs here it is refused.
 * Nothing is written anywhere until the save was found: a mistyped step, root or URL leaves no trace.
 * Nothing is recorded until a copy is on this disk with every checksum verified.

@@ -15,14 +15,13 @@ from pathlib import Path
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound, ConfigError
 from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.nearest_steps import nearest_steps
 from ckptmirror.flow.places.mirrors import mirror_specs
 from ckptmirror.local.lock import is_held
 from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 
 __all__ = ["Retried", "RetriedFile", "retry"]
-
-_NEAREST = 4
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,4 @@ def _check(root: Path, table: UploadsTable, configured: set[str], wanted: Sequen
         raise ConfigError(f"{', '.join(sorted(unknown))} is not a mirror of {root}.", hint=f"Its mirrors: {known}.")
     steps = {save.step for save in table.saves()}
     if step is not None and step not in steps:
-        nearest = sorted(sorted(steps, key=lambda there: abs(there - step))[:_NEAREST])
-        listed = f" The nearest are {', '.join(map(str, nearest))}." if nearest else ""
-        raise CheckpointNotFound(f"The table of {root} knows no save of step {step}.{listed}")
+        raise CheckpointNotFound(f"The table of {root} knows no save of step {step}.{nearest_steps(steps, step)}")

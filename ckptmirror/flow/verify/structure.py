@@ -178,8 +178,7 @@ def look_at_mirror(mirror: Mirror, step: int | None, notes: MutableSequence[str]
 
 def _fault_of(artifact: Artifact, info: ObjectInfo | None) -> Finding | None:
     why = why_differs(artifact, info)
-    other = f" (as {artifact.object})" if artifact.object is not None else ""
-    return Finding(f"{why}{other}", is_gone=info is None) if why is not None else None
+    return Finding(why, is_gone=info is None) if why is not None else None
 
 
 def _subjects(catalog: Catalog, step: int | None, exists: Callable[[str], bool]) -> list[Subject]:

@@ -26,6 +26,7 @@ from shlex import quote
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound
 from ckptmirror.core.model import Artifact, Kind
+from ckptmirror.core.nearest_steps import nearest_steps
 from ckptmirror.core.verification import (
     State,
     Verdict,
@@ -48,7 +49,6 @@ from ckptmirror.stores.retrying import OnWait
 
 __all__ = ["Target", "Verification", "VerifiedSave", "target_of", "verify"]
 
-_NEAREST = 4
 _FAULTS_LISTED = 100
 
 
@@ -220,9 +220,7 @@ def _nothing_found(target: Target, step: int | None, mirrors: Sequence[Mirror]) 
     found = look_at_root(target.root, None, []) if target.root is not None else []
     found += [subject for mirror in mirrors for subject in look_at_mirror(mirror, None, [])]
     steps = {subject.step for subject in found if subject.step is not None}
-    nearest = sorted(sorted(steps, key=lambda there: abs(there - step))[:_NEAREST])
-    listed = f" The nearest are {', '.join(map(str, nearest))}." if nearest else ""
-    return CheckpointNotFound(f"{places} has no step {step}.{listed}")
+    return CheckpointNotFound(f"{places} has no step {step}.{nearest_steps(steps, step)}")
 
 
 def _read(
@@ -264,7 +262,9 @@ def _read(
 def _verified(subject: Subject, everything: Sequence[Subject], table: Table) -> VerifiedSave:
     state = subject.state()
     verdict = Verdict(subject.step, subject.kinds, subject.standing, state)
-    lines = [f"{path}: {fault.why}" for path, fault in subject.faults.items()] or [subject.why] * bool(subject.why)
+    called = {artifact.path: subject.name_of(artifact) for artifact in subject.artifacts}
+    lines = [_line(called.get(path, path), fault.why) for path, fault in subject.faults.items()]
+    lines = lines or [subject.why] * bool(subject.why)
     mend = ""
     if state == "damaged" and _is_spare(subject, everything, table):
         mend = delete_command(subject.address)
@@ -283,6 +283,10 @@ def _verified(subject: Subject, everything: Sequence[Subject], table: Table) -> 
         mend=mend,
         whole_kinds=subject.whole_kinds(),
     )
+
+
+def _line(name: str, why: str) -> str:
+    return f"{name} {why}" if why.startswith(("is ", "has ")) else f"{name}: {why}"
 
 
 def _is_spare(subject: Subject, everything: Sequence[Subject], table: Table) -> bool:

@@ -76,9 +76,9 @@ class Database:
             if not self.read_only:
                 found = connection.execute(statement("look over the pages")).fetchall()
                 if found != [("ok",)]:
-                    raise BrokenTable(f"{self.path} is not a sound table: {found[0][0]}")
+                    raise BrokenTable(f"{self.path} is damaged: {found[0][0]}")
                 if connection.execute(statement("read the schema")).fetchall() != _schema(migrations()):
-                    raise BrokenTable(f"{self.path} is not a sound table: its schema is not the one that was made")
+                    raise BrokenTable(f"{self.path} is damaged: its schema is not the one that was made")
 
     def _open(self) -> apsw.Connection:
         if not self.path.exists():

@@ -21,8 +21,8 @@ from ckptmirror.local.uploads.statements import statement
 __all__ = ["named_failures", "reuse_log_if_full"]
 
 _REBUILD = (
-    "Nothing is deleted meanwhile. The next start of the trainer moves the table aside, "
-    "and builds a new one from disk and mirror."
+    "The next start of the trainer moves the table aside, and builds a new one from disk and mirrors. "
+    "Until then, ckptmirror deletes nothing."
 )
 
 
@@ -42,7 +42,7 @@ def named_failures(path: Path) -> Iterator[None]:
     except (apsw.BusyError, apsw.LockedError) as error:
         raise errors.TableLocked(f"{path} is held by another process: {error}") from error
     except (apsw.CorruptError, apsw.NotADBError, apsw.FormatError, apsw.SchemaChangeError) as error:
-        raise errors.BrokenTable(f"{path} is not a sound table: {error}", hint=_REBUILD) from error
+        raise errors.BrokenTable(f"{path} is damaged: {error}", hint=_REBUILD) from error
     except apsw.SQLError as error:
         if not str(error).startswith(("no such", "malformed")):
             raise  # a statement of ours is wrong

@@ -152,7 +152,7 @@ class UploadsTable:
         elif not known.same_root(identity):
             raise ForeignTable(
                 f"{self.path} is the table of {known.root} (run {known.run_id}), "
-                f"not of {identity.root} (run {identity.run_id})"
+                f"not of {identity.root} (run {identity.run_id})."
             )
 
     def check_root(self, root: Path) -> None:
@@ -173,16 +173,16 @@ class UploadsTable:
         if not os.path.lexists(root / ATTEMPTS_NAME) and any(save.released for save in self.saves()):
             raise Temporary(
                 f"{root} is not the directory that {self.path} names, and no run is in it: is it mounted?",
-                hint=f"Mount it and start again. If it was emptied on purpose, move {self.path.name} and its logs away "
+                hint=f"Mount it and start again. If it was emptied on purpose, move {self.path.name}* away "
                 "or set another state_dir: the mirrors are asked again.",
             )
 
     def _foreign(self, root: Path, known: RootIdentity) -> ForeignTable:
-        error = ForeignTable(f"{self.path} is the table of {known.root} (run {known.run_id}), not of {root}")
+        error = ForeignTable(f"{self.path} is the table of {known.root} (run {known.run_id}), not of {root}.")
         if self.path.is_relative_to(root):  # it came along with a copied root
             error.hint = (
-                f"If {root} is a copy, move {self.path.name} and its logs away: the next start of the trainer "
-                "recreates the table from disk and mirrors. Only one of the copies can continue."
+                f"If {root} is a copy, move {self.path.name}* away: the next start of the trainer "
+                "rebuilds the table from disk and mirrors. Only one of the copies can continue."
             )
         return error
 
@@ -593,7 +593,7 @@ class UploadsTable:
         with self._database.reading() as connection:
             found = connection.execute(statement("look over pages and indexes")).fetchall()
             if found != [("ok",)]:
-                raise BrokenTable(f"{self.path} is not a sound table: {found[0][0]}")
+                raise BrokenTable(f"{self.path} is damaged: {found[0][0]}")
 
 
 def _records_of_save(

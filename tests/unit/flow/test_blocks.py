@@ -43,7 +43,9 @@ def test_the_block_that_holds_a_flipped_bit_is_named(tmp_path: Path, digest: Dig
     flip_bit(path, at)
     block = at // digest.block_size_bytes
     begin = block * digest.block_size_bytes
-    assert read_all([FileToRead(path, digest)]) == [Finding(f"block {block} (from byte {begin}) has another crc32c")]
+    assert read_all([FileToRead(path, digest)]) == [
+        Finding(f"the crc32c of block {block} (from byte {begin}) is wrong")
+    ]
 
 
 def test_a_file_that_ends_too_early_lacks_all_blocks_from_there(tmp_path: Path, digest: Digest) -> None:

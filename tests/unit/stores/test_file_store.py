@@ -121,6 +121,17 @@ def test_the_directory_is_made_only_below_an_existing_parent(tmp_path: Path) -> 
     assert _files(tmp_path / "mount") == ["run/.ckptmirror.lock", "run/x"]
 
 
+def test_a_lock_file_that_was_removed_is_restored_by_the_command_that_the_error_names(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    identity = file_store.open(url).identity()
+    (tmp_path / "run" / ".ckptmirror.lock").unlink()
+    with pytest.raises(StoreTemporary) as raised:
+        file_store.open(url).identity(identity)
+    (command,) = re.findall(r"`(.*)`", raised.value.hint)
+    subprocess.run(command, shell=True, check=True)
+    assert file_store.open(url).identity(identity) == identity
+
+
 def test_a_mirror_that_was_met_before_is_waited_for_though_its_parent_is_gone(tmp_path: Path) -> None:
     (tmp_path / "mount").mkdir()
     identity = file_store.open(f"file://{tmp_path}/mount/run").identity()
