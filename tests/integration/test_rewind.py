@@ -302,7 +302,7 @@ def test_bad_input_is_a_sentence_a_hint_and_an_exit_code(tmp_path: Path) -> None
     root, _, _ = drained(tmp_path, 100, 200)
     assert_tells(run("rewind", "--root", root), 2, "Give --step N or --save ID")
     assert_tells(run("rewind", "--root", root, "--step", "1", "--save", "12345678"), 2, "not both")
-    assert_tells(run("rewind", "--root", root, "--save", "scratch"), 2, "is neither a step")
+    assert_tells(run("rewind", "--root", root, "--save", "scratch"), 2, "'scratch' is not a save id")
     assert_tells(run("rewind", "--root", root, "--step", "150"), 3, "no save of step 150", "100, 200")
     with pytest.raises(UsageError):
         rewind(root, "12")

@@ -24,6 +24,7 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.model import Attempt
+from ckptmirror.core.nearest_steps import nearest_steps
 from ckptmirror.core.problems import Hindrance
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.evidence import Row
@@ -161,15 +162,14 @@ def unknown_reference(reference: str) -> UsageError:
 def missing_step(step: int, order: Lineage) -> CheckpointNotFound:
     """Return the error for a step that does not exist."""
     steps = sorted({there for there, _ in order.current})
-    nearest = sorted(sorted(steps, key=lambda there: abs(there - step))[:4])
     aside = [save for save in (*order.superseded, *order.unknown) if save.step == step]
     if aside:
         return CheckpointNotFound(
             f"Step {step} is off the lineage: training continued from another save.",
             hint=f"Resume it anyway by its save id: {', '.join(save.save_id[:8] for save in aside)}.",
         )
-    there_is = f"The nearest are {', '.join(map(str, nearest))}." if nearest else "There is no save at all."
-    return CheckpointNotFound(f"There is no save of step {step}. {there_is}")
+    there_is = nearest_steps(steps, step) or " There is no save at all."
+    return CheckpointNotFound(f"There is no save of step {step}.{there_is}")
 
 
 def never_step_0(what: Sequence[str], *, asked: bool) -> RefusedOnlyCopy:

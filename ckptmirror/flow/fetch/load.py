@@ -18,7 +18,7 @@ from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.training_config import _patch_missing_config_keys
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older, meta_of_older
-from ckptmirror.flow.places.reference import CheckpointReference
+from ckptmirror.flow.places.reference import CheckpointReference, list_hint
 from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.save_logger import save_logger
@@ -119,5 +119,7 @@ def meta_of(root: Path, found: CheckpointReference) -> Meta:
     """
     meta = local_catalog(root).saves.get(found.save_id or "")
     if meta is None:
-        raise CheckpointNotFound(f"Step {found.step} (save {(found.save_id or '')[:8]}) is no longer whole in {root}.")
+        raise CheckpointNotFound(
+            f"Step {found.step} (save {(found.save_id or '')[:8]}) is no longer whole in {root}.", hint=list_hint(root)
+        )
     return meta

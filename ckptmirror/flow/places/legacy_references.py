@@ -15,7 +15,7 @@ from pathlib import Path
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta, CheckpointNotFound, KindMismatch, UsageError
 from ckptmirror.core.model import Attempt, Kind, Meta
-from ckptmirror.flow.places.reference import CheckpointReference
+from ckptmirror.flow.places.reference import CheckpointReference, list_hint
 from ckptmirror.flow.places.select import READ_ORDER
 from ckptmirror.local.legacy_listing import OlderCheckpoint, find_older
 
@@ -81,7 +81,7 @@ def _newest(root: Path, kind: Kind | None, whole: list[OlderCheckpoint]) -> Chec
     if not wanted:
         if whole:
             there = ", ".join(sorted({one.kind for one in whole}))
-            raise KindMismatch(f"No step of {root} has kind {kind}; there are {there}.")
+            raise KindMismatch(f"No step of {root} has kind {kind}; there are {there}.", hint=list_hint(root))
         return None
     best = max(wanted, key=lambda one: (one.step, -READ_ORDER.index(one.kind)))
     twins = [one.name for one in wanted if (one.step, one.kind) == (best.step, best.kind)]

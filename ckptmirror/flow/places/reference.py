@@ -17,7 +17,7 @@ from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound, UsageError
 from ckptmirror.core.model import KINDS, Kind
 
-__all__ = ["CheckpointReference", "Located", "locate"]
+__all__ = ["CheckpointReference", "Located", "list_hint", "locate"]
 
 _RESUMABLE: frozenset[names.Role] = frozenset({*KINDS, "legacy_dcp"})
 _NOT_A_SAVE: frozenset[names.Role] = frozenset({"tmp", "part", "latest", "writer", "control", "legacy_extra_state"})
@@ -81,7 +81,10 @@ def locate(reference: str | os.PathLike[str]) -> Located:
         target = os.fspath(path.readlink())
         parsed = names.parse_name(target)
         if parsed is None or parsed.role not in _RESUMABLE:
-            raise CheckpointNotFound(f"{path} points at {target}, which is not a checkpoint beside it.")
+            raise CheckpointNotFound(
+                f"{path} points at {target}, which is not a checkpoint beside it.",
+                hint=list_hint(path.parent),
+            )
         return Located(path.parent, target, parsed, path)
     parsed = _parse_save(path.name)
     if parsed is not None and parsed.role == "legacy_meta":
@@ -97,6 +100,11 @@ def locate(reference: str | os.PathLike[str]) -> Located:
             f"{path} is not a checkpoint.", hint="Name a model file, a DCP directory, a meta, or their directory."
         )
     return Located(path)
+
+
+def list_hint(place: Path | str) -> str:
+    """Return the hint that lists a place."""
+    return f"List what there is with `ckptmirror ls {quote(str(place))}`."
 
 
 def _missing(text: str, path: Path) -> CheckpointNotFound:

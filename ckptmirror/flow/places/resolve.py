@@ -31,7 +31,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.model import KINDS, Artifact, Kind, Meta, top_names
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, read_mirror_meta
 from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.flow.places.reference import CheckpointReference, Located, locate
+from ckptmirror.flow.places.reference import CheckpointReference, Located, list_hint, locate
 from ckptmirror.flow.places.select import (
     MAIN_ROLE,
     READ_ORDER,
@@ -128,7 +128,7 @@ def resolve_checkpoint_reference(
         else:
             found = _on_mirror(located.place, located, require_kind)
     if require_kind is not None and found.kind != require_kind:
-        raise KindMismatch(f"{reference} is of kind {found.kind}, not {require_kind}.")
+        raise KindMismatch(f"{reference} is of kind {found.kind}, not {require_kind}.", hint=list_hint(found.dir))
     return found
 
 
@@ -170,7 +170,7 @@ def _latest(link: Path, root: Path, target: str, kind: Kind | None) -> Checkpoin
 def _named(root: Path, name: str, kind: Kind | None) -> CheckpointReference:
     """Return the save whose meta names ``name``, or is ``name``."""
     if not os.path.lexists(root / name):
-        raise CheckpointNotFound(f"{root / name} does not exist.")
+        raise CheckpointNotFound(f"{root / name} does not exist.", hint=list_hint(root))
     inventory = read_inventory(root)
     for save in inventory.saves:
         if name in (*top_names(save.meta.artifacts), save.meta_path.relative_to(root).parts[0]):
@@ -219,7 +219,7 @@ def main_path(root: Path, meta: Meta, kind: Kind) -> Path:
     """
     for top in _main_tops(meta.artifacts, kind):
         return root / top
-    raise KindMismatch(f"Save {meta.save_id[:8]} of step {meta.step} has no file of kind {kind}.")
+    raise KindMismatch(f"Save {meta.save_id[:8]} of step {meta.step} has no file of kind {kind}.", hint=list_hint(root))
 
 
 def _main_tops(artifacts: Iterable[Artifact], kind: Kind) -> Iterable[str]:
@@ -247,14 +247,14 @@ def _on_mirror(place: str, located: Located, kind: Kind | None) -> CheckpointRef
         catalog = mirror_catalog(mirror, step=parsed.step)
         named = read_mirror_meta(mirror.store, last)[0].save_id if parsed.role == "meta" else None
     except ObjectNotFound as error:
-        raise CheckpointNotFound(f"{url} has no {last}.") from error
+        raise CheckpointNotFound(f"{url} has no {last}.", hint=list_hint(url)) from error
     finally:
         mirror.store.close()
     for meta in catalog.saves.values():
         if meta.save_id == named or last in {a.object_name.partition("/")[0] for a in meta.artifacts}:
             return CheckpointReference(url, meta.step, _kind_of(last, meta, kind), meta.save_id)
     why = "; ".join(f"{name}: {reason}" for name, reason in catalog.problems.items())
-    raise CheckpointNotFound(f"No whole save on {url} has {last}.{' ' + why if why else ''}")
+    raise CheckpointNotFound(f"No whole save on {url} has {last}.{' ' + why if why else ''}", hint=list_hint(url))
 
 
 # -- a root's steps ------------------------------------------------------------------------------------------

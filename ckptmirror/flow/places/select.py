@@ -31,6 +31,7 @@ from ckptmirror.core.nearest_steps import nearest_steps
 from ckptmirror.core.problems import Hindrance, skipped_for
 from ckptmirror.core.start.lineage import Lineage, SaveFacts
 from ckptmirror.flow.places.catalog import Catalog
+from ckptmirror.flow.places.reference import list_hint
 from ckptmirror.local.save_logger import save_logger
 
 __all__ = [
@@ -158,7 +159,9 @@ def choose(
     if there:
         _refuse_a_broken_kind(catalog, step, kind)
         what = f"kind {kind}" if kind is not None else "kind dcp or model"
-        raise KindMismatch(f"Step {step} has no {what} in {catalog.place}; it has {', '.join(there)}.")
+        raise KindMismatch(
+            f"Step {step} has no {what} in {catalog.place}; it has {', '.join(there)}.", hint=list_hint(catalog.place)
+        )
     raise _missing(catalog, step, sorted({s for s, _ in table}))
 
 
@@ -273,11 +276,10 @@ def _newest(catalog: Catalog, table: Mapping[tuple[int, Kind], Meta], kind: Kind
         there = sorted({k for _, k in table})
         raise KindMismatch(
             f"No step of {catalog.place} has kind {' or '.join(kinds)}; there are {', '.join(there)}.",
-            hint=f"List the kinds of each step with `ckptmirror ls {quote(catalog.place)}`.",
+            hint=list_hint(catalog.place),
         )
     raise CheckpointNotFound(
-        f"{catalog.place} holds no checkpoint.{_problems_of(catalog)}",
-        hint=f"List what there is with `ckptmirror ls {quote(catalog.place)}`.",
+        f"{catalog.place} holds no checkpoint.{_problems_of(catalog)}", hint=list_hint(catalog.place)
     )
 
 
@@ -287,14 +289,17 @@ def _missing(catalog: Catalog, step: int, steps: list[int]) -> CheckpointNotFoun
     if aside:
         return CheckpointNotFound(
             f"Step {step} of {catalog.place} is superseded: training continued from an earlier save.",
-            hint="Ask for it with `--superseded` (superseded=True), or list what is current with `ckptmirror ls`.",
+            hint="Ask for it with `--superseded` (superseded=True), or list what is current with "
+            f"`ckptmirror ls {quote(catalog.place)}`.",
         )
     removed = [t for t in catalog.tombstones.values() if t.step == step]
     if removed:
-        return CheckpointNotFound(f"Step {step} was removed from {catalog.place}: {removed[0].reason}.")
+        return CheckpointNotFound(
+            f"Step {step} was removed from {catalog.place}: {removed[0].reason}.", hint=list_hint(catalog.place)
+        )
     return CheckpointNotFound(
         f"{catalog.place} has no step {step}.{nearest_steps(steps, step)}{_problems_of(catalog)}",
-        hint=f"List what there is with `ckptmirror ls {quote(catalog.place)}`.",
+        hint=list_hint(catalog.place),
     )
 
 

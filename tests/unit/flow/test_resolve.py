@@ -189,6 +189,24 @@ def test_what_no_valid_meta_names_is_refused(tmp_path: Path) -> None:
     assert resolve_resume_path(tmp_path) is None
 
 
+def test_an_error_names_the_place_to_list(tmp_path: Path) -> None:
+    make_save(tmp_path, 200, kinds=("model",))
+    with pytest.raises(KindMismatch) as raised:
+        resolve_checkpoint_reference(tmp_path / "model_000200.pt", require_kind="dcp")
+    assert f"`ckptmirror ls {tmp_path}`" in raised.value.hint
+
+
+def test_a_reference_that_is_no_path_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="77 is not a path or a URL"):
+        resolve_checkpoint_reference(77)  # type: ignore[arg-type]
+
+
+def test_a_directory_that_does_not_exist_has_no_steps_but_cannot_be_listed(tmp_path: Path) -> None:
+    assert find_local_checkpoint_steps(tmp_path / "later") == []
+    with pytest.raises(CheckpointNotFound, match="does not exist"):
+        list_checkpoints(tmp_path / "later")
+
+
 def test_load_corrupt_meta_file_raises(tmp_path: Path) -> None:
     make_save(tmp_path, 200)
     flip_bit(tmp_path / "meta_000200.json", 40)

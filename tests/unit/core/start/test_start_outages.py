@@ -236,7 +236,7 @@ PERSONS = [
     Case(
         "a named step that no mirror has is an error",
         [disk([a], saved=[a100]), mirror(M, [a], [a100])],
-        refuses(CheckpointNotFound, "There is no save of step 300. The nearest are 100."),
+        refuses(CheckpointNotFound, "There is no save of step 300. The nearest is 100."),
         Wish(300),
     ),
     Case(
