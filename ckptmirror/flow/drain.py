@@ -23,7 +23,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Self, TypeVar
 
-from ckptmirror.core import events
+from ckptmirror.core import events, names
 from ckptmirror.core.errors import (
     CheckpointNotFound,
     CkptMirrorError,
@@ -57,7 +57,7 @@ from ckptmirror.flow.upload.sending import UploadContext
 from ckptmirror.flow.upload.transfer_progress import Held, Seen, UnderWay, Wait
 from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, held_elsewhere, still_moving, upload_save
 from ckptmirror.local import files
-from ckptmirror.local.lock import RootLock
+from ckptmirror.local.lock import RootLock, is_held
 from ckptmirror.local.pool import begin, is_over
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.table_place import check_place, note_place, open_known_table, table_path
@@ -372,7 +372,8 @@ class _Work:
         def ask_all() -> _Result:
             self._held.mirrors += open_mirrors(self._known, self._root, self._table, on_wait=self._looker.waits)
             self._looker.look()
-            self._audit = MirrorAudit(self._table, self.served(), self._bus)
+            is_led = is_held(self._root / names.LOCK_NAME)
+            self._audit = MirrorAudit(self._table, self.served(), self._bus, notes=not is_led)
             answer = ask(self._audit)
             self._looker.answered(self._audit)
             return answer

@@ -108,8 +108,8 @@ def test_i11_an_older_attempt_learns_of_its_successor_before_it_rotates(start: C
     commit_on(old, 100)
     assert old.wait_mirrored(None, 30.0)
     start("new", url, other)
-    assert old._rotator is not None
-    old._rotator.wake()
+    assert old._rotation_thread is not None
+    old._rotation_thread.wake()
     wait_for(old.fenced, old)
     wait_for(lambda: read_status(old.root).trainer["status"] == "fenced", old)
 

@@ -170,6 +170,18 @@ def test_the_delays_that_grew_in_an_outage_end_with(who: str, tmp_path: Path) ->
             manager.wait("mirrored", timeout_s=20.0)
 
 
+def test_after_a_drain_that_a_mirror_did_not_answer_the_status_does_not_say_safe(tmp_path: Path) -> None:
+    root, mirror = tmp_path / "root", tmp_path / "nfs" / "run"
+    saved_run(root, (1,), f"file://{mirror}")
+    assert read_status(root).is_mirrored(None)
+    mirror.rename(tmp_path / "away")
+    assert not drain(root, timeout_s=0.5).is_verified
+    assert not read_status(root).is_mirrored(None)
+    (tmp_path / "away").rename(mirror)
+    assert drain(root).is_verified
+    assert read_status(root).is_mirrored(None)
+
+
 def test_a_drain_says_what_failed_and_what_is_pending(tmp_path: Path) -> None:
     place = MirroredRoot(tmp_path / "root", [memory_url()])
     place.commit(100, sidecars=False)

@@ -343,10 +343,10 @@ def test_i8_another_process_is_not_told_that_all_is_mirrored_before_the_leader_h
         manager.wait("mirrored", timeout_s=30)
         assert is_mirrored(tmp_path, None)
         silent.go_down()
-        manager._node._audit.begin_anew({url})  # type: ignore[union-attr]
+        manager._node._audit.reopen({url})  # type: ignore[union-attr]
         assert not is_mirrored(tmp_path, None)
         silent.script()
-        manager._node._rotator.wake()  # type: ignore[union-attr]
+        manager._node._rotation_thread.wake()  # type: ignore[union-attr]
         manager.wait("mirrored", timeout_s=30)
     assert is_mirrored(tmp_path, None)
 

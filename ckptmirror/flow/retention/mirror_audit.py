@@ -54,8 +54,8 @@ class MirrorAudit:
         table: The table that says what the mirrors should have.
         mirrors: The mirrors to ask, in this order.
         bus: Receives an event for each mirror that does not answer.
-        notes: Whether to note in the table, for other processes, the mirrors that have not answered yet. The trainer
-            does; other processes only remove mirrors that have answered.
+        notes: Whether to note in the table, for other processes, the mirrors that have not answered yet. A trainer
+            does, and so does a drain of a root without one; beside a trainer, others only remove mirrors that answered.
         clock: Seconds, monotonic.
     """
 
@@ -96,7 +96,7 @@ class MirrorAudit:
 
     def ask_once_more(self, urls: Collection[str], timeout_s: float) -> None:
         """Ask these mirrors once more, and wait at most ``timeout_s`` seconds: a rotation may delay the answers."""
-        self.begin_anew(urls)
+        self.reopen(urls)
         self._thread = None
         self._ask_beside(timeout_s)
 
@@ -111,7 +111,7 @@ class MirrorAudit:
         """Whether a thread of this object is asking; it then uses the table and the mirrors."""
         return self._thread is not None and self._thread.is_alive()
 
-    def begin_anew(self, urls: Collection[str]) -> None:
+    def reopen(self, urls: Collection[str]) -> None:
         """Let these mirrors be asked once more."""
         with self._lock:
             earlier = {url: self._open.get(url, _Question()) for url in self._mirrors if url in {*urls, *self._open}}
@@ -135,8 +135,8 @@ class MirrorAudit:
     def _note(self) -> None:
         still_open = set(self._open)
         try:
-            noted = still_open if self._notes else self._table.unasked() - (self._mirrors.keys() - still_open)
-            self._table.set_unasked(noted)
+            noted = self._table.unasked() - (self._mirrors.keys() - still_open)
+            self._table.set_unasked(noted | still_open if self._notes else noted)
         except CkptMirrorError as error:
             _log.error("other processes cannot see which mirrors have not answered yet: %s", error)
 

@@ -121,6 +121,8 @@ class Database:
         if application != APPLICATION_ID:
             raise BrokenTable(f"{self.path} is not a pending-uploads table (application id {application})")
         newest = len(migrations())
+        if version < 1:  # a table is built whole before it gets its name
+            raise BrokenTable(f"{self.path} is not a sound table: its schema version is {version}")
         if version > newest:
             raise NewerTable(f"{self.path} has schema version {version}, this ckptmirror knows up to {newest}")
         if version < newest and self.read_only:

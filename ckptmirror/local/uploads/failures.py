@@ -44,7 +44,7 @@ def named_failures(path: Path) -> Iterator[None]:
     except (apsw.CorruptError, apsw.NotADBError, apsw.FormatError, apsw.SchemaChangeError) as error:
         raise errors.BrokenTable(f"{path} is damaged: {error}", hint=_REBUILD) from error
     except apsw.SQLError as error:
-        if not str(error).startswith(("no such", "malformed")):
+        if not str(error).startswith(("no such", "malformed", "unsupported file format")):
             raise  # a statement of ours is wrong
         raise errors.BrokenTable(f"{path} lacks parts of its schema: {error}", hint=_REBUILD) from error
     except apsw.FullError as error:

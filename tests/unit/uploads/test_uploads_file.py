@@ -153,6 +153,22 @@ def test_a_corrupt_file_is_refused_with_what_happens_next_and_can_be_set_aside(t
         assert table.records() == []
 
 
+def test_a_flipped_bit_in_the_header_is_a_broken_table_or_none(table: UploadsTable, add: Add) -> None:
+    add(200)
+    table.close()
+    header = table.path.read_bytes()[:100]
+    for place in range(8 * len(header)):
+        damaged = bytearray(header)
+        damaged[place // 8] ^= 1 << place % 8
+        with open(table.path, "r+b") as file:
+            file.write(damaged)
+        try:
+            with UploadsTable.open(table.path) as opened:
+                assert len(opened.records()) == 3
+        except (BrokenTable, NewerTable):
+            pass
+
+
 def test_damaged_pages_are_found_when_the_table_is_opened(table: UploadsTable, add: Add) -> None:
     for step in range(1, 20):
         add(step, count=20)
