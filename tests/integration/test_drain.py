@@ -172,6 +172,7 @@ def test_the_delays_that_grew_in_an_outage_end_with(who: str, tmp_path: Path) ->
 
 def test_after_a_drain_that_a_mirror_did_not_answer_the_status_does_not_say_safe(tmp_path: Path) -> None:
     root, mirror = tmp_path / "root", tmp_path / "nfs" / "run"
+    mirror.parent.mkdir()
     saved_run(root, (1,), f"file://{mirror}")
     assert read_status(root).is_mirrored(None)
     mirror.rename(tmp_path / "away")
