@@ -11,7 +11,7 @@ from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.names import MAX_STEP
 from ckptmirror.core.setting_checks import WrongValue, above_0
-from ckptmirror.local import files
+from ckptmirror.local import directories
 from ckptmirror.ranks import StopRequest, node_key_of
 
 __all__ = ["checked_kinds", "checked_limit", "checked_step", "node_key", "stop_event"]
@@ -23,7 +23,7 @@ def node_key(root: Path) -> tuple[str, BaseException | None]:
     An error is returned and raised later, so that every rank still takes part in the first exchange.
     """
     try:
-        files.make_dirs(root)
+        directories.make_dirs(root)
         return node_key_of(root), None
     except (OSError, CkptMirrorError) as error:
         return str(root), error

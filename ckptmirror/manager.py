@@ -29,11 +29,11 @@ from ckptmirror.flow.save.handle import DEFAULT_WAIT_S, SaveHandle, raise_skippe
 from ckptmirror.flow.save.save import LeaderSide, Saver, SaveRequest
 from ckptmirror.flow.save.save_parts import import_formats
 from ckptmirror.flow.start.leader import Node
-from ckptmirror.flow.start.policy import Policy
 from ckptmirror.flow.start.resume import resume_run
+from ckptmirror.flow.start.resume_policy import Policy
 from ckptmirror.flow.status import Status, is_mirrored, read_status
 from ckptmirror.formats.train_state import check_is_state, check_state, checked_parts
-from ckptmirror.local.files import absolute_dir
+from ckptmirror.local.directories import absolute_dir
 from ckptmirror.local.lock import RankLock
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.observe.journal import Journal

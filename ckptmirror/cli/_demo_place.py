@@ -16,7 +16,7 @@ from shlex import quote
 from urllib.parse import unquote
 from uuid import uuid4
 
-from ckptmirror.cli._words import size
+from ckptmirror.cli._human_text import size
 from ckptmirror.core.errors import BucketNotFound, CkptMirrorError, ConfigError, NameTaken
 from ckptmirror.stores import normalise_url, open_store
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmirror.cli._demo_place import DemoPlace
-from ckptmirror.cli._words import size
+from ckptmirror.cli._human_text import size
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.flow.places.resolve import find_local_checkpoint_steps, list_checkpoints
 from ckptmirror.flow.status import read_status

@@ -15,9 +15,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptmirror.cli._pace import Pace
 from ckptmirror.cli._streams import raw_stderr
 from ckptmirror.cli._terminal import moves_cursor
+from ckptmirror.cli._transfer_speed import Pace
 
 __all__ = ["LINE_EVERY_S", "Lines", "progress"]
 

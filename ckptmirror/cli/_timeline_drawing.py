@@ -14,9 +14,9 @@ import re
 from collections import Counter
 from xml.sax.saxutils import escape, quoteattr
 
+from ckptmirror.cli._human_text import duration_text
 from ckptmirror.cli._timeline_axis import Axis
 from ckptmirror.cli._timeline_lanes import Lane, Placed, lanes_of
-from ckptmirror.cli._words import duration_text
 from ckptmirror.core.journal import utc_text
 from ckptmirror.observe.timeline import Timeline
 from ckptmirror.observe.timeline_bars import Bar

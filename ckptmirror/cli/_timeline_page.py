@@ -6,8 +6,8 @@ Rules:
 
 from __future__ import annotations
 
+from ckptmirror.cli._human_text import duration_text
 from ckptmirror.cli._timeline_drawing import KIND_NAMES, plain, summary
-from ckptmirror.cli._words import duration_text
 from ckptmirror.core.journal import utc_text
 from ckptmirror.observe.timeline import Timeline
 from ckptmirror.observe.timeline_bars import Bar

@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptmirror.cli._human_text import duration_text, on_no_mirror, plain_reason, size
 from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import print_json
 from ckptmirror.cli._terminal import moves_cursor
-from ckptmirror.cli._words import duration_text, on_no_mirror, plain_reason, size
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ckptmirror.cli._pace import Pace
+    from ckptmirror.cli._transfer_speed import Pace
     from ckptmirror.core import events
     from ckptmirror.flow.drain import Drained, DrainReport
     from ckptmirror.flow.upload.transfer_progress import Held

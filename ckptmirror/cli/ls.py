@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
+from ckptmirror.cli._human_text import age_text, size
 from ckptmirror.cli._options import DIRECTORY, configured_place, json_option, print_json
 from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, print_table, standing_style
-from ckptmirror.cli._words import age_text, size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.places.resolve import ListedCheckpoint

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
+from ckptmirror.cli._human_text import size
 from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import json_option, print_json, root_option, step_option
-from ckptmirror.cli._words import size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.upload.retry_failed import Retried, RetriedFile

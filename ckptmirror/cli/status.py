@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
+from ckptmirror.cli._human_text import age_text, on_no_mirror, plain_reason, size
 from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import json_option, print_json, root_option
 from ckptmirror.cli._tables import (
@@ -19,7 +20,6 @@ from ckptmirror.cli._tables import (
     print_table,
     standing_style,
 )
-from ckptmirror.cli._words import age_text, on_no_mirror, plain_reason, size
 from ckptmirror.core.errors import CkptMirrorError, DeadlinePassed, IntegrityError, RefusedOnlyCopy
 from ckptmirror.core.printable import printable_text
 

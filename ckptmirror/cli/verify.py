@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
+from ckptmirror.cli._human_text import size
 from ckptmirror.cli._options import DIRECTORY, configured_place, json_option, print_json, step_option
 from ckptmirror.cli._progress import progress
 from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, print_table, standing_style
-from ckptmirror.cli._words import size
 from ckptmirror.core.errors import IntegrityError, NotAuthorised, Temporary, UsageError
 
 if TYPE_CHECKING:

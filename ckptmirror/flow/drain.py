@@ -56,9 +56,9 @@ from ckptmirror.flow.start.claim import DrainConfirmation, check_of_run
 from ckptmirror.flow.upload.sending import UploadContext
 from ckptmirror.flow.upload.transfer_progress import Held, Seen, UnderWay, Wait
 from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, held_elsewhere, still_moving, upload_save
-from ckptmirror.local import files
+from ckptmirror.local import directories
+from ckptmirror.local.daemon_pool import begin, is_over
 from ckptmirror.local.lock import RootLock, is_held
-from ckptmirror.local.pool import begin, is_over
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.table_place import check_place, note_place, open_known_table, table_path
 from ckptmirror.local.uploads import UploadsTable
@@ -240,7 +240,7 @@ def push(
         raise CheckpointNotFound(
             f"{root} has only a part of a save of step {parts[0].step}.", hint=_bring_the_rest(root, parts[0])
         )
-    files.make_dirs(table_path(root, state_dir).parent)
+    directories.make_dirs(table_path(root, state_dir).parent)
     table = UploadsTable.open(table_path(root, state_dir), create=True)
     with _Opened(table) as held:
         table.check_root(root)

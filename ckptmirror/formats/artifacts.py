@@ -23,11 +23,11 @@ import torch
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.core.model import Digest
-from ckptmirror.formats.depth import TooDeep, too_deep
+from ckptmirror.formats.nesting_limit import TooDeep, too_deep
 from ckptmirror.formats.shards import read_pieces
 from ckptmirror.formats.tensor_bytes import compact
 from ckptmirror.formats.unpickle import load_pt, load_stream, refused_as_usage
-from ckptmirror.local.files import ArtifactWriter
+from ckptmirror.local.checksummed_writer import ArtifactWriter
 
 __all__ = ["ArtifactStream", "write_json", "write_pt"]
 

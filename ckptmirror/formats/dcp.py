@@ -36,12 +36,12 @@ from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges
 from ckptmirror.formats.dcp_files import DirectoryWriter
 from ckptmirror.formats.dcp_read import check_plain_values, load_directory, read_directory_metadata
-from ckptmirror.formats.plain import MARK
 from ckptmirror.formats.sidecars import is_scheduled
 from ckptmirror.formats.tensor_bytes import compact
 from ckptmirror.formats.unpickle import check_regular
 from ckptmirror.formats.versions import KEY, to_text, versions_in
-from ckptmirror.local.files import ArtifactWriter
+from ckptmirror.formats.weights_only_values import MARK
+from ckptmirror.local.checksummed_writer import ArtifactWriter
 
 __all__ = ["FORMAT", "DcpFormat", "from_checkpoint_exception"]
 

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from ckptmirror.core.errors import CkptMirrorError, NameTaken
 from ckptmirror.core.model import Digest
 from ckptmirror.formats.artifacts import ArtifactStream
-from ckptmirror.local.files import ArtifactWriter, make_dirs
+from ckptmirror.local.checksummed_writer import ArtifactWriter
+from ckptmirror.local.directories import make_dirs
 
 __all__ = ["ArtifactFileSystem", "DirectoryWriter"]
 

@@ -33,12 +33,11 @@ from torch.futures import Future
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges, file_names
-from ckptmirror.formats.depth import max_depth
-from ckptmirror.formats.live import check_fits, finish_model, pair_names, warn_missing, warn_unused
+from ckptmirror.formats.load_model import check_fits, finish_model, pair_names, warn_missing, warn_unused
 from ckptmirror.formats.names import live_values, makes_room, shard_again
+from ckptmirror.formats.nesting_limit import max_depth
 from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
-from ckptmirror.formats.plain import decode
 from ckptmirror.formats.shards import piece_of
 from ckptmirror.formats.tied_weights import refuse_two_values, sharing
 from ckptmirror.formats.unpickle import (
@@ -50,6 +49,7 @@ from ckptmirror.formats.unpickle import (
     refused_as_usage,
 )
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text
+from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.local.files import read_limited
 
 __all__ = [

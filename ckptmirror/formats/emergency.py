@@ -22,7 +22,7 @@ from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.capture import capture_local
-from ckptmirror.formats.live import load_model, warn_missing, warn_unused
+from ckptmirror.formats.load_model import load_model, warn_missing, warn_unused
 from ckptmirror.formats.model import full_optimizer
 from ckptmirror.formats.names import shard_again
 from ckptmirror.formats.optimizer_order import refuse_other_order
@@ -32,7 +32,7 @@ from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import load_extra, takes_schedule, tensor_list
 from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.versions import versions_in
-from ckptmirror.local.files import make_dirs
+from ckptmirror.local.directories import make_dirs
 
 __all__ = ["FORMAT", "EmergencyFormat", "load_emergency", "names_of_rank", "write_emergency"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from ckptmirror.formats.already_filled import Taken
 from ckptmirror.formats.buffers import is_array
-from ckptmirror.formats.memory import Taken
 from ckptmirror.formats.rank_files import is_mapping, is_sequence
 from ckptmirror.formats.shards import local_of
 from ckptmirror.formats.state_tree import state_of

@@ -32,15 +32,15 @@ from ckptmirror.formats.legacy_optimizers import (
     is_optimizer_key,
     joined,
 )
-from ckptmirror.formats.live import load_model, warn_missing, warn_unused
+from ckptmirror.formats.load_model import load_model, warn_missing, warn_unused
 from ckptmirror.formats.names import shard_again
 from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer
-from ckptmirror.formats.plain import decode
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.sidecars import load_extra, takes_schedule
 from ckptmirror.formats.unpickle import load_pt
 from ckptmirror.formats.versions import Versions, plain_model
+from ckptmirror.formats.weights_only_values import decode
 
 __all__ = ["LegacyState", "load_legacy", "read_legacy"]
 

@@ -23,16 +23,16 @@ from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName, parse_name, tmp_name
 from ckptmirror.formats.artifacts import write_pt
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
-from ckptmirror.formats.live import load_model, warn_missing, warn_unused
+from ckptmirror.formats.load_model import load_model, warn_missing, warn_unused
 from ckptmirror.formats.names import shard_again
 from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
-from ckptmirror.formats.plain import as_torch_has_it, decode
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import is_scheduled
 from ckptmirror.formats.unpickle import check_regular, load_pt
 from ckptmirror.formats.versions import attached, plain_model, versions_in
+from ckptmirror.formats.weights_only_values import as_torch_has_it, decode
 
 __all__ = ["FORMAT", "ModelFormat", "read_optimizer"]
 

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import UsageError
-from ckptmirror.formats.memory import span_of
+from ckptmirror.formats.already_filled import span_of
 from ckptmirror.formats.rank_files import is_mapping, is_sequence
 
 __all__ = [

@@ -39,9 +39,9 @@ from ckptmirror.formats.optimizer_check import (
     some,
     warn_of_shared_state,
 )
-from ckptmirror.formats.plain import encode
 from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.shards import Piece
+from ckptmirror.formats.weights_only_values import encode
 
 __all__ = [
     "capture_optimizer",

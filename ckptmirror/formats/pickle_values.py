@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptmirror.core.errors import UnsafePickle
-from ckptmirror.formats.depth import TooDeep, max_depth
+from ckptmirror.formats.nesting_limit import TooDeep, max_depth
 
 __all__ = ["Global", "Made", "check_whole"]
 

@@ -19,10 +19,10 @@ from ckptmirror.core.errors import KindMismatch
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.dcp_read import read_full_directory
-from ckptmirror.formats.plain import decode
 from ckptmirror.formats.rank_files import RankFiles, is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.unpickle import load_pt
 from ckptmirror.formats.versions import attached, plain_model
+from ckptmirror.formats.weights_only_values import decode
 
 __all__ = ["read_extra", "read_full"]
 

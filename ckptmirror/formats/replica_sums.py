@@ -1,4 +1,4 @@
-"""Checksums of the model and optimizer tensors that a rank holds, for ranks to compare (``core.rank_agreement``).
+"""Checksums of the model and optimizer tensors that a rank holds, for ranks to compare (``core.replica_agreement``).
 
 Rules:
 * For tensors that this rank saves, the sums computed while writing are used.
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.model import Kind
-from ckptmirror.core.rank_agreement import BUFFERS, WHOLE, Held
+from ckptmirror.core.replica_agreement import BUFFERS, WHOLE, Held
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.capture import walk_tensors
 from ckptmirror.formats.tensor_bytes import has_plain_bytes, sum32_there

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
+from ckptmirror.formats.already_filled import Taken, holds, same
 from ckptmirror.formats.buffers import fill_buffer, is_buffer
 from ckptmirror.formats.extra_aliases import in_order
-from ckptmirror.formats.live import Check, load_model, warn_missing, warn_unused
-from ckptmirror.formats.memory import Taken, holds, same
+from ckptmirror.formats.load_model import Check, load_model, warn_missing, warn_unused
 from ckptmirror.formats.names import live_parameters
 from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like
 from ckptmirror.formats.rank_files import RankFiles, is_mapping, is_sequence, rebuilt

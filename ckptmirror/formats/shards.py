@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import IntegrityError, UsageError
-from ckptmirror.formats.plain import MARK, decode, has_shards
+from ckptmirror.formats.weights_only_values import MARK, decode, has_shards
 
 __all__ = [
     "Piece",

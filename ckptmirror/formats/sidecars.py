@@ -22,14 +22,14 @@ import torch
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.names import SaveName
+from ckptmirror.formats.already_filled import Taken, same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
 from ckptmirror.formats.dataloader_state import has_position, knows_its_position, warn_left_alone
 from ckptmirror.formats.extra_aliases import aliases_in
 from ckptmirror.formats.learning_rates import follow_schedulers
-from ckptmirror.formats.live import warn_missing, warn_unused
-from ckptmirror.formats.memory import Taken, same
+from ckptmirror.formats.load_model import warn_missing, warn_unused
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.restore import Restorer

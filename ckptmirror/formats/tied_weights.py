@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ckptmirror.core.errors import UsageError
-from ckptmirror.formats.memory import Span, holds, share_bytes, span_of
+from ckptmirror.formats.already_filled import Span, holds, share_bytes, span_of
 from ckptmirror.formats.shards import Piece, fill, local_of, region_of
 
 __all__ = ["refuse_two_values", "sharing"]

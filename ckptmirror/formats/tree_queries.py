@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ckptmirror.formats.already_filled import overlaps_itself
 from ckptmirror.formats.buffers import is_array
-from ckptmirror.formats.memory import overlaps_itself
 from ckptmirror.formats.rank_files import below, is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.shards import Piece
 

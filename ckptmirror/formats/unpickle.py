@@ -24,8 +24,8 @@ import torch
 from torch.distributed.checkpoint import metadata
 
 from ckptmirror.core.errors import IntegrityError, Temporary, UnsafePickle, UsageError
-from ckptmirror.formats.allow_list import AllowListUnpickler, unchanged_classes
 from ckptmirror.formats.archives import check_archive, check_archive_file, check_archive_stream
+from ckptmirror.formats.metadata_allow_list import AllowListUnpickler, unchanged_classes
 from ckptmirror.formats.sparse import checked_sparse
 from ckptmirror.formats.vetting import vet
 

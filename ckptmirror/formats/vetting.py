@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ckptmirror.core.errors import IntegrityError, Temporary, UnsafePickle
-from ckptmirror.formats.allow_list import AllowListUnpickler
+from ckptmirror.formats.metadata_allow_list import AllowListUnpickler
 from ckptmirror.formats.pickle_scan import PickleRules, scan_pickle
 
 __all__ = ["VET_FROM_BYTES", "vet"]

@@ -17,38 +17,11 @@ from types import TracebackType
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.core.names import tmp_name
 from ckptmirror.local import crashpoints, direct_io
-from ckptmirror.local.artifact_writer import ArtifactWriter, create_temporary
-from ckptmirror.local.directories import (
-    absolute_dir,
-    fsync_dir,
-    fsync_file,
-    fsync_tree,
-    make_dirs,
-    publish_dir,
-    rename_noreplace,
-    replace_link,
-)
+from ckptmirror.local.checksummed_writer import create_temporary
+from ckptmirror.local.directories import fsync_dir, rename_noreplace
 from ckptmirror.local.storage_errors import explained
-from ckptmirror.local.trash import empty_trash, move_to_trash, remove_temporaries, remove_tree_in_trash
 
-__all__ = [
-    "ArtifactWriter",
-    "FileSource",
-    "absolute_dir",
-    "empty_trash",
-    "fsync_dir",
-    "fsync_file",
-    "fsync_tree",
-    "make_dirs",
-    "move_to_trash",
-    "publish_dir",
-    "read_limited",
-    "remove_temporaries",
-    "remove_tree_in_trash",
-    "rename_noreplace",
-    "replace_link",
-    "write_bytes",
-]
+__all__ = ["FileSource", "read_limited", "write_bytes"]
 
 
 def write_bytes(path: Path, data: bytes, *, save_id: str, replace: bool = False) -> None:

@@ -19,7 +19,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptmirror.core import merging, names
+from ckptmirror.core import meta_merging, names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat
 from ckptmirror.core.model import Digest, Kind, Meta
@@ -208,7 +208,7 @@ def _read_emergency(reading: _Reading, directory: str) -> None:
 def _add_emergency(reading: _Reading, directory: str, metas: dict[int, Meta]) -> None:
     paths = {rank: reading.root / directory / names.emergency_meta_name(rank) for rank in metas}
     try:
-        merged = merging.merge_emergency(list(metas.values()))
+        merged = meta_merging.merge_emergency(list(metas.values()))
     except BrokenMeta as error:
         reading.broken += [Item(path, str(error)) for path in paths.values()]
         return

@@ -29,7 +29,7 @@ from ckptmirror.core.errors import (
     TableLocked,
 )
 from ckptmirror.core.model import new_id
-from ckptmirror.local import files
+from ckptmirror.local import directories, files, trash
 from ckptmirror.local.file_systems import refuse_fuse, refuse_network_place
 from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
 
@@ -119,7 +119,7 @@ def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | No
         Temporary: The root is not mounted now. Nothing was changed.
     """
     path = table_path(root, state_dir)
-    files.make_dirs(path.parent)
+    directories.make_dirs(path.parent)
     try:
         table = _open_own(root, path, clock)
     except BrokenTable as error:
@@ -224,12 +224,12 @@ def note_place(root: Path, path: Path) -> None:
     note_path = root / names.TABLE_NOTE_NAME
     if path.resolve() == (root / names.TABLE_NAME).resolve():
         with contextlib.suppress(FileNotFoundError):
-            files.move_to_trash(root, note_path)
-            files.fsync_dir(note_path.parent)
+            trash.move_to_trash(root, note_path)
+            directories.fsync_dir(note_path.parent)
         return
     note = _Note(socket.gethostname(), str(path))
     with contextlib.suppress(ConfigError):
         if _read_note(root) == note:
             return
-    files.make_dirs(note_path.parent)
+    directories.make_dirs(note_path.parent)
     files.write_bytes(note_path, json.dumps(asdict(note), indent=1).encode() + b"\n", save_id=new_id(), replace=True)

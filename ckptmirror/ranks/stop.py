@@ -31,7 +31,7 @@ from typing import Any
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.ranks.base import Ranks
-from ckptmirror.ranks.shield import WorkerShield
+from ckptmirror.ranks.dataloader_workers import WorkerShield
 
 __all__ = ["DEFAULT_GRACE_S", "StopRequest"]
 

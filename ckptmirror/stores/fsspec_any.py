@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from importlib.util import find_spec
 from typing import Any
 
 from ckptmirror.core.errors import (
@@ -87,7 +87,7 @@ def _lacks_package(protocol: str, error: ImportError) -> ConfigError:
     from fsspec.registry import known_implementations
 
     package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
-    if package == "fsspec" or importlib.util.find_spec(package) is not None:
+    if package == "fsspec" or find_spec(package) is not None:
         return ConfigError(
             f"{protocol}:// cannot be used: {error}.",
             hint="Install the package that it lacks in the environment that ckptmirror runs in.",

@@ -25,8 +25,8 @@ from ckptmirror.stores import (
     memory,
     observed,
     open_store,
-    remembering,
     retrying,
+    same_place,
     throttled,
 )
 from ckptmirror.stores.base import Store, Upload
@@ -126,7 +126,7 @@ def _decorated(opener: Opener, name: str, decorate: Callable[[Store], Store]) ->
 
 def _remembering(store: Store) -> Store:
     known: dict[str, str] = {}
-    return remembering.RememberingStore(store, lambda: known.get("it"), lambda found: known.setdefault("it", found))
+    return same_place.SamePlaceStore(store, lambda: known.get("it"), lambda found: known.setdefault("it", found))
 
 
 Make = Callable[[Path, GcsServerProcess], Opener]
@@ -141,7 +141,7 @@ OPENERS: dict[str, Make] = {
             ("hang_guarded", lambda store: hang_guarded.HangGuardedStore(store, Path(f"/nowhere-{next(_numbers)}"))),
             ("retrying", retrying.RetryingStore),
             ("faulty", FaultyStore),
-            ("remembering", _remembering),
+            ("same_place", _remembering),
             ("throttled", lambda store: throttled.ThrottledStore(store, bytes_per_s=1e9, requests_per_s=1e6)),
             ("observed", lambda store: observed.ObservedStore(store, EventBus())),
         )

@@ -231,7 +231,7 @@ class Unloadable(int):
 def test_a_value_that_the_encoder_lets_through_and_no_load_takes_is_not_committed(
     kind: Kind, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptmirror.formats import plain
+    from ckptmirror.formats import weights_only_values as plain
 
     monkeypatch.setattr(plain, "_PLAIN", (*plain._PLAIN, Unloadable))
     state = make_state()

@@ -18,7 +18,7 @@ from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats import TrainState
 from ckptmirror.formats.dcp_read import read_full_directory
-from ckptmirror.formats.live import load_model
+from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.read_full import read_full
 from ckptmirror.formats.versions import checked, for_live, from_text, plain_model

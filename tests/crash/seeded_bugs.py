@@ -15,7 +15,7 @@ from ckptmirror.flow.retention import reconcile, rotation
 from ckptmirror.flow.save import commit, save
 from ckptmirror.flow.start import bring
 from ckptmirror.flow.upload.artifact import ArtifactUpload
-from ckptmirror.local import crashpoints, files
+from ckptmirror.local import crashpoints, directories, files, trash
 from ckptmirror.local.uploads import UploadsTable, rows
 from ckptmirror.stores import file as file_store
 
@@ -35,10 +35,10 @@ def the_meta_is_written_first() -> None:
         table.add_save(meta.save_id, meta.step, meta.kinds, meta.artifacts, urls, meta_path=meta_path)
         files.write_bytes(root / meta_path, meta_to_bytes(meta), save_id=meta.save_id)
         for name in top_names(meta.artifacts):
-            files.rename_noreplace(root / names.tmp_name(name, meta.save_id), root / name, label="save.publish")
-        files.fsync_dir(root)
+            directories.rename_noreplace(root / names.tmp_name(name, meta.save_id), root / name, label="save.publish")
+        directories.fsync_dir(root)
         table.release_save(meta.save_id)
-        files.replace_link(root / names.LATEST_NAME, commit.latest_target(meta))
+        directories.replace_link(root / names.LATEST_NAME, commit.latest_target(meta))
 
     plant(save, "commit_save", commit_save)
 
@@ -59,7 +59,7 @@ def latest_is_swapped_before_the_commit() -> None:
 
     def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[Any], meta: Meta) -> None:
         for name in top_names(meta.artifacts)[:1]:
-            files.replace_link(root / names.LATEST_NAME, name)
+            directories.replace_link(root / names.LATEST_NAME, name)
         honest(root, table, mirrors, meta)
 
     plant(save, "commit_save", commit_save)
@@ -108,7 +108,7 @@ def rotation_is_blind() -> None:
 def rotation_deletes_in_place() -> None:
     def delete(root: Path, table: UploadsTable, meta: Meta) -> None:
         for name in (*top_names(meta.artifacts), names.SaveName(meta.step, meta.tag).meta):
-            files.move_to_trash(root, root / name)
+            trash.move_to_trash(root, root / name)
         table.forget_save(meta.save_id)
 
     plant(rotation, "_delete", delete)

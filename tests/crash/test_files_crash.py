@@ -17,7 +17,7 @@ import pytest
 from ckptmirror.core.errors import NameTaken
 from ckptmirror.core.model import Digest
 from ckptmirror.core.names import TRASH_DIR, tmp_name
-from ckptmirror.local import crashpoints, direct_io, directories, files
+from ckptmirror.local import checksummed_writer, crashpoints, direct_io, directories, files, trash
 from ckptmirror.local.checksums import verify_file
 
 SAVE_ID = "1f0c9a2e" + "0" * 24
@@ -91,7 +91,7 @@ def finals(root: Path) -> set[str]:
 
 
 def write_artifact(root: Path) -> Digest:
-    with files.ArtifactWriter(root / "model_000200.pt", SAVE_ID) as writer:
+    with checksummed_writer.ArtifactWriter(root / "model_000200.pt", SAVE_ID) as writer:
         for start in range(0, SIZE_BYTES, 10_000):
             writer.write(memoryview(DATA)[start : start + 10_000])
         return writer.publish()
@@ -125,7 +125,7 @@ def test_crash_during_save_leaves_no_final_file(tmp_path: Path):
 
 def test_a_sealed_artifact_is_complete_under_its_temporary_name(tmp_path: Path):
     def seal(root: Path) -> None:
-        with files.ArtifactWriter(root / "model_000200.pt", SAVE_ID) as writer:
+        with checksummed_writer.ArtifactWriter(root / "model_000200.pt", SAVE_ID) as writer:
             writer.write(DATA)
             writer.seal()
 
@@ -182,7 +182,7 @@ def test_crash_while_publishing_a_directory_leaves_it_absent_or_whole(tmp_path: 
     temporary = tmp_name("dcp_000200", SAVE_ID)
 
     def publish(root: Path) -> None:
-        files.publish_dir(root / temporary, root / "dcp_000200")
+        directories.publish_dir(root / temporary, root / "dcp_000200")
 
     def check(root: Path, point: str) -> None:
         if (root / "dcp_000200").exists() and not whole(root / "dcp_000200"):
@@ -196,15 +196,15 @@ def test_crash_while_publishing_a_directory_leaves_it_absent_or_whole(tmp_path: 
 
 def test_crash_while_removing_leaves_it_whole_or_gone(tmp_path: Path):
     def remove(root: Path) -> None:
-        files.move_to_trash(root, root / "dcp_000200")
-        files.fsync_dir(root)
-        files.empty_trash(root)
+        trash.move_to_trash(root, root / "dcp_000200")
+        directories.fsync_dir(root)
+        trash.empty_trash(root)
 
     def check(root: Path, point: str) -> None:
         if (root / "dcp_000200").exists() and os.listdir(root / "dcp_000200"):
             assert whole(root / "dcp_000200"), point
-            files.move_to_trash(root, root / "dcp_000200")
-        files.empty_trash(root)
+            trash.move_to_trash(root, root / "dcp_000200")
+        trash.empty_trash(root)
         assert os.listdir(root / TRASH_DIR) == [], point
         assert finals(root) == set(), point
 
@@ -219,7 +219,7 @@ def test_crash_while_removing_leaves_it_whole_or_gone(tmp_path: Path):
 
 def test_crash_while_pointing_latest_leaves_the_old_or_the_new_target(tmp_path: Path):
     def point_new(root: Path) -> None:
-        files.replace_link(root / "latest", "dcp_000200")
+        directories.replace_link(root / "latest", "dcp_000200")
 
     def check(root: Path, point: str) -> None:
         assert os.readlink(root / "latest") in ("dcp_000100", "dcp_000200"), point
@@ -237,7 +237,7 @@ def test_crash_while_pointing_latest_leaves_the_old_or_the_new_target(tmp_path: 
 
 def test_crash_while_making_directories_can_be_done_again(tmp_path: Path):
     def make(root: Path) -> None:
-        files.make_dirs(root / "a" / "b" / "c")
+        directories.make_dirs(root / "a" / "b" / "c")
 
     def check(root: Path, point: str) -> None:
         make(root)

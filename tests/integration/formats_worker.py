@@ -24,7 +24,7 @@ from ckptmirror.formats.artifacts import ArtifactStream
 from ckptmirror.formats.capture import architecture_hash, capture, snapshot_from_tree, snapshot_tree
 from ckptmirror.formats.emergency import load_emergency, write_emergency
 from ckptmirror.formats.sidecars import load_sidecars, write_sidecars
-from ckptmirror.local.files import rename_noreplace
+from ckptmirror.local.directories import rename_noreplace
 from ckptmirror.ranks.host_copy import HostCopier
 
 SAVE_ID = "1f0c9a2e" * 4

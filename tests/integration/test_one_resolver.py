@@ -307,7 +307,7 @@ def test_references_are_taken_apart_in_one_module() -> None:
         "flow/places/reference.py",
         "flow/places/resolve.py",
         "flow/verify/verify.py",
-        "flow/start/policy.py",
+        "flow/start/resume_policy.py",
     }
     tells = set()
     for name, tree in modules("flow", "manager.py"):

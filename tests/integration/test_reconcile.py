@@ -13,7 +13,7 @@ from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.model import Meta, new_id
 from ckptmirror.flow.retention.reconcile import reconcile
 from ckptmirror.flow.save.commit import commit_save
-from ckptmirror.local import files
+from ckptmirror.local import directories
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.table_place import open_table
 from ckptmirror.testing import GcsServerProcess
@@ -278,7 +278,7 @@ def test_a_meta_that_contradicts_the_table_changes_no_record(place: MirroredRoot
 
 
 def test_trash_of_a_crashed_deletion_is_removed(place: MirroredRoot) -> None:
-    files.make_dirs(place.root / names.TRASH_DIR)
+    directories.make_dirs(place.root / names.TRASH_DIR)
     (place.root / names.TRASH_DIR / f"model_000100.pt.{new_id()[:16]}").write_bytes(b"x" * 1000)
     start(place)
     assert list((place.root / names.TRASH_DIR).iterdir()) == []

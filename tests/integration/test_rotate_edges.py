@@ -25,7 +25,7 @@ from ckptmirror.flow.retention.rotation import finish_interrupted, rotate_root
 from ckptmirror.flow.save.commit import NAMES_LOCK_NAME, commit_save
 from ckptmirror.flow.save.emergency import save_emergency
 from ckptmirror.flow.save.emergency_files import read_note
-from ckptmirror.local import files
+from ckptmirror.local import directories, files
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import exclusive
 from ckptmirror.local.uploads import UploadsTable
@@ -60,7 +60,7 @@ def test_i3_a_rotation_takes_nothing_of_a_save_in_flight_with_the_bytes_of_a_rot
 ) -> None:
     old, held = interrupted(place, 200)
     again = sealed_again(place, old, held)
-    honest = files.rename_noreplace
+    honest = directories.rename_noreplace
     seen: list[bool] = []
 
     def rename(source: Path, target: Path, *, label: str = "file.publish") -> None:
@@ -68,7 +68,7 @@ def test_i3_a_rotation_takes_nothing_of_a_save_in_flight_with_the_bytes_of_a_rot
         finish_interrupted(place.root, place.table, place.mirrors)  # between any two of its names
         seen.append((place.root / target.name).exists())
 
-    monkeypatch.setattr(files, "rename_noreplace", rename)
+    monkeypatch.setattr(directories, "rename_noreplace", rename)
     commit_save(place.root, place.table, [MirrorSpec(place.mirrors[0].url)], again)
     monkeypatch.undo()
     assert seen
@@ -216,7 +216,7 @@ def test_a_deletion_waits_while_a_save_shows_its_names(place: MirroredRoot) -> N
 def test_a_rotation_frees_the_disk_before_it_needs_room(place: MirroredRoot, monkeypatch: pytest.MonkeyPatch) -> None:
     old, _ = two_saves(place)
     place.upload()
-    honest_forget, honest_link = place.table.forget_save, files.replace_link
+    honest_forget, honest_link = place.table.forget_save, directories.replace_link
 
     def is_full() -> bool:
         return (place.root / "dcp_000100").exists() or bool(list((place.root / names.TRASH_DIR).iterdir()))
@@ -233,7 +233,7 @@ def test_a_rotation_frees_the_disk_before_it_needs_room(place: MirroredRoot, mon
 
     honest_link(place.root / names.LATEST_NAME, "dcp_000100")
     monkeypatch.setattr(place.table, "forget_save", forget)
-    monkeypatch.setattr(files, "replace_link", link)
+    monkeypatch.setattr(directories, "replace_link", link)
     assert place.rotate().deleted == ((100, old.save_id),)
     assert os.readlink(place.root / names.LATEST_NAME) == "dcp_000200"
     assert place.table.records(save_id=old.save_id) == []
@@ -267,7 +267,7 @@ def test_an_emergency_snapshot_goes_with_its_note_once_a_newer_save_is_mirrored(
     place.commit(300)
     assert place.rotate().deleted == ()
     place.upload()
-    files.replace_link(place.root / names.LATEST_NAME, directory.name)
+    directories.replace_link(place.root / names.LATEST_NAME, directory.name)
     assert sorted(step for step, _ in place.rotate().deleted) == [200, 250]
     assert not directory.exists()
     assert not list(notes.glob("emergency-*.json"))

@@ -19,7 +19,7 @@ from ckptmirror.core.errors import (
     RootLocked,
     UsageError,
 )
-from ckptmirror.core.merging import merge_parts
+from ckptmirror.core.meta_merging import merge_parts
 from ckptmirror.flow.fetch import blocks, destination, stage
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.fetch.stage_progress import StageProgress

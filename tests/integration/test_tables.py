@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror.cli._words import age_text
+from ckptmirror.cli._human_text import age_text
 from tests.kit.cli import run
 from tests.kit.roots import fail_uploads, make_mirrored, make_pending, require
 from tests.kit.saves import make_save

@@ -14,7 +14,7 @@ from ckptmirror.flow.start.bring import Bringer
 from ckptmirror.flow.start.claim import DrainConfirmation, RunClaim
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import survey
-from ckptmirror.local import files
+from ckptmirror.local import directories
 from ckptmirror.local.root_id import keep_root_id
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
@@ -35,7 +35,7 @@ def down(store: Store) -> FaultyStore:
 
 
 def table_of(root: Path) -> UploadsTable:
-    files.make_dirs(root / names.CONTROL_DIR)
+    directories.make_dirs(root / names.CONTROL_DIR)
     (root / names.LOCK_NAME).touch()
     return UploadsTable.open(root / names.CONTROL_DIR / "uploads.db", create=True)
 

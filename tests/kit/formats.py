@@ -18,7 +18,7 @@ from ckptmirror.formats import LoadReport, TrainState, WriteContext, get_format
 from ckptmirror.formats.capture import architecture_hash, capture
 from ckptmirror.formats.emergency import load_emergency, write_emergency
 from ckptmirror.formats.sidecars import load_sidecars, write_sidecars
-from ckptmirror.local.files import rename_noreplace
+from ckptmirror.local.directories import rename_noreplace
 
 KINDS: tuple[Kind, ...] = ALL_KINDS
 SAVE_ID = "1f0c9a2e" * 4

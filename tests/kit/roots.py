@@ -21,7 +21,7 @@ from ckptmirror.flow.save.commit import latest_target
 from ckptmirror.flow.upload.record import upload_claimed
 from ckptmirror.flow.upload.sending import UploadContext
 from ckptmirror.flow.verify.verify import Verification
-from ckptmirror.local import files
+from ckptmirror.local import directories
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.table_place import table_path
@@ -48,7 +48,7 @@ class MirroredRoot:
         self.bus = events.EventBus()
         self.events: list[events.Event] = []
         self.bus.subscribe(self.events.append)
-        files.make_dirs(root / names.CONTROL_DIR)
+        directories.make_dirs(root / names.CONTROL_DIR)
         put_attempts(root, [FIRST_ATTEMPT])
         self.stores = {url: FaultyStore(open_store(url, retry=False)) for url in (*urls, *optional)}
         self.mirrors = [Mirror(url, url not in optional, store) for url, store in self.stores.items()]
@@ -87,7 +87,7 @@ class MirroredRoot:
         self.add(meta)
         if release:
             self.table.release_save(meta.save_id)
-            files.replace_link(self.root / names.LATEST_NAME, latest_target(meta))
+            directories.replace_link(self.root / names.LATEST_NAME, latest_target(meta))
         return meta
 
     def add(self, meta: Meta) -> None:

@@ -26,10 +26,10 @@ from ckptmirror.flow.save.commit import commit_save, free_tag
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import DrainConfirmation, RunClaim, StartOver
 from ckptmirror.flow.start.leader import Node
-from ckptmirror.flow.start.policy import Policy
+from ckptmirror.flow.start.resume_policy import Policy
 from ckptmirror.flow.upload.record import upload_claimed
 from ckptmirror.flow.upload.sending import UploadContext
-from ckptmirror.local import files
+from ckptmirror.local import checksummed_writer, directories, trash
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.uploads import UploadsTable
 from tests.kit.saves import plan_files
@@ -161,7 +161,7 @@ class Trainer:
             truth.meta = meta
             commit_save(root, self.node.table, self.node.specs, meta)
         except Exception:
-            files.remove_temporaries(root, save_id, rank=0, shared=True)
+            trash.remove_temporaries(root, save_id, rank=0, shared=True)
             raise
         truth.acknowledged = True
         self.world.just_acknowledged.append((self.host, save_id))
@@ -172,12 +172,12 @@ class Trainer:
         top, _, below = path.partition("/")
         if below:
             directory = root / names.tmp_name(top, save_id)
-            files.make_dirs(directory)
-            with files.ArtifactWriter(directory / below, save_id) as writer:
+            directories.make_dirs(directory)
+            with checksummed_writer.ArtifactWriter(directory / below, save_id) as writer:
                 writer.write(data)
                 digest = writer.publish()
         else:
-            with files.ArtifactWriter(root / top, save_id) as writer:
+            with checksummed_writer.ArtifactWriter(root / top, save_id) as writer:
                 writer.write(data)
                 digest = writer.seal()
         return Artifact(path=path, kinds=kinds, rank=rank, digest=digest)

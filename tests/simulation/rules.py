@@ -33,7 +33,7 @@ from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.flow.start.policy import Policy
+from ckptmirror.flow.start.resume_policy import Policy
 from ckptmirror.local import crashpoints
 from tests.kit.faulty_store import StoreFault
 from tests.simulation.acting import acting, end_trainer, trainers_of

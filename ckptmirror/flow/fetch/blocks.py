@@ -3,8 +3,8 @@
 ``receive`` downloads objects into temporaries. ``read_all`` keeps nothing, and reports what differs from the save.
 
 Rules:
-* One queue of ranges for all of them, and a few threads (``local.pool``): one large file is read in parallel, and many
-  small ones too. A range is a run of whole blocks. Each thread has one buffer.
+* One queue of ranges for all of them, and a few threads (``local.daemon_pool``): one large file is read in parallel,
+  and many small ones too. A range is a run of whole blocks. Each thread has one buffer.
 * The generation of an object is pinned: bytes of two versions are never mixed.
 * A range of an object that does not verify is read again a bounded number of times: it may have broken in transit.
 * A file is read past the page cache if the file system allows it, so that damage on the disk is found.
@@ -30,8 +30,8 @@ from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.verification import State
 from ckptmirror.local import direct_io
 from ckptmirror.local.checksums import crc32c
+from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.local.listing import is_not_readable_now
-from ckptmirror.local.pool import run_jobs
 from ckptmirror.local.range_file import RangeFile
 from ckptmirror.stores.base import Store
 

@@ -25,7 +25,7 @@ from ckptmirror.core.errors import BrokenMeta, DestinationOccupied, IntegrityErr
 from ckptmirror.core.model import Artifact, Meta, top_names
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.trash import parsed_in_trash
-from ckptmirror.local import files
+from ckptmirror.local import directories, files, trash
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import LocalSave, read_inventory
 from ckptmirror.local.listing import Listing
@@ -74,12 +74,12 @@ def make_control_dir(root: Path) -> None:
         LocalStorageUnwritable: ``root`` is a file, or cannot be written.
         DestinationOccupied: The control directory is a symbolic link.
     """
-    files.make_dirs(root)
+    directories.make_dirs(root)
     if (root / names.CONTROL_DIR).is_symlink():
         raise DestinationOccupied(
             f"{root / names.CONTROL_DIR} is a symbolic link, and ckptmirror does not write through it."
         )
-    files.make_dirs(root / names.CONTROL_DIR)
+    directories.make_dirs(root / names.CONTROL_DIR)
 
 
 class Destination:
@@ -115,10 +115,10 @@ class Destination:
 
     def trashed_metas(self) -> Iterator[Meta]:
         """Yield the metas of this step that are in the trash."""
-        trash = self.root / names.TRASH_DIR
-        if not trash.is_dir():
+        trash_dir = self.root / names.TRASH_DIR
+        if not trash_dir.is_dir():
             return
-        for entry in sorted(trash.iterdir()):
+        for entry in sorted(trash_dir.iterdir()):
             parsed = parsed_in_trash(entry)
             if parsed is None or parsed.role != "meta":
                 continue
@@ -211,22 +211,22 @@ class Destination:
 
     def finish_replacing(self) -> None:
         """Move files that only metas in the trash name to trash, and delete them. Other programs' files stay."""
-        trash = self.root / names.TRASH_DIR
-        if not trash.is_dir():
+        trash_dir = self.root / names.TRASH_DIR
+        if not trash_dir.is_dir():
             return
         condemned = Destination(self.root, self.step, replaces=self._replaces).condemned
         for name, below in sorted(condemned.items()):
             paths = sorted(f"{name}/{inner}" for inner in below) if self.strangers(name, below) else [name]
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
-                    files.move_to_trash(self.root, self.root / path)
+                    trash.move_to_trash(self.root, self.root / path)
         if condemned:
-            files.fsync_dir(self.root)
-        for entry in sorted(trash.iterdir()):
+            directories.fsync_dir(self.root)
+        for entry in sorted(trash_dir.iterdir()):
             parsed = parsed_in_trash(entry)
             # Another process may need the meta of another step to finish its own replacement.
             if parsed is None or parsed.role != "meta" or parsed.step == self.step:
-                files.remove_tree_in_trash(self.root, entry)
+                trash.remove_tree_in_trash(self.root, entry)
 
 
 def _moved(artifact: Artifact, name: str) -> str:
@@ -245,7 +245,7 @@ def make_real_dirs(root: Path, directory: Path) -> None:
         path = path / part
         try:
             if not stat.S_ISDIR(path.lstat().st_mode):
-                files.move_to_trash(root, path)
+                trash.move_to_trash(root, path)
         except FileNotFoundError:
             pass
-        files.make_dirs(path)
+        directories.make_dirs(path)

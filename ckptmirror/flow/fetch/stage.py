@@ -31,7 +31,7 @@ from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, check_destination, mirror_specs
 from ckptmirror.flow.places.resolve import main_path
 from ckptmirror.flow.places.select import choose
-from ckptmirror.local import files
+from ckptmirror.local import directories
 from ckptmirror.local.lock import SHORT_VERBS, OnHeld, RootLock, exclusive
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.stores import open_store
@@ -100,12 +100,12 @@ def stage_checkpoint_step(
         ConfigError: ``dest`` is a URL, is inside the mirror itself, or a trainer saves another run there.
         RootLocked: A trainer saves there now.
     """
-    root = files.absolute_dir(dest, "dest")
+    root = directories.absolute_dir(dest, "dest")
     opened = mirror if isinstance(mirror, Mirror) else _open(mirror, on_wait)
     try:
         check_destination(root, opened)
         meta, kind = _find(opened, step, require_kind, superseded, wait_s)
-        files.make_dirs(root)
+        directories.make_dirs(root)
         lock = RootLock(root) if is_training_root(root) else None
         if lock is not None:
             lock.acquire(

@@ -55,10 +55,10 @@ from ckptmirror.flow.fetch.destination import (
 )
 from ckptmirror.flow.fetch.stage_progress import OnProgress, StageProgress
 from ckptmirror.flow.places.catalog import first_missing, mirror_catalog, objects_of
-from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.places.select import MAIN_ROLE, lineage_of
-from ckptmirror.local import files
+from ckptmirror.local import directories, files, trash
 from ckptmirror.local.inventory import LocalSave
 
 __all__ = ["Staging", "wanted_artifacts"]
@@ -242,9 +242,9 @@ class Staging:
         if not os.path.lexists(path) or not self._verified(place, name, artifacts):
             return False
         if path.is_dir():  # another call, or program, wrote it
-            files.fsync_tree(path)
+            directories.fsync_tree(path)
         else:
-            files.fsync_file(path)
+            directories.fsync_file(path)
         return True
 
     def _verified(self, place: Destination, name: str, artifacts: Sequence[Artifact]) -> bool:
@@ -362,9 +362,9 @@ class Staging:
                 self._publish_one(place, name, new)
         self._put_aside(stale if keeps_its_name else [*earlier, *stale])
         for name in waiting:
-            files.move_to_trash(self._dest, self._dest / name)
+            trash.move_to_trash(self._dest, self._dest / name)
             self._publish_one(place, name, new)
-        files.fsync_dir(self._dest)
+        directories.fsync_dir(self._dest)
         if same is None or new is not same.meta:
             meta_path = self._dest / names.SaveName(new.step, new.tag).meta
             files.write_bytes(meta_path, meta_to_bytes(new), save_id=new.save_id, replace=keeps_its_name)
@@ -372,18 +372,18 @@ class Staging:
     def _put_aside(self, replaced: Sequence[LocalSave]) -> None:
         """Move the metas of these saves to trash, which ends them; their files follow after the new meta."""
         for save in replaced:
-            files.move_to_trash(self._dest, save.meta_path)
+            trash.move_to_trash(self._dest, save.meta_path)
         if replaced:
-            files.fsync_dir(self._dest)
+            directories.fsync_dir(self._dest)
 
     def _publish_one(self, place: Destination, name: str, new: Meta) -> None:
         tmp = self._tmp_of(names.untagged(name), new.save_id)
         if not tmp.is_dir():
-            files.rename_noreplace(tmp, self._dest / name)
+            directories.rename_noreplace(tmp, self._dest / name)
             return
         for stray in place.strangers(tmp.name, below_top(by_top(new.artifacts)[name])):
-            files.move_to_trash(self._dest, tmp / stray)
-        files.publish_dir(tmp, self._dest / name)
+            trash.move_to_trash(self._dest, tmp / stray)
+        directories.publish_dir(tmp, self._dest / name)
 
 
 def _digests(meta: Meta) -> dict[str, Digest]:

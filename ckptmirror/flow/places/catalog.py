@@ -30,10 +30,10 @@ from ckptmirror.core.problems import Hindrance, Problem, facts_of
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.start.lineage import Lineage, attempts_of_metas, lineage
 from ckptmirror.flow.places.attempt_lists import listed_attempts, read_mirror_attempts
-from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.object_match import why_differs
+from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.local.inventory import Item, read_inventory
-from ckptmirror.local.pool import run_jobs
 from ckptmirror.stores.base import ObjectInfo, Store
 
 __all__ = [

@@ -33,8 +33,8 @@ from ckptmirror.local.uploads import MirrorRow, UploadsTable
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.decorator import StoreDecorator
-from ckptmirror.stores.remembering import RememberingStore
 from ckptmirror.stores.retrying import OnWait
+from ckptmirror.stores.same_place import SamePlaceStore
 
 __all__ = [
     "Mirror",
@@ -154,7 +154,7 @@ def open_mirrors(
             )
         if table is not None:
             memory = _Memory(root, table, spec.url)
-            store = RememberingStore(store, memory.recall, memory.remember)
+            store = SamePlaceStore(store, memory.recall, memory.remember)
         mirrors.append(Mirror(spec.url, spec.required, store))
     check_places(root, mirrors)
     return mirrors

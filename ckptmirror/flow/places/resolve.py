@@ -40,7 +40,7 @@ from ckptmirror.flow.places.select import (
     not_superseded,
     warn_of_what_is_broken,
 )
-from ckptmirror.local import files
+from ckptmirror.local import directories
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.stores import normalise_url, open_store
@@ -265,7 +265,7 @@ def resolve_resume_path(root: Path | str) -> Path | None:
 
     A legacy checkpoint is not part of the lineage: it is logged, and not returned.
     """
-    root = files.absolute_dir(root, "root")
+    root = directories.absolute_dir(root, "root")
     if not root.is_dir():
         return None
     catalog = local_catalog(root)
@@ -297,7 +297,7 @@ def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> l
     """
     from ckptmirror.flow.places.legacy_references import older_steps
 
-    root = files.absolute_dir(root, "root")
+    root = directories.absolute_dir(root, "root")
     if not root.is_dir():
         return []
     kinds = (kind,) if kind is not None else READ_ORDER

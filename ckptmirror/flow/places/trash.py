@@ -15,7 +15,7 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
-from ckptmirror.local import files
+from ckptmirror.local import files, trash
 from ckptmirror.local.inventory import Inventory, read_inventory
 
 __all__ = ["empty_trash", "parsed_in_trash"]
@@ -33,18 +33,18 @@ def empty_trash(root: Path) -> None:
 
     An entry that cannot be deleted is logged and stays; it must not block a start or a rotation.
     """
-    trash = root / names.TRASH_DIR
-    if not trash.is_dir():
+    trash_dir = root / names.TRASH_DIR
+    if not trash_dir.is_dir():
         return
     inventory: Inventory | None = None
-    for entry in sorted(trash.iterdir()):
+    for entry in sorted(trash_dir.iterdir()):
         parsed = parsed_in_trash(entry)
         if parsed is not None and parsed.role == "meta":
             inventory = inventory or read_inventory(root)
             if _condemns(inventory, entry):
                 continue
         try:
-            files.remove_tree_in_trash(root, entry)
+            trash.remove_tree_in_trash(root, entry)
         except CkptMirrorError as error:
             _log.error("cannot delete %s from the trash: %s", entry.name, error)
 

@@ -31,8 +31,8 @@ from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.retention import MirrorSafety
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
-from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror, counting_rows
+from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.retention.mirror_audit import forget_verified
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.local.uploads import MirrorStanding, UploadRecord, UploadsTable

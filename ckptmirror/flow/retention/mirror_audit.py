@@ -24,8 +24,8 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.reach import Reach, reach_after
-from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 

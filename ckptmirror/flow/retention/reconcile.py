@@ -37,7 +37,7 @@ from ckptmirror.flow.retention.rotation import finish_interrupted
 from ckptmirror.flow.save.commit import claimed_by_others, made_by, may_be_meta_of, remove_uncommitted
 from ckptmirror.flow.save.emergency_files import remove_stale_notes
 from ckptmirror.flow.upload.workers import free_dead_workers
-from ckptmirror.local import files
+from ckptmirror.local import files, trash
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import SaveRow, UploadsTable
@@ -228,7 +228,7 @@ def forget_brought(root: Path) -> None:
             if _is_of(path, save_id):
                 _remove_temporary(root, path)
         with contextlib.suppress(FileNotFoundError):
-            files.move_to_trash(root, root / BRINGING_NAME)
+            trash.move_to_trash(root, root / BRINGING_NAME)
         empty_trash(root)
 
 
@@ -249,6 +249,6 @@ def _is_of(path: Path, save_id: str | None) -> bool:
 
 def _remove_temporary(root: Path, path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        files.move_to_trash(root, path)
+        trash.move_to_trash(root, path)
         return True
     return False

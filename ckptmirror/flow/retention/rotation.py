@@ -43,7 +43,7 @@ from ckptmirror.flow.retention.ownership import why_not_ours
 from ckptmirror.flow.save.commit import NAMES_LOCK_NAME, claimed_by_others, latest_target, stray_below
 from ckptmirror.flow.save.emergency_files import delete_emergency, is_emergency, meta_paths
 from ckptmirror.flow.save.persistent_dir import snapshots_in
-from ckptmirror.local import files
+from ckptmirror.local import directories, files, trash
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.local.lock import exclusive
@@ -240,13 +240,13 @@ def _point_latest_elsewhere(root: Path, doomed: Meta, newest: Meta | None) -> bo
         return True
     if newest is not None and newest.save_id != doomed.save_id:
         try:
-            files.replace_link(link, latest_target(newest))
+            directories.replace_link(link, latest_target(newest))
         except LocalStorageFull as error:
             save_logger(_log, doomed).warning("%s still names step %d: %s", link, doomed.step, error)
             return False
     else:
         _discard(root, link)
-        files.fsync_dir(root)
+        directories.fsync_dir(root)
     return True
 
 
@@ -265,12 +265,12 @@ def _delete(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) ->
             pointed = _point_latest_elsewhere(root, meta, newest)
             with _put_back_on_failure(root) as moved:
                 moved += _discard(root, meta_path)
-                files.fsync_dir(root)
+                directories.fsync_dir(root)
                 taken = _in_flight(table, meta.save_id) | claimed_by_others(root, meta.save_id)
                 for name in top_names(meta.artifacts):
                     if name not in taken:
                         moved += _discard(root, root / name)
-                files.fsync_dir(root)
+                directories.fsync_dir(root)
     if found != meta.save_id:
         table.forget_save(meta.save_id)  # it was gone before the other got its names, and the mirrors have it
         return f"it was removed meanwhile, and another save ({found[:8]}) has its names"
@@ -290,7 +290,7 @@ def _in_flight(table: UploadsTable, save_id: str) -> set[str]:
 def _discard(root: Path, path: Path) -> list[tuple[Path, Path]]:
     """Move a name into the trash; return the old and the new path if it existed."""
     try:
-        return [(path, files.move_to_trash(root, path))]
+        return [(path, trash.move_to_trash(root, path))]
     except FileNotFoundError:  # a person deleted it first
         return []
 
@@ -307,9 +307,9 @@ def _put_back_on_failure(root: Path) -> Iterator[list[tuple[Path, Path]]]:
     except (CkptMirrorError, OSError):
         try:
             for path, lies in reversed(moved):
-                files.fsync_dir(root)
-                files.rename_noreplace(lies, path, label="trash.put_back")
-            files.fsync_dir(root)
+                directories.fsync_dir(root)
+                directories.rename_noreplace(lies, path, label="trash.put_back")
+            directories.fsync_dir(root)
         except (CkptMirrorError, OSError) as error:
             _log.error("files that a rotation began to move stay in %s: %s", root / names.TRASH_DIR, error)
         raise
@@ -371,7 +371,7 @@ def _take_away(root: Path, table: UploadsTable, save: SaveRow) -> bool:
                 return False
             if name not in _taken(root, table, save.save_id) and _inode(root / name) == inode:
                 _discard(root, root / name)
-    files.fsync_dir(root)
+    directories.fsync_dir(root)
     return True
 
 

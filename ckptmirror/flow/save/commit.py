@@ -35,7 +35,7 @@ from ckptmirror.core.model import Meta, top_names
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.places.trash import empty_trash
-from ckptmirror.local import files
+from ckptmirror.local import checksummed_writer, directories, files, trash
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.listing import Listing
@@ -91,15 +91,17 @@ def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], 
         meta_path=names.SaveName(meta.step, meta.tag).meta,
     )
     meta_path = root / names.SaveName(meta.step, meta.tag).meta
-    sealed: files.ArtifactWriter | None = None
+    sealed: checksummed_writer.ArtifactWriter | None = None
     try:
-        sealed = files.ArtifactWriter(meta_path, meta.save_id)
+        sealed = checksummed_writer.ArtifactWriter(meta_path, meta.save_id)
         sealed.write(meta_to_bytes(meta))
         sealed.seal()
         with exclusive(root / NAMES_LOCK_NAME, timeout_s=_NAMES_WAIT_S):
             for name in top_names(meta.artifacts):
-                files.rename_noreplace(root / names.tmp_name(name, meta.save_id), root / name, label="save.publish")
-            files.fsync_dir(root)
+                directories.rename_noreplace(
+                    root / names.tmp_name(name, meta.save_id), root / name, label="save.publish"
+                )
+            directories.fsync_dir(root)
             sealed.publish()
     except BaseException:
         if not may_be_meta_of(meta_path, meta.save_id):
@@ -118,7 +120,7 @@ def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], 
             quote(str(root)),
         )
     try:
-        files.replace_link(root / names.LATEST_NAME, latest_target(meta))
+        directories.replace_link(root / names.LATEST_NAME, latest_target(meta))
     except CkptMirrorError as error:  # only a hint for people: the save exists without the link
         save_logger(_log, meta).warning(
             "step %d is committed, but %s does not name it: %s", meta.step, names.LATEST_NAME, error
@@ -185,7 +187,7 @@ def remove_uncommitted(root: Path, save_id: str, made: Mapping[str, tuple[int | 
             paths.append(root / name)
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
-                files.move_to_trash(root, path)
+                trash.move_to_trash(root, path)
     empty_trash(root)
 
 

@@ -31,7 +31,7 @@ from ckptmirror.core.plain_values import plain_values
 from ckptmirror.flow.save.emergency_files import note_path, read_note, write_note
 from ckptmirror.flow.save.handle import SaveHandle
 from ckptmirror.flow.save.persistent_dir import keep_copy
-from ckptmirror.local import files
+from ckptmirror.local import directories, files, trash
 from ckptmirror.local.save_logger import save_logger
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def save_emergency(
     directory = home / name
     if home == root and all((directory / names.emergency_meta_name(other)).exists() for other in range(world_size)):
         try:
-            files.replace_link(root / names.LATEST_NAME, name)
+            directories.replace_link(root / names.LATEST_NAME, name)
         except CkptMirrorError as error:  # only a hint for people: the snapshot is durable without it
             save_logger(_log, meta, rank=rank).warning(
                 "the emergency snapshot of step %d is durable, but latest does not name it: %s", step, error
@@ -147,7 +147,7 @@ def _write(
     parsed = names.parse_name(name)
     assert parsed is not None
     directory = home / name
-    files.make_dirs(directory)
+    directories.make_dirs(directory)
     try:
         artifacts = write_emergency(
             state,
@@ -163,8 +163,8 @@ def _write(
     except LocalStorageFull:
         for mine in names_of_rank(rank):
             with contextlib.suppress(FileNotFoundError):
-                files.move_to_trash(home, directory / mine)
-        files.empty_trash(home)
+                trash.move_to_trash(home, directory / mine)
+        trash.empty_trash(home)
         if plan.world_size == 1:  # else another rank may be about to write there
             with contextlib.suppress(OSError):
                 directory.rmdir()

@@ -18,7 +18,7 @@ from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Meta, new_id
 from ckptmirror.flow.places.trash import empty_trash
-from ckptmirror.local import files
+from ckptmirror.local import directories, files, trash
 
 __all__ = [
     "delete_emergency",
@@ -50,10 +50,10 @@ def delete_emergency(root: Path, meta: Meta) -> None:
     """Delete a snapshot that rotation no longer needs, and the note that named it."""
     for name in dict.fromkeys(artifact.path.partition("/")[0] for artifact in meta.artifacts):
         with contextlib.suppress(FileNotFoundError):  # a person deleted it first
-            files.move_to_trash(root, root / name)
-    files.fsync_dir(root)
+            trash.move_to_trash(root, root / name)
+    directories.fsync_dir(root)
     with contextlib.suppress(FileNotFoundError):
-        files.move_to_trash(root, note_path(root, meta.save_id))
+        trash.move_to_trash(root, note_path(root, meta.save_id))
     empty_trash(root)
 
 
@@ -82,7 +82,7 @@ def write_note(root: Path, save_id: str, directory: str, persistent_dir: Path | 
         NameTaken: It exists already.
     """
     facts = {"directory": directory} | ({"persistent_dir": str(persistent_dir)} if persistent_dir is not None else {})
-    files.make_dirs(root / names.CONTROL_DIR)  # somebody may have deleted it
+    directories.make_dirs(root / names.CONTROL_DIR)  # somebody may have deleted it
     # A temporary of its own: the final name decides who is first.
     files.write_bytes(note_path(root, save_id), json.dumps(facts).encode(), save_id=new_id())
 
@@ -116,6 +116,6 @@ def remove_stale_notes(root: Path) -> list[str]:
         except (ValueError, CkptMirrorError, OSError):
             pass  # no rank can use this note
         with contextlib.suppress(FileNotFoundError):
-            files.move_to_trash(root, path)
+            trash.move_to_trash(root, path)
             removed.append(path.name)
     return removed

@@ -38,12 +38,12 @@ from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, Catalog, local_cata
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.save.commit import stray_below
 from ckptmirror.flow.save.emergency_files import is_emergency, meta_paths, note_path, read_note, write_note
-from ckptmirror.local import files
+from ckptmirror.local import checksummed_writer, directories, files, trash
+from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.local.direct_io import kept_buffer
 from ckptmirror.local.file_systems import refuse_fuse
 from ckptmirror.local.hang_guard import beat, hang_guard
 from ckptmirror.local.listing import is_not_readable_now
-from ckptmirror.local.pool import run_jobs
 from ckptmirror.local.save_logger import save_logger
 
 __all__ = ["bring_snapshot", "copy_of", "keep_copy", "open_persistent", "persistent_catalog", "snapshots_in"]
@@ -80,7 +80,7 @@ def _open(root: Path, directory: Path) -> bool:
         )
     refuse_fuse(directory, what="persistent_dir")
     is_new = not directory.exists()
-    files.make_dirs(directory)
+    directories.make_dirs(directory)
     if directory.stat().st_dev == root.stat().st_dev:
         _log.warning(
             "persistent_dir %s is on the same disk as root %s and would be lost with it: is it mounted?", there, here
@@ -100,7 +100,7 @@ def keep_copy(root: Path, name: str, meta: Meta, rank: int, directory: Path) -> 
     """
     guard = hang_guard(directory)
     try:
-        guard.call(lambda: files.make_dirs(directory / name), limit_s=_EMERGENCY_S)
+        guard.call(lambda: directories.make_dirs(directory / name), limit_s=_EMERGENCY_S)
         for artifact in meta.artifacts:
             copy = partial(_copy, root / artifact.path, directory / artifact.path, artifact, meta)
             guard.call(copy, limit_s=_EMERGENCY_S + artifact.digest.size_bytes / _EMERGENCY_BYTES_PER_S)
@@ -174,9 +174,9 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
         )
     temporary = root / names.tmp_name(name, meta.save_id)
     if os.path.lexists(temporary):  # an earlier start stopped here
-        files.move_to_trash(root, temporary)
+        trash.move_to_trash(root, temporary)
         empty_trash(root)
-    files.make_dirs(temporary)
+    directories.make_dirs(temporary)
     guard = hang_guard(directory)
 
     def bring(one: Artifact) -> None:
@@ -196,8 +196,8 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
             ) from error
         raise
     if os.path.lexists(root / name):
-        files.move_to_trash(root, root / name)
-    files.publish_dir(temporary, root / name)
+        trash.move_to_trash(root, root / name)
+    directories.publish_dir(temporary, root / name)
     with contextlib.suppress(NameTaken):  # the snapshot was taken on this disk, so the note exists
         write_note(root, meta.save_id, name, directory)
     empty_trash(root)
@@ -219,7 +219,7 @@ def _copy(source: Path, target: Path, artifact: Artifact, meta: Meta) -> None:
     with (
         kept_buffer() as buffer,
         files.FileSource(source) as read,
-        files.ArtifactWriter(target, meta.save_id) as writer,
+        checksummed_writer.ArtifactWriter(target, meta.save_id) as writer,
     ):
         while count := read.read_into(writer.tell(), buffer):
             writer.write(buffer[:count])

@@ -36,7 +36,7 @@ from ckptmirror.core.errors import (
     StepBehind,
 )
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
-from ckptmirror.core.rank_agreement import Held, digests_of
+from ckptmirror.core.replica_agreement import Held, digests_of
 from ckptmirror.flow.save.commit import commit_save, free_tag, may_be_meta_of
 from ckptmirror.flow.save.handle import SaveHandle, TurnLock
 from ckptmirror.flow.save.save_parts import (
@@ -54,7 +54,7 @@ from ckptmirror.flow.save.save_parts import (
     reserve_for,
     write_files,
 )
-from ckptmirror.local import files
+from ckptmirror.local import trash
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.ranks.base import Ranks
 
@@ -421,7 +421,7 @@ class Saver:
     def _remove_own_temporaries(self, context: WriteContext) -> None:
         """Remove this rank's temporaries, on the leader also the shared ones. An error here is only logged."""
         try:
-            files.remove_temporaries(self.root, context.save_id, rank=context.rank, shared=context.is_leader)
+            trash.remove_temporaries(self.root, context.save_id, rank=context.rank, shared=context.is_leader)
         except (OSError, CkptMirrorError) as error:
             save_logger(_log, context.name).warning(
                 "temporaries of step %d stay until the next start: %s", context.name.step, error

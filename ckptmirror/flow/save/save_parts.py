@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmirror.core import rank_agreement
+from ckptmirror.core import replica_agreement
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable, RankFailed, RanksDiffer, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName, parse_name
 from ckptmirror.core.plain_values import finite_metrics, plain_values
-from ckptmirror.core.rank_agreement import Digests, Held
+from ckptmirror.core.replica_agreement import Digests, Held
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import UploadsTable
@@ -233,13 +233,15 @@ class ReplicaCheck:
             RanksDiffer: Parameters, or the optimizer's state, differ. Raised on every rank.
         """
         self.differ = False
-        asked = rank_agreement.representatives(digests, skip=rank_agreement.BUFFERS if self._buffers_differ else None)
+        asked = replica_agreement.representatives(
+            digests, skip=replica_agreement.BUFFERS if self._buffers_differ else None
+        )
         if not asked:
             return
         mine = [one for one in held if ranks.rank in asked.get(one.group, ())]
         lists = ranks.exchange(mine, what=f"compare the tensors of step {context.name.step}")
-        found = rank_agreement.differing(lists)
-        if names := found.pop(rank_agreement.BUFFERS, None):
+        found = replica_agreement.differing(lists)
+        if names := found.pop(replica_agreement.BUFFERS, None):
             self._buffers_differ = True
             if ranks.rank == 0:
                 save_logger(_log, context.name).warning(
@@ -249,11 +251,11 @@ class ReplicaCheck:
                 )
         if found:
             self.differ = True
-            apart = next(sides for group in found if (sides := rank_agreement.sides(digests, group)))
+            apart = next(sides for group in found if (sides := replica_agreement.sides(digests, group)))
             names = [name for group in found.values() for name in group]
             raise RanksDiffer(
                 f"{_some(names)} {'have' if len(names) > 1 else 'has'} different values on "
-                f"{rank_agreement.ranks_text(apart)}, and a checkpoint keeps one value under each name."
+                f"{replica_agreement.ranks_text(apart)}, and a checkpoint keeps one value under each name."
             )
 
 

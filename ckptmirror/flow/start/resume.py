@@ -30,7 +30,7 @@ from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import StartOver
 from ckptmirror.flow.start.leader import Node
-from ckptmirror.flow.start.policy import Policy, settled_policy
+from ckptmirror.flow.start.resume_policy import Policy, settled_policy
 from ckptmirror.formats.train_state import left_out
 from ckptmirror.local.listing import Fault
 from ckptmirror.local.save_logger import save_logger

@@ -50,7 +50,7 @@ from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
-from ckptmirror.local import files
+from ckptmirror.local import directories
 from ckptmirror.local.root_id import read_root_id
 from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import UploadsTable
@@ -271,7 +271,7 @@ def _point_latest_at(root: Path, meta: Meta) -> None:
     if meta.kinds == ("emergency",):
         return
     try:
-        files.replace_link(root / names.LATEST_NAME, latest_target(meta))
+        directories.replace_link(root / names.LATEST_NAME, latest_target(meta))
     except (LocalStorageFull, OSError) as error:
         _log.warning("%s still names another step: %s", root / names.LATEST_NAME, error)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from ckptmirror.core import events
 from ckptmirror.core.errors import IntegrityError, PreconditionFailed, StorePermanent, Temporary
 from ckptmirror.core.model import Artifact, Digest, Meta
-from ckptmirror.flow.places.match import why_differs
+from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.upload.sending import LEASE_S, Sending, UploadContext
 from ckptmirror.flow.upload.transfer_progress import WatchedUpload
 from ckptmirror.local import files

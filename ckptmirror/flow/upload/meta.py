@@ -24,10 +24,10 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.merging import merge_parts
+from ckptmirror.core.meta_merging import merge_parts
 from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, objects_of
-from ckptmirror.flow.places.match import why_differs
+from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.upload.sending import Sending
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores.base import ObjectInfo

@@ -22,8 +22,8 @@ from ckptmirror.core.start.lineage import Standing
 from ckptmirror.core.verification import State, standing_if_whole, worst
 from ckptmirror.flow.fetch.blocks import Finding
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, objects_of
-from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.places.resolve import by_run
 from ckptmirror.flow.places.select import attempts_of, lineage_of
 from ckptmirror.local.listing import Listing

@@ -20,8 +20,8 @@ from typing import Self
 from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.flow.places.match import why_differs
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, open_mirrors
+from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.retention.mirror_audit import forget_verified
 from ckptmirror.flow.verify.structure import Subject
 from ckptmirror.local.table_place import open_known_table

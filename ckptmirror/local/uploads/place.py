@@ -23,7 +23,7 @@ from pathlib import Path
 from ckptmirror.core.errors import NameTaken, NoTable, TableLocked
 from ckptmirror.core.model import new_id
 from ckptmirror.core.names import tmp_name
-from ckptmirror.local import files
+from ckptmirror.local import directories
 from ckptmirror.local.crashpoints import around
 from ckptmirror.local.file_systems import refuse_network_place
 from ckptmirror.local.storage_errors import explained
@@ -89,8 +89,8 @@ def _build_and_publish(path: Path, build: Callable[[Path], None]) -> None:
         finally:
             os.close(descriptor)
         with suppress(NameTaken):  # a process that does not use our lock created one: use that one
-            files.rename_noreplace(temporary, path, label="table.publish")
-        files.fsync_dir(path.parent)
+            directories.rename_noreplace(temporary, path, label="table.publish")
+        directories.fsync_dir(path.parent)
     finally:
         _remove_temporaries(path)
 
@@ -126,6 +126,6 @@ def set_aside(path: Path, *, timeout_s: float) -> Path:
         raise NoTable(f"there is no pending-uploads table at {path}")
     with explained("set aside", path), _directory_lock(path.parent, timeout_s):
         _move_logs(path, suffix)
-        files.rename_noreplace(path, aside, label="table.set_aside")
-        files.fsync_dir(path.parent)
+        directories.rename_noreplace(path, aside, label="table.set_aside")
+        directories.fsync_dir(path.parent)
     return aside

@@ -8,7 +8,7 @@ import pytest
 
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Artifact
-from ckptmirror.flow.places.match import why_differs
+from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import ObjectInfo

@@ -16,7 +16,7 @@ from ckptmirror.flow.places.resolve import (
     resolve_checkpoint_reference,
     resolve_resume_path,
 )
-from ckptmirror.local import files
+from ckptmirror.local import directories
 from ckptmirror.stores import open_store
 from tests.kit.faults import flip_bit
 from tests.kit.saves import FIRST_ATTEMPT, make_attempt, make_save, put_attempts, put_on_mirror
@@ -139,10 +139,10 @@ def test_a_save_of_an_attempt_that_the_list_does_not_tell_of_is_not_passed_by_in
 def test_latest_that_names_an_older_save_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_save(tmp_path, 100)
     make_save(tmp_path, 200, number=2)
-    files.replace_link(tmp_path / "latest", "dcp_000200")
+    directories.replace_link(tmp_path / "latest", "dcp_000200")
     assert resolve_checkpoint_reference(tmp_path / "latest").step == 200
     assert caplog.text == ""
-    files.replace_link(tmp_path / "latest", "dcp_000100")
+    directories.replace_link(tmp_path / "latest", "dcp_000100")
     assert resolve_checkpoint_reference(tmp_path / "latest").step == 100
     assert "a reader would take step 200" in caplog.text
 
@@ -162,7 +162,7 @@ def test_a_later_save_of_the_step_in_another_kind_is_told_of(tmp_path: Path, cap
 def test_latest_is_followed_to_a_validated_target(tmp_path: Path) -> None:
     make_save(tmp_path, 100)
     make_save(tmp_path, 200, number=2)
-    files.replace_link(tmp_path / "latest", "dcp_000100")
+    directories.replace_link(tmp_path / "latest", "dcp_000100")
     assert resolve_checkpoint_reference(tmp_path / "latest") == CheckpointReference(tmp_path, 100, "dcp")
 
 

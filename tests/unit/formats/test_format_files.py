@@ -16,12 +16,12 @@ from ckptmirror.core.errors import IntegrityError, LocalStorageFull, UnsafePickl
 from ckptmirror.core.model import Kind
 from ckptmirror.formats.artifacts import ArtifactStream, write_pt
 from ckptmirror.formats.capture import capture
-from ckptmirror.formats.plain import MARK, decode, encode
 from ckptmirror.formats.read_full import read_extra
 from ckptmirror.formats.shards import Piece, Region, fill, read_pieces
 from ckptmirror.formats.sidecars import tensor_list, write_sidecars
 from ckptmirror.formats.tensor_bytes import byte_view, compact, digest32, sum32, sum32_there
 from ckptmirror.formats.unpickle import load_pt
+from ckptmirror.formats.weights_only_values import MARK, decode, encode
 from ckptmirror.local.checksums import crc32c, verify_file
 from tests.kit.formats import SAVE_ID, context, load, make_state, same_bits, save, train
 
@@ -174,7 +174,7 @@ def test_the_model_file_is_a_plain_state_dict(tmp_path: Path) -> None:
 
 
 def test_a_foreign_file_with_the_marks_of_wrappers_is_read(tmp_path: Path) -> None:
-    from ckptmirror.formats.live import load_model
+    from ckptmirror.formats.load_model import load_model
 
     state, other = make_state(), make_state(seed=1)
     for mark in ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."):

@@ -19,8 +19,8 @@ import torch
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats import pickle_scan, pickle_values
 from ckptmirror.formats.pickle_scan import PickleRules, scan_pickle
-from ckptmirror.formats.plain import decode
 from ckptmirror.formats.unpickle import load_pt, load_stream
+from ckptmirror.formats.weights_only_values import decode
 from tests.kit.hostile_files import (
     ARCHIVES,
     Record,
@@ -42,7 +42,7 @@ import json, os, resource, sys
 from pathlib import Path
 import torch
 from ckptmirror.core.errors import IntegrityError
-from ckptmirror.formats.plain import decode
+from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.formats.unpickle import load_pt
 
 torch.set_num_threads(1)

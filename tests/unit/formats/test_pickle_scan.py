@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats import depth, pickle_scan
+from ckptmirror.formats import nesting_limit, pickle_scan
 from ckptmirror.formats.archives import _TorchRules
 from ckptmirror.formats.pickle_scan import PickleRules, scan_pickle
 from tests.kit.hostile_files import (
@@ -127,7 +127,7 @@ def test_the_depth_has_an_end_whatever_python_was_told() -> None:
     before = sys.getrecursionlimit()
     try:
         sys.setrecursionlimit(1_000_000)
-        assert depth.max_depth() == 3_000
+        assert nesting_limit.max_depth() == 3_000
     finally:
         sys.setrecursionlimit(before)
 

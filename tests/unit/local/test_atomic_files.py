@@ -86,10 +86,10 @@ def test_a_directory_is_published_only_under_a_free_name(tmp_path: Path, either_
         (temporary / ".metadata").write_bytes(b"m")
         if final.exists():
             with pytest.raises(NameTaken):
-                files.publish_dir(temporary, final)
+                directories.publish_dir(temporary, final)
             assert (temporary / ".metadata").exists()
         else:
-            files.publish_dir(temporary, final)
+            directories.publish_dir(temporary, final)
             assert names(tmp_path) == ["dcp_000200"]
 
 
@@ -97,20 +97,20 @@ def test_even_an_empty_directory_is_a_taken_name(tmp_path: Path, either_rename: 
     (tmp_path / "source").mkdir()
     (tmp_path / "target").mkdir()
     with pytest.raises(NameTaken):
-        files.rename_noreplace(tmp_path / "source", tmp_path / "target")
+        directories.rename_noreplace(tmp_path / "source", tmp_path / "target")
     assert names(tmp_path) == ["source", "target"]
 
 
 def test_renaming_what_is_not_there_is_a_file_not_found(tmp_path: Path, either_rename: None):
     with pytest.raises(FileNotFoundError):
-        files.rename_noreplace(tmp_path / "absent", tmp_path / "target")
+        directories.rename_noreplace(tmp_path / "absent", tmp_path / "target")
     assert names(tmp_path) == []
 
 
 def test_renaming_into_a_missing_directory_says_so(tmp_path: Path, either_rename: None):
     (tmp_path / "source").write_bytes(b"x")
     with pytest.raises(LocalStorageUnwritable, match="does not exist"):
-        files.rename_noreplace(tmp_path / "source", tmp_path / "gone" / "target")
+        directories.rename_noreplace(tmp_path / "source", tmp_path / "gone" / "target")
     assert names(tmp_path) == ["source"]
 
 
@@ -124,7 +124,7 @@ def test_of_two_that_publish_at_once_one_wins(tmp_path: Path, either_rename: Non
         ) -> None:
             barrier.wait()
             try:
-                files.rename_noreplace(source, target)
+                directories.rename_noreplace(source, target)
                 won.append(source)
             except NameTaken:
                 pass
@@ -141,8 +141,8 @@ def test_of_two_that_publish_at_once_one_wins(tmp_path: Path, either_rename: Non
 
 
 def test_make_dirs_makes_all_parents_and_may_be_repeated(tmp_path: Path):
-    files.make_dirs(tmp_path / "a" / "b" / "c")
-    files.make_dirs(tmp_path / "a" / "b" / "c")
+    directories.make_dirs(tmp_path / "a" / "b" / "c")
+    directories.make_dirs(tmp_path / "a" / "b" / "c")
     assert (tmp_path / "a" / "b" / "c").is_dir()
 
 
@@ -150,7 +150,7 @@ def test_a_root_that_is_a_file_is_named_in_the_error(tmp_path: Path):
     (tmp_path / "root").write_bytes(b"")
     for path in (tmp_path / "root", tmp_path / "root" / ".ckptmirror"):
         with pytest.raises(LocalStorageUnwritable, match=f"{tmp_path}/root is a file, not a directory") as caught:
-            files.make_dirs(path)
+            directories.make_dirs(path)
         assert caught.value.hint
     with pytest.raises(LocalStorageUnwritable, match="is a file, not a directory"):
         files.write_bytes(tmp_path / "root" / "f", b"", save_id=SAVE_ID)
@@ -159,7 +159,7 @@ def test_a_root_that_is_a_file_is_named_in_the_error(tmp_path: Path):
 def test_a_root_that_is_a_dangling_link_is_an_error(tmp_path: Path):
     (tmp_path / "root").symlink_to("nowhere")
     with pytest.raises(LocalStorageUnwritable, match="symbolic link"):
-        files.make_dirs(tmp_path / "root")
+        directories.make_dirs(tmp_path / "root")
 
 
 def test_missing_permission_is_named_in_the_error(tmp_path: Path):
@@ -188,7 +188,7 @@ def test_missing_permission_is_named_in_the_error(tmp_path: Path):
 def test_the_link_names_what_it_was_last_told(tmp_path: Path):
     for target in ("dcp_000100", "dcp_000200"):
         (tmp_path / target).mkdir()
-        files.replace_link(tmp_path / "latest", target)
+        directories.replace_link(tmp_path / "latest", target)
         assert os.readlink(tmp_path / "latest") == target
     assert names(tmp_path) == ["dcp_000100", "dcp_000200", "latest"]
 
@@ -196,14 +196,14 @@ def test_the_link_names_what_it_was_last_told(tmp_path: Path):
 def test_the_link_replaces_nothing_but_a_link(tmp_path: Path):
     (tmp_path / "latest").write_bytes(b"someone's file")
     with pytest.raises(NameTaken, match="not a symbolic link"):
-        files.replace_link(tmp_path / "latest", "dcp_000100")
+        directories.replace_link(tmp_path / "latest", "dcp_000100")
     assert names(tmp_path) == ["latest"]
 
 
 @pytest.mark.parametrize("target", ["/etc", "../outside", "a/../../b", ""])
 def test_the_link_never_leads_out_of_its_directory(tmp_path: Path, target: str):
     with pytest.raises(UsageError):
-        files.replace_link(tmp_path / "latest", target)
+        directories.replace_link(tmp_path / "latest", target)
     assert names(tmp_path) == []
 
 
@@ -212,10 +212,10 @@ def test_fsync_tree_takes_links_and_pipes_as_they_are(tmp_path: Path):
     (tmp_path / "d" / "e" / "f").write_bytes(b"x")
     (tmp_path / "d" / "link").symlink_to("/nowhere")
     os.mkfifo(tmp_path / "d" / "pipe")
-    files.fsync_tree(tmp_path)
-    files.fsync_file(tmp_path / "d" / "e" / "f")
+    directories.fsync_tree(tmp_path)
+    directories.fsync_file(tmp_path / "d" / "e" / "f")
     with pytest.raises(LocalStorageUnwritable):
-        files.fsync_file(tmp_path / "d" / "link")
+        directories.fsync_file(tmp_path / "d" / "link")
 
 
 def test_reading_is_limited_and_follows_no_link(tmp_path: Path):
@@ -250,11 +250,11 @@ def test_a_file_source_follows_no_link(tmp_path: Path):
 ORDER = """
 import os, sys
 from pathlib import Path
-from ckptmirror.local import direct_io, files
+from ckptmirror.local import checksummed_writer, direct_io, files
 direct_io.BUFFER_SIZE_BYTES = 65536
 root = Path(sys.argv[1])
 os.access("/begin", 0)
-with files.ArtifactWriter(root / "model_000200.pt", "1f0c9a2e" + "0" * 24) as writer:
+with checksummed_writer.ArtifactWriter(root / "model_000200.pt", "1f0c9a2e" + "0" * 24) as writer:
     writer.write(bytes(200_001))
     writer.publish()
 files.write_bytes(root / "meta_000200.json", b"{}", save_id="1f0c9a2e" + "0" * 24)
@@ -290,11 +290,11 @@ def test_order_of_write_fsync_rename(tmp_path: Path, run_traced: Callable[..., t
 DIRECTORIES = """
 import os, sys
 from pathlib import Path
-from ckptmirror.local import files
+from ckptmirror.local import directories
 root = Path(sys.argv[1])
 os.access("/begin", 0)
-files.make_dirs(root / "tmp" / "pp0")
-files.publish_dir(root / "tmp", root / "dcp_000200")
+directories.make_dirs(root / "tmp" / "pp0")
+directories.publish_dir(root / "tmp", root / "dcp_000200")
 """
 
 

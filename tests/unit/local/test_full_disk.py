@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core.errors import LocalStorageFull, LocalStorageUnwritable
-from ckptmirror.local import files
+from ckptmirror.local import checksummed_writer, directories, files, trash
 from ckptmirror.local.range_file import RangeFile
 
 SAVE_ID = "1f0c9a2e" + "0" * 24
 
 
 def save(place: Path, size_bytes: int) -> None:
-    with files.ArtifactWriter(place / "model_000200.pt", SAVE_ID) as writer:
+    with checksummed_writer.ArtifactWriter(place / "model_000200.pt", SAVE_ID) as writer:
         for _ in range(size_bytes // 100_000):
             writer.write(bytes(100_000))
         writer.publish()
@@ -42,7 +42,7 @@ def test_a_serializer_does_not_hide_that_the_disk_is_full(mounted: Callable[...,
     place = mounted("size=1m")
 
     def serialize() -> None:
-        with files.ArtifactWriter(place / "model_000200.pt", SAVE_ID) as writer:
+        with checksummed_writer.ArtifactWriter(place / "model_000200.pt", SAVE_ID) as writer:
             torch.save({"weight": torch.zeros(20_000_000, dtype=torch.uint8)}, writer)  # type: ignore[arg-type]
             writer.publish()
 
@@ -55,7 +55,7 @@ def test_a_serializer_that_raises_an_error_of_its_own_hides_nothing_either(mount
     place = mounted("size=1m")
 
     def serialize() -> None:
-        with files.ArtifactWriter(place / "model_000200.pt", SAVE_ID) as writer:
+        with checksummed_writer.ArtifactWriter(place / "model_000200.pt", SAVE_ID) as writer:
             try:
                 for _ in range(400):
                     writer.write(bytes(100_000))
@@ -86,7 +86,7 @@ def test_no_inodes_is_told_apart_from_no_space(mounted: Callable[..., Path]):
     with pytest.raises(LocalStorageFull, match="no inodes are left"):
         fill()
     with pytest.raises(LocalStorageFull, match="no inodes are left"):
-        files.make_dirs(place / "a")
+        directories.make_dirs(place / "a")
     assert not [name for name in os.listdir(place) if name.endswith(".tmp")]
 
 
@@ -95,13 +95,13 @@ def test_a_read_only_root_says_so(mounted: Callable[..., Path]):
     files.write_bytes(place / "meta_000100.json", b"{}", save_id=SAVE_ID)
     subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
     attempts: list[Callable[[], object]] = [
-        lambda: files.ArtifactWriter(place / "model_000200.pt", SAVE_ID),
+        lambda: checksummed_writer.ArtifactWriter(place / "model_000200.pt", SAVE_ID),
         lambda: files.write_bytes(place / "f", b"", save_id=SAVE_ID),
-        lambda: files.make_dirs(place / "a"),
-        lambda: files.move_to_trash(place, place / "meta_000100.json"),
-        lambda: files.replace_link(place / "latest", "x"),
+        lambda: directories.make_dirs(place / "a"),
+        lambda: trash.move_to_trash(place, place / "meta_000100.json"),
+        lambda: directories.replace_link(place / "latest", "x"),
         lambda: RangeFile(place / "f.tmp", 10),
-        lambda: files.rename_noreplace(place / "meta_000100.json", place / "g"),
+        lambda: directories.rename_noreplace(place / "meta_000100.json", place / "g"),
     ]
     for attempt in attempts:
         with pytest.raises(LocalStorageUnwritable, match="mounted read-only"):
@@ -113,7 +113,7 @@ def test_a_disk_that_becomes_read_only_while_writing_hides_nothing(mounted: Call
     place = mounted("size=1m")
 
     def save_while_it_changes() -> None:
-        with files.ArtifactWriter(place / "model_000200.pt", SAVE_ID) as writer:
+        with checksummed_writer.ArtifactWriter(place / "model_000200.pt", SAVE_ID) as writer:
             writer.write(b"x")
             writer.seal()
             subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)

@@ -17,7 +17,7 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.core.model import Artifact, Attempt, Digest, Kind, Meta, new_id
-from ckptmirror.local import files
+from ckptmirror.local import trash
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.inventory import Inventory, read_inventory
 from tests.kit.cost import calls_of
@@ -268,7 +268,7 @@ def test_what_is_deleted_while_it_is_listed_was_never_there(tmp_path: Path, monk
     def read_then_rotate(path: Path, limit_bytes: int) -> bytes:
         data = real(path, limit_bytes)
         for name in ("meta_000200.json", "model_000200.pt", "dcp_000200"):
-            files.move_to_trash(tmp_path, tmp_path / name)
+            trash.move_to_trash(tmp_path, tmp_path / name)
         return data
 
     monkeypatch.setattr(inventory, "read_limited", read_then_rotate)

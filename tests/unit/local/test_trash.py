@@ -9,7 +9,7 @@ import pytest
 
 from ckptmirror.core.errors import LocalStorageUnwritable, UsageError
 from ckptmirror.core.names import TRASH_DIR, tmp_name
-from ckptmirror.local import files
+from ckptmirror.local import trash
 
 SAVE_ID = "1f0c9a2e" + "0" * 24
 OTHER_ID = "2e1f0c9a" + "0" * 24
@@ -30,40 +30,40 @@ def names(directory: Path) -> list[str]:
 
 def test_files_and_directories_go_to_trash_and_then_away(root: Path):
     for name in ("model_000200.pt", "dcp_000200"):
-        there = files.move_to_trash(root, root / name)
+        there = trash.move_to_trash(root, root / name)
         assert there.parent == root / TRASH_DIR
         assert there.exists()
         assert not (root / name).exists()
-    assert files.empty_trash(root) == 2
+    assert trash.empty_trash(root) == 2
     assert names(root / TRASH_DIR) == []
-    assert files.empty_trash(root) == 0
+    assert trash.empty_trash(root) == 0
 
 
 def test_the_same_name_can_be_in_trash_many_times(root: Path):
     for _ in range(5):
         (root / "f").write_bytes(b"x")
-        files.move_to_trash(root, root / "f")
+        trash.move_to_trash(root, root / "f")
     assert len(names(root / TRASH_DIR)) == 5
 
 
 def test_one_thing_in_trash_can_be_deleted_alone(root: Path):
-    first = files.move_to_trash(root, root / "dcp_000200")
-    second = files.move_to_trash(root, root / "model_000200.pt")
-    files.remove_tree_in_trash(root, first)
+    first = trash.move_to_trash(root, root / "dcp_000200")
+    second = trash.move_to_trash(root, root / "model_000200.pt")
+    trash.remove_tree_in_trash(root, first)
     assert names(root / TRASH_DIR) == [second.name]
     with pytest.raises(UsageError):
-        files.remove_tree_in_trash(root, root / "dcp_000200")
+        trash.remove_tree_in_trash(root, root / "dcp_000200")
 
 
 def test_what_is_not_there_cannot_be_moved(root: Path):
     with pytest.raises(FileNotFoundError):
-        files.move_to_trash(root, root / "absent")
+        trash.move_to_trash(root, root / "absent")
 
 
 def test_a_link_goes_to_trash_itself_and_its_target_stays(root: Path):
     (root / "latest").symlink_to("dcp_000200")
-    files.move_to_trash(root, root / "latest")
-    files.empty_trash(root)
+    trash.move_to_trash(root, root / "latest")
+    trash.empty_trash(root)
     assert (root / "dcp_000200" / "pp0" / "__0_0.distcp").exists()
 
 
@@ -71,8 +71,8 @@ def test_links_inside_what_is_deleted_are_not_followed(root: Path, tmp_path: Pat
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "precious").write_bytes(b"p")
     (root / "dcp_000200" / "link").symlink_to(tmp_path / "outside")
-    files.move_to_trash(root, root / "dcp_000200")
-    files.empty_trash(root)
+    trash.move_to_trash(root, root / "dcp_000200")
+    trash.empty_trash(root)
     assert (tmp_path / "outside" / "precious").exists()
 
 
@@ -89,7 +89,7 @@ def test_nothing_outside_the_root_is_moved(root: Path, tmp_path: Path):
         root / TRASH_DIR,
     ):
         with pytest.raises(UsageError):
-            files.move_to_trash(root, path)
+            trash.move_to_trash(root, path)
     assert (tmp_path / "outside" / "precious").exists()
 
 
@@ -99,7 +99,7 @@ def test_a_trash_that_is_a_link_is_not_emptied(root: Path, tmp_path: Path):
     (root / ".ckptmirror").mkdir()
     (root / TRASH_DIR).symlink_to(tmp_path / "outside")
     with pytest.raises(LocalStorageUnwritable):
-        files.empty_trash(root)
+        trash.empty_trash(root)
     assert (tmp_path / "outside" / "precious").exists()
 
 
@@ -115,8 +115,8 @@ def test_a_rank_removes_its_own_temporaries_only(root: Path):
     for name in mine + others:
         (root / name).write_bytes(b"x")
     (root / tmp_name("dcp_000200", SAVE_ID)).mkdir()
-    assert sorted(files.remove_temporaries(root, SAVE_ID, rank=1)) == sorted(mine)
+    assert sorted(trash.remove_temporaries(root, SAVE_ID, rank=1)) == sorted(mine)
     assert {*others, tmp_name("dcp_000200", SAVE_ID)} <= set(names(root))
-    removed = files.remove_temporaries(root, SAVE_ID, rank=0, shared=True)
+    removed = trash.remove_temporaries(root, SAVE_ID, rank=0, shared=True)
     assert sorted(removed) == sorted([others[0], others[3], tmp_name("dcp_000200", SAVE_ID)])
     assert {others[1], others[2], others[4]} <= set(names(root))

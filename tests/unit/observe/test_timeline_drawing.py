@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ckptmirror.cli._human_text import duration_text
 from ckptmirror.cli._timeline_axis import Axis
 from ckptmirror.cli._timeline_drawing import draw, summary
 from ckptmirror.cli._timeline_page import page
-from ckptmirror.cli._words import duration_text
 from ckptmirror.core import events
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.observe.timeline import Timeline, build_timeline

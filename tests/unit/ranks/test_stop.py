@@ -19,7 +19,7 @@ import pytest
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.ranks import SingleRank
-from ckptmirror.ranks.shield import WorkerShield
+from ckptmirror.ranks.dataloader_workers import WorkerShield
 from ckptmirror.ranks.stop import StopRequest
 
 LIMIT_S, GRACE_S = 60.0, 3600.0

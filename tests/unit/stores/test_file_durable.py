@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core.errors import PreconditionFailed, StoreTemporary
-from ckptmirror.flow.places.match import read_back_crc32c
+from ckptmirror.flow.places.object_match import read_back_crc32c
 from ckptmirror.stores.file import FileStore
 from tests.contract.stores_under_test import upload_of
 from tests.kit.saves import digest_of

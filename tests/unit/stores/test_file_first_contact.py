@@ -12,7 +12,7 @@ import pytest
 from ckptmirror.core.errors import BucketNotFound, NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores.file import FileStore
-from ckptmirror.stores.remembering import RememberingStore
+from ckptmirror.stores.same_place import SamePlaceStore
 from tests.contract.stores_under_test import upload_of
 
 
@@ -98,7 +98,7 @@ def test_no_identity_is_not_final_for_who_remembers(
 ) -> None:
     root.mkdir()
     known: dict[str, str] = {}
-    remembering = RememberingStore(store, lambda: known.get("it"), lambda found: known.setdefault("it", found))
+    remembering = SamePlaceStore(store, lambda: known.get("it"), lambda found: known.setdefault("it", found))
     read_only(True)
     assert remembering.stat("x") is None
     assert known == {}
@@ -107,7 +107,7 @@ def test_no_identity_is_not_final_for_who_remembers(
     assert known == {"it": store.identity()}
     root.rename(root.with_name("away"))
     root.mkdir()
-    next_process = RememberingStore(file_store.open(store.url), lambda: known.get("it"), lambda found: found)
+    next_process = SamePlaceStore(file_store.open(store.url), lambda: known.get("it"), lambda found: found)
     for one in (remembering, next_process):
         with pytest.raises(StoreTemporary, match="is it mounted"):
             one.stat("x")

@@ -17,8 +17,8 @@ from ckptmirror.stores.base import Store
 from ckptmirror.stores.decorator import StoreDecorator
 from ckptmirror.stores.file import FileStore
 from ckptmirror.stores.hang_guarded import HangGuardedStore
-from ckptmirror.stores.remembering import RememberingStore
 from ckptmirror.stores.retrying import RetryingStore
+from ckptmirror.stores.same_place import SamePlaceStore
 from ckptmirror.stores.throttled import ThrottledStore
 from tests.contract.stores_under_test import BytesSource, pattern_bytes, upload_of
 from tests.kit.faulty_store import FaultyStore, StoreFault
@@ -111,7 +111,7 @@ def until_returned(store: HangGuardedStore) -> None:
 def test_a_start_asks_a_directory_that_hangs_until_it_answers(tmp_path: Path) -> None:
     hanging = Hanging(FileStore(tmp_path / "mirror"))
     store = RetryingStore(impatient(hanging, 0.5), wait=lambda _delay_s: hanging.answers.set())
-    assert RememberingStore(store, lambda: None, str).stat("x") is None
+    assert SamePlaceStore(store, lambda: None, str).stat("x") is None
 
 
 def test_a_directory_that_is_not_mounted_is_not_asked_again(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.stores import memory, open_store
 from ckptmirror.stores.base import Upload
-from ckptmirror.stores.remembering import RememberingStore
 from ckptmirror.stores.retrying import RetryingStore
+from ckptmirror.stores.same_place import SamePlaceStore
 from tests.contract.stores_under_test import pattern_bytes, upload_of
 from tests.kit.faulty_store import FaultyStore, StoreFault
 
@@ -99,7 +99,7 @@ def test_a_mirror_that_was_silent_for_all_that_time_is_asked_once_by_each_call_u
 
 def test_a_start_asks_a_mirror_for_the_whole_time_however_long_it_was_silent(faulty: FaultyStore) -> None:
     waits = Waits()
-    store = RememberingStore(retrying_by(waits, faulty), lambda: None, str)
+    store = SamePlaceStore(retrying_by(waits, faulty), lambda: None, str)
     faulty.go_down()
     with pytest.raises(StoreTemporary):
         store.stat("x")
@@ -230,7 +230,7 @@ def test_a_wait_ends_at_once_when_nothing_is_to_be_tried_again(faulty: FaultySto
 
     thread = threading.Thread(target=ask)
     thread.start()
-    getattr(RememberingStore(store, lambda: None, print), end)()
+    getattr(SamePlaceStore(store, lambda: None, print), end)()
     assert failed.wait(30)
     thread.join(30)
 

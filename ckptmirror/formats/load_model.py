@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from ckptmirror.core.errors import CkptMirrorError, UsageError
-from ckptmirror.formats.memory import overlaps_itself
+from ckptmirror.formats.already_filled import overlaps_itself
 from ckptmirror.formats.names import LiveValues, live_values, makes_room, match_names
 from ckptmirror.formats.shards import Piece, fill, local_of, region_of
 from ckptmirror.formats.tied_weights import refuse_two_values

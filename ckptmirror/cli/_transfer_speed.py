@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ckptmirror.cli._words import duration_text, size
+from ckptmirror.cli._human_text import duration_text, size
 
 if TYPE_CHECKING:
     from ckptmirror.flow.upload.transfer_progress import Wait

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckptmirror.core.errors import UsageError
-from ckptmirror.formats.memory import Taken, overlaps_itself, same, span_of
+from ckptmirror.formats.already_filled import Taken, overlaps_itself, same, span_of
 from ckptmirror.formats.shards import Piece, Region
 from ckptmirror.formats.train_state import PARTS, TrainState, checked_parts, left_out
 

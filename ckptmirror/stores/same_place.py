@@ -17,12 +17,12 @@ from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.decorator import StoreDecorator
 
-__all__ = ["RememberingStore"]
+__all__ = ["SamePlaceStore"]
 
 _Result = TypeVar("_Result")
 
 
-class RememberingStore(StoreDecorator):
+class SamePlaceStore(StoreDecorator):
     """``store``, as long as it is the remembered place.
 
     Args:

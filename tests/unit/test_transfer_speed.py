@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptmirror.cli._pace import WINDOW_S, Pace
+from ckptmirror.cli._transfer_speed import WINDOW_S, Pace
 from ckptmirror.flow.upload.transfer_progress import Seen, UnderWay, Wait, WatchedUpload
 
 MIB = 1024 * 1024

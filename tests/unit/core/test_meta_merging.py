@@ -11,7 +11,7 @@ from core_builders import a_meta, digest_of, id_of
 
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import BrokenMeta
-from ckptmirror.core.merging import merge_emergency, merge_parts, missing_ranks
+from ckptmirror.core.meta_merging import merge_emergency, merge_parts, missing_ranks
 from ckptmirror.core.model import ALL_NODES, Artifact, Attempt, Meta
 from ckptmirror.core.names import SaveName
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptmirror.core.errors import LocalStorageFull
-from ckptmirror.local.pool import run_jobs
+from ckptmirror.local.daemon_pool import run_jobs
 
 
 def pooled(jobs: list[int], do: Callable[[int], None], **more: Any) -> threading.Event:

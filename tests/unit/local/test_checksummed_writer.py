@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from ckptmirror.core.errors import IntegrityError, LocalStorageUnwritable, NameTaken
 from ckptmirror.core.names import tmp_name
 from ckptmirror.local import direct_io
+from ckptmirror.local.checksummed_writer import ArtifactWriter
 from ckptmirror.local.checksums import digest_file, verify_file
-from ckptmirror.local.files import ArtifactWriter
 
 SAVE_ID = "1f0c9a2e" + "0" * 24
 
@@ -275,7 +275,8 @@ FAILING = """
 import os, sys
 from pathlib import Path
 from ckptmirror.core.errors import CkptMirrorError
-from ckptmirror.local.files import ArtifactWriter, write_bytes
+from ckptmirror.local.checksummed_writer import ArtifactWriter
+from ckptmirror.local.files import write_bytes
 root = Path(sys.argv[1])
 os.access("/begin", 0)
 try:
@@ -309,7 +310,7 @@ def test_an_fsync_that_fails_is_not_tried_again_and_nothing_is_published(
 def test_memory_of_a_large_write_stays_bounded(tmp_path: Path):
     script = (
         "import resource, sys; from pathlib import Path\n"
-        "from ckptmirror.local.files import ArtifactWriter\n"
+        "from ckptmirror.local.checksummed_writer import ArtifactWriter\n"
         "piece = bytes(1 << 20)\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "with ArtifactWriter(Path(sys.argv[1]) / 'f', '0' * 32) as writer:\n"

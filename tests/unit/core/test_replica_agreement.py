@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptmirror.core.rank_agreement import (
+from ckptmirror.core.replica_agreement import (
     BUFFERS,
     WHOLE,
     Held,
