@@ -196,7 +196,7 @@ class RootLock:
         path = self.root / names.LOCK_NAME
         lock = self._lock_or_wait(path, wait_s, wait_for_verbs, on_held)
         if lock is None:
-            if os.getpid() in _holders(path):
+            if os.getpid() in _holders(path) and "verb" not in read_owner(self.root):
                 raise RootLocked(
                     f"This process already writes to {self.root}.", hint="Close the other CheckpointManager first."
                 )

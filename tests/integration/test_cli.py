@@ -204,7 +204,7 @@ def test_rotate_keeps_what_may_be_the_only_copy_and_exits_with_7(tmp_path: Path)
 
 def test_rotate_keeps_the_best(tmp_path: Path):
     ended = run("rotate", "--root", drained_root(tmp_path, 100, 200), "--keep-last", "1", "--keep-best", "1")
-    assert_tells(ended, 10, "metric")
+    assert_tells(ended, 2, "metric")
 
 
 # -- --json -------------------------------------------------------------------------------------------------

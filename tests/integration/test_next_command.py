@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import click
 import pytest
@@ -138,7 +139,7 @@ def test_the_command_that_an_error_of_a_verb_names_works_when_pasted(tmp_path: P
     ):
         ended = run(*arguments, cwd=elsewhere)
         assert ended.returncode in (3, 4), ended.stderr
-        assert commands_of(ended.stderr)[0][-1] in (url, str(root)), ended.stderr
+        assert unquote(commands_of(ended.stderr)[0][-1]) in (url, str(root)), ended.stderr
         assert pasted(ended.stderr, {}, elsewhere) == 0, ended.stderr
 
 
