@@ -77,7 +77,7 @@ def _completed(command: str, given: Mapping[str, Any]) -> str:
 
 def _places_of(verb: str) -> list[str]:
     """Return the places that a verb takes as options."""
-    command = import_module(f"ckptmirror.cli.{verb}").command
+    command = import_module(f"ckptmirror.cli.{verb.replace('-', '_')}").command
     return [
         name
         for name in _PLACES

@@ -141,7 +141,7 @@ def test_a_second_signal_ends_a_verb_at_once(silent: Silent):
 
 def test_what_tests_an_interrupt_hears_it_where_the_caller_ignores_it():
     """A script that runs the tests in the background ignores SIGINT, and so would they."""
-    tests = ("tests/unit/local/test_pool.py", "-k", "interrupt_waits_for_all", "--timeout=60")
+    tests = ("tests/unit/local/test_daemon_pool.py", "-k", "interrupt_waits_for_all", "--timeout=60")
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
     ended = subprocess.run(
         ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command],

@@ -122,6 +122,14 @@ def test_what_a_hint_says_itself_stays():
     assert with_places("Then `ckptmirror drain`.", {"root": Path("/a b")}) == "Then `ckptmirror drain --root '/a b'`."
 
 
+@pytest.mark.parametrize("verb", program.list_commands(click.Context(program)))
+def test_a_hint_may_name_any_verb(verb: str):
+    completed = with_places(f"Then `ckptmirror {verb} --json`.", {"root": Path("/a")})
+    assert completed in (f"Then `ckptmirror {verb} --json`.", f"Then `ckptmirror {verb} --json --root /a`.")
+    takes_root = any("--root" in one.opts for one in program.get_command(click.Context(program), verb).params)  # type: ignore[union-attr]
+    assert ("--root" in completed) == (takes_root and verb not in ("ls", "verify"))
+
+
 def pasted(stderr: str, env: dict[str, str], cwd: Path) -> int:
     """Run the first command that an error names, as it stands there; return its exit code."""
     (words, *_) = commands_of(stderr)
