@@ -372,8 +372,8 @@ class _Work:
         def ask_all() -> _Result:
             self._held.mirrors += open_mirrors(self._known, self._root, self._table, on_wait=self._looker.waits)
             self._looker.look()
-            is_led = is_held(self._root / names.LOCK_NAME)
-            self._audit = MirrorAudit(self._table, self.served(), self._bus, notes=not is_led)
+            lock = self._root / names.LOCK_NAME
+            self._audit = MirrorAudit(self._table, self.served(), self._bus, notes=lambda: not is_held(lock))
             answer = ask(self._audit)
             self._looker.answered(self._audit)
             return answer
@@ -487,9 +487,8 @@ class _Looker:
     def look(self) -> None:
         if self._on_progress is not None:
             with self._lock:
-                seen = (
-                    self.under_way.seen()
-                )  # before the table: a file verified in between then counts twice, rather than never
+                # Before the table: a file verified in between then counts twice, rather than never.
+                seen = self.under_way.seen()
                 self._on_progress(_settled(self._table, self._urls, seen))
 
     def answered(self, audit: MirrorAudit) -> None:

@@ -54,8 +54,9 @@ class MirrorAudit:
         table: The table that says what the mirrors should have.
         mirrors: The mirrors to ask, in this order.
         bus: Receives an event for each mirror that does not answer.
-        notes: Whether to note in the table, for other processes, the mirrors that have not answered yet. A trainer
-            does, and so does a drain of a root without one; beside a trainer, others only remove mirrors that answered.
+        notes: Asked at each answer: whether to note in the table, for other processes, the mirrors that have not
+            answered yet. A trainer does, and so does a drain while no trainer leads the root; beside a trainer, others
+            only remove mirrors that answered.
         clock: Seconds, monotonic.
     """
 
@@ -64,7 +65,7 @@ class MirrorAudit:
         table: UploadsTable,
         mirrors: Sequence[Mirror],
         bus: events.EventBus | None = None,
-        notes: bool = False,
+        notes: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._table = table
@@ -136,7 +137,7 @@ class MirrorAudit:
         still_open = set(self._open)
         try:
             noted = self._table.unasked() - (self._mirrors.keys() - still_open)
-            self._table.set_unasked(noted | still_open if self._notes else noted)
+            self._table.set_unasked(noted | still_open if self._notes() else noted)
         except CkptMirrorError as error:
             _log.error("other processes cannot see which mirrors have not answered yet: %s", error)
 

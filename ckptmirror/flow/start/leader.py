@@ -169,7 +169,7 @@ class Node:
         self.table.retry_failed()
         self.table.end_delays([mirror.url for mirror in self.mirrors])  # they grew in an outage that may be over
         counting_first = sorted(self.mirrors, key=lambda mirror: mirror.url not in self._counting())
-        audit = self._audit = MirrorAudit(self.table, counting_first, self._bus, notes=True)
+        audit = self._audit = MirrorAudit(self.table, counting_first, self._bus, notes=lambda: True)
         self._rotation_thread = RotationThread(
             lambda: self._ask_mirrors(audit), lambda: audit.waits_for(self._counting()), self._rotate_by_policy
         )
