@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch
+from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch, RefusedOnlyCopy
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.flow.drain import push
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
@@ -20,11 +20,14 @@ from ckptmirror.flow.places.resolve import (
     resolve_checkpoint_reference,
     resolve_resume_path,
 )
+from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.stores import memory, open_store
+from ckptmirror.stores.base import Store
 from tests.kit.cli import run
+from tests.kit.faults import flip_bit
 from tests.kit.mirrors import memory_url
-from tests.kit.roots import MirroredRoot, Place, artifact, require, whole, whole_saves
+from tests.kit.roots import MirroredRoot, Place, artifact, names_in, require, whole, whole_saves
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
 from tests.kit.training import everything, new_state, running, same, saved_run
 
@@ -38,11 +41,16 @@ def truncate(root: Path, meta: Meta, name: str) -> Path:
     return path
 
 
+def take_off(store: Store, name: str) -> None:
+    info = store.stat(name)
+    assert info is not None
+    store.delete(name, generation=info.generation)
+
+
 def remove(place: Place, meta: Meta, name: str) -> None:
     """Take an object off the mirror."""
     (path,) = [a.path for a in meta.artifacts if name in a.path]
-    info = place.spy.stat(path)  # type: ignore[attr-defined]
-    place.spy.delete(path, generation=info.generation)  # type: ignore[attr-defined]
+    take_off(place.spy, path)  # type: ignore[arg-type]
 
 
 # -- a start ----------------------------------------------------------------------------------------------------------
@@ -76,10 +84,7 @@ def test_a_run_that_lost_its_disk_resumes_the_kind_that_its_mirror_holds_whole(t
     memory.drop("whole-kinds")
     url = "memory://whole-kinds/run"
     states = saved_run(tmp_path / "lost", (1, 2), url)
-    store = open_store(url)
-    info = store.stat("model_000002.pt")
-    assert info is not None
-    store.delete("model_000002.pt", generation=info.generation)
+    take_off(open_store(url), "model_000002.pt")
     with running(tmp_path / "new", url) as manager:
         state = new_state(seed=5)
         start = manager.resume(state)
@@ -98,10 +103,7 @@ def test_a_mirror_that_lacks_one_kind_is_not_one_that_has_the_save(tmp_path: Pat
         memory.drop(bucket)
     torn, good = "memory://whole-kinds-a/run", "memory://whole-kinds-b/run"
     saved_run(tmp_path / "lost", (1, 2), torn, good)
-    store = open_store(torn)
-    info = store.stat("model_000002.pt")
-    assert info is not None
-    store.delete("model_000002.pt", generation=info.generation)
+    take_off(open_store(torn), "model_000002.pt")
     with running(tmp_path / "new", good, torn) as manager:
         start = manager.resume(new_state(seed=5))
         assert start is not None
@@ -109,6 +111,45 @@ def test_a_mirror_that_lacks_one_kind_is_not_one_that_has_the_save(tmp_path: Pat
     assert whole(tmp_path / "new")[2].kinds == ("dcp", "model")
     for bucket in ("whole-kinds-a", "whole-kinds-b"):
         memory.drop(bucket)
+
+
+def torn_both_ways(tmp_path: Path) -> tuple[Path, str, dict[int, Any]]:
+    """A run whose disk has a damaged kind dcp, and whose mirror has lost the model file of the same save."""
+    memory.drop("whole-kinds")
+    root, url = tmp_path / "root", "memory://whole-kinds/run"
+    states = saved_run(root, (1, 2), url)
+    take_off(open_store(url), "model_000002.pt")
+    flip_bit(artifact(root, whole(root)[2], OF["dcp"]))
+    return root, url, states
+
+
+def test_a_start_brings_the_broken_kind_from_a_mirror_that_has_lost_the_other(tmp_path: Path) -> None:
+    """The disk's own kind stays, and is sent to the mirror again."""
+    root, url, states = torn_both_ways(tmp_path)
+    own = whole(root)[2]
+    with running(root, url) as manager:
+        state = new_state(seed=5)
+        start = manager.resume(state)
+        assert start is not None
+        assert (start.step, start.kind, start.place) == (2, "dcp", url)
+        assert same(everything(state), states[2])
+        manager.wait("mirrored", timeout_s=30)
+    assert whole(root)[2] == own
+    assert open_store(url).stat("model_000002.pt") is not None
+    memory.drop("whole-kinds")
+
+
+def test_a_start_brings_the_kind_too_where_nobody_has_the_other(tmp_path: Path) -> None:
+    root, url, states = torn_both_ways(tmp_path)
+    model = truncate(root, whole(root)[2], "model_")
+    with running(root, url) as manager:
+        state = new_state(seed=5)
+        start = manager.resume(state)
+        assert start is not None
+        assert (start.step, start.kind, start.place) == (2, "dcp", url)
+        assert same(everything(state), states[2])
+    assert model.exists(), "a broken file may hold what a person can still use"
+    memory.drop("whole-kinds")
 
 
 # -- readers of a directory -------------------------------------------------------------------------------------------
@@ -233,6 +274,32 @@ def test_what_was_staged_before_the_mirror_lost_a_kind_stays_and_is_found_again(
     assert whole_saves(place.dest)[meta.save_id].kinds == ("dcp", "model")
 
 
+def test_refresh_keeps_a_staged_kind_that_the_mirror_has_lost(place: Place) -> None:
+    meta = place.save()
+    for kind in ("dcp", "model"):
+        stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind=kind)
+    held = whole_saves(place.dest)[meta.save_id]
+    remove(place, meta, "model_")
+    flip_bit(place.dest / "dcp_000200" / "__0_0.distcp")
+    stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp", refresh=True)
+    assert whole_saves(place.dest) == {meta.save_id: held}
+    for one in held.artifacts:
+        verify_file(place.dest / one.path, one.digest)
+
+
+def test_a_kind_that_only_the_directory_has_is_not_renamed_away(place: Place) -> None:
+    """Another program's file is in the way of the save's names: refused, since the other kind cannot be brought."""
+    meta = place.save()
+    stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="model")
+    remove(place, meta, "model_")
+    (place.dest / "dcp_000200").mkdir()
+    (place.dest / "dcp_000200" / "notes.txt").write_text("a person's")
+    before = names_in(place.dest)
+    with pytest.raises(RefusedOnlyCopy, match=r"model_000200\.pt"):
+        stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp")
+    assert names_in(place.dest) == before
+
+
 def test_a_listing_of_a_mirror_names_the_kind_that_is_not_whole(place: Place) -> None:
     meta = place.save()
     remove(place, meta, "model_")
@@ -273,9 +340,7 @@ def test_a_staged_copy_of_one_kind_is_no_copy_of_the_save(tmp_path: Path) -> Non
     put_attempts(store, [FIRST_ATTEMPT])
     meta = make_save(tmp_path / "root", 200)
     put_on_mirror(store, tmp_path / "root", meta)
-    info = store.stat("optim_000200_rank0.pt")
-    assert info is not None
-    store.delete("optim_000200_rank0.pt", generation=info.generation)
+    take_off(store, "optim_000200_rank0.pt")
     stage_checkpoint_step(Mirror(store.url, True, store), step=200, dest=tmp_path / "eval", full=True)
     (held,) = whole_saves(tmp_path / "eval").values()
     assert (held.kinds, held.partial) == (("dcp",), True)

@@ -18,7 +18,7 @@ Rules:
 * A copy is verified when it is staged; a later call compares sizes, and ``refresh`` verifies the checksums again.
 * Replacing loses nothing: another save is removed only if this mirror holds it, checksum by checksum, or if it was only
   a copy from this mirror. In a training root no other save is removed at all, and of this save only the files that a
-  verified copy replaces.
+  verified copy replaces. A kind of this save that the mirror has lost since stays beside what is brought.
 """
 
 from __future__ import annotations
@@ -176,14 +176,19 @@ class Staging:
         self, place: Destination, meta: Meta, wanted: Sequence[Artifact], kinds: Sequence[Kind], stale: list[LocalSave]
     ) -> Meta:
         same = place.find(meta.save_id)
-        if meta.partial and same is not None and not self._refresh and _has(place, same.meta, wanted):
-            return same.meta  # it may name kinds that the mirror has lost since
         if self._refresh or not self._in_training:  # on refresh the remaining one is verified
             twins = [save for save in place.saves if save.meta.save_id == meta.save_id and save is not same]
             stale = [*stale, *twins]  # of two metas of one save, remove one
-        held = same.meta if same is not None else place.interrupted(meta.save_id)
-        artifacts = self._with_held(meta, wanted, held)
-        tag = place.choose_tag(meta.save_id, by_top(artifacts), same)
+        on_mirror = _untagged(meta)
+        held = same.meta if same is not None else self._rest_of_interrupted(place, meta.save_id, on_mirror)
+        artifacts = _with_held(wanted, on_mirror, held)
+        kept = _only_in(held, on_mirror)
+        tag = place.choose_tag(meta.save_id, by_top([*artifacts, *kept]), same)
+        if kept and held is not None and held.tag != tag:
+            raise RefusedOnlyCopy(
+                f"{self._dest} holds {kept[0].path} of save {meta.save_id[:8]}, which {self._mirror.url} does not "
+                "have, and other files are in the way of the save's names."
+            )
         missing = {}
         for top, below in by_top(artifacts).items():
             name = with_tag(top, meta.save_id, tag)
@@ -192,7 +197,9 @@ class Staging:
                 if strangers := place.strangers(name, below_top(below)):
                     what = f"{self._dest / name} holds {strangers[0]}"
                     raise DestinationOccupied(f"{what}, which is not part of the checkpoint.")
-        new = self._new_meta(meta, artifacts, kinds, held, tag)
+        for top, below in by_top(kept).items():
+            self._is_here(place, with_tag(top, meta.save_id, tag), below, same)  # a broken one is reported, and stays
+        new = self._new_meta(meta, [*artifacts, *kept], kinds, held, tag)
         if same is not None and _says_the_same(same.meta, new):
             new = same.meta  # a trainer's own always does
             if not missing:
@@ -213,17 +220,15 @@ class Staging:
         )
         return new
 
-    def _with_held(self, meta: Meta, wanted: Sequence[Artifact], held: Meta | None) -> list[Artifact]:
-        """Return ``wanted`` together with the artifacts that the directory's own meta of this save names."""
-        on_mirror = _untagged(meta)
-        paths = set(_digests(held)) if held is not None else set()
-        beyond = paths - {a.path for a in on_mirror}
-        if beyond:
-            raise RefusedOnlyCopy(
-                f"{self._dest} holds {min(beyond)} of save {meta.save_id[:8]}, which {self._mirror.url} does not have."
-            )
-        both = paths | {a.path for a in wanted}
-        return [a for a in on_mirror if a.path in both]
+    def _rest_of_interrupted(self, place: Destination, save_id: str, on_mirror: Sequence[Artifact]) -> Meta | None:
+        """Return the meta of this save in the trash, without kinds that are broken here and not on the mirror."""
+        held = place.interrupted(save_id)
+        if held is None:
+            return None
+        kept = by_top(_only_in(held, on_mirror))
+        broken = {top for top, below in kept.items() if not place.holds(with_tag(top, save_id, held.tag), below)}
+        gone = [a for a in held.artifacts if names.untagged(a.path).partition("/")[0] in broken]
+        return held.narrowed(held.kinds_without(gone))
 
     def _is_here(self, place: Destination, name: str, artifacts: Sequence[Artifact], same: LocalSave | None) -> bool:
         """Whether the files under a top name may stay: those of ``same`` by size, others or on refresh by checksum."""
@@ -258,7 +263,7 @@ class Staging:
         self, meta: Meta, artifacts: Sequence[Artifact], kinds: Sequence[Kind], held: Meta | None, tag: str
     ) -> Meta:
         before = held.kinds if held is not None else ()
-        together = tuple(kind for kind in meta.kinds if kind in (*before, *kinds))
+        together = tuple(kind for kind in dict.fromkeys((*meta.kinds, *before)) if kind in (*before, *kinds))
         named = [
             replace(
                 artifact,
@@ -391,12 +396,19 @@ def _digests(meta: Meta) -> dict[str, Digest]:
     return {names.untagged(artifact.path): artifact.digest for artifact in meta.artifacts}
 
 
-def _has(place: Destination, held: Meta, wanted: Sequence[Artifact]) -> bool:
-    """Whether the directory's own meta names all wanted files, and they are there."""
-    named = _digests(held)
-    return all(named.get(artifact.path) == artifact.digest for artifact in wanted) and all(
-        place.has_sizes(with_tag(top, held.save_id, held.tag), artifacts) for top, artifacts in by_top(wanted).items()
-    )
+def _with_held(wanted: Sequence[Artifact], on_mirror: Sequence[Artifact], held: Meta | None) -> list[Artifact]:
+    """Return the mirror's artifacts that are wanted or that the directory's own meta names, for the kinds of both."""
+    here = {names.untagged(artifact.path): artifact.kinds for artifact in held.artifacts} if held is not None else {}
+    paths = {*here, *(artifact.path for artifact in wanted)}
+    return [
+        replace(a, kinds=tuple(dict.fromkeys((*a.kinds, *here.get(a.path, ()))))) for a in on_mirror if a.path in paths
+    ]
+
+
+def _only_in(held: Meta | None, on_mirror: Sequence[Artifact]) -> list[Artifact]:
+    """Return the artifacts, under untagged paths, that the directory has and the mirror has lost."""
+    there = {artifact.path for artifact in on_mirror}
+    return [a for a in _untagged(held) if a.path not in there] if held is not None else []
 
 
 def _says_the_same(standing: Meta, new: Meta) -> bool:
