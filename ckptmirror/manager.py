@@ -335,6 +335,11 @@ class CheckpointManager:
             if self._left_pending is not None and not is_mirrored(self.root, None, self._state_dir, self._urls):
                 raise self._left_pending
             return
+        if stop is not None and not isinstance(stop, StopRequest):
+            raise UsageError(
+                f"stop={stop!r} is not a StopRequest.",
+                hint="Pass the one that the training loop asks: stop = StopRequest().install().",
+            )
         self._closed = True
         stopped = stop is not None and stop.requested
         deadline = time.monotonic() + timeout_s

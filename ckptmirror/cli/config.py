@@ -47,7 +47,7 @@ def command(as_json: bool) -> int:
         print(f"{setting.name:<21} {first:<40} {source}")
         for line in more:
             print(f"{'':<21} {line}")
-    print(f"file: {found.file or 'none was found here or above'}", file=sys.stderr)
+    print(f"configuration file: {found.file or 'none in this directory or above it'}", file=sys.stderr)
     return 0
 
 

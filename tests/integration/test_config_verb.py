@@ -45,7 +45,7 @@ def test_config_shows_each_value_and_where_it_comes_from(tmp_path: Path):
         '[[mirrors]]\nurl = "/nfs/x"\nrequired = false\n',
     )
     ended = run("config", cwd=folder, env={"CKPTMIRROR_RETENTION_KEEP_LAST": "3"})
-    assert (ended.returncode, ended.stderr) == (0, f"file: {folder}/ckptmirror.toml\n")
+    assert (ended.returncode, ended.stderr) == (0, f"configuration file: {folder}/ckptmirror.toml\n")
     lines = [re.sub(r" {2,}", "  ", line) for line in ended.stdout.splitlines()]
     assert lines[0] == 'root  "/file"  ckptmirror.toml:1'
     assert lines[1] == "mirrors  gs://bucket/x, bytes_per_s = 200000000  ckptmirror.toml:3"
@@ -69,7 +69,7 @@ def test_config_as_json_has_every_setting_with_value_and_source(tmp_path: Path):
 
 def test_config_without_a_file_says_so(tmp_path: Path):
     ended = run("config", cwd=tmp_path)
-    assert (ended.returncode, ended.stderr) == (0, "file: none was found here or above\n")
+    assert (ended.returncode, ended.stderr) == (0, "configuration file: none in this directory or above it\n")
 
 
 @pytest.mark.parametrize(

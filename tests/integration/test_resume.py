@@ -6,6 +6,7 @@ import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -265,6 +266,26 @@ def test_requested_step_missing_is_an_error(tmp_path: Path) -> None:
         start = manager.resume(new_state(), policy=2)
         assert start is not None
         assert start.step == 2
+
+
+@pytest.mark.parametrize("policy", [7.5, True, -7, None, ["latest"]])
+def test_what_is_no_policy_is_refused_as_that(tmp_path: Path, policy: Any) -> None:
+    saved_run(tmp_path, (1,))
+    with running(tmp_path) as manager:
+        with pytest.raises(UsageError, match="is not a policy") as failed:
+            manager.resume(new_state(), policy=policy)
+        assert "a step" in failed.value.hint
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 1
+
+
+def test_close_with_something_else_than_a_stop_request_is_refused_and_can_be_called_again(tmp_path: Path) -> None:
+    saved_run(tmp_path, (1,))
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(UsageError, match="stop=True is not a StopRequest"):
+        manager.close(stop=True)  # type: ignore[arg-type]
+    manager.close()
 
 
 def test_a_requested_step_that_a_silent_mirror_may_hold_is_a_temporary_error(tmp_path: Path) -> None:

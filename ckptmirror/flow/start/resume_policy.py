@@ -24,8 +24,13 @@ def settled_policy(root: Path, policy: Policy) -> tuple[str | int, Kind | None]:
 
     Raises:
         CheckpointNotFound: The path names nothing.
-        UsageError: It names a legacy checkpoint, or a checkpoint outside this root.
+        UsageError: It is no policy, or names a legacy checkpoint or a checkpoint outside this root.
     """
+    if not _is_policy(policy):
+        raise UsageError(
+            f"policy={policy!r} is not a policy.",
+            hint='Give "auto", "latest", "scratch", a step, a save id, or the path of a save in the root.',
+        )
     if isinstance(policy, int) or (isinstance(policy, str) and "/" not in policy):
         return policy, None
     from ckptmirror.flow.places.legacy_references import ADOPT_HINT
@@ -44,6 +49,12 @@ def settled_policy(root: Path, policy: Policy) -> tuple[str | int, Kind | None]:
         return found.save_id, found.kind
     parsed = locate(policy).parsed
     return found.save_id, found.kind if parsed is not None and parsed.role != "meta" else None
+
+
+def _is_policy(given: object) -> bool:
+    if isinstance(given, int):
+        return not isinstance(given, bool) and given >= 0
+    return isinstance(given, (str, Path, CheckpointReference))
 
 
 def _is_same(one: Path, other: Path) -> bool:
