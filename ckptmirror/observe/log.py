@@ -46,7 +46,7 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
         "step %(step)d: %(path)s on %(mirror)s failed: %(reason)s; fix the cause, then `ckptmirror retry%(at_root)s`",
     ),
     events.MirrorCommitted: (logging.INFO, "step %(step)d: complete on %(mirror)s"),
-    events.MirrorUnreachable: (logging.WARNING, "%(mirror)s does not accept uploads now; retrying: %(reason)s"),
+    events.MirrorUnreachable: (logging.WARNING, "%(mirror)s cannot be used now, and is tried again: %(reason)s"),
     events.SaveRotated: (logging.INFO, "step %(step)d: deleted locally: %(reason)s"),
     events.RotationRefused: (
         logging.WARNING,

@@ -313,7 +313,7 @@ class _Start:
             raise self._none_loaded(repr(self._wish.reference))
         if self._unheard:
             raise explain.not_answering(
-                "There is nothing here to continue the run from, but a mirror that does not answer may have something; "
+                "There is nothing here to continue the run from, but a mirror that cannot be read may hold it, and "
                 "starting at step 0 might fork the run: ",
                 self._unheard,
             )

@@ -17,6 +17,7 @@ from pathlib import Path
 from ckptmirror.core import events
 from ckptmirror.core.errors import BrokenMeta, CheckpointNotFound, CkptMirrorError, IntegrityError, LocalStorageFull
 from ckptmirror.core.model import Attempt, Kind, Meta, new_id
+from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.attempts import claim_from
 from ckptmirror.core.start.decide import (
     MakeRoom,
@@ -42,7 +43,6 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
 from ckptmirror.local.root_id import keep_root_id
-from ckptmirror.local.save_logger import save_logger
 
 __all__ = ["Bringer", "Proposal"]
 
@@ -92,10 +92,8 @@ class Bringer:
         for row in self.seen.evidence.mirrors():
             error = self.seen.seen[row.place].error if row.place in self.seen.seen else None
             if not row.answers and error is not None:
-                save_logger(_log, mirror=row.place).warning(
-                    "%s does not answer and is claimed later: %s", row.place, row.why
-                )
-                self._bus.emit(events.MirrorUnreachable(mirror=row.place, reason=row.why))
+                refused = row.reach is Reach.REFUSED
+                self._bus.emit(events.MirrorUnreachable(mirror=row.place, reason=row.why, refused=refused))
         if self._node.persistent_is_new and run_of(self.seen.evidence) is not None:
             self._log_once(
                 Notice(f"{self._node.persistent_dir}, which did not exist and was created: is a mount missing?")
