@@ -17,6 +17,7 @@ from ckptmirror.core import events, names
 from ckptmirror.core.errors import AttemptFenced, RootLocked
 from ckptmirror.flow.places.attempt_lists import read_local_attempts
 from ckptmirror.flow.status import is_mirrored
+from ckptmirror.local import files
 from ckptmirror.local.lock import RANKS_LOCK_NAME, is_held
 from ckptmirror.local.uploads import UploadsTable
 from tests.kit.cli import run
@@ -68,6 +69,30 @@ def test_saves_are_committed_and_mirrored_after_the_control_directory_was_delete
         assert start is not None
         assert (start.step, start.passed_over) == (3, ())
         assert same(everything(found), expected)
+
+
+def test_a_deletion_that_still_goes_on_while_the_directory_is_recreated_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, deleted = tmp_path / "root", []
+    write_bytes = files.write_bytes
+
+    def deleted_before(path: Path, data: bytes, **more: Any) -> None:
+        if path.name == "attempts.json" and len(deleted) < 3:
+            deleted.append(path)
+            delete_control(root)
+        write_bytes(path, data, **more)
+
+    with running(root, kinds=("model",)) as manager:
+        state = new_state()
+        manager.resume(state)
+        delete_control(root)
+        monkeypatch.setattr(files, "write_bytes", deleted_before)
+        manager.save(1, state).wait()
+        assert len(deleted) == 3
+    listed = read_local_attempts(root)
+    assert listed is not None
+    assert [one.id for one in listed.attempts] == [whole(root)[1].attempt.id]
 
 
 def test_a_save_in_flight_is_committed_too(tmp_path: Path) -> None:

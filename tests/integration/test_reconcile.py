@@ -95,15 +95,19 @@ def test_a_temporary_meta_is_no_meta(place: MirroredRoot) -> None:
     assert_nothing_left_of(place, meta)
 
 
-def test_a_meta_that_cannot_be_read_decides_nothing(place: MirroredRoot) -> None:
-    """The disk lost a block of it: its files may be the only copy, so nothing goes and nothing is sent."""
+def test_a_meta_that_cannot_be_read_deletes_nothing_and_is_named(place: MirroredRoot) -> None:
+    """The disk lost a block of it: its files may be the only copy, and nobody waits for uploads that never begin."""
     meta = place.commit(100, release=False)
     flip_bit(place.root / "meta_000100.json", 40)
     before = snapshot(place.root)
     start(place)
     assert snapshot(place.root) == before
-    assert place.records(save_id=meta.save_id) != []
-    assert place.upload() == 0
+    place.upload()
+    failed = [record for record in place.records(save_id=meta.save_id) if record.role == "artifact"]
+    assert {record.state.value for record in failed} == {"failed"}
+    assert all("meta_000100.json cannot be used" in str(record.last_error) for record in failed)
+    assert list(object_names(place.store)) == []
+    assert snapshot(place.root) == before
 
 
 def test_an_incomplete_save_keeps_its_files_and_its_records(place: MirroredRoot) -> None:

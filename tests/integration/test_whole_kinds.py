@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ckptmirror.stores.base import Store
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
 from tests.kit.mirrors import memory_url
+from tests.kit.processes import killed_at
 from tests.kit.roots import MirroredRoot, Place, artifact, names_in, require, whole, whole_saves
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
 from tests.kit.training import everything, new_state, running, same, saved_run
@@ -298,6 +300,66 @@ def test_a_kind_that_only_the_directory_has_is_not_renamed_away(place: Place) ->
     with pytest.raises(RefusedOnlyCopy, match=r"model_000200\.pt"):
         stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp")
     assert names_in(place.dest) == before
+
+
+def test_i1_a_kind_that_only_a_second_meta_of_the_save_names_is_not_deleted(place: Place) -> None:
+    """Somebody copied another host's directory in beside it; of the two model files, one is damaged."""
+    meta = place.save()
+    for kind in ("dcp", "model"):
+        stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind=kind)
+    make_save(place.dest, 200, ("model",), save_id=meta.save_id, tag=meta.save_id[:8])
+    flip_bit(place.dest / f"model_000200-{meta.save_id[:8]}.pt")
+    remove(place, meta, "model_")
+    before = names_in(place.dest)
+    for refresh in (False, True):
+        with pytest.raises(RefusedOnlyCopy, match=r"model_000200\.pt of save"):
+            stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp", refresh=refresh)
+        assert names_in(place.dest) == before
+
+
+def rotate_to_one(root: Path, url: str) -> None:
+    MirroredRoot(root, [url]).rotate(keep_last=1)
+
+
+def test_i1_a_kind_that_only_a_meta_in_the_trash_names_is_not_deleted(tmp_path: Path) -> None:
+    """A rotation was killed, the mirror lost the model file since, and another file of that kind is damaged here."""
+    root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
+    place = MirroredRoot(root, [url])
+    put_attempts(place.store, [FIRST_ATTEMPT])
+    for step in (100, 200):
+        place.commit(step, ("dcp", "model"))
+    place.upload()
+    place.table.close()
+    assert killed_at("trash.rename:after", rotate_to_one, root, url)
+    take_off(open_store(url), "model_000100.pt")
+    flip_bit(root / "optim_000100_rank0.pt")
+    before = names_in(root)
+    with pytest.raises(RefusedOnlyCopy, match=r"model_000100\.pt of save"):
+        stage_checkpoint_step(url, step=100, dest=root, require_kind="dcp")
+    assert names_in(root) == before
+
+
+def test_what_is_staged_is_found_again_beside_a_file_that_a_person_copied_in(place: Place) -> None:
+    meta = place.save()
+    staged = stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp")
+    shutil.copy(place.root / "optim_000200_rank0.pt", place.dest)
+    remove(place, meta, "model_")
+    assert stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp") == staged
+
+
+def test_a_file_of_two_kinds_belongs_to_both_once_the_mirror_has_both_again(place: Place) -> None:
+    meta = place.save()
+    stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="model")
+    model = (place.root / "model_000200.pt").read_bytes()
+    info = place.spy.stat("model_000200.pt")
+    assert info is not None
+    remove(place, meta, "model_")
+    stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="dcp", full=True)
+    place.spy.write("model_000200.pt", model, if_generation=0, metadata=info.metadata)
+    stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind="model", full=True, refresh=True)
+    (held,) = whole_saves(place.dest).values()
+    assert {a.path: set(a.kinds) for a in held.artifacts} == {a.path: set(a.kinds) for a in meta.artifacts}
+    assert not held.partial
 
 
 def test_a_listing_of_a_mirror_names_the_kind_that_is_not_whole(place: Place) -> None:

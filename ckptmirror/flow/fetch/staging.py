@@ -18,7 +18,9 @@ Rules:
 * A copy is verified when it is staged; a later call compares sizes, and ``refresh`` verifies the checksums again.
 * Replacing loses nothing: another save is removed only if this mirror holds it, checksum by checksum, or if it was only
   a copy from this mirror. In a training root no other save is removed at all, and of this save only the files that a
-  verified copy replaces. A kind of this save that the mirror has lost since stays beside what is brought.
+  verified copy replaces.
+* A kind of this save that the mirror has lost since stays beside what is brought, under the meta that names it. If that
+  meta cannot stay, the call is refused.
 """
 
 from __future__ import annotations
@@ -176,30 +178,32 @@ class Staging:
         self, place: Destination, meta: Meta, wanted: Sequence[Artifact], kinds: Sequence[Kind], stale: list[LocalSave]
     ) -> Meta:
         same = place.find(meta.save_id)
+        if meta.partial and same is not None and not self._refresh and _has(place, same.meta, wanted):
+            return same.meta  # it may name kinds that the mirror has lost since
         if self._refresh or not self._in_training:  # on refresh the remaining one is verified
             twins = [save for save in place.saves if save.meta.save_id == meta.save_id and save is not same]
             stale = [*stale, *twins]  # of two metas of one save, remove one
         on_mirror = _untagged(meta)
-        held = same.meta if same is not None else self._rest_of_interrupted(place, meta.save_id, on_mirror)
+        held = same.meta if same is not None else place.interrupted(meta.save_id)
+        lost = _only_in(held, on_mirror)
+        if same is None and held is not None:
+            held = held.narrowed(held.kinds_without(lost))
+            lost = []
         artifacts = _with_held(wanted, on_mirror, held)
-        kept = _only_in(held, on_mirror)
-        tag = place.choose_tag(meta.save_id, by_top([*artifacts, *kept]), same)
-        if kept and held is not None and held.tag != tag:
-            raise RefusedOnlyCopy(
-                f"{self._dest} holds {kept[0].path} of save {meta.save_id[:8]}, which {self._mirror.url} does not "
-                "have, and other files are in the way of the save's names."
-            )
+        tag = place.choose_tag(meta.save_id, by_top([*artifacts, *lost]), same)
+        standing = same if same is not None and same.meta.tag == tag else None
+        self._check_only_copies(place, meta, on_mirror, standing)
         missing = {}
         for top, below in by_top(artifacts).items():
             name = with_tag(top, meta.save_id, tag)
-            if not self._is_here(place, name, below, same if same is not None and same.meta.tag == tag else None):
+            if not self._is_here(place, name, below, standing):
                 missing[name] = below
                 if strangers := place.strangers(name, below_top(below)):
                     what = f"{self._dest / name} holds {strangers[0]}"
                     raise DestinationOccupied(f"{what}, which is not part of the checkpoint.")
-        for top, below in by_top(kept).items():
-            self._is_here(place, with_tag(top, meta.save_id, tag), below, same)  # a broken one is reported, and stays
-        new = self._new_meta(meta, [*artifacts, *kept], kinds, held, tag)
+        for top, below in by_top(lost).items():
+            self._is_here(place, with_tag(top, meta.save_id, tag), below, standing)  # reports a broken one, which stays
+        new = self._new_meta(meta, [*artifacts, *lost], kinds, held, tag)
         if same is not None and _says_the_same(same.meta, new):
             new = same.meta  # a trainer's own always does
             if not missing:
@@ -220,15 +224,25 @@ class Staging:
         )
         return new
 
-    def _rest_of_interrupted(self, place: Destination, save_id: str, on_mirror: Sequence[Artifact]) -> Meta | None:
-        """Return the meta of this save in the trash, without kinds that are broken here and not on the mirror."""
-        held = place.interrupted(save_id)
-        if held is None:
-            return None
-        kept = by_top(_only_in(held, on_mirror))
-        broken = {top for top, below in kept.items() if not place.holds(with_tag(top, save_id, held.tag), below)}
-        gone = [a for a in held.artifacts if names.untagged(a.path).partition("/")[0] in broken]
-        return held.narrowed(held.kinds_without(gone))
+    def _check_only_copies(
+        self, place: Destination, meta: Meta, on_mirror: Sequence[Artifact], standing: LocalSave | None
+    ) -> None:
+        """Check that each file of this save that the mirror has lost is named by the meta that stays.
+
+        Raises:
+            RefusedOnlyCopy: Another meta of this save, or one in the trash, names such a file, and it is here.
+        """
+        stays = {artifact.path for artifact in standing.meta.artifacts} if standing is not None else set()
+        here = [*(save.meta for save in place.saves), *place.trashed_metas()]
+        for held in (one for one in here if one.save_id == meta.save_id):
+            lost = {artifact.path for artifact in _only_in(held, on_mirror)}
+            for artifact in held.artifacts:
+                path = artifact.path
+                if names.untagged(path) in lost and path not in stays and os.path.lexists(self._dest / path):
+                    raise RefusedOnlyCopy(
+                        f"{self._dest} holds {path} of save {meta.save_id[:8]}, which {self._mirror.url} has lost.",
+                        hint="Stage into another directory, or move the file away.",
+                    )
 
     def _is_here(self, place: Destination, name: str, artifacts: Sequence[Artifact], same: LocalSave | None) -> bool:
         """Whether the files under a top name may stay: those of ``same`` by size, others or on refresh by checksum."""
@@ -279,7 +293,7 @@ class Staging:
             artifacts=tuple(sorted(named, key=lambda artifact: artifact.path)),
             tag=tag,
             staged_from=self._mirror.url,
-            partial=meta.partial or len(named) < len(meta.artifacts),
+            partial=(meta.partial or len(named) < len(meta.artifacts)) and (held is None or held.partial),
         )
 
     # -- the bytes ------------------------------------------------------------------------------------------
@@ -411,9 +425,22 @@ def _only_in(held: Meta | None, on_mirror: Sequence[Artifact]) -> list[Artifact]
     return [a for a in _untagged(held) if a.path not in there] if held is not None else []
 
 
+def _has(place: Destination, held: Meta, wanted: Sequence[Artifact]) -> bool:
+    """Whether the directory's own meta names all wanted files, and they are there."""
+    named = _digests(held)
+    return all(named.get(artifact.path) == artifact.digest for artifact in wanted) and all(
+        place.has_sizes(with_tag(top, held.save_id, held.tag), artifacts) for top, artifacts in by_top(wanted).items()
+    )
+
+
 def _says_the_same(standing: Meta, new: Meta) -> bool:
     """Whether the existing meta names the same files for the same kinds."""
-    return (set(standing.kinds), standing.tag, _digests(standing)) == (set(new.kinds), new.tag, _digests(new))
+
+    def said(meta: Meta) -> tuple[object, ...]:
+        needed = {(artifact.path, frozenset(artifact.kinds)) for artifact in meta.artifacts}
+        return set(meta.kinds), meta.tag, meta.partial, needed, _digests(meta)
+
+    return said(standing) == said(new)
 
 
 def _allocated_bytes(path: Path) -> int:

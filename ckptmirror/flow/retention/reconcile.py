@@ -3,7 +3,8 @@
 Rules (the caller holds the root lock, so no save is in flight):
 * Records without a meta, or a sealed meta that never got its name, belong to a save that a crash interrupted before it
   existed. Its files are removed.
-* A meta whose records were never released is a save. Its records are released.
+* A meta whose records were never released is a save. Its records are released; if the meta has been damaged since, the
+  uploads fail and say so.
 * A whole save without records (a lost table, a staged save) gets pending ones. The uploader asks the mirror first, and
   sends nothing if our own object is there already.
 * The claims of a dead process are freed at once, without waiting for their leases.
@@ -86,10 +87,10 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
     on_disk = set(whole) | {save.meta.save_id for save in inventory.incomplete}
     released, discarded = [], []
     for save in (save for save in table.saves() if not save.released):
-        if save.save_id in on_disk:
+        if save.save_id in on_disk or may_be_meta_of(root / save.meta_path, save.save_id):
             table.release_save(save.save_id)
             released.append(save.save_id)
-        elif not may_be_meta_of(root / save.meta_path, save.save_id):
+        else:
             records = [record for record in table.records(save_id=save.save_id) if record.role == "artifact"]
             remove_uncommitted(root, save.save_id, {r.path: (r.size_bytes, r.crc32c) for r in records})
             table.discard_unreleased([save.save_id])

@@ -76,6 +76,7 @@ _STOP_BRINGING_S = 2.0
 _REPAIR_WAIT_S = 5.0
 _STOPPED_LIMIT_S = 2.0  # short, since the grace period of a stop request is running
 _SKIPPED_LISTED = 20
+_DELETIONS_LIMIT = 100  # how often the control directory is recreated while somebody is still deleting it
 
 
 class Node:
@@ -203,13 +204,9 @@ class Node:
                 return True
             control = self.root / names.CONTROL_DIR
             try:
-                claim = self.claim
-                if claim is None or not take_root_again(self.root, self.lock, claim.attempts):
+                if not self._recreated():
                     return False
-                note_place(self.root, self.table.path)
-                if not self.table.path.exists():
-                    self._new_table()
-            except CkptMirrorError as error:
+            except (CkptMirrorError, OSError) as error:
                 _log.error("%s was deleted, and cannot be recreated: %s", control, error)
                 return not self.lock.lost
             self._meet_again = True
@@ -218,6 +215,26 @@ class Node:
             "table, and asks the mirrors which saves they have. The history of events is lost.",
             control,
         )
+        return True
+
+    def _recreated(self) -> bool:
+        """Recreate lock, list and table; return False if another trainer may lead the root now."""
+        for _ in range(_DELETIONS_LIMIT):
+            try:
+                return self._recreate()
+            except (CkptMirrorError, OSError) as error:
+                still_deleted = isinstance(error, FileNotFoundError) or not (self.root / names.LOCK_NAME).exists()
+                if not still_deleted:
+                    raise
+        return self._recreate()
+
+    def _recreate(self) -> bool:
+        claim = self.claim
+        if claim is None or (self.lock.lost and not take_root_again(self.root, self.lock, claim.attempts)):
+            return False
+        note_place(self.root, self.table.path)
+        if not self.table.path.exists():
+            self._new_table()
         return True
 
     def on_commit(self, meta: Meta) -> None:

@@ -15,7 +15,7 @@ from shlex import quote
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_from_bytes
-from ckptmirror.core.errors import IntegrityError, StorePermanent
+from ckptmirror.core.errors import BrokenMeta, IntegrityError, StorePermanent
 from ckptmirror.core.model import Meta
 from ckptmirror.core.verification import delete_command
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
@@ -116,6 +116,10 @@ class Sending:
                     meta = meta_from_bytes(files.read_limited(path, META_LIMIT_BYTES))
                 except FileNotFoundError as error:
                     raise StorePermanent(f"{path} is gone.", hint="Nothing was deleted by ckptmirror.") from error
+                except BrokenMeta as error:
+                    raise BrokenMeta(
+                        f"{path} cannot be used, and nothing else says what belongs to the save: {error}"
+                    ) from error
                 if meta.save_id != self._record.save_id:
                     raise IntegrityError(f"{path} is the meta of another save, not of this one.")
                 return meta
