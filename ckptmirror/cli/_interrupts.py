@@ -47,13 +47,17 @@ class Interrupted(BaseException):
         self.signum = signum
         self.exit_code = 128 + signum
         self._next = _told[-1]
+        self._is_told = False
 
     def tell(self) -> None:
-        """Print what happened, in one sentence; stderr may be closed by now."""
+        """Print what happened, in one sentence, once: an exit may take longer. stderr may be closed by now."""
+        if self._is_told:
+            return
         what = "interrupted" if self.signum == signal.SIGINT else "terminated"
         shown = _ERASE_LINE if moves_cursor() else "\n" if is_terminal() else ""
         try:
             os.write(2, f"{shown}ckptmirror: {what}; {self._next}.\n".encode())
+            self._is_told = True  # not before: a second signal may come in between, and rather twice than never
         except OSError:
             return
 

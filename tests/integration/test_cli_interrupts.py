@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmirror.cli._interrupts import Interrupted
 from tests.kit.cli import LIMIT_S, clean_environment, run, start
 from tests.kit.roots import make_mirrored, make_pending
 
@@ -137,6 +138,13 @@ def test_a_second_signal_ends_a_verb_at_once(silent: Silent):
         connection.close()
     finally:
         process.kill()
+
+
+def test_an_exit_that_takes_longer_than_its_limit_is_told_of_once(capfd: pytest.CaptureFixture[str]):
+    interrupted = Interrupted(signal.SIGTERM)
+    interrupted.tell()
+    interrupted.tell()  # when the time to exit is over
+    assert capfd.readouterr().err == SENTENCES[signal.SIGTERM]
 
 
 def test_what_tests_an_interrupt_hears_it_where_the_caller_ignores_it():
