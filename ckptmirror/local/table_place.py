@@ -5,6 +5,8 @@ Rules:
   would know only some of the mirrors, and a rotation deletes by one of them.
 * If a noted table is not on this machine, that is an error, never a reason to create another.
 * A root with a table does not get another one elsewhere: a person has to move it.
+* Whoever can write to the root can write the note, so it names only a file with the table's name, and a broken table is
+  set aside only inside the root or in the ``state_dir`` of the caller, never where only the note says so.
 * The note is written before anything is saved, once the table is open and belongs to this root or to none.
 """
 
@@ -115,6 +117,7 @@ def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | No
     counts as not durable until the mirrors are asked again.
 
     Raises:
+        BrokenTable: It is broken, and only the root's note names its place. Nothing was changed.
         ForeignTable: It is another root's. Nothing was changed.
         Temporary: The root is not mounted now. Nothing was changed.
     """
@@ -123,6 +126,12 @@ def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | No
     try:
         table = _open_own(root, path, clock)
     except BrokenTable as error:
+        if state_dir is None and path != root / names.TABLE_NAME:
+            raise BrokenTable(
+                f"{str(error).rstrip('.')}. Only {root / names.TABLE_NOTE_NAME} says that it is this root's table, "
+                "so it stays.",
+                hint=f"Start the trainer with its state_dir, {path.parent} if that is the one: it recreates the table.",
+            ) from error
         aside = UploadsTable.set_aside(path)
         _log.error("%s It is now at %s; its facts are gathered again from disk and mirrors.", error, aside)
         table = _open_own(root, path, clock)
@@ -206,6 +215,8 @@ def _read_note(root: Path) -> _Note | None:
         note = _Note(**json.loads(files.read_limited(path, _NOTE_LIMIT_BYTES)))
         if not isinstance(note.host, str) or not Path(note.path).is_absolute():
             raise ValueError("it holds no absolute path")
+        if Path(note.path).name != Path(names.TABLE_NAME).name:
+            raise ValueError(f"a table's file is always named {Path(names.TABLE_NAME).name}")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError, RecursionError, IntegrityError) as error:

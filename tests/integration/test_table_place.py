@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import ConfigError, ForeignTable, NoTable, Temporary
+from ckptmirror.core.errors import BrokenTable, ConfigError, ForeignTable, NoTable, Temporary
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.drain import drain, push
@@ -150,6 +150,22 @@ def test_a_note_that_cannot_be_read_is_written_anew_by_the_trainer(
             start(url)
         start(url, state_dir=state_dir).close()
         assert table_path(root) == state_dir / "uploads.db"
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "uploads.db-wal", "uploads.db"])
+def test_a_planted_note_makes_a_start_move_no_file_of_the_users(tmp_path: Path, start: Start, name: str) -> None:
+    root, mine = tmp_path / "root", tmp_path / "home" / name
+    make_save(root, 100, ("model",), number=100)
+    put_attempts(root, [FIRST_ATTEMPT])
+    mine.parent.mkdir()
+    mine.write_bytes(b"years of work\n" * 1000)
+    (root / names.TABLE_NOTE_NAME).parent.mkdir(exist_ok=True)
+    (root / names.TABLE_NOTE_NAME).write_text(json.dumps({"host": "here", "path": str(mine)}))
+    with pytest.raises(BrokenTable if name == "uploads.db" else ConfigError) as caught:
+        start_node(start(memory_url()))
+    assert "state_dir" in caught.value.hint
+    assert listing(mine.parent) == [name]
+    assert mine.read_bytes() == b"years of work\n" * 1000
 
 
 @pytest.mark.parametrize("first", ["inside", "outside"])
