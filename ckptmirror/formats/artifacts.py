@@ -21,12 +21,12 @@ from typing import IO, Any, cast
 
 import torch
 
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
+from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.core.model import Digest
 from ckptmirror.formats.nesting_limit import TooDeep, too_deep
 from ckptmirror.formats.shards import read_pieces
 from ckptmirror.formats.tensor_bytes import compact
-from ckptmirror.formats.unpickle import load_pt, load_stream, refused_as_usage
+from ckptmirror.formats.tensor_files import load_bytes, load_pt, refused_as_usage
 from ckptmirror.local.checksummed_writer import ArtifactWriter
 
 __all__ = ["ArtifactStream", "write_json", "write_pt"]
@@ -115,10 +115,7 @@ def write_json(value: Any, path: Path, *, save_id: str, publish: bool = False) -
 def _read_back(written: Path, tree: Any, name: str) -> None:
     try:
         with refused_as_usage():
-            try:
-                read_pieces(load_pt(written, map_location="meta"))
-            except IntegrityError:
-                read_pieces(load_pt(written, mmap=True))  # some kinds of tensor have no form without bytes
+            read_pieces(load_pt(written, mmap=True))  # so only what is looked at is read
     except UsageError as error:
         if isinstance(error.__cause__, TooDeep):
             raise too_deep(tree, "") from error
@@ -155,7 +152,7 @@ def _refusal(value: Any) -> str | None:
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
-        load_stream(io.BytesIO(stream.getvalue()), "it")
+        load_bytes(stream.getvalue(), "it")
     except Exception as error:  # noqa: BLE001 - whatever goes wrong, it is the value that is looked for
         return error.message if isinstance(error, CkptMirrorError) else f"{type(error).__name__}: {error}"
     return None

@@ -38,7 +38,7 @@ from ckptmirror.formats.dcp_files import DirectoryWriter
 from ckptmirror.formats.dcp_read import check_plain_values, load_directory, read_directory_metadata
 from ckptmirror.formats.sidecars import is_scheduled
 from ckptmirror.formats.tensor_bytes import compact
-from ckptmirror.formats.unpickle import check_regular
+from ckptmirror.formats.tensor_files import check_regular
 from ckptmirror.formats.versions import KEY, to_text, versions_in
 from ckptmirror.formats.weights_only_values import MARK
 from ckptmirror.local.checksummed_writer import ArtifactWriter
@@ -92,7 +92,7 @@ class DcpFormat:
             if named.get(name) != found.get(name):
                 on_disk, reported = found.get(name, "no"), named.get(name, "none")
                 raise IntegrityError(f"{directory.name}/{name} has {on_disk} bytes on disk, {reported} were reported.")
-        metadata = read_directory_metadata(directory, just_written=True)
+        metadata = read_directory_metadata(directory)
         here = {a.rank for a in artifacts if a.rank is not None}
         del found[METADATA_NAME]
         check_ranges(

@@ -1,8 +1,8 @@
 """Reads an untrusted DCP directory into live objects, for any number of ranks.
 
 Rules:
-* ``.metadata`` is parsed by the allow-list unpickler and checked before torch sees it; plain values are loaded with
-  ``weights_only``; no name leaves the directory and no link is followed.
+* torch reads nothing here: ``dcp_metadata`` and ``tensor_files`` do, and every piece is compared with ``.metadata``; no
+  name leaves the directory and no link is followed.
 * Each rank reads what it needs by itself, without collectives: a rank that fails does not block the others.
 * Names, shapes and the optimizer's groups are compared before the first live tensor is written.
 * Optimizer state is allocated from ``.metadata`` and the live parameters, so a fresh optimizer is never stepped.
@@ -10,52 +10,36 @@ Rules:
 
 from __future__ import annotations
 
-import io
 import os
-import warnings
-from collections.abc import Callable, Container, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
-from torch.futures import Future
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges, file_names
+from ckptmirror.formats.dcp_metadata import loads_metadata
 from ckptmirror.formats.load_model import check_fits, finish_model, pair_names, warn_missing, warn_unused
 from ckptmirror.formats.names import live_values, makes_room, shard_again
 from ckptmirror.formats.nesting_limit import max_depth
 from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
-from ckptmirror.formats.shards import piece_of
+from ckptmirror.formats.shards import Piece, Region, fill, local_of, piece_of, region_of
+from ckptmirror.formats.tensor_files import check_regular, load_bytes, load_part, open_regular, refused_as_usage
 from ckptmirror.formats.tied_weights import refuse_two_values, sharing
-from ckptmirror.formats.unpickle import (
-    broken,
-    check_regular,
-    check_slice,
-    load_stream,
-    loads_metadata,
-    refused_as_usage,
-)
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text
 from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.local.files import read_limited
 
 __all__ = [
     "METADATA_LIMIT_BYTES",
-    "SafeLoadPlanner",
-    "SafeReader",
     "check_plain_values",
     "load_directory",
     "read_directory_metadata",
@@ -69,8 +53,8 @@ _OPTIMIZER_KEYS = ("optimizer", "optim")
 Path_ = tuple[str | int, ...]
 
 
-def read_directory_metadata(directory: Path, *, just_written: bool = False) -> Metadata:
-    """Parse and check ``directory/.metadata`` without trusting it, unless this very job has ``just_written`` it.
+def read_directory_metadata(directory: Path) -> Metadata:
+    """Parse and check ``directory/.metadata`` without trusting it.
 
     Raises:
         UnsafePickle: It asks for something that is not on the allow-list.
@@ -78,62 +62,61 @@ def read_directory_metadata(directory: Path, *, just_written: bool = False) -> M
     """
     path = directory / METADATA_NAME
     check_regular(path)
-    metadata = loads_metadata(read_limited(path, METADATA_LIMIT_BYTES), str(path), just_written=just_written)
+    metadata = loads_metadata(read_limited(path, METADATA_LIMIT_BYTES), str(path))
     check_entries(metadata, str(path))
     return metadata
 
 
-class SafeReader(FileSystemReader):
-    """torch's reader over metadata that was checked before, opening regular files only."""
+class _Reader:
+    """Reads the pieces and plain values that checked metadata describes; keeps each file open until it is closed."""
 
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
-        super().__init__(directory)
-        self.fs = _RegularFiles()
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        self.path = path
         self._metadata = metadata
+        self._open: dict[str, int] = {}
+        self._files = ExitStack()
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what is planned; each tensor's archive is checked first. Plain values are by the planner."""
-        wanted: dict[str, list[tuple[Any, str]]] = {}
-        for item in plan.items:
-            if item.type != LoadItemType.BYTE_IO:
-                info = self._metadata.storage_data[item.storage_index]
-                wanted.setdefault(info.relative_path, []).append((info, item.storage_index.fqn))
-        for name, items in wanted.items():
-            with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
-                for info, key in items:
-                    check_slice(stream, info.offset, info.length, key)
-        return super().read_data(plan, planner)
+    def read(self, flat: dict[str, Any]) -> None:
+        """Fill the tensors of ``flat``, by key, and put plain values in place of everything else."""
+        with self._files:
+            for key, target in flat.items():
+                described = self._metadata.state_dict_metadata[key]
+                if isinstance(described, TensorStorageMetadata):
+                    region = region_of(target)
+                    fill(local_of(target), region, self._pieces(key, described, region), key)
+                else:
+                    flat[key] = self._plain(key)
+            self._open.clear()
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - torch's signature
-        """Return the checked metadata; nothing is unpickled here."""
-        return self._metadata
+    def _pieces(self, key: str, described: TensorStorageMetadata, wanted: Region) -> Iterator[Piece]:
+        shape = tuple(described.size)
+        for chunk in described.chunks:
+            region = Region(shape, tuple(chunk.offsets), tuple(chunk.sizes))
+            if not region.overlaps(wanted):
+                continue
+            info = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            data = load_part(self._descriptor(info.relative_path), info.offset, info.length, key)
+            if not isinstance(data, torch.Tensor) or data.layout != torch.strided:
+                raise IntegrityError(f"{self.path}: {key} holds a {_what(data)}, which no DCP directory does.")
+            if tuple(data.shape) != region.sizes or data.dtype != described.properties.dtype:
+                raise IntegrityError(
+                    f"{self.path}: a piece of {key} is {data.dtype} {tuple(data.shape)}; .metadata says "
+                    f"{described.properties.dtype} {region.sizes}."
+                )
+            yield Piece(region, data.detach())
+
+    def _plain(self, key: str) -> Any:
+        info = self._metadata.storage_data[MetadataIndex(key)]
+        return load_bytes(os.pread(self._descriptor(info.relative_path), info.length, info.offset), key)
+
+    def _descriptor(self, name: str) -> int:
+        if name not in self._open:
+            self._open[name], _ = self._files.enter_context(open_regular(self.path / name))
+        return self._open[name]
 
 
-class _RegularFiles(FileSystem):
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        if mode != "rb":
-            raise IntegrityError(f"A load does not open files with mode {mode!r}.")
-        check_regular(Path(path))
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
-            yield cast(io.IOBase, stream)
-
-
-class SafeLoadPlanner(DefaultLoadPlanner):
-    """torch's planner over a flat state, loading plain values with ``weights_only``."""
-
-    def __init__(self, *, allow_partial_load: bool = False) -> None:
-        super().__init__(flatten_state_dict=False, allow_partial_load=allow_partial_load)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load one plain value.
-
-        Raises:
-            UnsafePickle: It is not plain.
-        """
-        name = read_item.dest_index.fqn
-        # Without flattening this is the very dict that was given to load(); self.state_dict is a copy.
-        self.original_state_dict[name] = load_stream(cast(BinaryIO, value), name)
+def _what(value: Any) -> str:
+    return f"tensor of layout {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 @dataclass(frozen=True)
@@ -205,7 +188,7 @@ def read_tree(directory: Path) -> Any:
     """
     entries, reader = _open(directory, all_here=True)
     flat = {entry.key: _allocate(entry.described, None) for entry in entries}
-    _read(flat, reader)
+    reader.read(flat)
     return decode(_assemble([(entry.path, flat[entry.key]) for entry in entries]))
 
 
@@ -221,7 +204,7 @@ def check_plain_values(directory: Path, metadata: Metadata, present: Container[s
     here = [e for e in plain if metadata.storage_data[MetadataIndex(e.key)].relative_path in present]
     flat: dict[str, Any] = {entry.key: None for entry in here}
     with refused_as_usage():
-        _read(flat, SafeReader(directory, metadata))
+        _Reader(directory, metadata).read(flat)
         if len(here) < len(plain):
             return  # the rest is on the disks of other nodes
         for entry in entries:
@@ -232,13 +215,13 @@ def check_plain_values(directory: Path, metadata: Metadata, present: Container[s
         decode(_assemble([(entry.path, flat[entry.key]) for entry in entries]))
 
 
-def _open(directory: Path, *, all_here: bool) -> tuple[list[_Entry], SafeReader]:
+def _open(directory: Path, *, all_here: bool) -> tuple[list[_Entry], _Reader]:
     metadata = read_directory_metadata(directory)
     present = {
         name: check_regular(directory / name) for name in file_names(metadata) if os.path.lexists(directory / name)
     }
     check_ranges(metadata, present, str(directory), expected=lambda _: all_here)
-    return _entries(metadata), SafeReader(directory, metadata)
+    return _entries(metadata), _Reader(directory, metadata)
 
 
 def _entries(metadata: Metadata) -> list[_Entry]:
@@ -254,7 +237,7 @@ def _entries(metadata: Metadata) -> list[_Entry]:
     return result
 
 
-def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: SafeReader) -> dict[str, torch.dtype]:
+def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: _Reader) -> dict[str, torch.dtype]:
     saved: dict[str, list[_Entry]] = {}
     for entry in entries:
         if entry.path[0] == "model" and len(entry.path) > 1:
@@ -276,7 +259,7 @@ def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: SafeRead
             dtypes[names[name]] = tensor.properties.dtype
         flat.update({e.key: value if name in in_place else _allocate(e.described, None) for e in whole})
     _check_tied({name: live[name] for name in live if name in in_place}, lambda name: saved[names[name]][0], reader)
-    _read(flat, reader)
+    reader.read(flat)
     loaded = {
         name: value if name in in_place else decode(_assemble([(e.path[2:], flat[e.key]) for e in saved[names[name]]]))
         for name, value in live.items()
@@ -291,7 +274,7 @@ def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: SafeRead
     return dtypes
 
 
-def _check_tied(live: dict[str, Any], saved: Callable[[str], _Entry], reader: SafeReader) -> None:
+def _check_tied(live: dict[str, Any], saved: Callable[[str], _Entry], reader: _Reader) -> None:
     """First read values that share memory here into separate memory, to check that they can take all that was saved."""
     found = {name for run in sharing(live) for name in run}
     shared = {name: value for name, value in live.items() if name in found}
@@ -301,15 +284,15 @@ def _check_tied(live: dict[str, Any], saved: Callable[[str], _Entry], reader: Sa
         name: _allocate(saved(name).described, value if isinstance(value, DTensor) else None)
         for name, value in shared.items()
     }
-    _read({saved(name).key: tensor for name, tensor in read.items()}, reader)
+    reader.read({saved(name).key: tensor for name, tensor in read.items()})
     refuse_two_values(shared, lambda name: (piece_of(read[name]),))
 
 
-def _read_versions(entries: list[_Entry], reader: SafeReader) -> Versions | None:
+def _read_versions(entries: list[_Entry], reader: _Reader) -> Versions | None:
     if not any(entry.key == KEY and not isinstance(entry.described, TensorStorageMetadata) for entry in entries):
         return None
     flat: dict[str, Any] = {KEY: None}
-    _read(flat, reader)
+    reader.read(flat)
     return from_text(flat[KEY], str(reader.path))
 
 
@@ -318,7 +301,7 @@ def _tensor_of(entries: list[_Entry]) -> TensorStorageMetadata | None:
     return first.described if isinstance(first.described, TensorStorageMetadata) and len(first.path) == 2 else None
 
 
-def _read_optimizer(module: torch.nn.Module, entries: list[_Entry], reader: SafeReader) -> dict[str, Any] | None:
+def _read_optimizer(module: torch.nn.Module, entries: list[_Entry], reader: _Reader) -> dict[str, Any] | None:
     wanted = [entry for entry in entries if _is_optimizers(entry)]
     if not wanted:
         return None
@@ -327,7 +310,7 @@ def _read_optimizer(module: torch.nn.Module, entries: list[_Entry], reader: Safe
     for entry in wanted:
         owner = owners.get(str(entry.path[2])) if entry.path[1] == "state" and len(entry.path) > 2 else None
         flat[entry.key] = _allocate(entry.described, owner)
-    _read(flat, reader)
+    reader.read(flat)
     tree = decode(_assemble([(e.path[1:], flat[e.key]) for e in wanted]))
     if not isinstance(tree, dict) or "param_groups" not in tree:
         raise UsageError(
@@ -357,19 +340,6 @@ def _empty(described: TensorStorageMetadata, owner: torch.Tensor | None) -> torc
     if isinstance(owner, DTensor):
         return empty_dtensor(*described.size, dtype=dtype, device_mesh=owner.device_mesh, placements=owner.placements)
     return torch.empty(described.size, dtype=dtype, device=owner.device)
-
-
-def _read(flat: dict[str, Any], reader: SafeReader) -> None:
-    planner = SafeLoadPlanner()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-            load(flat, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0] if error.failures else error
-        if isinstance(cause, IntegrityError):
-            raise cause from error
-        raise broken(cause, str(reader.path)) from error
 
 
 def _assemble(items: list[tuple[Path_, Any]]) -> Any:

@@ -36,9 +36,9 @@ from ckptmirror.formats.load_model import load_model, warn_missing, warn_unused
 from ckptmirror.formats.names import shard_again
 from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer
-from ckptmirror.formats.rank_files import RankFiles
+from ckptmirror.formats.rank_files import RankFiles, moved
 from ckptmirror.formats.sidecars import load_extra, takes_schedule
-from ckptmirror.formats.unpickle import load_pt
+from ckptmirror.formats.tensor_files import load_pt
 from ckptmirror.formats.versions import Versions, plain_model
 from ckptmirror.formats.weights_only_values import decode
 
@@ -99,7 +99,7 @@ def read_legacy(path: Path, kind: Kind, extra: Path | None, map_location: str = 
         IntegrityError: A file is missing, broken or hostile.
         UsageError: Its layout is unknown.
     """
-    tree = read_tree(path) if kind == "dcp" else decode(load_pt(path, map_location=map_location))
+    tree = read_tree(path) if kind == "dcp" else moved(decode(load_pt(path)), map_location)
     state = _sorted_out(tree, path)
     if extra is not None:
         beside = _extra_state(extra, map_location)
@@ -113,7 +113,7 @@ def read_legacy(path: Path, kind: Kind, extra: Path | None, map_location: str = 
 
 def _extra_state(path: Path, map_location: str) -> Any:
     try:
-        return decode(load_pt(path, map_location=map_location))
+        return moved(decode(load_pt(path)), map_location)
     except UnsafePickle as error:
         raise UnsafePickle(error.message, hint=_WITHOUT_EXTRA) from error
 

@@ -30,7 +30,7 @@ from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_o
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import is_scheduled
-from ckptmirror.formats.unpickle import check_regular, load_pt
+from ckptmirror.formats.tensor_files import check_regular, load_pt
 from ckptmirror.formats.versions import attached, plain_model, versions_in
 from ckptmirror.formats.weights_only_values import as_torch_has_it, decode
 

@@ -16,9 +16,9 @@ import torch
 
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.formats.shards import read_pieces, spread
-from ckptmirror.formats.unpickle import load_pt
+from ckptmirror.formats.tensor_files import load_pt
 
-__all__ = ["RankFiles", "below", "is_mapping", "is_sequence", "rebuilt"]
+__all__ = ["RankFiles", "below", "is_mapping", "is_sequence", "moved", "rebuilt"]
 
 Key = Hashable
 
@@ -129,3 +129,14 @@ def rebuilt(like: Any, items: Any) -> Any:
     if type(like) is defaultdict:
         return defaultdict(like.default_factory, items)
     return deque(items, like.maxlen) if type(like) is deque else type(like)(items)
+
+
+def moved(tree: Any, device: str) -> Any:
+    """Return ``tree`` with its tensors on ``device``."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(device)
+    if is_mapping(tree):
+        return rebuilt(tree, {key: moved(value, device) for key, value in tree.items()})
+    if is_sequence(tree):
+        return rebuilt(tree, [moved(value, device) for value in tree])
+    return tree

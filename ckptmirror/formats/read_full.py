@@ -13,14 +13,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ckptmirror.core.errors import KindMismatch
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.dcp_read import read_full_directory
-from ckptmirror.formats.rank_files import RankFiles, is_mapping, is_sequence, rebuilt
-from ckptmirror.formats.unpickle import load_pt
+from ckptmirror.formats.rank_files import RankFiles, moved
+from ckptmirror.formats.tensor_files import load_pt
 from ckptmirror.formats.versions import attached, plain_model
 from ckptmirror.formats.weights_only_values import decode
 
@@ -39,14 +37,14 @@ def read_full(
     name = SaveName(meta.step, meta.tag)
     if kind == "dcp":
         tree = read_full_directory(root / name.dcp_dir)
-        return _moved(tree["model"], map_location), _moved(tree.get("optimizer"), map_location)
+        return moved(tree["model"], map_location), moved(tree.get("optimizer"), map_location)
     if kind != "model":
         raise KindMismatch(f"Kind {kind} is read by the ranks that wrote it: resume from it.")
     model, versions = plain_model(load_pt(root / name.model), name.model)
     files = _rank_files(root, meta, {rank: name.optim(rank) for rank in range(meta.world_size)})
     optimizer = files.full_value(()) if files is not None else None
     plain = {key: decode(value) for key, value in model.items()}
-    return _moved(attached(plain, versions), map_location), _moved(optimizer, map_location)
+    return moved(attached(plain, versions), map_location), moved(optimizer, map_location)
 
 
 def read_extra(root: Path, meta: Meta, map_location: str = "cpu") -> dict[str, Any] | None:
@@ -54,20 +52,10 @@ def read_extra(root: Path, meta: Meta, map_location: str = "cpu") -> dict[str, A
     name = SaveName(meta.step, meta.tag)
     files = _rank_files(root, meta, {rank: name.extra(rank) for rank in range(meta.world_size)})
     extra = files.full_value(()) if files is not None else None
-    return _moved(extra, map_location) if isinstance(extra, dict) else None
+    return moved(extra, map_location) if isinstance(extra, dict) else None
 
 
 def _rank_files(root: Path, meta: Meta, names: dict[int, str]) -> RankFiles | None:
     there = {artifact.path for artifact in meta.artifacts}
     paths = {rank: root / path for rank, path in names.items() if path in there}
     return RankFiles(paths, 0) if paths else None
-
-
-def _moved(tree: Any, device: str) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return tree.to(device)
-    if is_mapping(tree):
-        return rebuilt(tree, {key: _moved(value, device) for key, value in tree.items()})
-    if is_sequence(tree):
-        return rebuilt(tree, [_moved(value, device) for value in tree])
-    return tree

@@ -41,6 +41,11 @@ class Region:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    def overlaps(self, other: Region) -> bool:
+        """Whether the two have a value in common."""
+        ends = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(max(a, b) < min(a + n, b + m) for a, n, b, m in ends)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -63,7 +68,9 @@ def region_of(tensor: torch.Tensor) -> Region:
     # The protocol by which DCP asks tensors for their chunks; there is no other public way to the offsets.
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # as torch has it
     if len(chunks) != 1:
-        raise UsageError(f"A tensor in {len(chunks)} pieces per rank cannot be written to a plain file; use kind dcp.")
+        raise UsageError(
+            f"A rank holds {len(chunks)} pieces of one tensor; only one for each rank can be saved and loaded."
+        )
     return Region(shape, tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 

@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals
 
 from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.formats.pickles import KeyBudget
 from ckptmirror.formats.tensor_bytes import is_wrapper
+from ckptmirror.formats.tensor_files import load_bytes
 
 __all__ = ["MARK", "as_torch_has_it", "decode", "encode", "has_shards"]
 
@@ -107,6 +109,8 @@ def decode(value: Any, leaf: Callable[[dict[str, Any]], Any] | None = None) -> A
                 return leaf(value)
             raise IntegrityError(f"The save holds a marked value {name!r}, which this version does not know.")
         try:
+            if type(value.get("items", [])) not in (list, tuple):
+                raise TypeError(f"its items are a {type(value['items']).__name__}")
             return build({key: decode(item, leaf) for key, item in value.items()})
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise IntegrityError(f"The save holds a broken {name!r} value: {error}") from error
@@ -243,8 +247,21 @@ def _decode_permuted(value: dict[str, Any]) -> torch.Tensor:
 
 
 def _decode_ordered(value: dict[str, Any]) -> OrderedDict[Any, Any]:
-    result = OrderedDict((key, item) for key, item in value["items"])
+    result = OrderedDict(_pairs(value["items"]))
     return _carrying(result, value["metadata"]) if "metadata" in value else result
+
+
+def _pairs(items: Any) -> list[tuple[Any, Any]]:
+    pairs = [(key, item) for key, item in items]
+    _hashable([key for key, _ in pairs])
+    return pairs
+
+
+def _hashable(items: Any) -> list[Any]:
+    """Return members of a set or keys of a dict, after a look at what they cost."""
+    found = list(items)
+    KeyBudget().check([item for item in found if type(item) is tuple or type(item) in _PLAIN], ())
+    return found
 
 
 def _carrying(ordered: OrderedDict[Any, Any], metadata: Iterable[Any]) -> OrderedDict[Any, Any]:
@@ -315,10 +332,12 @@ def _decode_array(value: dict[str, Any]) -> Any:
     dtype = numpy.dtype(value["dtype"])
     if dtype.kind not in "biufc":
         raise ValueError(f"an array of type {dtype}")
-    data: torch.Tensor = value["data"]
-    if data.is_meta:  # read without its bytes, to see whether it can be read
-        return numpy.empty(tuple(data.shape), numpy.uint8).view(dtype).reshape(value["shape"])
-    return data.numpy().view(dtype).reshape(value["shape"]).copy()
+    data = value["data"]
+    if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or not data.is_contiguous():
+        raise ValueError("an array without bytes of its own")
+    if data.is_meta:  # a save looks whether it could be read
+        return numpy.broadcast_to(numpy.zeros((), dtype), value["shape"])
+    return data.numpy().view(dtype).reshape(value["shape"])
 
 
 def _is_numpy(value: Any, name: str) -> bool:
@@ -333,20 +352,19 @@ def _loads_back(value: Any) -> bool:
         torch.save(value, stream)
         if f"c{DTensor.__module__}\n{DTensor.__qualname__}\n".encode() in stream.getbuffer().tobytes():
             return False  # how the pickle names it; the ranks' pieces in an object of the user's cannot be found
-        stream.seek(0)
-        return type(torch.load(stream, weights_only=True)) is type(value)
+        return type(load_bytes(stream.getvalue(), "it")) is type(value)
     except Exception:  # noqa: BLE001 - any failure, of any pickling hook, means the same: it does not load back
         return False
 
 
 _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "dict": lambda v: {k: x for k, x in v["items"]},
+    "dict": lambda v: dict(_pairs(v["items"])),
     "ordered": _decode_ordered,
-    "counter": lambda v: Counter({k: x for k, x in v["items"]}),
-    "defaultdict": lambda v: defaultdict(_FACTORIES[v["factory"]], ((k, x) for k, x in v["items"])),
+    "counter": lambda v: Counter(dict(_pairs(v["items"]))),
+    "defaultdict": lambda v: defaultdict(_FACTORIES[v["factory"]], _pairs(v["items"])),
     "deque": lambda v: deque(v["items"], v["maxlen"]),
-    "set": lambda v: set(v["items"]),
-    "frozenset": lambda v: frozenset(v["items"]),
+    "set": lambda v: set(_hashable(v["items"])),
+    "frozenset": lambda v: frozenset(_hashable(v["items"])),
     "object": lambda v: v["items"][0],
     "tuple": lambda v: tuple(v["items"]),
     "size": lambda v: torch.Size(v["items"]),

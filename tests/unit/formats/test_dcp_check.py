@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptmirror.core.errors import IntegrityError
+from ckptmirror.formats import dcp_check
 from ckptmirror.formats.dcp_check import check_entries, check_ranges
 
 FIRST, SECOND, NOTE = MetadataIndex("w", [0, 0]), MetadataIndex("w", [2, 0]), MetadataIndex("note")
@@ -114,3 +115,41 @@ def test_a_file_that_nothing_refers_to_is_refused() -> None:
 
 def test_a_file_that_lies_elsewhere_is_not_missed() -> None:
     check_ranges(honest(), {"b.distcp": 37}, "here", expected=lambda name: name != "a.distcp")
+
+
+def in_pieces(size: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Metadata:
+    """One tensor in pieces of (offsets, sizes), each with a file of its own."""
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    tensors = {"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), chunks)}
+    stored = {
+        MetadataIndex("w", torch.Size(offsets)): _StorageInfo(f"{number}.distcp", 0, 4 * math.prod(sizes))
+        for number, (offsets, sizes) in enumerate(boxes)
+    }
+    return Metadata(tensors, storage_data=stored)
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        (((0, 0), (2, 4)), ((1, 0), (2, 4))),  # rows 1 twice, row 3 never
+        (((0, 0), (4, 2)), ((0, 1), (4, 2))),
+        (((0, 0), (2, 2)), ((0, 2), (2, 2)), ((2, 0), (2, 2)), ((1, 2), (2, 2))),
+    ],
+)
+def test_pieces_that_overlap_and_leave_gaps_are_refused_although_they_have_all_the_values(boxes: Any) -> None:
+    with pytest.raises(IntegrityError, match="the pieces of w overlap"):
+        check_entries(in_pieces((4, 4), *boxes), "here")
+
+
+def test_pieces_in_a_grid_of_uneven_rows_and_columns_are_let_through() -> None:
+    rows, columns = ((0, 3), (3, 3), (6, 1), (7, 0)), ((0, 4), (4, 4), (8, 2))
+    check_entries(in_pieces((7, 10), *(((r, c), (n, m)) for r, n in rows[:3] for c, m in columns)), "here")
+    check_entries(in_pieces((7,), *(((r,), (n,)) for r, n in rows)), "here")  # one rank has nothing of it
+    many = tuple(((row, 0), (1, 8)) for row in range(20_000))
+    check_entries(in_pieces((20_000, 8), *many), "here")
+
+
+def test_the_pieces_of_a_tensor_cost_no_more_than_their_number() -> None:
+    """Two pieces in ten dimensions, apart, have a grid of 59,049 cells."""
+    boxes = ((0,) * 10, (2,) * 10), ((3, *(1,) * 9), (2,) * 10)
+    assert not dcp_check._are_apart([(begin, tuple(map(sum, zip(begin, n, strict=True)))) for begin, n in boxes])

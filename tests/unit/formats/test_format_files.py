@@ -20,7 +20,7 @@ from ckptmirror.formats.read_full import read_extra
 from ckptmirror.formats.shards import Piece, Region, fill, read_pieces
 from ckptmirror.formats.sidecars import tensor_list, write_sidecars
 from ckptmirror.formats.tensor_bytes import byte_view, compact, digest32, sum32, sum32_there
-from ckptmirror.formats.unpickle import load_pt
+from ckptmirror.formats.tensor_files import load_pt
 from ckptmirror.formats.weights_only_values import MARK, decode, encode
 from ckptmirror.local.checksums import crc32c, verify_file
 from tests.kit.formats import SAVE_ID, context, load, make_state, same_bits, save, train

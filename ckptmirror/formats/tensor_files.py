@@ -1,0 +1,156 @@
+"""Reads what ``torch.save`` wrote: a ``.pt`` file, or one tensor's archive inside a larger file.
+
+Rules:
+* Only regular files are opened, never a link.
+* The archive's directory says where the bytes are (``archives``), the pickle in it what they mean (``pickles``), and
+  ``described_tensors`` makes tensors of both. torch does not read these files.
+* What is not allowed is :class:`UnsafePickle`; what is broken is :class:`IntegrityError`. Both name the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
+from ckptmirror.formats.archives import ReadAt, records_of
+from ckptmirror.formats.described_tensors import is_known, make
+from ckptmirror.formats.pickles import read_pickle
+from ckptmirror.formats.tensor_bytes import byte_view
+
+__all__ = ["check_regular", "load_bytes", "load_part", "load_pt", "named", "open_regular", "refused_as_usage"]
+
+_ALIGNMENT = 16  # of the largest dtype
+_Into = Callable[[memoryview, int], None]
+
+
+def load_pt(path: Path, *, mmap: bool = False) -> Any:
+    """Load a ``.pt`` file that holds tensors and plain values into host memory.
+
+    Args:
+        path: The file.
+        mmap: Map the file instead of reading it: for tensors that are copied from, piece by piece, right after.
+
+    Raises:
+        UnsafePickle: The file asks for anything else.
+        IntegrityError: The file is missing, is not a regular file, or is broken.
+    """
+    with open_regular(path) as (descriptor, size_bytes):
+        return load_part(descriptor, 0, size_bytes, str(path), mapped=_map(descriptor, size_bytes) if mmap else None)
+
+
+def load_part(descriptor: int, begin: int, size_bytes: int, name: str, *, mapped: Any = None) -> Any:
+    """Like :func:`load_pt`, from an archive of ``size_bytes`` at ``begin`` of an open file, called ``name``."""
+
+    def read_at(offset: int, count: int) -> bytes:
+        return os.pread(descriptor, max(0, min(count, size_bytes - offset)), begin + offset)
+
+    def read_into(target: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(target):
+            count = os.preadv(descriptor, [target[done:]], begin + offset + done)
+            if not count:
+                raise IntegrityError("It was cut short.")
+            done += count
+
+    with named(name):
+        return _load(read_at, read_into, size_bytes, mapped)
+
+
+def load_bytes(data: bytes, name: str) -> Any:
+    """Like :func:`load_pt`, from memory."""
+
+    def read_into(target: memoryview, offset: int) -> None:
+        target[:] = data[offset : offset + len(target)]
+
+    with named(name):
+        return _load(lambda offset, count: data[offset : offset + count], read_into, len(data), None)
+
+
+def _load(read_at: ReadAt, read_into: _Into, size_bytes: int, mapped: Any) -> Any:
+    records = records_of(read_at, size_bytes)
+    if "data.pkl" not in records:
+        raise IntegrityError("It is an archive without data.pkl.")
+    if (order := records.get("byteorder")) is not None and read_at(order.offset, 16)[: order.size_bytes] != b"little":
+        raise IntegrityError("It was written on a machine of another byte order.")
+    pickled = records["data.pkl"]
+    described = read_pickle(read_at(pickled.offset, pickled.size_bytes), is_known, persistent=True)
+
+    def storage(key: str, count: int) -> torch.UntypedStorage:
+        offset = records[f"data/{key}"].offset
+        if not count:
+            return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
+        if mapped is not None and offset % _ALIGNMENT == 0:
+            return torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=offset).untyped_storage()
+        memory = torch.empty(count, dtype=torch.uint8, device="cpu")
+        read_into(byte_view(memory), offset)
+        return memory.untyped_storage()
+
+    return make(described, storage, {name[5:]: r.size_bytes for name, r in records.items() if name.startswith("data/")})
+
+
+def _map(descriptor: int, size_bytes: int) -> Any:
+    return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE) if size_bytes else None
+
+
+@contextmanager
+def open_regular(path: Path) -> Generator[tuple[int, int], None, None]:
+    """Yield the descriptor and the size in bytes of a regular file; raises as :func:`check_regular`."""
+    check_regular(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise IntegrityError(f"{path} is not a regular file.")
+        yield descriptor, status.st_size
+    finally:
+        os.close(descriptor)
+
+
+def check_regular(path: Path) -> int:
+    """Return the size in bytes of a regular file.
+
+    Raises:
+        IntegrityError: It is missing, or a link, or not a file.
+    """
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError as error:
+        raise IntegrityError(f"{path} is missing.") from error
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise IntegrityError(f"{path} is not a regular file.")
+    return status.st_size
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Begin the errors of broken or hostile bytes with ``name``."""
+    try:
+        yield
+    except IntegrityError as error:
+        raise type(error)(f"{name}: {error.message}", hint=error.hint) from error
+
+
+@contextmanager
+def refused_as_usage() -> Generator[None, None, None]:
+    """Convert refusals to usage errors while a save reads its own files back: the value cannot be saved.
+
+    Raises:
+        UsageError: In place of :class:`UnsafePickle`.
+    """
+    try:
+        yield
+    except UnsafePickle as error:
+        raise UsageError(
+            f"What was written could not be loaded back, so it is not saved: {error.message}",
+            hint="Save numbers, text, lists, dicts and tensors, or an object with state_dict() and load_state_dict().",
+        ) from error
