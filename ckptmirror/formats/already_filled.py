@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.buffers import arrays_share, bounds_of
-from ckptmirror.formats.rank_files import is_mapping, is_sequence
+from ckptmirror.formats.containers import is_mapping, is_sequence, items_of
 from ckptmirror.formats.shards import Piece, Region, fill, local_of, piece_of
 
 __all__ = ["Span", "Taken", "holds", "overlaps_itself", "same", "share_bytes", "span_of"]
@@ -87,7 +87,7 @@ class Taken:
             self.take([value.param_groups, value.state], owner)
         elif is_mapping(value) or is_sequence(value):
             self.remember(value, value)
-            for item in value.values() if isinstance(value, Mapping) else value:
+            for _, item in items_of(value):
                 self.take(item, owner)
 
     def take_buffer(self, value: Any, owner: str) -> None:

@@ -31,12 +31,12 @@ from ckptmirror.formats.names import bare, live_parameters, live_values
 from ckptmirror.formats.nesting_limit import too_deep
 from ckptmirror.formats.optimizer_state import capture_optimizer
 from ckptmirror.formats.rng import capture_rng
-from ckptmirror.formats.shards import has_shards, piece_of, region_of
+from ckptmirror.formats.shards import piece_of, region_of
 from ckptmirror.formats.state_tree import state_of
 from ckptmirror.formats.tensor_bytes import digest32, is_wrapper
 from ckptmirror.formats.train_state import PARTS, TrainState, check_state
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
-from ckptmirror.formats.weights_only_values import encode
+from ckptmirror.formats.weights_only_values import encode, has_shards
 
 __all__ = [
     "HAS_OPTIMIZER",

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
-from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.containers import is_mapping, is_sequence, leaves, rebuilt
 from ckptmirror.formats.state_tree import state_of
 
 __all__ = ["has_position", "knows_its_position", "position_of", "warn_left_alone"]
@@ -27,7 +26,7 @@ def has_position(loader: Any) -> bool:
 
 def knows_its_position(dataloader: Any) -> bool:
     """Whether a data loader, or any loader in a container, has a position."""
-    return any(map(has_position, _loaders(dataloader)))
+    return any(map(has_position, leaves(dataloader)))
 
 
 def position_of(dataloader: Any, where: str) -> Any:
@@ -44,7 +43,7 @@ def position_of(dataloader: Any, where: str) -> Any:
 
 def warn_left_alone(dataloader: Any) -> None:
     """Log, once per set of classes, which data loaders have no position to save."""
-    kinds = {type(loader).__qualname__ for loader in _loaders(dataloader) if not has_position(loader)}
+    kinds = {type(loader).__qualname__ for loader in leaves(dataloader) if not has_position(loader)}
     if dataloader is not None and kinds:
         _warn(", ".join(sorted(kinds)))
 
@@ -56,12 +55,3 @@ def _warn(kinds: str) -> None:
         "from the beginning",
         kinds,
     )
-
-
-def _loaders(dataloader: Any) -> Iterator[Any]:
-    items = dataloader.values() if is_mapping(dataloader) else dataloader if is_sequence(dataloader) else None
-    if items is None or has_position(dataloader):
-        yield dataloader
-        return
-    for item in items:
-        yield from _loaders(item)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +33,7 @@ from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Artifact, Digest, Kind, Meta
 from ckptmirror.core.names import SaveName, tmp_name
 from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
+from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges
 from ckptmirror.formats.dcp_files import DirectoryWriter
 from ckptmirror.formats.dcp_read import check_plain_values, load_directory, read_directory_metadata
@@ -212,7 +213,7 @@ def _flattenable(tree: Any, shape: torch.Size | None = None) -> Any:
         return {key: _flattenable(value, shape) for key, value in tree.items()} or {MARK: "dict", "items": []}
     if type(tree) is list:
         return [_flattenable(item, shape) for item in tree]
-    if type(tree) is tuple and any(isinstance(leaf, torch.Tensor) for leaf in _leaves(tree)):
+    if type(tree) is tuple and any(isinstance(leaf, torch.Tensor) for leaf in leaves(tree)):
         # else it is pickled with its tensors
         return {MARK: "tuple", "items": [_flattenable(item, shape) for item in tree]}
     if type(tree) is torch.Tensor and not tree.is_contiguous() and tree.shape != shape:
@@ -221,15 +222,6 @@ def _flattenable(tree: Any, shape: torch.Size | None = None) -> Any:
         in_rows = tree.permute(order)
         return {MARK: "permuted", "order": order, "data": in_rows} if in_rows.is_contiguous() else tree
     return tree
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    items = tree.values() if type(tree) is dict else tree if type(tree) in (list, tuple) else None
-    if items is None:
-        yield tree
-        return
-    for item in items:
-        yield from _leaves(item)
 
 
 def _share_metadata(directory: Path, group: Any) -> bytes | None:

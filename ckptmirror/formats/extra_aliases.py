@@ -11,23 +11,21 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from ckptmirror.formats.already_filled import Taken
 from ckptmirror.formats.buffers import is_array
-from ckptmirror.formats.rank_files import is_mapping, is_sequence
+from ckptmirror.formats.containers import TreePath, is_mapping, is_sequence, items_of
 from ckptmirror.formats.shards import local_of
 from ckptmirror.formats.state_tree import state_of
-from ckptmirror.formats.tree_queries import any_in, takes_state
+from ckptmirror.formats.tree_queries import any_leaf, takes_state
 
 __all__ = ["KEY", "aliases_in", "aliases_of", "in_order"]
 
 KEY = "aliases"
-
-Path_ = tuple[Hashable, ...]
 
 
 def aliases_of(model: torch.nn.Module, ema: Any, extra: Any, captured: tuple[Any, Any, Any]) -> list[list[Any]]:
@@ -52,7 +50,7 @@ def aliases_of(model: torch.nn.Module, ema: Any, extra: Any, captured: tuple[Any
     return found
 
 
-def aliases_in(tree: Any, path: Path_) -> bool:
+def aliases_in(tree: Any, path: TreePath) -> bool:
     """Whether the save of the extra state ``tree`` says that what is at ``path`` is one with something before it."""
     told = tree.get(KEY) if isinstance(tree, dict) else None
     return isinstance(told, list) and any(isinstance(one, list) and tuple(one) == path for one in told)
@@ -63,10 +61,10 @@ def in_order(values: dict[Any, Any], keys: Iterable[Any] | None = None) -> list[
 
     Objects first: they can only be filled, and values that share memory with them can be replaced.
     """
-    return sorted(values if keys is None else keys, key=lambda key: not any_in(values.get(key), takes_state))
+    return sorted(values if keys is None else keys, key=lambda key: not any_leaf(values.get(key), takes_state))
 
 
-def _walk(value: Any, path: Path_, taken: Taken, found: list[list[Any]]) -> None:
+def _walk(value: Any, path: TreePath, taken: Taken, found: list[list[Any]]) -> None:
     if isinstance(value, torch.nn.Module):
         if any(taken.owner_of(tensor) is not None for tensor in (*value.parameters(), *value.buffers())):
             found.append(list(path))
@@ -81,8 +79,7 @@ def _walk(value: Any, path: Path_, taken: Taken, found: list[list[Any]]) -> None
                 found.append(list(path))
                 return
             taken.remember(value, value)
-        items = value.items() if is_mapping(value) else enumerate(value)
-        for key, item in items:
+        for key, item in items_of(value):
             _walk(item, (*path, key), taken, found)
     elif isinstance(value, (set, bytearray)) or is_array(value):
         shared = taken.knows(value) or taken.owner_of_buffer(value) is not None
@@ -91,7 +88,7 @@ def _walk(value: Any, path: Path_, taken: Taken, found: list[list[Any]]) -> None
             taken.take_buffer(value, "")
 
 
-def _note(is_shared: bool, path: Path_, found: list[list[Any]], otherwise: Callable[[], None]) -> None:
+def _note(is_shared: bool, path: TreePath, found: list[list[Any]], otherwise: Callable[[], None]) -> None:
     if is_shared:
         found.append(list(path))
     else:
@@ -106,19 +103,17 @@ def _may_share(extra: Any, model: list[Any], ema: list[Any], own: list[Any]) -> 
     addresses = list(map(_address, own))
     if len(set(addresses)) < len(addresses) or not (seen | averages).isdisjoint(addresses):
         return True
-    ids: list[int] = []
-    return _has_arrays_or_twins(extra, ids)
+    return _has_arrays_or_twins(extra, set())
 
 
-def _has_arrays_or_twins(value: Any, ids: list[int]) -> bool:
+def _has_arrays_or_twins(value: Any, ids: set[int]) -> bool:
     if is_array(value) or isinstance(value, bytearray):
         return True
     if isinstance(value, set) or is_mapping(value) or (is_sequence(value) and not isinstance(value, tuple)):
         if id(value) in ids:
             return True
-        ids.append(id(value))
-    items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
-    return any(_has_arrays_or_twins(item, ids) for item in items)
+        ids.add(id(value))
+    return any(_has_arrays_or_twins(item, ids) for _, item in items_of(value))
 
 
 def _address(tensor: torch.Tensor) -> object:

@@ -9,12 +9,12 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ckptmirror.formats.rank_files import is_mapping, is_sequence
+from ckptmirror.formats.containers import leaves
 
 __all__ = ["follow_schedulers"]
 
@@ -29,7 +29,7 @@ def follow_schedulers(scheduler: Any, is_loaded: Callable[[Any], bool]) -> list[
         is_loaded: Whether an optimizer was loaded too.
     """
     lines = []
-    for one in _schedulers(scheduler):
+    for one in leaves(scheduler):
         optimizer, rates = getattr(one, "optimizer", None), getattr(one, "_last_lr", None)
         groups = getattr(optimizer, "param_groups", None)
         if not isinstance(groups, list) or not isinstance(rates, (list, tuple)) or is_loaded(optimizer):
@@ -55,12 +55,3 @@ def _differ(before: list[Any], rates: Any) -> bool:
         return [float(rate) for rate in before] != [float(rate) for rate in rates]
     except (TypeError, ValueError):  # rates of a type of the user's own
         return False
-
-
-def _schedulers(scheduler: Any) -> Iterator[Any]:
-    items = scheduler.values() if is_mapping(scheduler) else scheduler if is_sequence(scheduler) else None
-    if items is None:
-        yield scheduler
-        return
-    for item in items:
-        yield from _schedulers(item)

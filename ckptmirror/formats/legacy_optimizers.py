@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import torch
 
 from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.formats.containers import TreePath, changed, place
 from ckptmirror.formats.names import live_parameters, match_names
 from ckptmirror.formats.optimizer_state import Plan, optimizers_of, owners_of, plan_optimizer
-from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.shards import spread
 
 __all__ = [
@@ -253,15 +253,11 @@ def _params(group: Mapping[str, Any]) -> list[Any]:
 def _fitted(saved: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
     """Return the state with full tensors sharded like the live parameters."""
     owners = owners_of(saved["state"], module)
-    return {**saved, "state": {name: _like(value, owners.get(name), name) for name, value in saved["state"].items()}}
 
+    def sharded(leaf: Any, path: TreePath) -> Any:
+        return spread(leaf, lambda: iter(()), owners.get(path[0]), place(saved["state"], path, "optimizer.state"))
 
-def _like(value: Any, owner: torch.Tensor | None, name: str) -> Any:
-    if is_mapping(value):
-        return rebuilt(value, {key: _like(item, owner, f"{name}.{key}") for key, item in value.items()})
-    if is_sequence(value):
-        return rebuilt(value, [_like(item, owner, f"{name}[{index}]") for index, item in enumerate(value)])
-    return spread(value, lambda: iter(()), owner, name)
+    return {**saved, "state": changed(saved["state"], sharded)}
 
 
 def _states(groups: Iterable[Group]) -> list[Any]:

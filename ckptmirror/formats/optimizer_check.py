@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.already_filled import span_of
-from ckptmirror.formats.rank_files import is_mapping, is_sequence
+from ckptmirror.formats.containers import place, placed_leaves
 
 __all__ = [
     "check_shards",
@@ -115,11 +115,13 @@ def _has_tensor_keys_only(state: Mapping[Any, Any]) -> bool:
 
 def refuse_local_state(tree: Any, parameter: torch.Tensor, where: str) -> None:
     """Refuse plain values of a sharded parameter: they may differ between ranks, and only one rank's would be saved."""
-    if is_split(parameter):
-        for place, size in _plain_tensors(tree, where):
+    for path, leaf in placed_leaves(tree) if is_split(parameter) else ():
+        is_array = hasattr(leaf, "dtype") and not isinstance(leaf, DTensor)
+        size = (leaf.numel() if isinstance(leaf, torch.Tensor) else getattr(leaf, "size", 0)) if is_array else 0
+        if size > 1:
             raise UsageError(
-                f"{place} is a plain tensor of {size} values beside a parameter that is sharded: each rank may hold "
-                "other values, and only one rank's would be saved.",
+                f"{place(tree, path, where)} is a plain tensor of {size} values beside a parameter that is sharded: "
+                "each rank may hold other values, and only one rank's would be saved.",
                 hint='Give this optimizer as TrainState(extra={"optimizer": …}): there each rank\'s state is kept, for '
                 "the same number of ranks.",
             )
@@ -133,33 +135,15 @@ def is_split(parameter: torch.Tensor) -> bool:
     return any(size > 1 and not p.is_replicate() for size, p in zip(sizes, parameter.placements, strict=True))
 
 
-def _plain_tensors(tree: Any, where: str) -> Iterator[tuple[str, int]]:
-    if is_mapping(tree):
-        for key, item in tree.items():
-            yield from _plain_tensors(item, f"{where}.{key}")
-    elif is_sequence(tree):
-        for index, item in enumerate(tree):
-            yield from _plain_tensors(item, f"{where}[{index}]")
-    elif isinstance(tree, torch.Tensor):
-        if not isinstance(tree, DTensor) and tree.numel() > 1:
-            yield where, tree.numel()
-    elif hasattr(tree, "dtype") and getattr(tree, "size", 0) > 1:  # an array
-        yield where, int(tree.size)
-
-
 def check_shards(tree: Any, shape: torch.Size | None, where: str) -> None:
     """Refuse a DTensor of another shape than its parameter, since a load could not shard it again."""
-    if is_mapping(tree):
-        for key, item in tree.items():
-            check_shards(item, shape, f"{where}.{key}")
-    elif is_sequence(tree):
-        for index, item in enumerate(tree):
-            check_shards(item, shape, f"{where}[{index}]")
-    elif isinstance(tree, DTensor) and tree.shape != shape:
-        raise UsageError(
-            f"{where} is a DTensor of shape {tuple(tree.shape)}, not of its parameter's: no load could shard it again.",
-            hint="Keep it as a plain tensor (full_tensor()), or in the shape of the parameter.",
-        )
+    for path, leaf in placed_leaves(tree):
+        if isinstance(leaf, DTensor) and leaf.shape != shape:
+            raise UsageError(
+                f"{place(tree, path, where)} is a DTensor of shape {tuple(leaf.shape)}, not of its parameter's: no "
+                "load could shard it again.",
+                hint="Keep it as a plain tensor (full_tensor()), or in the shape of the parameter.",
+            )
 
 
 def warn_of_shared_state(one: Any, state: Mapping[Any, Any], names: Mapping[Any, str]) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
+from ckptmirror.formats.containers import TreePath, changed
 from ckptmirror.formats.names import live_parameters, match_names
 from ckptmirror.formats.optimizer_check import (
     check_shards,
@@ -39,7 +40,6 @@ from ckptmirror.formats.optimizer_check import (
     some,
     warn_of_shared_state,
 )
-from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.shards import Piece
 from ckptmirror.formats.weights_only_values import encode
 
@@ -203,16 +203,11 @@ def parameters_by_key(one: torch.optim.Optimizer, state: Any) -> dict[Any, torch
 def sharded_like(keyed: Mapping[Any, torch.Tensor], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tree like ``saved`` that holds, for each tensor to shard, the parameter whose sharding it follows."""
     split = saved.get(_SHARDED) or ()
-    state = saved["state"]
-    return {"state": {key: _of_pieces(state.get(key), p) if key in split else p for key, p in keyed.items()}}
 
+    def of_pieces(key: Any, parameter: torch.Tensor) -> Any:
+        return changed(saved["state"].get(key), lambda leaf, _: parameter if isinstance(leaf, Piece) else None)
 
-def _of_pieces(saved: Any, parameter: torch.Tensor) -> Any:
-    if is_mapping(saved):
-        return {key: _of_pieces(item, parameter) for key, item in saved.items()}
-    if is_sequence(saved):
-        return [_of_pieces(item, parameter) for item in saved]
-    return parameter if isinstance(saved, Piece) else None
+    return {"state": {key: of_pieces(key, one) if key in split else one for key, one in keyed.items()}}
 
 
 def load_by_key(one: torch.optim.Optimizer, saved: Mapping[str, Any], where: str) -> None:
@@ -367,16 +362,15 @@ def _laid_out(state: Any, parameter: torch.Tensor) -> Any:
     return state
 
 
-def _moved(value: Any, parameter: torch.Tensor, *, cast: bool, key: Any = None) -> Any:
+def _moved(value: Any, parameter: torch.Tensor, *, cast: bool) -> Any:
     """Return a saved value with the tensors in it on the parameter's device, in new containers."""
-    if isinstance(value, torch.Tensor):
-        to = value if key == "step" else value.to(parameter.device)
-        return to.to(parameter.dtype) if cast and value.is_floating_point() and key != "step" else to
-    if is_mapping(value):
-        return rebuilt(value, {k: _moved(item, parameter, cast=cast, key=k) for k, item in value.items()})
-    if is_sequence(value):
-        return rebuilt(value, [_moved(item, parameter, cast=cast) for item in value])
-    return value
+
+    def of_parameter(leaf: Any, path: TreePath) -> Any:
+        if not isinstance(leaf, torch.Tensor) or path[-1:] == ("step",):
+            return leaf
+        return leaf.to(parameter.device, parameter.dtype if cast and leaf.is_floating_point() else leaf.dtype)
+
+    return changed(value, of_parameter)
 
 
 def _state_dict(one: Any, where: str = "optimizer") -> Any:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,14 +30,14 @@ from torch.distributed.tensor import DTensor
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.formats.already_filled import Taken, holds, same
 from ckptmirror.formats.buffers import fill_buffer, is_buffer
+from ckptmirror.formats.containers import TreePath, is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.extra_aliases import in_order
 from ckptmirror.formats.load_model import Check, load_model, warn_missing, warn_unused
 from ckptmirror.formats.names import live_parameters
 from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like
-from ckptmirror.formats.rank_files import RankFiles, is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.shards import Piece, fill, local_of, piece_of, region_of
 from ckptmirror.formats.tree_queries import (
-    any_in,
     any_leaf,
     beside,
     is_mutable,
@@ -54,8 +54,6 @@ from ckptmirror.formats.versions import Versions
 __all__ = ["Restorer"]
 
 log = logging.getLogger(__name__)
-
-Path_ = tuple[Hashable, ...]
 
 
 class Restorer:
@@ -74,8 +72,8 @@ class Restorer:
         source: RankFiles,
         taken: Taken,
         all_here: Any = None,
-        versions: Callable[[Path_], Versions | None] = lambda _: None,
-        aliased: Callable[[Path_], bool] = lambda _: False,
+        versions: Callable[[TreePath], Versions | None] = lambda _: None,
+        aliased: Callable[[TreePath], bool] = lambda _: False,
     ) -> None:
         self.source = source
         self.taken = taken
@@ -84,7 +82,7 @@ class Restorer:
         self.aliased = aliased
         self.missing: list[str] = []
 
-    def restore(self, now: Any, path: Path_, where: str) -> Any:
+    def restore(self, now: Any, path: TreePath, where: str) -> Any:
         """Return ``now`` with the values saved at ``path``: the same object if possible, otherwise a new one.
 
         Raises:
@@ -109,7 +107,7 @@ class Restorer:
             self.missing.append(line)
         return self._replaced(now, self.source.full_value(path), where)
 
-    def restore_values(self, now: dict[str, Any], path: Path_, where: str) -> None:
+    def restore_values(self, now: dict[str, Any], path: TreePath, where: str) -> None:
         """Restore the values of the user's own dict; entries that the save lacks stay and are reported."""
         saved = self.source.value(path)
         if not isinstance(saved, Mapping):
@@ -119,7 +117,7 @@ class Restorer:
         for key in [key for key in now if key not in saved]:
             self.lacks(f"{where}.{key}")
 
-    def restore_objects(self, now: Any, path: Path_, where: str, takes: Callable[[Any], bool] | None = None) -> None:
+    def restore_objects(self, now: Any, path: TreePath, where: str, takes: Callable[[Any], bool] | None = None) -> None:
         """Restore the state of the object ``now``, or of the objects in a container; the containers do not change.
 
         Args:
@@ -140,7 +138,7 @@ class Restorer:
             for key, value in now.items():
                 if key in saved:
                     self.restore_objects(value, (*path, key), f"{where}.{key}", takes)
-                elif any_in(value, takes):
+                elif any_leaf(value, takes):
                     self.lacks(f"{where}.{key}")
             for key in [key for key in saved if key not in now]:
                 self.unused(f"{where}.{key}")
@@ -150,14 +148,14 @@ class Restorer:
             for index, (value, item) in enumerate(zip(now, saved, strict=True)):
                 if item is not None:
                     self.restore_objects(value, (*path, index), f"{where}[{index}]", takes)
-                elif any_in(value, takes):
+                elif any_leaf(value, takes):
                     self.lacks(f"{where}[{index}]")
-        elif any_in(now, takes):
+        elif any_leaf(now, takes):
             raise _cannot_take(where, kind_alive(now), saved)
         elif saved is not None:
             self.unused(where)
 
-    def _restore_object(self, target: Any, saved: Any, path: Path_, where: str) -> None:
+    def _restore_object(self, target: Any, saved: Any, path: TreePath, where: str) -> None:
         if isinstance(target, torch.amp.GradScaler) and saved and not target.is_enabled():
             self.unused(where)  # a disabled scaler would ignore it silently
             return
@@ -178,7 +176,7 @@ class Restorer:
             ) from error
         self.taken.take(target, where)
 
-    def _load_object(self, target: Any, saved: Any, path: Path_, where: str) -> None:
+    def _load_object(self, target: Any, saved: Any, path: TreePath, where: str) -> None:
         if isinstance(target, torch.nn.Module):
             if not isinstance(saved, Mapping):
                 raise UsageError(f"{where} is a module here and was saved as a {_kind(saved)}.")
@@ -196,7 +194,7 @@ class Restorer:
             self._check_shards(saved, like, where)
             target.load_state_dict(self.source.full_value(path, like))
 
-    def _memory_check(self, module: torch.nn.Module, path: Path_, where: str) -> Check:
+    def _memory_check(self, module: torch.nn.Module, path: TreePath, where: str) -> Check:
         """Return a check that refuses to fill a tensor of ``module`` that another part of the state holds."""
         parameters = {name for name, _ in live_parameters(module)}
 
@@ -223,13 +221,13 @@ class Restorer:
         """Refuse to load sharded values as full ones into an object whose own state does not show how to shard them."""
         if dist.is_available() and dist.is_initialized():
             unlike = next(unlike_pieces(saved, like, where), None)
-            if unlike is not None and any_in(self.all_here, is_sharded):
+            if unlike is not None and any_leaf(self.all_here, is_sharded):
                 raise UsageError(
                     f"{unlike} was saved sharded, and the state here has no such value yet that says how to shard it.",
                     hint="Let the object make its state before it is loaded, or load without this part of the state.",
                 )
 
-    def _restore_tensor(self, now: torch.Tensor, saved: torch.Tensor | Piece, path: Path_, where: str) -> Any:
+    def _restore_tensor(self, now: torch.Tensor, saved: torch.Tensor | Piece, path: TreePath, where: str) -> Any:
         first = saved if isinstance(saved, Piece) else piece_of(saved)
         if now.is_meta and isinstance(now, DTensor):
             raise UsageError(f"{where} is on the meta device here: give it memory before loading.")
@@ -249,7 +247,7 @@ class Restorer:
         value = self._fresh(now, path)
         return value if self.taken.owner_of(now) is not None else self._replaced(now, value, where)
 
-    def _restore_buffer(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
+    def _restore_buffer(self, now: Any, saved: Any, path: TreePath, where: str) -> Any:
         """Fill a set, an array or a byte array."""
         if self.taken.knows(now) or self.taken.owner_of_buffer(now) is not None:
             return now if self.aliased(path) and same(now, saved) else self._fresh(now, path)
@@ -268,14 +266,14 @@ class Restorer:
             self.missing.append(line)
         return value
 
-    def _fresh(self, now: Any, path: Path_) -> Any:
+    def _fresh(self, now: Any, path: TreePath) -> Any:
         """Return the saved value in new memory, sharded like ``now`` and on the same devices."""
         return beside(now, self.source.full_value(path, now))
 
-    def _restore_container(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
+    def _restore_container(self, now: Any, saved: Any, path: TreePath, where: str) -> Any:
         if not isinstance(now, tuple):
             if self.taken.knows(now):
-                holds_objects = any_in(now, takes_state)  # which can only be filled
+                holds_objects = any_leaf(now, takes_state)  # which can only be filled
                 if (self.aliased(path) or holds_objects) and self.taken.was_given(now, saved):
                     return now
                 if holds_objects:
@@ -285,7 +283,7 @@ class Restorer:
         give = self._restore_mapping if is_mapping(now) else self._restore_sequence
         return give(now, saved, path, where)
 
-    def _restore_mapping(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
+    def _restore_mapping(self, now: Any, saved: Any, path: TreePath, where: str) -> Any:
         given = {}
         for key in saved:  # no comprehension, which would add a frame per level
             given[key] = self.restore(now.get(key), (*path, key), f"{where}.{key}")
@@ -303,7 +301,7 @@ class Restorer:
             vars(now).update(vars(saved))  # the versions of modules whose state it is
         return now
 
-    def _restore_sequence(self, now: Any, saved: Any, path: Path_, where: str) -> Any:
+    def _restore_sequence(self, now: Any, saved: Any, path: TreePath, where: str) -> Any:
         if len(now) != len(saved) and (alive := kind_alive(now)) is not None:
             raise _other_number(where, len(saved), len(now), alive)
         live = list(now)

@@ -17,14 +17,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import IntegrityError, UsageError
-from ckptmirror.formats.weights_only_values import MARK, decode, has_shards
+from ckptmirror.formats.containers import changed
+from ckptmirror.formats.weights_only_values import MARK, decode
 
 __all__ = [
     "Piece",
     "Region",
     "cut",
     "fill",
-    "has_shards",
     "local_of",
     "piece_of",
     "read_pieces",
@@ -83,14 +83,15 @@ def piece_of(tensor: torch.Tensor) -> Piece:
 
 def cut(tree: Any) -> Any:
     """Return ``tree`` with a marked, plain piece in place of each DTensor."""
-    if type(tree) is dict:
-        return {key: cut(item) for key, item in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(cut(item) for item in tree)
-    if not isinstance(tree, DTensor):
-        return tree
-    piece = piece_of(tree)
-    return {MARK: "shard", "shape": list(piece.region.shape), "offsets": list(piece.region.offsets), "data": piece.data}
+
+    def plain(leaf: Any, _: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        piece = piece_of(leaf)
+        shape, offsets = list(piece.region.shape), list(piece.region.offsets)
+        return {MARK: "shard", "shape": shape, "offsets": offsets, "data": piece.data}
+
+    return changed(tree, plain)
 
 
 def read_pieces(tree: Any) -> Any:

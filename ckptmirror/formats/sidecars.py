@@ -37,7 +37,7 @@ from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import cut, piece_of
 from ckptmirror.formats.state_tree import state_of
 from ckptmirror.formats.tensor_bytes import digest32, has_plain_bytes
-from ckptmirror.formats.tree_queries import any_in, takes_state
+from ckptmirror.formats.tree_queries import any_leaf, takes_state
 from ckptmirror.formats.versions import versions_in
 
 __all__ = ["is_scheduled", "load_extra", "load_sidecars", "takes_schedule", "tensor_list", "write_sidecars"]
@@ -147,7 +147,7 @@ def takes_schedule(state: Any, extra: Any, exclude: frozenset[str]) -> bool:
     def follows(value: Any) -> bool:
         return takes_state(value) and any(getattr(value, "optimizer", None) is one for one in known)
 
-    if "extra" not in exclude and "extra" in extra and any_in(state.extra, follows):
+    if "extra" not in exclude and "extra" in extra and any_leaf(state.extra, follows):
         return True
     return "scheduler" not in exclude and state.scheduler is not None and "scheduler" in extra
 

@@ -7,15 +7,14 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from ckptmirror.core.errors import UsageError
+from ckptmirror.formats.containers import TreePath, changed, place
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import state_by_key
-from ckptmirror.formats.rank_files import is_mapping, is_sequence, rebuilt
 from ckptmirror.formats.tree_queries import has, takes_state
 from ckptmirror.formats.versions import clean_versions, to_text
 
@@ -24,7 +23,7 @@ __all__ = ["state_of"]
 FoundVersions = list[list[Any]]
 
 
-def state_of(part: Any, where: str, *, versions: FoundVersions | None = None, path: tuple[Hashable, ...] = ()) -> Any:
+def state_of(part: Any, where: str, *, versions: FoundVersions | None = None, path: TreePath = ()) -> Any:
     """Return what to save of a part: an object's state, the state of each object in a container, or the value itself.
 
     Args:
@@ -37,26 +36,23 @@ def state_of(part: Any, where: str, *, versions: FoundVersions | None = None, pa
         UsageError: An object has a state but no way to load it.
     """
 
-    def deeper(value: Any, key: Any, place: str) -> Any:
-        return state_of(value, place, versions=versions, path=(*path, key))
+    def state_at(leaf: Any, below: TreePath) -> Any:
+        if isinstance(leaf, torch.nn.Module):
+            values = live_values(leaf)
+            known = clean_versions(leaf, values.metadata)
+            if versions is not None and known is not None:
+                versions.append([[*path, *below], to_text(known)])
+            return dict(values)
+        if isinstance(leaf, torch.optim.Optimizer):
+            return state_by_key(leaf, place(part, below, where))
+        if has(leaf, "state_dict"):
+            if not takes_state(leaf):
+                raise UsageError(
+                    f"{place(part, below, where)} is a {type(leaf).__qualname__} with state_dict() but without "
+                    "load_state_dict().",
+                    hint="Give it load_state_dict(), or save what its state_dict() returns.",
+                )
+            return leaf.state_dict()
+        return leaf
 
-    if isinstance(part, torch.nn.Module):
-        values = live_values(part)
-        known = clean_versions(part, values.metadata)
-        if versions is not None and known is not None:
-            versions.append([list(path), to_text(known)])
-        return dict(values)
-    if isinstance(part, torch.optim.Optimizer):
-        return state_by_key(part, where)
-    if has(part, "state_dict"):
-        if not takes_state(part):
-            raise UsageError(
-                f"{where} is a {type(part).__qualname__} with state_dict() but without load_state_dict().",
-                hint="Give it load_state_dict(), or save what its state_dict() returns.",
-            )
-        return part.state_dict()
-    if is_mapping(part):
-        return rebuilt(part, {key: deeper(value, key, f"{where}.{key}") for key, value in part.items()})
-    if is_sequence(part):
-        return rebuilt(part, [deeper(value, i, f"{where}[{i}]") for i, value in enumerate(part)])
-    return part
+    return changed(part, state_at)

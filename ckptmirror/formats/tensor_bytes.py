@@ -8,13 +8,13 @@ Rules:
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import UsageError
+from ckptmirror.formats.containers import TreePath, changed, leaves
 from ckptmirror.local.checksums import crc32c
 
 __all__ = ["byte_view", "compact", "digest32", "has_plain_bytes", "is_wrapper", "sum32", "sum32_there"]
@@ -96,48 +96,33 @@ def compact(tree: Any) -> Any:
     the same memory stay one tensor, and views that together cover their storage are left as they are.
     """
     shown: dict[int, int] = {}
-    _count(tree, shown, set())
-    return _rebuild(tree, shown, {}, {})
+    seen = set()
+    for leaf in leaves(tree):
+        tensor = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        if _is_dense(tensor) and (key := _view_key(tensor)) not in seen:
+            seen.add(key)
+            storage = tensor.untyped_storage().data_ptr()
+            shown[storage] = shown.get(storage, 0) + tensor.numel() * tensor.element_size()
+    made: dict[tuple[Any, ...], torch.Tensor] = {}
+    dtypes: dict[int, torch.dtype] = {}
 
+    def own(leaf: Any, path: TreePath) -> Any:
+        if isinstance(leaf, DTensor):
+            local = leaf.to_local()
+            owned = own(local, path)
+            if owned is local:
+                return leaf
+            return DTensor.from_local(
+                owned, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
+            )
+        if not _is_dense(leaf):
+            return leaf
+        key = _view_key(leaf)
+        if key not in made:
+            made[key] = _own(leaf, shown, dtypes)
+        return made[key]
 
-def _count(tree: Any, shown: dict[int, int], seen: set[tuple[Any, ...]]) -> None:
-    if type(tree) in (dict, OrderedDict):
-        for item in tree.values():
-            _count(item, shown, seen)
-    elif type(tree) in (list, tuple):
-        for item in tree:
-            _count(item, shown, seen)
-    elif isinstance(tree, DTensor):
-        _count(tree.to_local(), shown, seen)
-    elif _is_dense(tree) and (key := _view_key(tree)) not in seen:
-        seen.add(key)
-        storage = tree.untyped_storage().data_ptr()
-        shown[storage] = shown.get(storage, 0) + tree.numel() * tree.element_size()
-
-
-def _rebuild(tree: Any, shown: dict[int, int], made: dict[tuple[Any, ...], Any], dtypes: dict[int, torch.dtype]) -> Any:
-    if type(tree) is dict:
-        return {key: _rebuild(item, shown, made, dtypes) for key, item in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_rebuild(item, shown, made, dtypes) for item in tree)
-    if type(tree) is OrderedDict:
-        ordered = OrderedDict((key, _rebuild(item, shown, made, dtypes)) for key, item in tree.items())
-        vars(ordered).update(vars(tree))  # the versions of a model's modules
-        return ordered
-    if isinstance(tree, DTensor):
-        local = tree.to_local()
-        owned = _rebuild(local, shown, made, dtypes)
-        if owned is local:
-            return tree
-        return DTensor.from_local(
-            owned, tree.device_mesh, tree.placements, run_check=False, shape=tree.shape, stride=tree.stride()
-        )
-    if not _is_dense(tree):
-        return tree
-    key = _view_key(tree)
-    if key not in made:
-        made[key] = _own(tree, shown, dtypes)
-    return made[key]
+    return changed(tree, own)
 
 
 def _own(tensor: torch.Tensor, shown: dict[int, int], dtypes: dict[int, torch.dtype]) -> torch.Tensor:

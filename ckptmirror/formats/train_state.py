@@ -8,11 +8,12 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckptmirror.core.errors import UsageError
+from ckptmirror.formats.containers import place, placed_leaves
 
 __all__ = ["PARTS", "TrainState", "check_is_state", "check_state", "checked_parts", "left_out"]
 
@@ -86,30 +87,17 @@ def check_state(state: TrainState) -> None:
         needed = ("state_dict", "load_state_dict", *(["param_groups"] if part == "optimizer" else []))
         if getattr(state, part) is None:
             continue
-        for where, value in _objects_in(getattr(state, part), f"TrainState.{part}"):
+        objects = getattr(state, part)
+        for path, value in placed_leaves(objects):
             if lacking := [name for name in needed if not has(value, name)]:
                 raise UsageError(
-                    f"{where} is {_kind(value)}, which has no {lacking[0]}.",
+                    f"{place(objects, path, f'TrainState.{part}')} is {_kind(value)}, which has no {lacking[0]}.",
                     hint=f"Pass the {part} itself, or a list of several: each save asks for its state_dict().",
                 )
     for part in ("extra", "training_config"):
         value = getattr(state, part)
         if not isinstance(value, Mapping | None):
             raise UsageError(f"TrainState.{part} is {_kind(value)}, not a dict.", hint=f'Pass {part}={{"name": ...}}.')
-
-
-def _objects_in(part: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a save asks for its state, each with its place: a part, or what is in the containers of it."""
-    from ckptmirror.formats.rank_files import is_mapping, is_sequence
-
-    if is_mapping(part):
-        for key, value in part.items():
-            yield from _objects_in(value, f"{where}.{key}")
-    elif is_sequence(part):
-        for index, value in enumerate(part):
-            yield from _objects_in(value, f"{where}[{index}]")
-    else:
-        yield where, part
 
 
 def _kind(value: Any) -> str:

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from ckptmirror.formats.already_filled import overlaps_itself
 from ckptmirror.formats.buffers import is_array
-from ckptmirror.formats.rank_files import below, is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.containers import TreePath, changed, is_mapping, is_sequence, leaves, place, placed_leaves
+from ckptmirror.formats.rank_files import live_at
 from ckptmirror.formats.shards import Piece
 
 __all__ = [
-    "any_in",
     "any_leaf",
     "beside",
     "has",
@@ -48,12 +48,6 @@ def takes_state(value: Any) -> bool:
     return has(value, "load_state_dict")
 
 
-def any_in(value: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Whether ``wanted`` is true for ``value`` or for anything in its containers."""
-    items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
-    return wanted(value) or any(any_in(item, wanted) for item in items)
-
-
 def is_sharded(value: Any) -> bool:
     """Whether a tensor, or any parameter of a module, is a DTensor."""
     tensors = value.parameters() if isinstance(value, torch.nn.Module) else (value,)
@@ -62,34 +56,27 @@ def is_sharded(value: Any) -> bool:
 
 def unlike_pieces(saved: Any, like: Any, where: str) -> Iterator[str]:
     """Yield the places of pieces in ``saved`` for which ``like`` has no tensor, or a DTensor of another shape."""
-    if isinstance(saved, Piece):
-        shape = saved.region.shape
-        if not isinstance(like, torch.Tensor) or (isinstance(like, DTensor) and tuple(like.shape) != shape):
-            yield where
-    elif is_mapping(saved):
-        for key, item in saved.items():
-            yield from unlike_pieces(item, below(like, key), f"{where}.{key}")
-    elif is_sequence(saved):
-        for index, item in enumerate(saved):
-            yield from unlike_pieces(item, below(like, index), f"{where}[{index}]")
+    for path, leaf in placed_leaves(saved):
+        if isinstance(leaf, Piece):
+            live, shape = live_at(like, path), leaf.region.shape
+            if not isinstance(live, torch.Tensor) or (isinstance(live, DTensor) and tuple(live.shape) != shape):
+                yield place(saved, path, where)
 
 
 def beside(now: Any, value: Any) -> Any:
     """Return ``value`` with each tensor on the device of the tensor at the same place in ``now``."""
-    if is_mapping(value):
-        return rebuilt(value, {key: beside(below(now, key), item) for key, item in value.items()})
-    if is_sequence(value):
-        return rebuilt(value, [beside(below(now, index), item) for index, item in enumerate(value)])
-    plain = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and not isinstance(value, DTensor)
-    return value.to(now.device) if plain and not now.is_meta else value
+
+    def moved(leaf: Any, path: TreePath) -> Any:
+        live = live_at(now, path) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) else None
+        return leaf.to(live.device) if isinstance(live, torch.Tensor) and not live.is_meta else leaf
+
+    return changed(value, moved)
 
 
 def kind_alive(value: Any) -> str | None:
     """Return the class name of the first object or DTensor in ``value`` that can only be restored in place."""
-    if has(value, "load_state_dict") or isinstance(value, DTensor):
-        return type(value).__qualname__
-    items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
-    return next((kind for kind in map(kind_alive, items) if kind is not None), None)
+    alive = (leaf for leaf in leaves(value) if takes_state(leaf) or isinstance(leaf, DTensor))
+    return next((type(leaf).__qualname__ for leaf in alive), None)
 
 
 def is_plain(value: Any) -> bool:
@@ -123,6 +110,4 @@ def may_be_sharded(saved: Any) -> bool:
 
 def any_leaf(tree: Any, wanted: Callable[[Any], bool]) -> bool:
     """Whether ``wanted`` is true for any leaf of ``tree``."""
-    if is_mapping(tree):
-        return any(any_leaf(item, wanted) for item in tree.values())
-    return any(any_leaf(item, wanted) for item in tree) if is_sequence(tree) else wanted(tree)
+    return any(map(wanted, leaves(tree)))

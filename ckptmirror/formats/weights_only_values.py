@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals
 
 from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.pickles import KeyBudget
 from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.tensor_files import load_bytes
@@ -138,11 +139,7 @@ def as_torch_has_it(value: Any) -> Any:
 
 def has_shards(tree: Any) -> bool:
     """Whether any tensor in an encoded tree is a DTensor."""
-    if type(tree) is dict:
-        return any(has_shards(item) for item in tree.values())
-    if type(tree) in (list, tuple):
-        return any(has_shards(item) for item in tree)
-    return isinstance(tree, DTensor)
+    return any(isinstance(leaf, DTensor) for leaf in leaves(tree))
 
 
 def _encode_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
