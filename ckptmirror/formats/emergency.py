@@ -125,7 +125,7 @@ def load_emergency(
         if shared.tree()["optimizer"] is None:
             missing.append(warn_missing("optimizer", "it starts without history"))
         else:
-            optimizer = full_optimizer(shared, ("optimizer",), state.model)
+            optimizer = full_optimizer(shared.below("optimizer"), state.model)
             plans = plan_optimizer(state.model, state.optimizer, optimizer)
             refuse_other_order(plans, optimizer, lambda: takes_schedule(state, saved.get("extra"), exclude))
     elif "optimizer" not in exclude and shared.tree()["optimizer"] is not None:
@@ -141,7 +141,7 @@ def load_emergency(
         load_optimizer(state.optimizer, plans, optimizer, dtypes)
         loaded.append("optimizer")
     rest = load_extra(
-        source, ("extra",), state, step=meta.step, own=rank in ranks, world_size=world_size, exclude=exclude
+        source.below("extra"), state, step=meta.step, own=rank in ranks, world_size=world_size, exclude=exclude
     )
     return LoadReport(meta.step, (*loaded, *rest.loaded), (*missing, *rest.missing))
 

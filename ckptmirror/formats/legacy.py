@@ -151,7 +151,7 @@ def load_legacy(
     loaded: list[str] = []
     missing: list[str] = []
     extra, unused = _by_part(found.extra, state)
-    source = _Held(path, {"step": step, **extra})
+    source = RankFiles({0: path}, 0, trees={0: {"step": step, **extra}})
     optimizer: OptimizerMatch | None = None
     if state.optimizer is not None and "optimizer" not in exclude:
         shard_again(state.model)
@@ -176,7 +176,7 @@ def load_legacy(
         loaded.append("optimizer")
     source.tree()[HAS_OPTIMIZER] = "optimizer" in loaded
     more = load_extra(
-        source, (), state, step=step, own=rank == 0, world_size=world_size, exclude=exclude | frozenset({"rng"})
+        source, state, step=step, own=rank == 0, world_size=world_size, exclude=exclude | frozenset({"rng"})
     )
     missing += more.missing
     if "rng" not in exclude:
@@ -184,14 +184,6 @@ def load_legacy(
     if "extra" not in exclude:
         missing += [warn_unused(key) for key in unused]
     return LoadReport(step, (*loaded, *more.loaded), tuple(missing))
-
-
-class _Held(RankFiles):
-    """Extra state that is already in memory, one for all ranks."""
-
-    def __init__(self, path: Path, tree: dict[str, Any]) -> None:
-        super().__init__({0: path}, 0)
-        self._trees[0] = tree
 
 
 def _by_part(extra: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], list[str]]:

@@ -27,14 +27,14 @@ from ckptmirror.formats.load_model import load_model, warn_missing, warn_unused
 from ckptmirror.formats.names import shard_again
 from ckptmirror.formats.optimizer_order import refuse_other_order
 from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
-from ckptmirror.formats.rank_files import RankFiles
+from ckptmirror.formats.rank_files import RankFiles, files_of
 from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import is_scheduled
 from ckptmirror.formats.tensor_files import check_regular, load_pt
 from ckptmirror.formats.versions import attached, plain_model, versions_in
 from ckptmirror.formats.weights_only_values import as_torch_has_it, decode
 
-__all__ = ["FORMAT", "ModelFormat", "read_optimizer"]
+__all__ = ["FORMAT", "ModelFormat", "full_optimizer"]
 
 
 class ModelFormat:
@@ -92,20 +92,21 @@ class ModelFormat:
             UsageError: It does not fit the model or the optimizer.
         """
         name = SaveName(meta.step, meta.tag)
+        files = files_of(root, meta, name.optim)
         loaded: list[str] = []
         missing: list[str] = []
         optimizer, plans, dtypes = None, None, {}
         if state.optimizer is not None and "optimizer" not in exclude:
             shard_again(state.model)
-            optimizer = read_optimizer(root, _optimizer_files(meta, name), state.model, rank=rank)
-            if optimizer is None:
+            if not files:
                 missing.append(warn_missing("optimizer", "it starts without history"))
             else:
+                optimizer = full_optimizer(RankFiles(files, rank), state.model)
                 plans = plan_optimizer(state.model, state.optimizer, optimizer)
                 refuse_other_order(
                     plans, optimizer, lambda: is_scheduled(root, meta, state, rank=rank, exclude=exclude)
                 )
-        elif "optimizer" not in exclude and _optimizer_files(meta, name):
+        elif "optimizer" not in exclude and files:
             missing.append(warn_unused("optimizer"))
         if "model" not in exclude:
             saved, versions = plain_model(load_pt(root / name.model, mmap=True), name.model)
@@ -120,31 +121,14 @@ class ModelFormat:
 FORMAT = ModelFormat()
 
 
-def read_optimizer(
-    root: Path, files: Mapping[int, str], module: torch.nn.Module, *, rank: int
-) -> dict[str, Any] | None:
-    """Return the state in the optimizer files (by rank), sharded like the live parameters; None without files."""
-    if not files:
-        return None
-    source = RankFiles({writer: root / path for writer, path in files.items()}, rank)
-    return full_optimizer(source, (), module)
-
-
-def full_optimizer(source: RankFiles, at: tuple[str, ...], module: torch.nn.Module) -> dict[str, Any]:
-    """Return the full optimizer state at ``at`` in the files of ``source``."""
+def full_optimizer(source: RankFiles, module: torch.nn.Module) -> dict[str, Any]:
+    """Return the full optimizer state that ``source`` holds, sharded like the live parameters."""
     tree = source.tree()
-    for key in at:
-        tree = tree[key]
     if not isinstance(tree, dict) or "state" not in tree or "param_groups" not in tree:
         raise IntegrityError("The optimizer's file has no state and param_groups.")
     owners = owners_of(tree["state"], module)
-    state = {name: source.full_value((*at, "state", name), owners.get(name)) for name in tree["state"]}
-    return {"state": state, "param_groups": source.full_value((*at, "param_groups"))}
-
-
-def _optimizer_files(meta: Meta, name: SaveName) -> dict[int, str]:
-    paths = {artifact.path for artifact in meta.artifacts}
-    return {rank: name.optim(rank) for rank in range(meta.world_size) if name.optim(rank) in paths}
+    state = {name: source.full_value(("state", name), owners.get(name)) for name in tree["state"]}
+    return {"state": state, "param_groups": source.full_value(("param_groups",))}
 
 
 def _values(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,20 +7,33 @@ Rules:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckptmirror.core.errors import IntegrityError
+from ckptmirror.core.model import Meta
 from ckptmirror.formats.containers import TreePath, changed, item_at
 from ckptmirror.formats.shards import read_pieces, spread
 from ckptmirror.formats.tensor_files import load_pt
 
-__all__ = ["RankFiles", "live_at", "moved"]
+__all__ = ["RankFiles", "files_of", "live_at", "moved"]
 
 _ABSENT = object()
+
+
+def files_of(root: Path, meta: Meta, name_of: Callable[[int], str]) -> dict[int, Path]:
+    """Return the path of each rank's file in one role, of those that ``meta`` names.
+
+    Args:
+        root: The directory with the files of the save.
+        meta: The save.
+        name_of: Returns the file's name, for a rank.
+    """
+    named = {artifact.path for artifact in meta.artifacts}
+    return {rank: root / name_of(rank) for rank in range(meta.world_size) if name_of(rank) in named}
 
 
 class RankFiles:
@@ -28,18 +41,23 @@ class RankFiles:
 
     Args:
         paths: Path by rank.
-        rank: The rank that reads.
+        rank: The rank that reads: its file is the first, else that of the lowest rank.
+        at: The place in the files that is seen from here as the top.
+        trees: The contents by rank, as far as they were read.
     """
 
-    def __init__(self, paths: Mapping[int, Path], rank: int) -> None:
+    def __init__(
+        self, paths: Mapping[int, Path], rank: int, at: TreePath = (), trees: dict[int, Any] | None = None
+    ) -> None:
         if not paths:
             raise IntegrityError("The save names no file to read.")
         self._paths = paths
         self._own = rank if rank in paths else min(paths)
-        self._trees: dict[int, Any] = {}
+        self._at = at
+        self._trees = {} if trees is None else trees
 
     def tree(self, rank: int | None = None) -> Any:
-        """Return the decoded contents of one rank's file, by default this rank's, else the lowest rank's."""
+        """Return the decoded contents of one rank's file, by default the first; None if nothing is there."""
         rank = self._own if rank is None else rank
         if rank not in self._paths:
             raise IntegrityError(
@@ -47,7 +65,7 @@ class RankFiles:
             )
         if rank not in self._trees:
             self._trees[rank] = read_pieces(load_pt(self._paths[rank], mmap=True))
-        return self._trees[rank]
+        return item_at(self._trees[rank], self._at)
 
     @property
     def ranks(self) -> list[int]:
@@ -55,8 +73,12 @@ class RankFiles:
         return sorted(self._paths)
 
     def of(self, rank: int) -> RankFiles:
-        """Return the same files, reading those of ``rank`` first."""
-        return RankFiles(self._paths, rank)
+        """Return the same files, of which that of ``rank`` is the first."""
+        return RankFiles(self._paths, rank, self._at, self._trees)
+
+    def below(self, key: str) -> RankFiles:
+        """Return the same files, seen from what they have at ``key``."""
+        return RankFiles(self._paths, self._own, (*self._at, key), self._trees)
 
     def value(self, path: TreePath) -> Any:
         """Return what is at ``path`` in the first file, pieces as they are.
@@ -66,12 +88,12 @@ class RankFiles:
         """
         value = item_at(self.tree(), path, _ABSENT)
         if value is _ABSENT:
-            raise IntegrityError(f"{self._paths[self._own].name} has no {'.'.join(map(str, path))}.")
+            raise IntegrityError(f"{self._paths[self._own].name} has no {self._name(path)}.")
         return value
 
     def others(self, path: TreePath) -> Iterator[Any]:
         """Yield the value at ``path`` in the other ranks' files, reading each file only when needed."""
-        for rank in sorted(self._paths):
+        for rank in self.ranks:
             if rank != self._own:
                 yield item_at(self.tree(rank), path)
 
@@ -84,12 +106,16 @@ class RankFiles:
         """
 
         def full(value: Any, below: TreePath) -> Any:
-            live, at = live_at(like, below), (*path, *below)
+            live = live_at(like, below)
             live = live if isinstance(live, torch.Tensor) else None
-            result = spread(value, lambda: self.others(at), live, ".".join(map(str, at)))
+            at = (*path, *below)
+            result = spread(value, lambda: self.others(at), live, self._name(at))
             return copy.deepcopy(result) if result is value else result
 
         return changed(self.value(path), full)
+
+    def _name(self, path: TreePath) -> str:
+        return ".".join(map(str, (*self._at, *path)))
 
 
 def live_at(like: Any, path: TreePath) -> Any:

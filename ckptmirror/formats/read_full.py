@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ckptmirror.core.errors import KindMismatch
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.dcp_read import read_full_directory
-from ckptmirror.formats.rank_files import RankFiles, moved
+from ckptmirror.formats.rank_files import RankFiles, files_of, moved
 from ckptmirror.formats.tensor_files import load_pt
 from ckptmirror.formats.versions import attached, plain_model
 from ckptmirror.formats.weights_only_values import decode
@@ -41,21 +42,16 @@ def read_full(
     if kind != "model":
         raise KindMismatch(f"Kind {kind} is read by the ranks that wrote it: resume from it.")
     model, versions = plain_model(load_pt(root / name.model), name.model)
-    files = _rank_files(root, meta, {rank: name.optim(rank) for rank in range(meta.world_size)})
-    optimizer = files.full_value(()) if files is not None else None
     plain = {key: decode(value) for key, value in model.items()}
-    return moved(attached(plain, versions), map_location), moved(optimizer, map_location)
+    return moved(attached(plain, versions), map_location), moved(_full(root, meta, name.optim), map_location)
 
 
 def read_extra(root: Path, meta: Meta, map_location: str = "cpu") -> dict[str, Any] | None:
     """Return the extra state that rank 0 wrote; None if the files are not there (``stage`` without ``--full``)."""
-    name = SaveName(meta.step, meta.tag)
-    files = _rank_files(root, meta, {rank: name.extra(rank) for rank in range(meta.world_size)})
-    extra = files.full_value(()) if files is not None else None
+    extra = _full(root, meta, SaveName(meta.step, meta.tag).extra)
     return moved(extra, map_location) if isinstance(extra, dict) else None
 
 
-def _rank_files(root: Path, meta: Meta, names: dict[int, str]) -> RankFiles | None:
-    there = {artifact.path for artifact in meta.artifacts}
-    paths = {rank: root / path for rank, path in names.items() if path in there}
-    return RankFiles(paths, 0) if paths else None
+def _full(root: Path, meta: Meta, name_of: Callable[[int], str]) -> Any:
+    paths = files_of(root, meta, name_of)
+    return RankFiles(paths, 0).full_value(()) if paths else None

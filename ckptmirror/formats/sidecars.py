@@ -31,7 +31,7 @@ from ckptmirror.formats.extra_aliases import aliases_in
 from ckptmirror.formats.learning_rates import follow_schedulers
 from ckptmirror.formats.load_model import warn_missing, warn_unused
 from ckptmirror.formats.optimizer_state import optimizers_of
-from ckptmirror.formats.rank_files import RankFiles
+from ckptmirror.formats.rank_files import RankFiles, files_of
 from ckptmirror.formats.restore import Restorer
 from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import cut, piece_of
@@ -116,14 +116,13 @@ def load_sidecars(
         IntegrityError: A file is missing, broken or hostile.
         UsageError: An object does not take its saved state.
     """
-    paths = _paths(root, meta)
+    paths = files_of(root, meta, SaveName(meta.step, meta.tag).extra)
     if not paths:
         own = SaveName(meta.step, meta.tag).extra(rank)
         missing = (warn_missing("extra", f"{own}: nothing but model and optimizer can be loaded"),)
         return LoadReport(meta.step, (), missing)
     return load_extra(
         RankFiles(paths, rank),
-        (),
         state,
         step=meta.step,
         own=rank in paths,
@@ -134,7 +133,7 @@ def load_sidecars(
 
 def is_scheduled(root: Path, meta: Meta, state: Any, *, rank: int, exclude: frozenset[str]) -> bool:
     """Whether :func:`load_sidecars` will load a scheduler."""
-    paths = _paths(root, meta)
+    paths = files_of(root, meta, SaveName(meta.step, meta.tag).extra)
     return bool(paths) and takes_schedule(state, RankFiles(paths, rank).tree(), exclude)
 
 
@@ -152,15 +151,8 @@ def takes_schedule(state: Any, extra: Any, exclude: frozenset[str]) -> bool:
     return "scheduler" not in exclude and state.scheduler is not None and "scheduler" in extra
 
 
-def _paths(root: Path, meta: Meta) -> dict[int, Path]:
-    name = SaveName(meta.step, meta.tag)
-    named = {artifact.path for artifact in meta.artifacts}
-    return {r: root / name.extra(r) for r in range(meta.world_size) if name.extra(r) in named}
-
-
 def load_extra(
     source: RankFiles,
-    at: tuple[str, ...],
     state: Any,
     *,
     step: int,
@@ -168,18 +160,17 @@ def load_extra(
     world_size: int,
     exclude: frozenset[str],
 ) -> LoadReport:
-    """Load the extra state at ``at`` in the files of ``source``.
+    """Load the extra state that ``source`` holds.
 
     Args:
-        source: The files by rank.
-        at: Keys from the top of a file to the extra state.
+        source: The extra state of each rank.
         state: What to load into.
         step: The step that the files must have.
         exclude: Parts to leave unchanged.
         world_size: Number of ranks that load.
         own: Whether the save has this rank's own random generators and data position.
     """
-    loader = _Loader(source, at, state, own, world_size, exclude)
+    loader = _Loader(source, state, own, world_size, exclude)
     if (saved := loader.tree.get("step")) != step:
         raise IntegrityError(f"The extra state is of step {saved}, not {step}.")
     for name in ("scheduler", "scaler", "ema", "dataloader", "extra"):
@@ -190,10 +181,8 @@ def load_extra(
 
 
 class _Loader:
-    def __init__(
-        self, source: RankFiles, at: tuple[str, ...], state: Any, own: bool, world_size: int, exclude: frozenset[str]
-    ) -> None:
-        self.source, self.at, self.state, self.own, self.exclude = source, at, state, own, exclude
+    def __init__(self, source: RankFiles, state: Any, own: bool, world_size: int, exclude: frozenset[str]) -> None:
+        self.source, self.state, self.own, self.exclude = source, state, own, exclude
         self.world_size = world_size
         self.tree = self._tree(None)
         self.loaded: list[str] = []
@@ -205,8 +194,6 @@ class _Loader:
 
     def _tree(self, rank: int | None) -> dict[str, Any]:
         tree = self.source.tree(rank)
-        for key in self.at:
-            tree = tree.get(key) if isinstance(tree, dict) else None
         if not isinstance(tree, dict):
             raise IntegrityError("A file of extra state is not a dict.")
         return tree
@@ -246,22 +233,17 @@ class _Loader:
         here = [self.state.model, self.state.ema, self.state.extra]
         source = self.source if name in self.tree else self.source.of(0)
         tree = self.tree if name in self.tree else self._tree(0)
-        above = len(self.at)
         restorer = Restorer(
-            source,
-            self.taken,
-            here,
-            lambda path: versions_in(tree, path[above:]),
-            lambda path: aliases_in(tree, path[above:]),
+            source, self.taken, here, lambda path: versions_in(tree, path), lambda path: aliases_in(tree, path)
         )
         try:
             if name == "extra":
                 self.taken.take(state_of(self.state.ema, "ema"), "the average")  # the extra may share memory with it
-                restorer.restore_values(target, (*self.at, name), name)
+                restorer.restore_values(target, (name,), name)
             elif name == "dataloader":
-                restorer.restore_objects(target, (*self.at, name), name, has_position)
+                restorer.restore_objects(target, (name,), name, has_position)
             else:
-                restorer.restore_objects(target, (*self.at, name), name)
+                restorer.restore_objects(target, (name,), name)
         except RecursionError as error:
             raise UsageError(
                 f"The saved {name} is nested too deep to be loaded from here, below what else this thread has called.",
@@ -306,7 +288,7 @@ class _Loader:
         if not self.own:
             self._lacks("rng", "random generators of this rank; they stay as they are")
             return
-        absent = load_rng(self.source.full_value((*self.at, "rng")))
+        absent = load_rng(self.source.full_value(("rng",)))
         self.loaded.append("rng")
         self.missing += [f"rng.{name}: the save has it, this process has not" for name in absent]
 
