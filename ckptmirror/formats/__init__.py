@@ -12,10 +12,10 @@ from typing import cast
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import KINDS
-from ckptmirror.formats.base import Format, LoadReport, Snapshot, WriteContext
+from ckptmirror.formats.base import Format, LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.train_state import TrainState
 
-__all__ = ["Format", "LoadReport", "Snapshot", "TrainState", "WriteContext", "get_format"]
+__all__ = ["Format", "LoadReport", "LoadTarget", "Snapshot", "TrainState", "WriteContext", "get_format"]
 
 
 def get_format(kind: str) -> Format:

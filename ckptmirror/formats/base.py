@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName
 
-__all__ = ["Format", "LoadReport", "Snapshot", "WriteContext"]
+__all__ = ["Format", "LoadReport", "LoadTarget", "Snapshot", "WriteContext"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,22 @@ class WriteContext:
 
 
 @dataclass(frozen=True)
+class LoadTarget:
+    """What a rank fills.
+
+    Attributes:
+        state: The ``TrainState``.
+        rank: Global rank; ``world_size`` ranks load.
+        exclude: Parts of the state to leave unchanged.
+    """
+
+    state: Any
+    rank: int
+    world_size: int
+    exclude: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class LoadReport:
     """What a load did.
 
@@ -112,16 +128,11 @@ class Format(Protocol):
         """
         ...
 
-    def load(
-        self,
-        root: Path,
-        meta: Meta,
-        state: Any,
-        *,
-        rank: int,
-        world_size: int,
-        exclude: frozenset[str],
-        torch_group: Any,
-    ) -> LoadReport:
-        """Load model and optimizer (not the sidecars) of ``meta``, whose files are in ``root``, into a TrainState."""
+    def load(self, root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
+        """Load model and optimizer (not the sidecars) of ``meta``, whose files are in ``root``. Talk to no other rank.
+
+        Raises:
+            IntegrityError: A file is missing, broken or hostile.
+            UsageError: It does not fit the model or the optimizer.
+        """
         ...

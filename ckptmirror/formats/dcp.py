@@ -32,7 +32,7 @@ from torch.utils.serialization import config as serialization_config
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Artifact, Digest, Kind, Meta
 from ckptmirror.core.names import SaveName, tmp_name
-from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
+from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges
 from ckptmirror.formats.dcp_files import DirectoryWriter
@@ -104,31 +104,10 @@ class DcpFormat:
         )
         check_plain_values(directory, metadata, found)
 
-    def load(
-        self,
-        root: Path,
-        meta: Meta,
-        state: Any,
-        *,
-        rank: int,
-        world_size: int,  # noqa: ARG002 - the seam's signature
-        exclude: frozenset[str],
-        torch_group: Any,  # noqa: ARG002 - the seam's signature
-    ) -> LoadReport:
-        """Load model and optimizer of ``meta`` into ``state``, for any number of ranks. Talks to no other rank.
-
-        Raises:
-            IntegrityError: The directory is broken or hostile.
-            UsageError: It does not fit the model or the optimizer.
-        """
+    def load(self, root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
+        """Load model and optimizer of ``meta``; see :class:`Format`."""
         directory = root / SaveName(meta.step, meta.tag).dcp_dir
-        return load_directory(
-            directory,
-            state,
-            step=meta.step,
-            exclude=exclude,
-            is_scheduled=lambda: is_scheduled(root, meta, state, rank=rank, exclude=exclude),
-        )
+        return load_directory(directory, target, meta.step, is_scheduled=lambda: is_scheduled(root, meta, target))
 
 
 FORMAT = DcpFormat()

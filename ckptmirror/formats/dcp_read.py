@@ -23,14 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
 from ckptmirror.core.errors import IntegrityError, UsageError
-from ckptmirror.formats.base import LoadReport
+from ckptmirror.formats.base import LoadReport, LoadTarget
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges, file_names
 from ckptmirror.formats.dcp_metadata import loads_metadata
-from ckptmirror.formats.load_model import check_fits, finish_model, pair_names, warn_missing, warn_unused
-from ckptmirror.formats.names import live_values, makes_room, shard_again
+from ckptmirror.formats.load_model import check_fits, finish_model, pair_names
+from ckptmirror.formats.load_parts import load_parts
+from ckptmirror.formats.names import live_values, makes_room
 from ckptmirror.formats.nesting_limit import max_depth
-from ckptmirror.formats.optimizer_order import refuse_other_order
-from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
+from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.shards import Piece, Region, fill, local_of, piece_of, region_of
 from ckptmirror.formats.tensor_files import check_regular, load_bytes, load_part, open_regular, refused_as_usage
 from ckptmirror.formats.tied_weights import refuse_two_values, sharing
@@ -126,40 +126,19 @@ class _Entry:
     described: Any
 
 
-def load_directory(
-    directory: Path, state: Any, *, step: int, exclude: frozenset[str], is_scheduled: Callable[[], bool]
-) -> LoadReport:
-    """Load the model and the optimizer of a DCP directory into ``state`` (a ``TrainState``).
-
-    Args:
-        directory: The DCP directory.
-        state: What to load into.
-        step: The step, for the report.
-        exclude: Parts to leave unchanged.
-        is_scheduled: Returns whether a scheduler will be loaded too; called only if that matters.
-    """
+def load_directory(directory: Path, target: LoadTarget, step: int, *, is_scheduled: Callable[[], bool]) -> LoadReport:
+    """Load the model and the optimizer of a DCP directory; see :func:`load_parts`."""
     # Files of other nodes may be elsewhere, so a missing file shows only when this rank reads it.
     entries, reader = _open(directory, all_here=False)
-    loaded: list[str] = []
-    missing: list[str] = []
-    optimizer, plans, dtypes = None, None, {}
-    if state.optimizer is not None and "optimizer" not in exclude:
-        shard_again(state.model)
-        optimizer = _read_optimizer(state.model, entries, reader)
-        if optimizer is None:
-            missing.append(warn_missing("optimizer", "it starts without history"))
-        else:
-            plans = plan_optimizer(state.model, state.optimizer, optimizer)
-            refuse_other_order(plans, optimizer, is_scheduled)
-    elif "optimizer" not in exclude and any(_is_optimizers(entry) for entry in entries):
-        missing.append(warn_unused("optimizer"))
-    if "model" not in exclude:
-        dtypes = _read_model(state.model, entries, reader)
-        loaded.append("model")
-    if optimizer is not None and plans is not None:
-        load_optimizer(state.optimizer, plans, optimizer, dtypes)
-        loaded.append("optimizer")
-    return LoadReport(step, tuple(loaded), tuple(missing))
+    module = target.state.model
+    own = [entry for entry in entries if entry.path[0] in _OPTIMIZER_KEYS and len(entry.path) > 1]
+    return load_parts(
+        target,
+        step,
+        model=lambda: _read_model(module, entries, reader),
+        optimizer=(lambda: _read_optimizer(module, own, reader)) if own else None,
+        is_scheduled=is_scheduled,
+    )
 
 
 def read_full_directory(directory: Path) -> dict[str, Any]:
@@ -301,10 +280,7 @@ def _tensor_of(entries: list[_Entry]) -> TensorStorageMetadata | None:
     return first.described if isinstance(first.described, TensorStorageMetadata) and len(first.path) == 2 else None
 
 
-def _read_optimizer(module: torch.nn.Module, entries: list[_Entry], reader: _Reader) -> dict[str, Any] | None:
-    wanted = [entry for entry in entries if _is_optimizers(entry)]
-    if not wanted:
-        return None
+def _read_optimizer(module: torch.nn.Module, wanted: list[_Entry], reader: _Reader) -> dict[str, Any]:
     owners = owners_of({str(e.path[2]) for e in wanted if e.path[1] == "state" and len(e.path) > 2}, module)
     flat = {}
     for entry in wanted:
@@ -318,10 +294,6 @@ def _read_optimizer(module: torch.nn.Module, entries: list[_Entry], reader: _Rea
             hint='Load without it: exclude=("optimizer",).',
         )
     return tree
-
-
-def _is_optimizers(entry: _Entry) -> bool:
-    return entry.path[0] in _OPTIMIZER_KEYS and len(entry.path) > 1
 
 
 def _allocate(described: Any, owner: torch.Tensor | None) -> Any:

@@ -17,16 +17,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ckptmirror.core.errors import IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.formats.artifacts import write_json, write_pt
-from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
+from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.capture import capture_local
-from ckptmirror.formats.load_model import load_model, warn_missing, warn_unused
+from ckptmirror.formats.load_model import load_model
+from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.model import full_optimizer
-from ckptmirror.formats.names import shard_again
-from ckptmirror.formats.optimizer_order import refuse_other_order
-from ckptmirror.formats.optimizer_state import load_optimizer, plan_optimizer
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import load_extra, takes_schedule, tensor_list
@@ -34,7 +34,7 @@ from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.versions import versions_in
 from ckptmirror.local.directories import make_dirs
 
-__all__ = ["FORMAT", "EmergencyFormat", "load_emergency", "names_of_rank", "write_emergency"]
+__all__ = ["FORMAT", "EmergencyFormat", "names_of_rank", "write_emergency"]
 
 _RANK_FILE = re.compile(r"(?:.*/)?rank(\d+)\.pt")
 
@@ -89,63 +89,6 @@ def names_of_rank(rank: int) -> tuple[str, str]:
     return f"rank{rank}.pt", f"tensors_rank{rank}.json"
 
 
-def load_emergency(
-    directory: Path,
-    meta: Meta,
-    state: TrainState,
-    *,
-    rank: int,
-    world_size: int,
-    exclude: frozenset[str] = frozenset(),
-) -> LoadReport:
-    """Load an emergency snapshot, including its extra state, into ``state``. Needs no other rank.
-
-    Raises:
-        IntegrityError: A file is missing, broken or hostile.
-        UsageError: It does not fit the state.
-        KindMismatch: It is sharded for another number of ranks: a kind that cannot be loaded here.
-    """
-    ranks = _ranks_of(meta, directory)
-    source = RankFiles({r: directory / f"rank{r}.pt" for r in ranks}, rank)
-    saved = source.tree()
-    if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
-        raise IntegrityError(f"{directory.name}/rank{rank}.pt is not an emergency snapshot.")
-    sharded = saved.get("sharded") is True
-    if sharded and saved.get("world_size") != world_size:
-        raise KindMismatch(
-            f"The emergency snapshot holds what was on {saved.get('world_size')} ranks; this job has {world_size}.",
-            hint="Start with the same number of ranks, save, and resume from that save with another number.",
-        )
-    shared = source if sharded else source.of(0)
-    loaded: list[str] = []
-    missing: list[str] = []
-    optimizer, plans, dtypes = None, None, {}
-    if state.optimizer is not None and "optimizer" not in exclude:
-        shard_again(state.model)
-        if shared.tree()["optimizer"] is None:
-            missing.append(warn_missing("optimizer", "it starts without history"))
-        else:
-            optimizer = full_optimizer(shared.below("optimizer"), state.model)
-            plans = plan_optimizer(state.model, state.optimizer, optimizer)
-            refuse_other_order(plans, optimizer, lambda: takes_schedule(state, saved.get("extra"), exclude))
-    elif "optimizer" not in exclude and shared.tree()["optimizer"] is not None:
-        missing.append(warn_unused("optimizer"))
-    if "model" not in exclude:
-        tree = shared.tree()
-        versions = (
-            versions_in(tree["extra"], ("model",), directory.name) if isinstance(tree.get("extra"), dict) else None
-        )
-        dtypes = load_model(state.model, tree["model"], lambda name: shared.others(("model", name)), versions=versions)
-        loaded.append("model")
-    if optimizer is not None and plans is not None:
-        load_optimizer(state.optimizer, plans, optimizer, dtypes)
-        loaded.append("optimizer")
-    rest = load_extra(
-        source.below("extra"), state, step=meta.step, own=rank in ranks, world_size=world_size, exclude=exclude
-    )
-    return LoadReport(meta.step, (*loaded, *rest.loaded), (*missing, *rest.missing))
-
-
 class EmergencyFormat:
     """Reads kind ``emergency``; :func:`write_emergency` writes it, in one go and without a host copy."""
 
@@ -162,25 +105,57 @@ class EmergencyFormat:
     def check(self, context: WriteContext, artifacts: Sequence[Artifact]) -> None:
         """Do nothing: each file was checked as it was written."""
 
-    def load(
-        self,
-        root: Path,
-        meta: Meta,
-        state: Any,
-        *,
-        rank: int,
-        world_size: int,
-        exclude: frozenset[str],
-        torch_group: Any,  # noqa: ARG002 - the seam's signature
-    ) -> LoadReport:
-        """Load the whole snapshot, including its extra state, since it has no sidecars."""
+    def load(self, root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
+        """Load the whole snapshot, including its extra state, since it has no sidecars.
+
+        Raises:
+            IntegrityError: A file is missing, broken or hostile.
+            UsageError: It does not fit the state.
+            KindMismatch: It is sharded for another number of ranks: a kind that cannot be loaded here.
+        """
         names = {artifact.path.split("/")[0] for artifact in meta.artifacts_of("emergency") if "/" in artifact.path}
         if len(names) != 1:
             raise IntegrityError(f"The meta names {len(names)} directories of an emergency snapshot.")
-        return load_emergency(root / names.pop(), meta, state, rank=rank, world_size=world_size, exclude=exclude)
+        directory = root / names.pop()
+        ranks = _ranks_of(meta, directory)
+        source = RankFiles({rank: directory / names_of_rank(rank)[0] for rank in ranks}, target.rank)
+        saved = _snapshot(source, directory)
+        sharded = saved.get("sharded") is True
+        if sharded and saved.get("world_size") != target.world_size:
+            raise KindMismatch(
+                f"The emergency snapshot holds what was on {saved.get('world_size')} ranks; this job has "
+                f"{target.world_size}.",
+                hint="Start with the same number of ranks, save, and resume from that save with another number.",
+            )
+        shared = source if sharded else source.of(0)
+        tree = _snapshot(shared, directory)
+        module = target.state.model
+
+        def model() -> dict[str, torch.dtype]:
+            versions = versions_in(tree["extra"], ("model",), directory.name)
+            return load_model(module, tree["model"], lambda name: shared.others(("model", name)), versions=versions)
+
+        has_optimizer = tree["optimizer"] is not None
+        parts = load_parts(
+            target,
+            meta.step,
+            model=model,
+            optimizer=(lambda: full_optimizer(shared.below("optimizer"), module)) if has_optimizer else None,
+            is_scheduled=lambda: takes_schedule(target, saved["extra"]),
+        )
+        rest = load_extra(source.below("extra"), target, step=meta.step, own=target.rank in ranks)
+        return LoadReport(meta.step, parts.loaded + rest.loaded, parts.missing + rest.missing)
 
 
 FORMAT = EmergencyFormat()
+
+
+def _snapshot(source: RankFiles, directory: Path) -> dict[str, Any]:
+    """Return what the first file of ``source`` holds."""
+    tree = source.tree()
+    if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("model", "extra")):
+        raise IntegrityError(f"A file of {directory.name} is not an emergency snapshot.")
+    return {"optimizer": None, **tree}
 
 
 def _ranks_of(meta: Meta, directory: Path) -> list[int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,18 @@ import torch
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 from ckptmirror.core.model import Kind
-from ckptmirror.formats.base import LoadReport
+from ckptmirror.formats.base import LoadReport, LoadTarget
 from ckptmirror.formats.capture import HAS_OPTIMIZER
 from ckptmirror.formats.dcp_read import read_tree
 from ckptmirror.formats.legacy_optimizers import (
     Group,
-    OptimizerMatch,
     find_optimizer,
     groups_of,
     is_optimizer_key,
     joined,
 )
 from ckptmirror.formats.load_model import load_model, warn_missing, warn_unused
-from ckptmirror.formats.names import shard_again
-from ckptmirror.formats.optimizer_order import refuse_other_order
-from ckptmirror.formats.optimizer_state import load_optimizer
+from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.rank_files import RankFiles, moved
 from ckptmirror.formats.sidecars import load_extra, takes_schedule
 from ckptmirror.formats.tensor_files import load_pt
@@ -137,10 +134,8 @@ def _sorted_out(tree: Any, path: Path) -> LegacyState:
     return LegacyState(*plain_model(model, str(path)), groups_of(rest), extra)
 
 
-def load_legacy(
-    found: LegacyState, path: Path, state: Any, *, step: int, rank: int, world_size: int, exclude: frozenset[str]
-) -> LoadReport:
-    """Load a legacy checkpoint into ``state`` (a ``TrainState``), and report what it lacks.
+def load_legacy(found: LegacyState, path: Path, target: LoadTarget, step: int) -> LoadReport:
+    """Load a legacy checkpoint, and report what it lacks.
 
     Everything is compared before the first live tensor is written. If it is uncertain which optimizer state belongs
     to which parameter, the optimizer starts without history, and the report says so.
@@ -148,42 +143,34 @@ def load_legacy(
     Raises:
         UsageError: The model does not fit, or an object does not take its state.
     """
-    loaded: list[str] = []
-    missing: list[str] = []
+    state = target.state
     extra, unused = _by_part(found.extra, state)
-    source = RankFiles({0: path}, 0, trees={0: {"step": step, **extra}})
-    optimizer: OptimizerMatch | None = None
-    if state.optimizer is not None and "optimizer" not in exclude:
-        shard_again(state.model)
-        optimizer = find_optimizer(found, state)
-        if optimizer.why:
-            missing.append(warn_missing("optimizer", f"{optimizer.why}; it starts without history"))
-        else:
-            scheduled = takes_schedule(state, source.tree(), exclude)
-            refuse_other_order(optimizer.plans, optimizer.saved, lambda: scheduled)
-            missing += [f"optimizer: {line}" for line in optimizer.left]
-            for line in optimizer.left:
-                _log.warning("optimizer: %s", line)
-    elif "optimizer" not in exclude and found.optimizers:
-        missing.append(warn_unused("optimizer"))
-    if "model" not in exclude:
-        dtypes = load_model(state.model, found.model, versions=found.versions)
-        loaded.append("model")
-    else:
-        dtypes = {}
-    if optimizer is not None and not optimizer.why:
-        load_optimizer(state.optimizer, optimizer.plans, optimizer.saved, dtypes)
-        loaded.append("optimizer")
-    source.tree()[HAS_OPTIMIZER] = "optimizer" in loaded
-    more = load_extra(
-        source, state, step=step, own=rank == 0, world_size=world_size, exclude=exclude | frozenset({"rng"})
+    left: list[str] = []
+
+    def optimizer() -> Mapping[str, Any] | str:
+        saved, lines = find_optimizer(found.optimizers, found.model, state)
+        for line in lines:
+            left.append(f"optimizer: {line}")
+            _log.warning("%s", left[-1])
+        return saved
+
+    parts = load_parts(
+        target,
+        step,
+        model=lambda: load_model(state.model, found.model, versions=found.versions),
+        optimizer=optimizer if found.optimizers else None,
+        is_scheduled=lambda: takes_schedule(target, extra),
     )
-    missing += more.missing
-    if "rng" not in exclude:
+    source = RankFiles({0: path}, 0, trees={0: {"step": step, **extra, HAS_OPTIMIZER: "optimizer" in parts.loaded}})
+    rest = load_extra(
+        source, replace(target, exclude=target.exclude | frozenset({"rng"})), step=step, own=target.rank == 0
+    )
+    missing = [*left, *parts.missing, *rest.missing]
+    if "rng" not in target.exclude:
         missing.append(warn_missing("rng", "random generators of each rank; they stay as they are"))
-    if "extra" not in exclude:
+    if "extra" not in target.exclude:
         missing += [warn_unused(key) for key in unused]
-    return LoadReport(step, (*loaded, *more.loaded), tuple(missing))
+    return LoadReport(step, parts.loaded + rest.loaded, tuple(missing))
 
 
 def _by_part(extra: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], list[str]]:

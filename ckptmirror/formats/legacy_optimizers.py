@@ -16,20 +16,19 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.formats.containers import TreePath, changed, place
 from ckptmirror.formats.names import live_parameters, match_names
-from ckptmirror.formats.optimizer_state import Plan, optimizers_of, owners_of, plan_optimizer
+from ckptmirror.formats.optimizer_state import optimizers_of, owners_of, plan_optimizer
 from ckptmirror.formats.shards import spread
 
 __all__ = [
     "Group",
-    "OptimizerMatch",
     "find_optimizer",
     "groups_of",
     "is_optimizer_key",
@@ -55,30 +54,6 @@ class Group:
 
     name: str | None
     state: Any
-
-
-class _Saved(Protocol):
-    @property
-    def model(self) -> dict[str, Any]: ...
-    @property
-    def optimizers(self) -> list[Group]: ...
-
-
-@dataclass(frozen=True)
-class OptimizerMatch:
-    """The state to load into the live optimizers, or why none is loaded.
-
-    Attributes:
-        plans: How to load the state into each live optimizer.
-        saved: The saved state, by parameter name.
-        why: Why nothing is loaded; "" if something is.
-        left: One line for each part of the save that nothing here takes.
-    """
-
-    plans: list[Plan] = field(default_factory=list)
-    saved: Mapping[str, Any] = field(default_factory=dict)
-    why: str = ""
-    left: tuple[str, ...] = ()
 
 
 def is_optimizer_key(key: str) -> bool:
@@ -118,35 +93,35 @@ def joined(groups: Iterable[Group]) -> dict[str, Any] | None:
     return {"state": state, "param_groups": [one for group in own for one in group["param_groups"]]}
 
 
-def find_optimizer(found: _Saved, state: Any) -> OptimizerMatch:
-    """Find the saved state for the optimizers of ``state``, without changing anything."""
+def find_optimizer(
+    groups: Sequence[Group], model: Mapping[str, Any], state: Any
+) -> tuple[Mapping[str, Any] | str, list[str]]:
+    """Find the saved state for the optimizers of ``state``, without changing anything.
+
+    Args:
+        groups: The groups of optimizer keys, at least one.
+        model: The saved model.
+        state: The ``TrainState`` that will be filled.
+
+    Returns:
+        The saved state by parameter name, or why none is loaded; and a line for each part that nothing here takes.
+    """
     reasons: list[str] = []
-    every = _states(found.optimizers)
-    for count in optimizer_key_counts:
-        if count > len(found.optimizers):
-            continue
-        if count == 0:
-            break
-        first = found.optimizers[:count]
-        own = [group for group in first if _is_optimizer(group.state)]
+    for count in (count for count in optimizer_key_counts if 0 < count <= len(groups)):
+        own = [group for group in groups[:count] if _is_optimizer(group.state)]
         try:
-            _check_no_doubt(_states(own), every)
-            saved = _by_name(own, found.model, state)
-            plans = plan_optimizer(state.model, state.optimizer, saved)
+            _check_no_doubt(_states(own), _states(groups))
+            saved = _by_name(own, model, state)
+            plan_optimizer(state.model, state.optimizer, saved)
         except CkptMirrorError as error:
-            reasons.append(f"{count} of {len(found.optimizers)}: {error.message}")
+            reasons.append(f"{count} of {len(groups)}: {error.message}")
             continue
-        left = [
-            f"group {place} is not the state of an optimizer"
-            for place, group in enumerate(first, 1)
-            if not _is_optimizer(group.state)
-        ]
-        if count < len(found.optimizers):
-            left.append(f"of {len(found.optimizers)} groups of optimizer keys the first {count} fit; the rest is left")
-        return OptimizerMatch(plans, _fitted(saved, state.model), left=tuple(left))
-    if not found.optimizers:
-        return OptimizerMatch(why="state")
-    return OptimizerMatch(why=f"state that is clearly that of the optimizer here ({'; '.join(reasons)})")
+        others = (place for place, group in enumerate(groups[:count], 1) if not _is_optimizer(group.state))
+        left = [f"group {place} is not the state of an optimizer" for place in others]
+        if count < len(groups):
+            left.append(f"of {len(groups)} groups of optimizer keys the first {count} fit; the rest is left")
+        return _fitted(saved, state.model), left
+    return f"state that is clearly that of the optimizer here ({'; '.join(reasons)})", []
 
 
 class _Doubt(CkptMirrorError):

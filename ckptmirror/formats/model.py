@@ -22,11 +22,10 @@ from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName, parse_name, tmp_name
 from ckptmirror.formats.artifacts import write_pt
-from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
-from ckptmirror.formats.load_model import load_model, warn_missing, warn_unused
-from ckptmirror.formats.names import shard_again
-from ckptmirror.formats.optimizer_order import refuse_other_order
-from ckptmirror.formats.optimizer_state import load_optimizer, owners_of, plan_optimizer
+from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
+from ckptmirror.formats.load_model import load_model
+from ckptmirror.formats.load_parts import load_parts
+from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import RankFiles, files_of
 from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import is_scheduled
@@ -74,48 +73,23 @@ class ModelFormat:
                 raise IntegrityError(f"{path} has not the {artifact.digest.size_bytes} bytes that were written.")
             load_pt(path, mmap=True)
 
-    def load(
-        self,
-        root: Path,
-        meta: Meta,
-        state: Any,
-        *,
-        rank: int,
-        world_size: int,  # noqa: ARG002 - the seam's signature
-        exclude: frozenset[str],
-        torch_group: Any,  # noqa: ARG002 - the seam's signature
-    ) -> LoadReport:
-        """Load model and optimizer of ``meta`` into ``state``, for any number of ranks. Talks to no other rank.
-
-        Raises:
-            IntegrityError: A file is missing, broken or hostile.
-            UsageError: It does not fit the model or the optimizer.
-        """
+    def load(self, root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
+        """Load model and optimizer of ``meta``; see :class:`Format`."""
         name = SaveName(meta.step, meta.tag)
+        module = target.state.model
         files = files_of(root, meta, name.optim)
-        loaded: list[str] = []
-        missing: list[str] = []
-        optimizer, plans, dtypes = None, None, {}
-        if state.optimizer is not None and "optimizer" not in exclude:
-            shard_again(state.model)
-            if not files:
-                missing.append(warn_missing("optimizer", "it starts without history"))
-            else:
-                optimizer = full_optimizer(RankFiles(files, rank), state.model)
-                plans = plan_optimizer(state.model, state.optimizer, optimizer)
-                refuse_other_order(
-                    plans, optimizer, lambda: is_scheduled(root, meta, state, rank=rank, exclude=exclude)
-                )
-        elif "optimizer" not in exclude and files:
-            missing.append(warn_unused("optimizer"))
-        if "model" not in exclude:
+
+        def model() -> dict[str, torch.dtype]:
             saved, versions = plain_model(load_pt(root / name.model, mmap=True), name.model)
-            dtypes = load_model(state.model, _values(saved), versions=versions)
-            loaded.append("model")
-        if optimizer is not None and plans is not None:
-            load_optimizer(state.optimizer, plans, optimizer, dtypes)
-            loaded.append("optimizer")
-        return LoadReport(meta.step, tuple(loaded), tuple(missing))
+            return load_model(module, _values(saved), versions=versions)
+
+        return load_parts(
+            target,
+            meta.step,
+            model=model,
+            optimizer=(lambda: full_optimizer(RankFiles(files, target.rank), module)) if files else None,
+            is_scheduled=lambda: is_scheduled(root, meta, target),
+        )
 
 
 FORMAT = ModelFormat()

@@ -24,7 +24,7 @@ from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.already_filled import Taken, same
 from ckptmirror.formats.artifacts import write_json, write_pt
-from ckptmirror.formats.base import LoadReport, Snapshot, WriteContext
+from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
 from ckptmirror.formats.dataloader_state import has_position, knows_its_position, warn_left_alone
 from ckptmirror.formats.extra_aliases import aliases_in
@@ -93,24 +93,8 @@ def _describe(name: str, tensor: torch.Tensor, sums: bool) -> dict[str, Any]:
     return described
 
 
-def load_sidecars(
-    root: Path,
-    meta: Meta,
-    state: Any,
-    *,
-    rank: int,
-    world_size: int,
-    exclude: frozenset[str],
-) -> LoadReport:
-    """Load everything but model and optimizer into ``state`` (a ``TrainState``), on any number of ranks.
-
-    Args:
-        root: The directory with the files of the save.
-        meta: The save.
-        state: What to load into.
-        rank: This process's rank.
-        world_size: Number of ranks that load.
-        exclude: Parts to leave alone: "scheduler", "scaler", "ema", "dataloader", "extra", "rng".
+def load_sidecars(root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
+    """Load everything of ``meta``, whose files are in ``root``, but model and optimizer; on any number of ranks.
 
     Raises:
         IntegrityError: A file is missing, broken or hostile.
@@ -118,29 +102,23 @@ def load_sidecars(
     """
     paths = files_of(root, meta, SaveName(meta.step, meta.tag).extra)
     if not paths:
-        own = SaveName(meta.step, meta.tag).extra(rank)
+        own = SaveName(meta.step, meta.tag).extra(target.rank)
         missing = (warn_missing("extra", f"{own}: nothing but model and optimizer can be loaded"),)
         return LoadReport(meta.step, (), missing)
-    return load_extra(
-        RankFiles(paths, rank),
-        state,
-        step=meta.step,
-        own=rank in paths,
-        world_size=world_size,
-        exclude=exclude,
-    )
+    return load_extra(RankFiles(paths, target.rank), target, step=meta.step, own=target.rank in paths)
 
 
-def is_scheduled(root: Path, meta: Meta, state: Any, *, rank: int, exclude: frozenset[str]) -> bool:
+def is_scheduled(root: Path, meta: Meta, target: LoadTarget) -> bool:
     """Whether :func:`load_sidecars` will load a scheduler."""
     paths = files_of(root, meta, SaveName(meta.step, meta.tag).extra)
-    return bool(paths) and takes_schedule(state, RankFiles(paths, rank).tree(), exclude)
+    return bool(paths) and takes_schedule(target, RankFiles(paths, target.rank).tree())
 
 
-def takes_schedule(state: Any, extra: Any, exclude: frozenset[str]) -> bool:
-    """Whether ``extra`` has the state of a scheduler of ``state``, which may also be in the user's extra."""
+def takes_schedule(target: LoadTarget, extra: Any) -> bool:
+    """Whether ``extra`` has the state of a scheduler of the target, which may also be in the user's extra."""
     if not isinstance(extra, dict):
         return False
+    state, exclude = target.state, target.exclude
     known = optimizers_of(state.optimizer)
 
     def follows(value: Any) -> bool:
@@ -151,26 +129,16 @@ def takes_schedule(state: Any, extra: Any, exclude: frozenset[str]) -> bool:
     return "scheduler" not in exclude and state.scheduler is not None and "scheduler" in extra
 
 
-def load_extra(
-    source: RankFiles,
-    state: Any,
-    *,
-    step: int,
-    own: bool,
-    world_size: int,
-    exclude: frozenset[str],
-) -> LoadReport:
+def load_extra(source: RankFiles, target: LoadTarget, *, step: int, own: bool) -> LoadReport:
     """Load the extra state that ``source`` holds.
 
     Args:
         source: The extra state of each rank.
-        state: What to load into.
+        target: What to fill.
         step: The step that the files must have.
-        exclude: Parts to leave unchanged.
-        world_size: Number of ranks that load.
         own: Whether the save has this rank's own random generators and data position.
     """
-    loader = _Loader(source, state, own, world_size, exclude)
+    loader = _Loader(source, target, own)
     if (saved := loader.tree.get("step")) != step:
         raise IntegrityError(f"The extra state is of step {saved}, not {step}.")
     for name in ("scheduler", "scaler", "ema", "dataloader", "extra"):
@@ -181,15 +149,14 @@ def load_extra(
 
 
 class _Loader:
-    def __init__(self, source: RankFiles, state: Any, own: bool, world_size: int, exclude: frozenset[str]) -> None:
-        self.source, self.state, self.own, self.exclude = source, state, own, exclude
-        self.world_size = world_size
+    def __init__(self, source: RankFiles, target: LoadTarget, own: bool) -> None:
+        self.source, self.target, self.state, self.own = source, target, target.state, own
         self.tree = self._tree(None)
         self.loaded: list[str] = []
         self.missing: list[str] = []
         self.taken = Taken()
-        self.taken.take(state.model, "the model")
-        for one in optimizers_of(state.optimizer):
+        self.taken.take(self.state.model, "the model")
+        for one in optimizers_of(self.state.optimizer):
             self.taken.take(one, "the optimizer")
 
     def _tree(self, rank: int | None) -> dict[str, Any]:
@@ -200,7 +167,7 @@ class _Loader:
 
     def part(self, name: str) -> None:
         target = getattr(self.state, name)
-        if name in self.exclude:
+        if name in self.target.exclude:
             return
         if target is None:
             if self.tree.get(name):  # an empty state has nothing to load
@@ -276,14 +243,14 @@ class _Loader:
         return not same(*values, shards_alike=True)
 
     def _dropped(self) -> list[int]:
-        return [rank for rank in self.source.ranks if rank >= self.world_size]
+        return [rank for rank in self.source.ranks if rank >= self.target.world_size]
 
     def _report(self, line: str) -> None:
         log.warning("%s", line)
         self.missing.append(line)
 
     def rng(self) -> None:
-        if "rng" in self.exclude:
+        if "rng" in self.target.exclude:
             return
         if not self.own:
             self._lacks("rng", "random generators of this rank; they stay as they are")
@@ -295,7 +262,7 @@ class _Loader:
     def learning_rates(self) -> None:
         """Set the learning rates of an optimizer that was not loaded from a scheduler that was."""
         loaded = []
-        if "optimizer" not in self.exclude and self.tree.get(HAS_OPTIMIZER, True):
+        if "optimizer" not in self.target.exclude and self.tree.get(HAS_OPTIMIZER, True):
             loaded = optimizers_of(self.state.optimizer)
         if "scheduler" in self.loaded:
             self.missing += follow_schedulers(

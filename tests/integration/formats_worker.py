@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptmirror.core.errors import CkptMirrorError, KindMismatch, LocalStorageFull, UsageError
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
 from ckptmirror.core.names import SaveName, tmp_name
-from ckptmirror.formats import LoadReport, TrainState, WriteContext, get_format
+from ckptmirror.formats import LoadReport, LoadTarget, TrainState, WriteContext, get_format
 from ckptmirror.formats.artifacts import ArtifactStream
 from ckptmirror.formats.capture import architecture_hash, capture, snapshot_from_tree, snapshot_tree
-from ckptmirror.formats.emergency import load_emergency, write_emergency
+from ckptmirror.formats.emergency import write_emergency
 from ckptmirror.formats.sidecars import load_sidecars, write_sidecars
 from ckptmirror.local.directories import rename_noreplace
 from ckptmirror.ranks.host_copy import HostCopier
@@ -149,9 +149,11 @@ def meta_of(kinds: tuple[Kind, ...], artifacts: list[Artifact], architecture: st
 
 def load(root: Path, kind: Kind, meta: Meta, state: TrainState, rank: int, world_size: int) -> LoadReport:
     """Load one kind, sidecars included."""
-    none: frozenset[str] = frozenset()
-    tensors = get_format(kind).load(root, meta, state, rank=rank, world_size=world_size, exclude=none, torch_group=None)
-    rest = load_sidecars(root, meta, state, rank=rank, world_size=world_size, exclude=none)
+    target = LoadTarget(state, rank, world_size)
+    tensors = get_format(kind).load(root, meta, target)
+    if kind == "emergency":
+        return tensors
+    rest = load_sidecars(root, meta, target)
     return LoadReport(STEP, tensors.loaded + rest.loaded, tensors.missing + rest.missing)
 
 
@@ -198,10 +200,10 @@ def emergency(how: str, directory: Path) -> dict[str, Any]:
     dist.all_gather_object(reports, mine)
     meta = meta_of(("emergency",), [artifact for report in reports for artifact in report], None)
     other = make_state(how, seed=1)
-    report = load_emergency(target, meta, other, rank=rank, world_size=2)
+    report = load(target.parent, "emergency", meta, other, rank, 2)
     refused = ""
     try:
-        load_emergency(target, meta, make_state(how, seed=1), rank=rank, world_size=3)
+        load(target.parent, "emergency", meta, make_state(how, seed=1), rank, 3)
     except KindMismatch as error:
         refused = error.message
     return {"expected": expected, "found": whole(other), "missing": report.missing, "meta": meta, "refused": refused}
@@ -277,7 +279,7 @@ def extra_round_trip(how: str, directory: Path, group: Any) -> dict[str, Any]:
         other.extra = sharded_extra(how, 0.0)
         before = extra_tensors(other.extra)[: -2 * len(other.extra["dict"])]
         if kind == "emergency":
-            report = load_emergency(target, emergency_meta, other, rank=rank, world_size=2)
+            report = load(target.parent, kind, emergency_meta, other, rank, 2)
         else:
             report = load(directory, kind, meta, other, rank, 2)
         after = extra_tensors(other.extra)

@@ -13,7 +13,6 @@ from ckptmirror.core.errors import KindMismatch
 from ckptmirror.core.model import Kind
 from ckptmirror.formats import get_format
 from ckptmirror.formats.capture import architecture_hash, capture
-from ckptmirror.formats.emergency import load_emergency
 from ckptmirror.formats.sidecars import write_sidecars
 from tests.integration import formats_worker as worker
 from tests.kit import processes
@@ -97,13 +96,12 @@ def test_an_emergency_snapshot_needs_no_collective(how: str, tmp_path: Path) -> 
         same_bits(expected, result["found"])
         assert result["missing"] == ()
         assert ("2 ranks; this job has 3" in result["refused"]) == (how == "fsdp")
-    directory = tmp_path / "emergency_step_000200_20261121T131500Z"
     alone = worker.make_state("plain", seed=1)
     if how == "fsdp":
         with pytest.raises(KindMismatch, match="this job has 1"):
-            load_emergency(directory, results[0]["meta"], alone, rank=0, world_size=1)
+            worker.load(tmp_path, "emergency", results[0]["meta"], alone, 0, 1)
     else:
-        load_emergency(directory, results[0]["meta"], alone, rank=0, world_size=1)
+        worker.load(tmp_path, "emergency", results[0]["meta"], alone, 0, 1)
         same_bits(results[0]["expected"], worker.whole(alone))
 
 

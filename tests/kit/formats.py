@@ -14,9 +14,9 @@ from torch import nn
 from ckptmirror.core.model import KINDS as ALL_KINDS
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
 from ckptmirror.core.names import SaveName, emergency_dir_name, tmp_name
-from ckptmirror.formats import LoadReport, TrainState, WriteContext, get_format
+from ckptmirror.formats import LoadReport, LoadTarget, TrainState, WriteContext, get_format
 from ckptmirror.formats.capture import architecture_hash, capture
-from ckptmirror.formats.emergency import load_emergency, write_emergency
+from ckptmirror.formats.emergency import write_emergency
 from ckptmirror.formats.sidecars import load_sidecars, write_sidecars
 from ckptmirror.local.directories import rename_noreplace
 
@@ -163,12 +163,11 @@ def load(
     exclude: tuple[str, ...] = (),
 ) -> LoadReport:
     """Load one kind, sidecars included."""
-    left = frozenset(exclude)
+    target = LoadTarget(state, rank, world_size, frozenset(exclude))
+    tensors = get_format(kind).load(root, meta, target)
     if kind == "emergency":
-        directory = root / meta.artifacts[0].path.partition("/")[0]
-        return load_emergency(directory, meta, state, rank=rank, world_size=world_size, exclude=left)
-    tensors = get_format(kind).load(root, meta, state, rank=rank, world_size=world_size, exclude=left, torch_group=None)
-    rest = load_sidecars(root, meta, state, rank=rank, world_size=world_size, exclude=left)
+        return tensors
+    rest = load_sidecars(root, meta, target)
     return LoadReport(meta.step, tensors.loaded + rest.loaded, tensors.missing + rest.missing)
 
 

@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Kind, Meta
@@ -115,14 +115,14 @@ def load_kind(
 ) -> LoadReport:
     """Load one kind of a verified save in ``root`` into the state, including its sidecars."""
     from ckptmirror.formats import get_format
-    from ckptmirror.formats.base import LoadReport
+    from ckptmirror.formats.base import LoadReport, LoadTarget
     from ckptmirror.formats.sidecars import load_sidecars
 
-    arguments: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size, "exclude": exclude}
-    tensors = get_format(kind).load(root, meta, state, torch_group=ranks.torch_group, **arguments)
+    target = LoadTarget(state, ranks.rank, ranks.world_size, exclude)
+    tensors = get_format(kind).load(root, meta, target)
     if kind == "emergency":
         return tensors  # its files hold everything
-    sidecars = load_sidecars(root, meta, state, **arguments)
+    sidecars = load_sidecars(root, meta, target)
     return LoadReport(meta.step, tensors.loaded + sidecars.loaded, tensors.missing + sidecars.missing)
 
 
@@ -160,16 +160,10 @@ def _load(
     assert isinstance(found.dir, Path)
     if meta is not None:
         return load_kind(found.dir, meta, found.kind, state, ranks, exclude)
+    from ckptmirror.formats.base import LoadTarget
     from ckptmirror.formats.legacy import load_legacy, read_legacy
 
     one = look_up_older(found)
     wants_extra = bool(set(PARTS) - {"model", "optimizer"} - exclude)
-    return load_legacy(
-        read_legacy(one.path, one.kind, one.extra if wants_extra else None),
-        one.path,
-        state,
-        step=one.step,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        exclude=exclude,
-    )
+    saved = read_legacy(one.path, one.kind, one.extra if wants_extra else None)
+    return load_legacy(saved, one.path, LoadTarget(state, ranks.rank, ranks.world_size, exclude), one.step)

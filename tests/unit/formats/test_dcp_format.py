@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from ckptmirror import CheckpointManager
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorageFull, UnsafePickle, UsageError
 from ckptmirror.core.model import Meta
-from ckptmirror.formats import TrainState, get_format
+from ckptmirror.formats import LoadTarget, TrainState, get_format
 from ckptmirror.formats.artifacts import ArtifactStream
 from ckptmirror.formats.capture import capture
 from ckptmirror.formats.dcp_check import check_entries, check_ranges
@@ -246,7 +246,7 @@ def test_a_directory_that_torch_wrote_is_read(tmp_path: Path, saved: Saved) -> N
     }
     dcp.save(content, checkpoint_id=str(root / "dcp_000200"))
     other = make_state(seed=1)
-    report = get_format("dcp").load(root, meta, other, rank=0, world_size=1, exclude=frozenset(), torch_group=None)
+    report = get_format("dcp").load(root, meta, LoadTarget(other, 0, 1))
     assert report.loaded == ("model", "optimizer")
     same_bits(state.optimizer.state_dict(), other.optimizer.state_dict())
     same_bits(dict(state.model.state_dict()), dict(other.model.state_dict()))

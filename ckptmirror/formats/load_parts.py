@@ -1,0 +1,94 @@
+"""Loads the model and the optimizer of a save of any kind: all is compared before anything changes.
+
+Rules:
+* First the optimizer is read and compared, then the model is loaded, then the optimizer. So an optimizer that does not
+  fit changes nothing.
+* Groups, or optimizers in a list, may be in another order than they were saved in, unless a scheduler would then get
+  the rates of other groups: an optimizer's state is saved by name, but a scheduler keeps rates by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckptmirror.core.errors import UsageError
+from ckptmirror.formats.base import LoadReport, LoadTarget
+from ckptmirror.formats.load_model import warn_missing, warn_unused
+from ckptmirror.formats.names import shard_again
+from ckptmirror.formats.optimizer_state import load_optimizer, plan_optimizer
+
+__all__ = ["load_parts"]
+
+
+def load_parts(
+    target: LoadTarget,
+    step: int,
+    *,
+    model: Callable[[], Mapping[str, torch.dtype]],
+    optimizer: Callable[[], Mapping[str, Any] | str] | None,
+    is_scheduled: Callable[[], bool],
+) -> LoadReport:
+    """Load what the target wants of model and optimizer, and report what the save lacks.
+
+    Args:
+        target: What to fill.
+        step: The step of the save.
+        model: Loads the model; returns the dtype of each tensor in the save.
+        optimizer: Returns the saved optimizer, sharded like the live one, or why none is loaded; None if the save has
+            none.
+        is_scheduled: Returns whether a scheduler will be loaded; called only if that matters.
+
+    Raises:
+        IntegrityError: A file is missing, broken or hostile.
+        UsageError: Model or optimizer do not fit.
+    """
+    state = target.state
+    loaded, missing = [], []
+    saved: Mapping[str, Any] | str = ""
+    dtypes: Mapping[str, torch.dtype] = {}
+    if "optimizer" not in target.exclude and state.optimizer is not None:
+        shard_again(state.model)
+        saved = optimizer() if optimizer is not None else "state"
+        if isinstance(saved, str):
+            missing.append(warn_missing("optimizer", f"{saved}; it starts without history"))
+        else:
+            plans = plan_optimizer(state.model, state.optimizer, saved)
+            _refuse_other_order(plans, saved, is_scheduled)
+    elif "optimizer" not in target.exclude and optimizer is not None:
+        missing.append(warn_unused("optimizer"))
+    if "model" not in target.exclude:
+        dtypes = model()
+        loaded.append("model")
+    if not isinstance(saved, str):
+        load_optimizer(state.optimizer, plans, saved, dtypes)
+        loaded.append("optimizer")
+    return LoadReport(step, tuple(loaded), tuple(missing))
+
+
+def _refuse_other_order(
+    plans: Sequence[Sequence[tuple[int, Any]]], saved: Mapping[str, Any], is_scheduled: Callable[[], bool]
+) -> None:
+    """Refuse groups in another order than they were saved in, where a scheduler will be loaded.
+
+    Raises:
+        UsageError: The order differs; the message lists both orders.
+    """
+    order = [index for plan in plans for index, _ in plan]
+    if order == list(range(len(order))) or not is_scheduled():
+        return
+    groups = [_title(group, index) for index, group in enumerate(saved["param_groups"])]
+    raise UsageError(
+        "The optimizer's parameter groups are not in the order in which they were saved, and a scheduler goes by the "
+        f"order. Saved: {'; '.join(groups)}. Here: {'; '.join(groups[index] for index in order)}.",
+        hint='Build them in the saved order, or load without the scheduler: exclude=("scheduler",).',
+    )
+
+
+def _title(group: Mapping[str, Any], index: int) -> str:
+    name = group.get("name")
+    params = [str(param) for param in group.get("params", ())]
+    held = params[0] + (f" and {len(params) - 1} more" if len(params) > 1 else "") if params else "empty"
+    return f"{index}: {name} ({held})" if isinstance(name, str) else f"{index}: {held}"
