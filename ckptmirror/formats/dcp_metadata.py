@@ -7,8 +7,7 @@ Rules:
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint import metadata
@@ -22,35 +21,26 @@ __all__ = ["loads_metadata"]
 
 _HERE = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_OF_TENSORS = ("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties")
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_NAMES = frozenset(
+_READ = frozenset(
     {
-        *(
-            _HERE + name
-            for name in (
-                "Metadata",
-                "MetadataIndex",
-                "TensorStorageMetadata",
-                "ChunkStorageMetadata",
-                "TensorProperties",
-                "BytesStorageMetadata",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
+        *(_HERE + name for name in ("Metadata", "MetadataIndex", "BytesStorageMetadata", *_OF_TENSORS)),
         *_DTYPES,
         _STORAGE_INFO,
         "torch.Size",
-        "torch.serialization._get_layout",
-        "builtins.getattr",  # by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration; nobody calls it here
-        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
-        *(
-            f"{module}.{name}"
-            for module in ("pathlib", "pathlib._local")
-            for name in ("WindowsPath", "PureWindowsPath")
-        ),
     }
 )
+_IGNORED = frozenset(
+    {
+        *(_HERE + name for name in ("StorageMeta", "_MEM_FORMAT_ENCODING")),
+        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
+        "torch.serialization._get_layout",
+        "builtins.getattr",  # by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
+    }
+)
+_MAX_DIMENSIONS = 64  # of torch; the product of many large numbers takes hours
 
 
 def loads_metadata(data: bytes, name: str) -> metadata.Metadata:
@@ -61,7 +51,7 @@ def loads_metadata(data: bytes, name: str) -> metadata.Metadata:
         IntegrityError: It is broken, or something else than DCP's metadata.
     """
     with named(name):
-        made = read_pickle(data, _NAMES.__contains__)
+        made = read_pickle(data, (_READ | _IGNORED).__contains__)
         if type(made) is not Made or made.name != f"{_HERE}Metadata":
             raise IntegrityError(f"It holds a {type(made).__name__}, not the metadata of a DCP directory.")
         fields = _fields(made, "Metadata")
@@ -69,10 +59,12 @@ def loads_metadata(data: bytes, name: str) -> metadata.Metadata:
         entries, storage = fields.get("state_dict_metadata"), fields.get("storage_data")
         if type(entries) is not dict or type(storage) is not dict:
             raise IntegrityError("It has no table of entries.")
+        if any(type(key) is not str for key in entries):
+            raise IntegrityError("It has an entry without a name.")
         return metadata.Metadata(
-            {key: _entry(entry, sizes) for key, entry in entries.items()},
+            {key: _entry(entry, key, sizes) for key, entry in entries.items()},
             fields.get("planner_data"),
-            {_index(index, sizes): _info(info) for index, info in storage.items()},
+            {(index := _index(made, sizes)): _info(info, index.fqn) for made, info in storage.items()},
         )
 
 
@@ -85,38 +77,42 @@ def _fields(made: Any, kind: str) -> dict[str, Any]:
     return made.state
 
 
-def _entry(made: Any, sizes: dict[int, torch.Size]) -> metadata.TensorStorageMetadata | metadata.BytesStorageMetadata:
+def _entry(
+    made: Any, name: str, sizes: dict[int, torch.Size]
+) -> metadata.TensorStorageMetadata | metadata.BytesStorageMetadata:
     if type(made) is Made and made.name == f"{_HERE}BytesStorageMetadata" and not made.arguments and not made.state:
         return metadata.BytesStorageMetadata()
     fields = _fields(made, "TensorStorageMetadata")
     chunks = fields.get("chunks")
     if type(chunks) is not list:
-        raise IntegrityError("It describes a tensor without pieces.")
+        raise IntegrityError(f"It describes {name} without pieces.")
     pieces = []
     for chunk in chunks:
         of = _fields(chunk, "ChunkStorageMetadata")
-        pieces.append(metadata.ChunkStorageMetadata(_size(of.get("offsets"), sizes), _size(of.get("sizes"), sizes)))
+        pieces.append(
+            metadata.ChunkStorageMetadata(_size(of.get("offsets"), name, sizes), _size(of.get("sizes"), name, sizes))
+        )
     return metadata.TensorStorageMetadata(
-        _properties(fields.get("properties")), _size(fields.get("size"), sizes), pieces
+        _properties(fields.get("properties"), name), _size(fields.get("size"), name, sizes), pieces
     )
 
 
-def _properties(made: Any) -> metadata.TensorProperties:
+def _properties(made: Any, name: str) -> metadata.TensorProperties:
     if type(made) is Made and made.name == f"{_HERE}TensorProperties" and made.is_object and not made.arguments:
         state = made.state
         if type(state) is tuple and len(state) == 5 and type(state[0]) is Name and state[0] in _DTYPES:
             return metadata.TensorProperties(dtype=_DTYPES[state[0]])  # the other four are deprecated, and not used
-    raise IntegrityError("It describes a tensor without a dtype.")
+    raise IntegrityError(f"It describes {name} without a dtype.")
 
 
-def _size(made: Any, sizes: dict[int, torch.Size]) -> torch.Size:
+def _size(made: Any, name: str, sizes: dict[int, torch.Size]) -> torch.Size:
     """Return a ``torch.Size``; one that the pickle shares is made once."""
     if (known := sizes.get(id(made))) is not None:
         return known
     is_size = type(made) is Made and made.name == "torch.Size" and len(made.arguments) == 1 and made.state is None
     numbers = made.arguments[0] if is_size else None
-    if type(numbers) is not tuple or any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
-        raise IntegrityError("It describes a tensor with no valid size.")
+    if type(numbers) is not tuple or len(numbers) > _MAX_DIMENSIONS or not all(map(_is_count, numbers)):
+        raise IntegrityError(f"It describes {name} with no valid size.")
     sizes[id(made)] = torch.Size(numbers)
     return sizes[id(made)]
 
@@ -126,19 +122,18 @@ def _index(made: Any, sizes: dict[int, torch.Size]) -> metadata.MetadataIndex:
     fqn, offset = fields.get("fqn"), fields.get("offset")
     if type(fqn) is not str:
         raise IntegrityError("It stores something without a name.")
-    return metadata.MetadataIndex(fqn, None if offset is None else _size(offset, sizes))
+    return metadata.MetadataIndex(fqn, None if offset is None else _size(offset, fqn, sizes))
 
 
-def _info(made: Any) -> _StorageInfo:
+def _info(made: Any, name: str) -> _StorageInfo:
     fields = _fields(made, "_StorageInfo")
+    path, offset, length = (fields.get(key) for key in ("relative_path", "offset", "length"))
+    if type(path) is not str or not _is_count(offset) or not _is_count(length):
+        raise IntegrityError(f"It says that {name} is at {path!a:.80}, offset {offset!a:.80}, length {length!a:.80}.")
     if fields.get("transform_descriptors"):
-        raise IntegrityError("It says that the files were transformed while they were written.")
-    return _StorageInfo(*(_text(fields.get(key)) for key in ("relative_path", "offset", "length")))
+        raise IntegrityError(f"It says that {name} was transformed while it was written, which is not supported.")
+    return _StorageInfo(path, offset, length)
 
 
-def _text(value: Any) -> Any:
-    """Return a relative path as text, anything else as it is; ``dcp_check`` compares it with the files."""
-    is_path = type(value) is Made and value.name.startswith("pathlib") and value.state is None
-    if is_path and all(type(part) is str for part in value.arguments):
-        return str(PurePosixPath(*value.arguments))
-    return value
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 1 << 63

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.formats import dcp_check
 from ckptmirror.formats.dcp_check import check_entries, check_ranges
+from ckptmirror.formats.dcp_metadata import loads_metadata
 
 FIRST, SECOND, NOTE = MetadataIndex("w", [0, 0]), MetadataIndex("w", [2, 0]), MetadataIndex("note")
+NOTHING = _StorageInfo("a.distcp", 0, 0)
 SIZES_BYTES = {"a.distcp": 32, "b.distcp": 37}
 
 
@@ -57,36 +60,39 @@ def described_as(value: Any) -> Callable[[Any], None]:
 
 
 LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "no entries": (lambda m: setattr(m, "state_dict_metadata", None), "no table of entries"),
-    "no places": (lambda m: setattr(m, "storage_data", [1]), "no table of entries"),
-    "a place of nothing": (lambda m: m.storage_data.update({MetadataIndex("x"): 1}), "stores something"),
-    "a place under no index": (lambda m: m.storage_data.update(w=1), "stores something"),
-    "a name that is a number": (lambda m: m.state_dict_metadata.update({3: BytesStorageMetadata()}), "without a name"),
-    "an entry of another kind": (described_as(7), "describes w as a int"),
+    "a place of nothing": (lambda m: m.storage_data.update({MetadataIndex("x"): NOTHING}), "stores something"),
     "a value that was not written": (lambda m: m.storage_data.pop(NOTE), "note was planned but not written"),
     "a piece that was not written": (
         lambda m: m.storage_data.pop(SECOND),
         r"w at \(2, 0\) was planned",
     ),
     "a path outside": (info(relative_path="../x"), "not a file name inside the directory"),
-    "a path that is none": (info(relative_path=None), "not a file name inside the directory"),
     "the metadata itself": (info(relative_path=".metadata"), "not a file name inside the directory"),
-    "an offset below nothing": (info(offset=-1), "has the offset -1"),
-    "a length that is no number": (info(length=math.inf), "has the length inf"),
-    "a transformed file": (info(transform_descriptors=["zstd"]), "was transformed"),
-    "a size below nothing": (entry(size=[-1, 4]), "no valid size and dtype"),
-    "a size in 65 dimensions": (entry(size=[1] * 65), "no valid size and dtype"),
-    "a size of 2 ** 63": (entry(size=[1 << 63, 4]), "no valid size and dtype"),
-    "pieces that are none": (entry(chunks=None), "no valid size and dtype"),
-    "no dtype": (entry(properties=None), "no valid size and dtype"),
     "a piece in another dimension": (piece(offsets=torch.Size([0])), "outside its shape"),
     "a piece beyond the tensor": (piece(offsets=torch.Size([0, 1])), "outside its shape"),
-    "a piece without a size": (piece(sizes=None), "outside its shape"),
     "a piece that is too short": (info(length=31), "too short"),
     "pieces that are not the whole": (entry(size=torch.Size([5, 4])), "hold 16 of its 20 values"),
     "a file that is not there": (info(relative_path="c.distcp"), "the file c.distcp, which holds w, is missing"),
     "two in one place": (info(relative_path="b.distcp", offset=1), "overlaps another entry in b.distcp"),
     "a place past the end": (info(offset=1), "ends at byte 33 of a.distcp, which has 32"),
+}
+OF_ANOTHER_TYPE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "no entries": (lambda m: setattr(m, "state_dict_metadata", None), "no table of entries"),
+    "no places": (lambda m: setattr(m, "storage_data", [1]), "no table of entries"),
+    "a place that is none": (lambda m: m.storage_data.update({MetadataIndex("x"): 1}), "a int in place of a _Stor"),
+    "a place under no index": (lambda m: m.storage_data.update(w=NOTHING), "a str in place of a MetadataIndex"),
+    "a name that is a number": (lambda m: m.state_dict_metadata.update({3: BytesStorageMetadata()}), "without a name"),
+    "an entry of another kind": (described_as(7), "a int in place of a TensorStorageMetadata"),
+    "a path that is none": (info(relative_path=None), "w is at None"),
+    "an offset below nothing": (info(offset=-1), "offset -1"),
+    "a length that is no number": (info(length=math.inf), "length inf"),
+    "a transformed file": (info(transform_descriptors=["zstd"]), "w was transformed"),
+    "a size below nothing": (entry(size=torch.Size([-1, 4])), "w with no valid size"),
+    "a size that is a list": (entry(size=[4, 4]), "w with no valid size"),
+    "a size in 65 dimensions": (entry(size=torch.Size([1] * 65)), "w with no valid size"),
+    "pieces that are none": (entry(chunks=None), "w without pieces"),
+    "no dtype": (entry(properties=None), "w without a dtype"),
+    "a piece without a size": (piece(sizes=None), "w with no valid size"),
 }
 
 
@@ -104,8 +110,18 @@ def test_what_is_not_so_is_refused(what: str) -> None:
         check(metadata)
 
 
+@pytest.mark.parametrize("what", OF_ANOTHER_TYPE)
+def test_what_is_of_another_type_is_refused_as_it_is_read(what: str) -> None:
+    change, why = OF_ANOTHER_TYPE[what]
+    metadata = honest()
+    change(metadata)
+    with pytest.raises(IntegrityError, match=f"here.*{why}"):
+        loads_metadata(pickle.dumps(metadata), "here")
+
+
 def test_what_they_were_made_of_is_let_through() -> None:
     check(honest())
+    check(loads_metadata(pickle.dumps(honest()), "here"))
 
 
 def test_a_file_that_nothing_refers_to_is_refused() -> None:

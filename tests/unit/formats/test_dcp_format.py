@@ -152,6 +152,7 @@ def test_what_is_not_metadata_is_an_integrity_error(data: bytes) -> None:
 
 
 def _check(metadata: Metadata, sizes: dict[str, int]) -> None:
+    metadata = loads_metadata(pickle.dumps(metadata), "here")
     check_entries(metadata, "here")
     check_ranges(metadata, sizes, "here")
 
