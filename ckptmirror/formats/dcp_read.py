@@ -26,14 +26,13 @@ from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.base import LoadReport, LoadTarget
 from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges, file_names
 from ckptmirror.formats.dcp_metadata import loads_metadata
-from ckptmirror.formats.load_model import check_fits, finish_model, pair_names
+from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
-from ckptmirror.formats.names import live_values, makes_room
+from ckptmirror.formats.names import live_values
 from ckptmirror.formats.nesting_limit import max_depth
 from ckptmirror.formats.optimizer_state import owners_of
-from ckptmirror.formats.shards import Piece, Region, fill, local_of, piece_of, region_of
+from ckptmirror.formats.shards import Piece, Region, Stored, fill, local_of, region_of
 from ckptmirror.formats.tensor_files import check_regular, load_bytes, load_part, open_regular, refused_as_usage
-from ckptmirror.formats.tied_weights import refuse_two_values, sharing
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text
 from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.local.files import read_limited
@@ -67,18 +66,43 @@ def read_directory_metadata(directory: Path) -> Metadata:
     return metadata
 
 
+@dataclass(frozen=True)
+class _Entry:
+    key: str
+    path: Path_
+    described: Any
+
+
 class _Reader:
-    """Reads the pieces and plain values that checked metadata describes; keeps each file open until it is closed."""
+    """Reads the pieces and plain values that checked metadata describes.
+
+    Attributes:
+        files: Keeps each file open that was read from in this context.
+    """
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         self.path = path
+        self.files = ExitStack()
         self._metadata = metadata
         self._open: dict[str, int] = {}
-        self._files = ExitStack()
+
+    def stored(self, entries: list[_Entry]) -> Stored:
+        """Return the value of the model that ``entries`` describe; nothing is read."""
+        key, described = entries[0].key, entries[0].described
+
+        def read() -> Any:
+            flat = {entry.key: _allocate(entry.described, None) for entry in entries}
+            self.read(flat)
+            return decode(_assemble([(entry.path[2:], flat[entry.key]) for entry in entries]))
+
+        if not isinstance(described, TensorStorageMetadata) or len(entries[0].path) > 2:
+            return Stored(lambda _: (), read)
+        shape, dtype = tuple(described.size), described.properties.dtype
+        return Stored(lambda wanted: self._pieces(key, described, wanted), read, shape, dtype)
 
     def read(self, flat: dict[str, Any]) -> None:
         """Fill the tensors of ``flat``, by key, and put plain values in place of everything else."""
-        with self._files:
+        with self.files:
             for key, target in flat.items():
                 described = self._metadata.state_dict_metadata[key]
                 if isinstance(described, TensorStorageMetadata):
@@ -86,7 +110,6 @@ class _Reader:
                     fill(local_of(target), region, self._pieces(key, described, region), key)
                 else:
                     flat[key] = self._plain(key)
-            self._open.clear()
 
     def _pieces(self, key: str, described: TensorStorageMetadata, wanted: Region) -> Iterator[Piece]:
         shape = tuple(described.size)
@@ -97,7 +120,8 @@ class _Reader:
             info = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
             data = load_part(self._descriptor(info.relative_path), info.offset, info.length, key)
             if not isinstance(data, torch.Tensor) or data.layout != torch.strided:
-                raise IntegrityError(f"{self.path}: {key} holds a {_what(data)}, which no DCP directory does.")
+                what = f"tensor of layout {data.layout}" if isinstance(data, torch.Tensor) else type(data).__name__
+                raise IntegrityError(f"{self.path}: {key} holds a {what}, which no DCP directory does.")
             if tuple(data.shape) != region.sizes or data.dtype != described.properties.dtype:
                 raise IntegrityError(
                     f"{self.path}: a piece of {key} is {data.dtype} {tuple(data.shape)}; .metadata says "
@@ -110,20 +134,11 @@ class _Reader:
         return load_bytes(os.pread(self._descriptor(info.relative_path), info.length, info.offset), key)
 
     def _descriptor(self, name: str) -> int:
+        if not self._open:
+            self.files.callback(self._open.clear)
         if name not in self._open:
-            self._open[name], _ = self._files.enter_context(open_regular(self.path / name))
+            self._open[name], _ = self.files.enter_context(open_regular(self.path / name))
         return self._open[name]
-
-
-def _what(value: Any) -> str:
-    return f"tensor of layout {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-@dataclass(frozen=True)
-class _Entry:
-    key: str
-    path: Path_
-    described: Any
 
 
 def load_directory(directory: Path, target: LoadTarget, step: int, *, is_scheduled: Callable[[], bool]) -> LoadReport:
@@ -221,50 +236,11 @@ def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: _Reader)
     for entry in entries:
         if entry.path[0] == "model" and len(entry.path) > 1:
             saved.setdefault(str(entry.path[1]), []).append(entry)
-    live = live_values(module)
-    if live and not saved:
+    if not saved and live_values(module):
         raise UsageError(f"{reader.path} holds no model.")
-    names = pair_names(saved, live)
-    is_free = makes_room(module)
-    flat: dict[str, Any] = {}
-    in_place = set()
-    dtypes: dict[str, torch.dtype] = {}
-    for name, value in live.items():
-        whole = saved[names[name]]
-        tensor = _tensor_of(whole)
-        if check_fits(name, None if tensor is None else tuple(tensor.size), value, is_free=is_free(name)):
-            in_place.add(name)
-        if tensor is not None and isinstance(value, torch.Tensor):
-            dtypes[names[name]] = tensor.properties.dtype
-        flat.update({e.key: value if name in in_place else _allocate(e.described, None) for e in whole})
-    _check_tied({name: live[name] for name in live if name in in_place}, lambda name: saved[names[name]][0], reader)
-    reader.read(flat)
-    loaded = {
-        name: value if name in in_place else decode(_assemble([(e.path[2:], flat[e.key]) for e in saved[names[name]]]))
-        for name, value in live.items()
-    }
-    finish_model(
-        module,
-        loaded,
-        live,
-        {name: dtypes[names[name]] for name in live if names[name] in dtypes},
-        _read_versions(entries, reader),
-    )
-    return dtypes
-
-
-def _check_tied(live: dict[str, Any], saved: Callable[[str], _Entry], reader: _Reader) -> None:
-    """First read values that share memory here into separate memory, to check that they can take all that was saved."""
-    found = {name for run in sharing(live) for name in run}
-    shared = {name: value for name, value in live.items() if name in found}
-    if not shared:
-        return
-    read = {
-        name: _allocate(saved(name).described, value if isinstance(value, DTensor) else None)
-        for name, value in shared.items()
-    }
-    reader.read({saved(name).key: tensor for name, tensor in read.items()})
-    refuse_two_values(shared, lambda name: (piece_of(read[name]),))
+    versions = _read_versions(entries, reader)
+    with reader.files:
+        return load_model(module, {name: reader.stored(own) for name, own in saved.items()}, versions=versions)
 
 
 def _read_versions(entries: list[_Entry], reader: _Reader) -> Versions | None:
@@ -273,11 +249,6 @@ def _read_versions(entries: list[_Entry], reader: _Reader) -> Versions | None:
     flat: dict[str, Any] = {KEY: None}
     reader.read(flat)
     return from_text(flat[KEY], str(reader.path))
-
-
-def _tensor_of(entries: list[_Entry]) -> TensorStorageMetadata | None:
-    first = entries[0]
-    return first.described if isinstance(first.described, TensorStorageMetadata) and len(first.path) == 2 else None
 
 
 def _read_optimizer(module: torch.nn.Module, wanted: list[_Entry], reader: _Reader) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,12 +21,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.formats.already_filled import overlaps_itself
-from ckptmirror.formats.names import LiveValues, live_values, makes_room, match_names
-from ckptmirror.formats.shards import Piece, fill, local_of, region_of
+from ckptmirror.formats.names import live_values, makes_room, match_names, some
+from ckptmirror.formats.shards import Piece, fill, local_of, region_of, stored
 from ckptmirror.formats.tied_weights import refuse_two_values
 from ckptmirror.formats.versions import Versions, attached, for_live, migrating
 
-__all__ = ["Check", "check_fits", "finish_model", "load_model", "pair_names", "warn_missing", "warn_unused"]
+__all__ = ["Check", "load_model", "warn_missing", "warn_unused"]
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ Others = Callable[[str], Iterable[Any]]
 Check = Callable[[str, str, torch.Tensor, Iterable[Piece]], None]
 
 
-def pair_names(saved: Iterable[str], live: Mapping[str, Any]) -> dict[str, str]:
+def _pair_names(saved: Iterable[str], live: Mapping[str, Any]) -> dict[str, str]:
     """Return the saved name of each live name, strictly.
 
     Raises:
@@ -47,14 +48,14 @@ def pair_names(saved: Iterable[str], live: Mapping[str, Any]) -> dict[str, str]:
     if missing or unexpected:
         raise UsageError(
             "The checkpoint does not match the model."
-            + (f" Missing in the checkpoint: {_some(missing)}." if missing else "")
-            + (f" Not in the model: {_some(unexpected)}." if unexpected else ""),
+            + (f" Missing in the checkpoint: {some(missing)}." if missing else "")
+            + (f" Not in the model: {some(unexpected)}." if unexpected else ""),
             hint="Build the model with the configuration that the meta names (its `training_config`).",
         )
     return by_live
 
 
-def check_fits(name: str, shape: tuple[int, ...] | None, live: Any, *, is_free: bool = False) -> bool:
+def _check_fits(name: str, shape: tuple[int, ...] | None, live: Any, *, is_free: bool = False) -> bool:
     """Compare one saved value (``shape``: None for a value that is not a tensor) with the live one.
 
     Args:
@@ -94,64 +95,53 @@ def check_fits(name: str, shape: tuple[int, ...] | None, live: Any, *, is_free: 
 def load_model(
     module: torch.nn.Module,
     saved: Mapping[str, Any],
-    others: Others | None = None,
+    others: Others = lambda _: (),
     check: Check | None = None,
     versions: Versions | None = None,
 ) -> dict[str, torch.dtype]:
-    """Load ``saved`` (tensors, pieces and plain values by name) into ``module``; return the dtypes by saved name.
+    """Load ``saved`` into ``module``; return the dtypes by saved name.
 
     Args:
         module: The live model, however it is wrapped or sharded.
-        saved: The values by name; if needed, names are matched without the prefixes of wrappers.
+        saved: Tensors, pieces, plain values and what is not read yet, by name; if needed, names are matched without the
+            prefixes of wrappers.
         others: Returns the values of a saved name in the other ranks' files, read only if this rank's do not suffice.
         check: Called for each tensor that will be filled, before any is: name, saved name, live tensor and values. It
             raises if the tensor must not be filled.
         versions: The layout versions of the modules when they were saved; None if the save does not have them.
     """
     live = live_values(module)
-    names = pair_names(saved, live)
+    names = _pair_names(saved, live)
+    items = {name: stored(saved[there], functools.partial(others, there)) for name, there in names.items()}
     is_free = makes_room(module)
-    dtypes: dict[str, torch.dtype] = {}
-    loaded: dict[str, Any] = {}
-    for name, value in live.items():
-        item = saved[names[name]]
-        data = _data(item)
-        fits = check_fits(name, _shape(item), value, is_free=is_free(name) and not _is_cut(item))
-        loaded[name] = value if fits else item if data is None else data
-        if data is not None and isinstance(value, torch.Tensor):
-            dtypes[names[name]] = data.dtype
     in_place = {
-        name: value for name, value in live.items() if loaded[name] is value and isinstance(value, torch.Tensor)
+        name: value
+        for name, value in live.items()
+        if _check_fits(name, items[name].shape, value, is_free=is_free(name) and not items[name].is_cut)
     }
-    refuse_two_values(in_place, lambda name: _pieces(saved[names[name]], names[name], others))
+    refuse_two_values(in_place, items)
+    if check is not None:
+        for name, value in in_place.items():
+            check(name, names[name], value, items[name].pieces(region_of(value)))
     for name, value in in_place.items():
-        if check is not None:
-            check(name, names[name], value, _pieces(saved[names[name]], names[name], others))
-    for name, value in in_place.items():
-        fill(local_of(value), region_of(value), _pieces(saved[names[name]], names[name], others), name)
-    finish_model(module, loaded, live, {name: dtypes[names[name]] for name in live if names[name] in dtypes}, versions)
-    return dtypes
+        fill(local_of(value), region_of(value), items[name].pieces(region_of(value)), name)
+    loaded = {name: value if name in in_place else items[name].read() for name, value in live.items()}
+    dtypes = {name: items[name].dtype for name, value in live.items() if isinstance(value, torch.Tensor)}
+    if cast := [name for name, dtype in dtypes.items() if dtype not in (None, live[name].dtype)]:
+        log.warning("%d tensors were converted to the model's dtype: %s", len(cast), some(cast))
+    if loaded:
+        _give(module, loaded, live.metadata, versions)
+    return {names[name]: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
-def finish_model(
-    module: torch.nn.Module,
-    loaded: dict[str, Any],
-    live: LiveValues,
-    dtypes: Mapping[str, torch.dtype],
-    versions: Versions | None,
-) -> None:
+def _give(module: torch.nn.Module, loaded: dict[str, Any], own: Any, versions: Versions | None) -> None:
     """Pass values that are already in place to the module's own ``load_state_dict``, strictly.
 
     Raises:
         UsageError: It does not take them; the message quotes its error and names the module that raised it.
     """
-    cast = [name for name, dtype in dtypes.items() if live[name].dtype != dtype]
-    if cast:
-        log.warning("%d tensors were converted to the model's dtype: %s", len(cast), _some(cast))
-    if not loaded:
-        return
-    metadata = for_live(module, live.metadata, versions)
-    changes = migrating(module, live.metadata, metadata)
+    metadata = for_live(module, own, versions)
+    changes = migrating(module, own, metadata)
     given = {
         name: value.clone() if isinstance(value, torch.Tensor) and changes(name) else value
         for name, value in loaded.items()
@@ -193,31 +183,3 @@ def warn_unused(part: str) -> str:
     line = f"{part}: the save has state for it, and your TrainState has nothing that takes it; it was not loaded"
     log.warning("%s", line)
     return line
-
-
-def _pieces(item: Any, name: str, others: Others | None) -> Iterable[Piece]:
-    yield item if isinstance(item, Piece) else Piece(region_of(item), item)
-    for other in others(name) if others is not None else ():
-        if isinstance(other, Piece):
-            yield other
-
-
-def _data(item: Any) -> torch.Tensor | None:
-    if isinstance(item, Piece):
-        return item.data
-    return item if isinstance(item, torch.Tensor) else None
-
-
-def _is_cut(item: Any) -> bool:
-    return isinstance(item, Piece) and item.region.sizes != item.region.shape
-
-
-def _shape(item: Any) -> tuple[int, ...] | None:
-    if isinstance(item, Piece):
-        return item.region.shape
-    return tuple(item.shape) if isinstance(item, torch.Tensor) else None
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

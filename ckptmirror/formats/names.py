@@ -31,6 +31,7 @@ __all__ = [
     "makes_room",
     "match_names",
     "shard_again",
+    "some",
 ]
 
 _PREFIX = "module"
@@ -156,3 +157,9 @@ def match_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
         result[name] = match if match is not None and (match == name or match not in taken) else name
         taken.add(result[name])
     return result
+
+
+def some(names: Iterable[Any]) -> str:
+    """Return a text with the first few names and the number of the others."""
+    first, rest = (listed := list(names))[:5], listed[5:]
+    return ", ".join(map(str, first)) + (f" and {len(rest)} more" if rest else "")

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.already_filled import span_of
 from ckptmirror.formats.containers import place, placed_leaves
+from ckptmirror.formats.names import some
 
 __all__ = [
     "check_shards",
@@ -30,7 +31,6 @@ __all__ = [
     "refuse_second_owner",
     "refuse_spread",
     "refuse_strays",
-    "some",
     "warn_of_shared_state",
 ]
 
@@ -173,9 +173,3 @@ def warn_of_shared_state(one: Any, state: Mapping[Any, Any], names: Mapping[Any,
                     names[parameter],
                 )
                 return
-
-
-def some(names: Sequence[str]) -> str:
-    """Return a text with the first few names and the number of the others."""
-    shown = ", ".join(list(names)[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

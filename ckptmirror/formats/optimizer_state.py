@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.formats.containers import TreePath, changed
-from ckptmirror.formats.names import live_parameters, match_names
+from ckptmirror.formats.names import live_parameters, match_names, some
 from ckptmirror.formats.optimizer_check import (
     check_shards,
     is_split,
@@ -37,7 +37,6 @@ from ckptmirror.formats.optimizer_check import (
     refuse_second_owner,
     refuse_spread,
     refuse_strays,
-    some,
     warn_of_shared_state,
 )
 from ckptmirror.formats.shards import Piece

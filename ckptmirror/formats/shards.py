@@ -23,6 +23,7 @@ from ckptmirror.formats.weights_only_values import MARK, decode
 __all__ = [
     "Piece",
     "Region",
+    "Stored",
     "cut",
     "fill",
     "local_of",
@@ -30,6 +31,7 @@ __all__ = [
     "read_pieces",
     "region_of",
     "spread",
+    "stored",
 ]
 
 
@@ -53,6 +55,46 @@ class Piece:
 
     region: Region
     data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A saved value that may not be read yet.
+
+    Attributes:
+        pieces: Returns the pieces of the tensor that have values of a region.
+        read: Returns the value as it was saved.
+        shape: The tensor's; None for a value that is not a tensor.
+        dtype: The tensor's.
+        held: The first piece, if it is in memory.
+    """
+
+    pieces: Callable[[Region], Iterable[Piece]]
+    read: Callable[[], Any]
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    held: Piece | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether only a part of the tensor is here."""
+        return self.held is not None and self.held.region.sizes != self.held.region.shape
+
+
+def stored(value: Any, others: Callable[[], Iterable[Any]] = tuple) -> Stored:
+    """Return a value that was read; ``others`` returns the same value in the other ranks' files."""
+    if isinstance(value, Stored):
+        return value
+    if isinstance(value, torch.Tensor):
+        value = Piece(region_of(value), value)
+    if not isinstance(value, Piece):
+        return Stored(lambda _: (), lambda: value)
+
+    def pieces(_: Region) -> Iterator[Piece]:
+        yield value
+        yield from (other for other in others() if isinstance(other, Piece))
+
+    return Stored(pieces, lambda: value.data, value.region.shape, value.data.dtype, value)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,27 +207,18 @@ def spread(value: Any, others: Callable[[], Iterator[Any]], like: torch.Tensor |
         like: The live tensor whose shards to follow; used if it has the same shape.
         name: The value's name, for messages.
     """
-    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-        value = Piece(region_of(value), value)
-        if not (isinstance(like, DTensor) and tuple(like.shape) == value.region.shape):
-            return value.data
-    if not isinstance(value, Piece):
+    if not isinstance(value, (torch.Tensor, Piece)) or isinstance(value, DTensor):
         return value
-
-    def pieces() -> Iterator[Piece]:
-        yield value
-        for other in others():
-            if isinstance(other, Piece):
-                yield other
-
-    shape = value.region.shape
-    if isinstance(like, DTensor) and tuple(like.shape) == shape:
+    item = stored(value, others)
+    if isinstance(like, DTensor) and tuple(like.shape) == item.shape:
         region = region_of(like)
-        local = torch.empty(region.sizes, dtype=value.data.dtype, device=like.to_local().device)
-        fill(local, region, pieces(), name)
+        local = torch.empty(region.sizes, dtype=item.dtype, device=like.to_local().device)
+        fill(local, region, item.pieces(region), name)
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-    whole = torch.empty(shape, dtype=value.data.dtype, device="cpu")
-    fill(whole, Region(shape, (0,) * len(shape), shape), pieces(), name)
+    if isinstance(value, torch.Tensor):
+        return value
+    whole = torch.empty(value.region.shape, dtype=item.dtype, device="cpu")
+    fill(whole, region_of(whole), item.pieces(region_of(whole)), name)
     return whole

@@ -30,6 +30,7 @@ from ckptmirror.formats.dataloader_state import has_position, knows_its_position
 from ckptmirror.formats.extra_aliases import aliases_in
 from ckptmirror.formats.learning_rates import follow_schedulers
 from ckptmirror.formats.load_model import warn_missing, warn_unused
+from ckptmirror.formats.names import some
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.rank_files import RankFiles, files_of
 from ckptmirror.formats.restore import Restorer
@@ -220,7 +221,7 @@ class _Loader:
 
     def _count_positions(self) -> None:
         if dropped := self._dropped():
-            which = _some(dropped)
+            which = some(dropped)
             line = f"dataloader: the positions of ranks {which} of the save are dropped, as this job has no such ranks"
             log.warning("%s; what those ranks had read of the data is not known here", line)
             self.missing.append(line)
@@ -234,7 +235,7 @@ class _Loader:
             )
         if lost := [rank for rank in self._dropped() if self._differs(first, rank)]:
             self._report(
-                f"extra: the values of ranks {_some(lost)} of the save, which differ from rank {first}'s, are dropped, "
+                f"extra: the values of ranks {some(lost)} of the save, which differ from rank {first}'s, are dropped, "
                 "as this job has no such ranks"
             )
 
@@ -271,7 +272,3 @@ class _Loader:
 
     def _lacks(self, name: str, what: str) -> None:
         self.missing.append(warn_missing(name, what))
-
-
-def _some(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:5])) + (", ..." if len(ranks) > 5 else "")

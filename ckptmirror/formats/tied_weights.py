@@ -7,23 +7,21 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ckptmirror.core.errors import UsageError
-from ckptmirror.formats.already_filled import Span, holds, share_bytes, span_of
-from ckptmirror.formats.shards import Piece, fill, local_of, region_of
+from ckptmirror.formats.already_filled import Span, same, share_bytes, span_of
+from ckptmirror.formats.shards import Piece, Stored, fill, local_of, region_of
 
-__all__ = ["refuse_two_values", "sharing"]
+__all__ = ["refuse_two_values"]
 
 _ALIGNED = 16  # bytes of the largest item
 
-Pieces = Callable[[str], Iterable[Piece]]
 
-
-def sharing(live: Mapping[str, Any]) -> list[dict[str, Span]]:
+def _sharing(live: Mapping[str, Any]) -> list[dict[str, Span]]:
     """Return the names whose tensors share bytes, and where these lie, those of one place together."""
     by_storage: dict[Any, list[tuple[int, str, Span]]] = {}
     for name, value in live.items():
@@ -44,26 +42,29 @@ def sharing(live: Mapping[str, Any]) -> list[dict[str, Span]]:
     return [run for run in found if run]
 
 
-def refuse_two_values(live: Mapping[str, Any], pieces: Pieces) -> None:
+def refuse_two_values(live: Mapping[str, torch.Tensor], saved: Mapping[str, Stored]) -> None:
     """Refuse a model whose tied values were saved with values that differ.
 
     Args:
         live: The tensors that will be filled, in this order.
-        pieces: Gives what was saved under a live name.
+        saved: What was saved under each live name.
 
     Raises:
         UsageError: Names two of them.
     """
-    for run in sharing(live):
+    for run in _sharing(live):
         names = [name for name in live if name in run]
-        firsts = [next(iter(pieces(name)), None) for name in names]
-        if all(first is not None and _is_one(first, firsts[0]) for first in firsts) and _is_one_place(run):
+        held = [saved[name].held for name in names]
+        if all(_is_one(piece, held[0]) for piece in held) and _is_one_place(run):
             continue  # one in the file too
         views = _like(run)
-        for name in names:
-            fill(views[name], region_of(live[name]), pieces(name), name)
+        values = {name: torch.empty(views[name].shape, dtype=views[name].dtype, device="cpu") for name in names}
+        for name, value in values.items():
+            region = region_of(live[name])
+            fill(value, region, saved[name].pieces(region), name)
+            views[name].copy_(value)
         for index, name in enumerate(names):
-            if not holds(views[name], region_of(live[name]), pieces(name), name):
+            if not same(views[name], values[name]):
                 other = next((n for n in names[index + 1 :] if share_bytes(run[name], run[n])), names[0])
                 raise UsageError(
                     f"{name} and {other} share memory in this model (they are tied) and were saved with values that "
@@ -87,8 +88,8 @@ def _those_that_share(run: dict[str, Span]) -> dict[str, Span]:
     }
 
 
-def _is_one(piece: Piece, other: Piece | None) -> bool:
-    if other is None or piece.region != other.region:
+def _is_one(piece: Piece | None, other: Piece | None) -> bool:
+    if piece is None or other is None or piece.region != other.region:
         return False
     one, two = piece.data, other.data
     return one.layout == torch.strided and (one.data_ptr(), one.stride(), one.dtype) == (
