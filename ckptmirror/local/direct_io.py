@@ -122,6 +122,10 @@ def open_regular(path: Path) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise IntegrityError(f"{path} is a symbolic link, and links are not followed.") from error
+        if error.errno == errno.ENOTDIR:  # a file is in the place of a directory, so nothing is below it
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+        if error.errno == errno.ENXIO:
+            raise IntegrityError(f"{path} is not a regular file.") from error  # a socket
         raise
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor

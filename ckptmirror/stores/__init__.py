@@ -77,6 +77,8 @@ def normalise_url(url: str) -> str:
 
 def _understood(url: str) -> tuple[ModuleType, str]:
     """Return the scheme's module and the normalised URL. The hint of an error shows the nearest valid URL."""
+    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", url):
+        raise ConfigError(f"{url!a} has characters that no mirror's URL has.", hint="For example gs://bucket/prefix.")
     try:
         return _read(url)
     except ConfigError as error:

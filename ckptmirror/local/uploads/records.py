@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.model import Kind
+from ckptmirror.core.model import KINDS, Kind
 
 __all__ = [
     "BrokenRow",
@@ -282,7 +282,7 @@ def record_from_row(row: Sequence[Value]) -> UploadRecord | BrokenRow:
         if canonical_crc(values) != row_crc:
             raise ValueError("its checksum is wrong")
         columns: dict[str, Any] = dict(zip(_RECORD_FIELDS, values, strict=True))
-        columns["kinds"] = tuple(json.loads(columns["kinds"]))
+        columns["kinds"] = _kinds(columns["kinds"])
         columns["state"] = RecordState(columns["state"])
         return UploadRecord(id=cast(int, number), released=released == 1, **columns)
     except ValueError as error:
@@ -317,7 +317,7 @@ def save_from_row(row: Sequence[Value]) -> SaveRow | BrokenRow:
         if canonical_crc(values) != row_crc:
             raise ValueError("its checksum is wrong")
         columns: dict[str, Any] = dict(zip(_SAVE_FIELDS, values, strict=True))
-        columns["kinds"] = tuple(json.loads(columns["kinds"]))
+        columns["kinds"] = _kinds(columns["kinds"])
         columns["released"] = columns["released"] == 1
         return SaveRow(save_order=cast(int, number), **columns)
     except ValueError as error:
@@ -332,6 +332,16 @@ def _decoded(name: str, value: Value, *, integer: bool, nullable: bool) -> int |
     if not integer and isinstance(value, bytes):
         return value.decode("utf-8")
     raise ValueError(f"{name} has the wrong type")
+
+
+def _kinds(text: str) -> tuple[Kind, ...]:
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        found = None
+    if not isinstance(found, list) or not all(kind in KINDS for kind in found):
+        raise ValueError("kinds is not a list of kinds")
+    return tuple(found)
 
 
 def text_of(value: Value) -> str:

@@ -19,6 +19,11 @@ def test_a_meta_of_free_json_is_passed_on_and_its_step_and_config_are_found():
     assert legacy_meta_from_bytes(b'{"step": null, "metrics": 3}').metrics == {}
 
 
+def test_a_metric_that_no_float_can_hold_is_no_metric():
+    text = '{"metrics": {"huge": 1%s, "infinite": -Infinity, "loss": 2.5}}' % ("0" * 400)
+    assert legacy_meta_from_bytes(text.encode()).metrics == {"loss": 2.5}
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "nul", "3", '{"step": true}', '{"step": -1}', '{"step": 1.0}', '{"step": 1, "global_step": 2}', "[" * 100_000],

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ import pytest
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorageUnwritable, NameTaken, UsageError
 from ckptmirror.core.model import new_id
 from ckptmirror.core.names import tmp_name
+from ckptmirror.flow.places.resolve import list_checkpoints
 from ckptmirror.local import directories, files
+from tests.kit.saves import make_save
 
 SAVE_ID = "1f0c9a2e" + "0" * 24
 
@@ -227,6 +231,18 @@ def test_reading_is_limited_and_follows_no_link(tmp_path: Path):
             files.read_limited(path, 4)
     with pytest.raises(FileNotFoundError):
         files.read_limited(tmp_path / "absent", 4)
+    with pytest.raises(FileNotFoundError):
+        files.read_limited(tmp_path / "f" / "below", 4)
+    with closing(socket.socket(socket.AF_UNIX)) as other:
+        other.bind(str(tmp_path / "socket"))
+        with pytest.raises(IntegrityError, match="regular"):
+            files.read_limited(tmp_path / "socket", 4)
+
+
+def test_a_directory_whose_control_directory_is_a_file_is_listed_without_it(tmp_path: Path):
+    make_save(tmp_path, 200)
+    (tmp_path / ".ckptmirror").write_bytes(b"not a directory")
+    assert [one.step for one in list_checkpoints(tmp_path)] == [200]
 
 
 def test_a_file_source_reads_any_range_and_is_short_only_at_the_end(tmp_path: Path):

@@ -45,6 +45,11 @@ def test_urls_are_normalised() -> None:
         "gs://bucket/../x",
         "gs://bucket/x?y",
         "nowhere://h/x",
+        "/mnt/\udcff",
+        "file:///mnt/\ud800",
+        "~\0",
+        "gs://bucket/a\nb",
+        "gs://bucket/\x1b[2J",
     ],
 )
 def test_urls_that_name_no_mirror_are_refused(url: str) -> None:

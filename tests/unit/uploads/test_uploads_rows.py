@@ -14,7 +14,7 @@ from uploads_fakes import GS, artifacts_of
 
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.local.uploads import UploadsTable, rows, statements
+from ckptmirror.local.uploads import UploadsTable, records, rows, statements
 from tests.kit.clock import HandClock
 from tests.kit.roots import assert_sound
 from tests.kit.saves import save_id_of
@@ -172,6 +172,24 @@ def test_a_broken_save_row_is_dropped_and_added_again(table: UploadsTable, add: 
     assert not table.saves()[0].released
     table.release_save(save_id)
     assert table.claim("worker", GS, lease_s=60) is not None
+
+
+@pytest.mark.parametrize("kinds", ["5", "null", '["dcp", 7]', '["other"]', '[["dcp"]]', "[" * 100_000, '"dcp"'])
+def test_a_row_whose_kinds_are_no_kinds_is_broken_though_its_checksum_is_right(
+    table: UploadsTable, add: Add, kinds: str
+) -> None:
+    add(200)
+    record, save = table.records()[0], table.saves()[0]
+    for sealed, read, released in (
+        (records.record_to_columns(record), records.record_from_row, [1]),
+        (records.save_to_columns(save), records.save_from_row, []),
+    ):
+        values = {**sealed, "kinds": kinds}
+        del values["row_crc"]
+        row = [value.encode() if isinstance(value, str) else value for value in values.values()]
+        found = read([1, *row, records.canonical_crc(list(values.values())), *released])
+        assert isinstance(found, records.BrokenRow)
+        assert found.why == "kinds is not a list of kinds"
 
 
 def test_a_session_is_not_shown_by_the_report_of_a_broken_row(table: UploadsTable, add: Add) -> None:
