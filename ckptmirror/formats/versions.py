@@ -25,6 +25,7 @@ from ckptmirror.formats.names import bare, clean_names
 
 __all__ = [
     "KEY",
+    "VERSION_TYPES",
     "Versions",
     "attached",
     "checked",
@@ -40,7 +41,7 @@ __all__ = [
 KEY = "module_versions"
 Versions = dict[str, dict[str, Any]]
 
-_PLAIN = (type(None), bool, int, float, str)
+VERSION_TYPES = (type(None), bool, int, float, str)
 _log = logging.getLogger("ckptmirror.formats")
 
 
@@ -102,14 +103,11 @@ def plain_model(saved: Any, name: str) -> tuple[dict[str, Any], Versions | None]
     """Return the values and the versions from a loaded model file.
 
     Raises:
-        IntegrityError: It is something else, or carries more than that.
+        IntegrityError: It is something else.
     """
     if type(saved) not in (dict, OrderedDict):
         raise IntegrityError(f"{name} holds a {type(saved).__name__}, not a dict of tensors.")
-    own = vars(saved) if type(saved) is OrderedDict else {}
-    if more := sorted(str(key) for key in own if key != "_metadata"):
-        raise IntegrityError(f"{name} carries {more[0]}, which no state of a model has.")
-    metadata = own.get("_metadata")
+    metadata = vars(saved).get("_metadata") if type(saved) is OrderedDict else None  # a file can carry nothing else
     return dict(saved), None if metadata is None else checked(metadata, name)
 
 
@@ -165,12 +163,12 @@ def _bare(name: str) -> str:
 
 
 def _is_plain(values: Mapping[Any, Any]) -> bool:
-    return all(type(key) is str and type(value) in _PLAIN for key, value in values.items())
+    return all(type(key) is str and type(value) in VERSION_TYPES for key, value in values.items())
 
 
 def _plain(values: Any, name: str) -> dict[str, Any]:
     items = values.items() if isinstance(values, Mapping) else ()
-    kept = {key: value for key, value in items if type(key) is str and type(value) in _PLAIN}
+    kept = {key: value for key, value in items if type(key) is str and type(value) in VERSION_TYPES}
     if left := sorted(str(key) for key, _ in items if key not in kept):
         _warn(name or "the model", ", ".join(left))
     return kept

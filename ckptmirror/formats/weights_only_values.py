@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,13 +27,13 @@ from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.pickles import KeyBudget
 from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.tensor_files import load_bytes
+from ckptmirror.formats.versions import VERSION_TYPES, attached, checked
 
 __all__ = ["MARK", "as_torch_has_it", "decode", "encode", "has_shards"]
 
 MARK = "__ckptmirror__"
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
-_VERSIONS = (type(None), bool, int, float, str)  # what modules may say of the layout of their state
 _INT_BITS = 1024  # of longer ones pickle makes an opcode (from 2,040 bits on) that the safe loader does not know
 _TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 _FACTORIES: dict[str, Any] = {
@@ -94,12 +94,9 @@ def decode(value: Any, leaf: Callable[[dict[str, Any]], Any] | None = None) -> A
         IntegrityError: A marked value has an unknown mark or a wrong form.
     """
     if type(value) is OrderedDict:
-        own = dict(vars(value))
-        metadata = own.pop("_metadata", None)
-        if own or not (metadata is None or isinstance(metadata, Mapping)):
-            raise IntegrityError(f"The save holds a dict that carries {', '.join(map(str, own)) or 'odd metadata'}.")
+        metadata = vars(value).get("_metadata")
         ordered = OrderedDict((key, decode(item, leaf)) for key, item in value.items())
-        return ordered if metadata is None else _carrying(ordered, metadata.items())
+        return ordered if metadata is None else attached(ordered, checked(metadata, "the save"))
     if type(value) is dict:
         name = value.get(MARK)
         if name is None:
@@ -232,7 +229,7 @@ def _encode_metadata(value: OrderedDict[Any, Any]) -> list[Any] | None:
         return None
     of_modules = [(name, of) for name, of in metadata.items() if type(name) is str and isinstance(of, Mapping)]
     return [
-        [name, [[key, item] for key, item in of.items() if type(key) is str and type(item) in _VERSIONS]]
+        [name, [[key, item] for key, item in of.items() if type(key) is str and type(item) in VERSION_TYPES]]
         for name, of in of_modules
     ]
 
@@ -244,8 +241,8 @@ def _decode_permuted(value: dict[str, Any]) -> torch.Tensor:
 
 
 def _decode_ordered(value: dict[str, Any]) -> OrderedDict[Any, Any]:
-    result = OrderedDict(_pairs(value["items"]))
-    return _carrying(result, value["metadata"]) if "metadata" in value else result
+    metadata = {name: dict(of) for name, of in value["metadata"]} if "metadata" in value else None
+    return attached(OrderedDict(_pairs(value["items"])), None if metadata is None else checked(metadata, "the save"))
 
 
 def _pairs(items: Any) -> list[tuple[Any, Any]]:
@@ -259,14 +256,6 @@ def _hashable(items: Any) -> list[Any]:
     found = list(items)
     KeyBudget().check([item for item in found if type(item) is tuple or type(item) in _PLAIN], ())
     return found
-
-
-def _carrying(ordered: OrderedDict[Any, Any], metadata: Iterable[Any]) -> OrderedDict[Any, Any]:
-    of_modules = OrderedDict((name, dict(of)) for name, of in metadata)
-    if any(type(item) not in _VERSIONS for of in of_modules.values() for item in of.values()):
-        raise IntegrityError("The save holds versions of modules that are neither numbers nor text.")
-    ordered._metadata = of_modules  # type: ignore[attr-defined]  # as torch does it
-    return ordered
 
 
 def _unsharded(tree: Any, where: str, container: str) -> Any:

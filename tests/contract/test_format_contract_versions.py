@@ -21,7 +21,9 @@ from ckptmirror.formats.dcp_read import read_full_directory
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.read_full import read_full
+from ckptmirror.formats.tensor_files import load_bytes
 from ckptmirror.formats.versions import checked, for_live, from_text, plain_model
+from ckptmirror.formats.weights_only_values import decode
 from tests.kit.formats import KINDS, load, same_bits, save
 
 
@@ -232,6 +234,12 @@ class Carrier(OrderedDict[str, Any]):
     """No plain dict."""
 
 
+def _saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
 @pytest.mark.parametrize(
     "metadata",
     [[1], {"": 1}, {1: {}}, {"": {"version": torch.ones(1)}}, {"": {"version": [1]}}, {"": {1: 2}}],
@@ -240,20 +248,20 @@ class Carrier(OrderedDict[str, Any]):
 def test_versions_that_are_no_numbers_nor_text_are_broken(metadata: Any) -> None:
     saved: Any = OrderedDict(weight=torch.ones(1))
     saved._metadata = metadata
-    stream = io.BytesIO()
-    torch.save(saved, stream)
-    stream.seek(0)
+    found = load_bytes(_saved(saved), "model.pt")
     with pytest.raises(IntegrityError, match="are not numbers and text"):
-        plain_model(torch.load(stream, weights_only=True), "model.pt")
+        plain_model(found, "model.pt")
+    with pytest.raises(IntegrityError, match="are not numbers and text"):
+        decode({"extra": [found]})
     with pytest.raises(IntegrityError, match="are not numbers and text"):
         checked(metadata, "model.pt")
 
 
 def test_a_model_file_that_carries_more_is_broken() -> None:
     saved: Any = OrderedDict(weight=torch.ones(1))
-    saved.items = 3
-    with pytest.raises(IntegrityError, match="carries items"):
-        plain_model(saved, "model.pt")
+    saved.forward = 3
+    with pytest.raises(IntegrityError, match="gives a state to a OrderedDict"):
+        load_bytes(_saved(saved), "model.pt")
     with pytest.raises(IntegrityError, match="holds a Carrier"):
         plain_model(Carrier(), "model.pt")
 
