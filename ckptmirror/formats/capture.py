@@ -176,14 +176,8 @@ def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
 
 def snapshot_tree(snapshot: Snapshot) -> dict[str, Any]:
     """Return the snapshot as one tree, for the host copy."""
-    return {
-        "model": snapshot.model,
-        "optimizer": snapshot.optimizer,
-        "full_model": snapshot.full_model,
-        "extra": snapshot.extra,
-        "sharded": snapshot.sharded,
-        "buffers": tuple(snapshot.buffers),
-    }
+    tree = {name: value for name, value in vars(snapshot).items() if name != "left_out"}
+    return {**tree, "buffers": tuple(snapshot.buffers)}
 
 
 def snapshot_from_tree(tree: Mapping[str, Any]) -> Snapshot:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.serialization import get_safe_globals
+from torch.storage import _dtype_to_storage_type_map
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.pickles import Made, Name
@@ -194,38 +195,13 @@ class _Maker:
     def _plain(self, size: Any) -> Any:
         return size.arguments[0] if type(size) is Made and size.name == "torch.Size" and size.arguments else size
 
-    def tensor(
-        self,
-        storage: Any,
-        offset: Any,
-        size: Any,
-        stride: Any,
-        requires_grad: Any = False,
-        hooks: Any = None,
-        bits: Any = None,
-    ) -> torch.Tensor:
-        return self.tensor_v3(storage, offset, size, stride, requires_grad, hooks, None, bits)
+    def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
+        return _finished(self._view(storage, None, offset, size, stride), *rest)
 
     def tensor_v3(
-        self,
-        storage: Any,
-        offset: Any,
-        size: Any,
-        stride: Any,
-        requires_grad: Any,
-        hooks: Any,
-        dtype: Any,
-        bits: Any = None,
+        self, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, bits: Any = None
     ) -> torch.Tensor:
-        _no_hooks(hooks)
-        result = self._view(storage, dtype, offset, size, stride)
-        for name, is_set in (bits or {}).items():
-            if name not in ("conj", "neg") or is_set is not True:
-                raise IntegrityError(f"It makes a tensor with {str(name)[:20]!a} {str(is_set)[:20]!a}.")
-        if bits:
-            result = torch._neg_view(result) if bits.get("neg") else result
-            result = result.conj() if bits.get("conj") else result
-        return result.requires_grad_(requires_grad is True)
+        return _finished(self._view(storage, dtype, offset, size, stride), grad, hooks, bits)
 
     def quantized(
         self, storage: Any, offset: Any, size: Any, stride: Any, scheme: Any, requires_grad: Any, hooks: Any
@@ -260,23 +236,15 @@ class _Maker:
 
     def sparse(self, layout: Any, data: Any) -> torch.Tensor:
         layout, parts = self.value(layout), self.value(data)
-        try:
-            return self._sparse(layout, parts)
-        except RuntimeError as error:
-            raise IntegrityError(f"It holds a broken sparse tensor: {_first_line(error)}") from error
-
-    def _sparse(self, layout: Any, parts: Any) -> torch.Tensor:
         if layout == torch.sparse_coo and len(parts) in (3, 4):
             indices, values, size = _tensor(parts[0]), _tensor(parts[1]), torch.Size(_shape(parts[2]))
             is_coalesced = len(parts) == 4 and parts[3] is True
-            made = torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=is_coalesced)
-        elif layout in _COMPRESSED and len(parts) == 4:
+            return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=is_coalesced)
+        if layout in _COMPRESSED and len(parts) == 4:
             first, second, values = map(_tensor, parts[:3])
             size = torch.Size(_shape(parts[3]))
-            made = torch.sparse_compressed_tensor(first, second, values, size, layout=layout, check_invariants=True)
-        else:
-            raise IntegrityError(f"It makes a sparse tensor of layout {layout}.")
-        return made
+            return torch.sparse_compressed_tensor(first, second, values, size, layout=layout, check_invariants=True)
+        raise IntegrityError(f"It makes a sparse tensor of layout {layout}.")
 
     def on_meta(self, dtype: Any, size: Any, stride: Any, requires_grad: Any) -> torch.Tensor:
         size, stride = _shape(self._plain(size)), _shape(self._plain(stride))
@@ -319,6 +287,17 @@ class _Maker:
         if type(name) is not str or name not in _LAYOUTS:
             raise UnsafePickle(f"It names a layout {str(name)[:40]!a}.")
         return _LAYOUTS[name]
+
+
+def _finished(view: torch.Tensor, requires_grad: Any = False, hooks: Any = None, bits: Any = None) -> torch.Tensor:
+    _no_hooks(hooks)
+    for name, is_set in (bits or {}).items():
+        if name not in ("conj", "neg") or is_set is not True:
+            raise IntegrityError(f"It makes a tensor with {str(name)[:20]!a} {str(is_set)[:20]!a}.")
+    if bits:
+        view = torch._neg_view(view) if bits.get("neg") else view
+        view = view.conj() if bits.get("conj") else view
+    return view.requires_grad_(requires_grad is True)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -373,27 +352,11 @@ _LAYOUTS = {str(one): one for one in (torch.strided, torch.sparse_coo, *_COMPRES
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _SCHEMES = (torch.per_tensor_affine, torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 _CONSTANTS: dict[str, Any] = {**_DTYPES, **{str(scheme): scheme for scheme in _SCHEMES}}
+_NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
 _STORAGES: dict[str, torch.dtype | None] = {
-    **{
-        f"torch.{name}Storage": dtype
-        for name, dtype in {
-            "Double": torch.float64,
-            "Float": torch.float32,
-            "Half": torch.float16,
-            "BFloat16": torch.bfloat16,
-            "Long": torch.int64,
-            "Int": torch.int32,
-            "Short": torch.int16,
-            "Char": torch.int8,
-            "Byte": torch.uint8,
-            "Bool": torch.bool,
-            "ComplexDouble": torch.complex128,
-            "ComplexFloat": torch.complex64,
-            "QUInt8": torch.quint8,
-            "QInt8": torch.qint8,
-            "QInt32": torch.qint32,
-        }.items()
-    },
+    **{f"torch.{_dtype_to_storage_type_map()[dtype]}": dtype for dtype in (*_NUMBERS, *_INTEGERS, *_QUANTIZED)},
     "torch.storage.UntypedStorage": None,
 }
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})

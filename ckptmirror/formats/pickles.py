@@ -21,6 +21,7 @@ import pickle
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
@@ -46,6 +47,7 @@ class Name(str):
     __slots__ = ()
 
 
+@dataclass(eq=False, slots=True)
 class Made:
     """Something that the pickle asks for and nobody has made yet.
 
@@ -56,13 +58,10 @@ class Made:
         state: What BUILD gave it, else None.
     """
 
-    __slots__ = ("arguments", "is_object", "name", "state")
-
-    def __init__(self, name: str, arguments: tuple[Any, ...], *, is_object: bool = False) -> None:
-        self.name = name
-        self.arguments = arguments
-        self.is_object = is_object
-        self.state: Any = None
+    name: str
+    arguments: tuple[Any, ...]
+    is_object: bool = False
+    state: Any = None
 
 
 def read_pickle(data: bytes, is_known: Callable[[str], bool], *, persistent: bool = False) -> Any:
@@ -251,7 +250,7 @@ class _Reader:
             raise IntegrityError(f"The pickle calls a {_kind(called)} with a {_kind(arguments)} at byte {self.at}.")
         self.count_container()
         plain = _PLAIN_CALLS.get(called)
-        made = Made(str(called), arguments, is_object=is_object) if plain is None else plain(self, *arguments)
+        made = Made(str(called), arguments, is_object) if plain is None else plain(self, *arguments)
         self.stack.append(made)
 
     def build(self) -> None:

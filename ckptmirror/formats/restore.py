@@ -21,6 +21,7 @@ import itertools
 import logging
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,31 +57,25 @@ __all__ = ["Restorer"]
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Restorer:
-    """Restores the values in the files of ``source`` into live values; ``missing`` collects what it could not restore.
+    """Restores the values in the files of ``source`` into live values.
 
-    Args:
+    Attributes:
         source: The files.
         taken: What already has its values; shared by everything that one load restores.
         all_here: The whole live state, to see whether any of it is sharded.
         versions: Returns the layout versions of the modules at a path, if the save has them.
         aliased: Whether the value at a path shared memory with an earlier one when it was saved.
+        missing: Lines for the report: what could not be restored.
     """
 
-    def __init__(
-        self,
-        source: RankFiles,
-        taken: Taken,
-        all_here: Any = None,
-        versions: Callable[[TreePath], Versions | None] = lambda _: None,
-        aliased: Callable[[TreePath], bool] = lambda _: False,
-    ) -> None:
-        self.source = source
-        self.taken = taken
-        self.all_here = all_here
-        self.versions = versions
-        self.aliased = aliased
-        self.missing: list[str] = []
+    source: RankFiles
+    taken: Taken
+    all_here: Any
+    versions: Callable[[TreePath], Versions | None]
+    aliased: Callable[[TreePath], bool]
+    missing: list[str] = field(default_factory=list)
 
     def restore(self, now: Any, path: TreePath, where: str) -> Any:
         """Return ``now`` with the values saved at ``path``: the same object if possible, otherwise a new one.
