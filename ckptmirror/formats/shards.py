@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.containers import changed
+from ckptmirror.formats.tensor_bytes import byte_view, has_plain_bytes
 from ckptmirror.formats.weights_only_values import MARK, decode
 
 __all__ = [
@@ -193,9 +194,22 @@ def _copy_overlap(target: torch.Tensor, region: Region, piece: Piece) -> int:
         into.append(slice(start - mine, stop - mine))
         out_of.append(slice(start - theirs, stop - theirs))
         count *= stop - start
+    source = piece.data
+    if target.shape == source.shape == region.sizes and _is_row(target) and _is_row(source, target.dtype):
+        byte_view(target)[:] = byte_view(source)  # on a busy machine torch's threads wait for one another
+        torch.autograd.graph.increment_version(target)
+        return count
     with torch.no_grad():
-        target[tuple(into)].copy_(piece.data[tuple(out_of)]) if into else target.copy_(piece.data)
+        target[tuple(into)].copy_(source[tuple(out_of)]) if into else target.copy_(source)
     return count
+
+
+def _is_row(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether a tensor (of ``dtype``) is nothing but its values in a row, in host memory that may be written."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_plain_bytes(tensor)
+    is_here = tensor.device.type == "cpu" and not tensor.is_inference()
+    is_as_stored = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return is_plain and is_here and is_as_stored and dtype in (None, tensor.dtype)
 
 
 def spread(value: Any, others: Callable[[], Iterator[Any]], like: torch.Tensor | None, name: str) -> Any:
