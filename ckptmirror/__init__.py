@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from ckptmirror.flow.save.handle import SaveHandle
     from ckptmirror.formats.train_state import TrainState
+    from ckptmirror.local.keys import use_keys
     from ckptmirror.manager import CheckpointManager
     from ckptmirror.ranks.stop import StopRequest
 
@@ -48,6 +49,7 @@ _HOMES = {
     "resolve_checkpoint_reference": "ckptmirror.flow.places.resolve",
     "resolve_resume_path": "ckptmirror.flow.places.resolve",
     "stage_checkpoint_step": "ckptmirror.flow.fetch.stage",
+    "use_keys": "ckptmirror.local.keys",
 }
 
 __all__ = [
@@ -69,6 +71,7 @@ __all__ = [
     "resolve_checkpoint_reference",
     "resolve_resume_path",
     "stage_checkpoint_step",
+    "use_keys",
 ]
 
 

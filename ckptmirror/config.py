@@ -51,6 +51,12 @@ def _path(given: Any) -> Path:
         raise checks.wrong_value(given, "a path; there is no user of that name") from error
 
 
+def _paths(given: Any) -> tuple[Path, ...]:
+    if not isinstance(given, list | tuple):
+        raise checks.wrong_value(given, "a list of paths")
+    return tuple(map(_path, given))
+
+
 def _mirrors(given: Any) -> tuple[MirrorSpec, ...]:
     if isinstance(given, list | tuple):
         given = [_mirror(one, f"[{number}]") for number, one in enumerate(given)]
@@ -152,6 +158,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "persistent_dir", None, "where emergency snapshots are copied to, on a disk that outlives the machine", _path
     ),
+    Setting("signing_key", None, "PEM file with the Ed25519 private key that signs what is committed", _path),
+    Setting("verify_keys", (), "PEM files with public keys: only what one of them signed is believed", _paths, _listed),
     Setting("workers_per_mirror", 2, "upload threads for each mirror", checks.whole(1), _number),
     Setting("timeout_s", 600.0, "how long a rank waits for another rank, in seconds", checks.above_0, _number),
     Setting(
@@ -283,8 +291,10 @@ def _of_file(file: SettingsFile) -> dict[str, Value]:
         else:
             raise ConfigError(f"{file.where(key)}: {key} {checks.wrong_value(given, f'a table, [{key}]')}.", hint=_HINT)
     values = {name: _checked(name, given, file.where) for name, given in flat.items()}
-    for name in {"root", "state_dir", "persistent_dir"} & values.keys():
+    for name in {"root", "state_dir", "persistent_dir", "signing_key"} & values.keys():
         values[name] = Value(file.path.parent / values[name].value, values[name].source)
+    if (keys := values.get("verify_keys")) is not None:
+        values["verify_keys"] = Value(tuple(file.path.parent / path for path in keys.value), keys.source)
     return values
 
 

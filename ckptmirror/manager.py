@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptmirror.arguments import checked_kinds, checked_limit, checked_step, node_key, stop_event
-from ckptmirror.core import events
+from ckptmirror.core import events, signing
 from ckptmirror.core.errors import CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.retention import Retention
@@ -34,6 +34,7 @@ from ckptmirror.flow.start.resume_policy import Policy
 from ckptmirror.flow.status import Status, is_mirrored, read_status
 from ckptmirror.formats.train_state import check_is_state, check_state, checked_parts
 from ckptmirror.local.directories import absolute_dir
+from ckptmirror.local.keys import use_keys
 from ckptmirror.local.lock import RankLock
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.observe.journal import Journal
@@ -66,6 +67,9 @@ class CheckpointManager:
             and brought back from there.
         workers_per_mirror: Upload threads for each mirror.
         timeout_s: Limit of every wait for another rank, in seconds.
+        signing_key: PEM file with the Ed25519 private key of the run. Every save, and the list of attempts, is signed.
+        verify_keys: PEM files with public keys. Only what one of them signed is believed, by the whole process: see
+            :func:`ckptmirror.use_keys`.
 
     Raises:
         ConfigError: A setting is wrong, the root cannot be written, a mirror URL is not understood.
@@ -85,7 +89,11 @@ class CheckpointManager:
         persistent_dir: str | Path | None = None,
         workers_per_mirror: int = 2,
         timeout_s: float = 600.0,
+        signing_key: str | Path | None = None,
+        verify_keys: Iterable[str | Path] = (),
     ) -> None:
+        use_keys(signing_key, verify_keys)
+        signing.check_can_sign()
         self.root = absolute_dir(root, "root")
         self.kinds = checked_kinds(kinds)
         if mode not in ("async", "blocking"):

@@ -2,8 +2,8 @@
 
 Rules:
 * A wrong value is a usage error (exit code 2) that names the option, raised before anything is opened.
-* Options that are left out come from the settings (``ckptmirror/config.py``). A verb with an option that is a setting
-  always reads them, so that a broken file is reported at once, even if the option is given.
+* Options that are left out come from the settings (``ckptmirror/config.py``). Every verb reads them, because they say
+  which signatures it demands; so a broken file is reported at once, even if the option is given.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DIRECTORY",
     "configured_place",
+    "demanding_signatures",
     "json_option",
     "mirror_option",
     "need_mirror",
@@ -83,6 +85,25 @@ def settings() -> Settings:
         kept[_SETTINGS] = load_settings()
     found: Settings = kept[_SETTINGS]
     return found
+
+
+def demanding_signatures(command: click.Command) -> None:
+    """Have a verb sign and believe what the settings say, whether it has an option for a setting or not."""
+    callback = command.callback
+    if callback is None or hasattr(callback, _SETTINGS):
+        return
+
+    @wraps(callback)
+    def with_keys(**given: Any) -> Any:
+        known = settings()
+        if known["signing_key"] or known["verify_keys"]:
+            from ckptmirror.local.keys import use_keys
+
+            use_keys(known["signing_key"], known["verify_keys"])
+        return callback(**given)
+
+    setattr(with_keys, _SETTINGS, True)
+    command.callback = with_keys
 
 
 def root_option(function: _Decorated) -> _Decorated:

@@ -13,13 +13,14 @@ import click
 
 from ckptmirror import cli
 from ckptmirror.cli._next_command import completing_hints
-from ckptmirror.cli._options import show_verbose, verbose_option
+from ckptmirror.cli._options import demanding_signatures, show_verbose, verbose_option
 from ckptmirror.cli._streams import printable_streams
 from ckptmirror.core.errors import CkptMirrorError
 
 __all__ = ["program", "run"]
 
 
+_WITHOUT_KEYS = ("config", "demo")  # one shows the settings, the other has its own
 _SAME_ELSEWHERE = {
     **dict.fromkeys(("list", "dir"), "ls"),
     **dict.fromkeys(("download", "fetch", "get", "pull", "restore"), "stage"),
@@ -69,6 +70,8 @@ class Verbs(click.Group):
         if all(parameter.name != "verbose" for parameter in command.params):
             verbose_option(command)
         completing_hints(command)
+        if cmd_name not in _WITHOUT_KEYS:
+            demanding_signatures(command)
         return command
 
 

@@ -4,6 +4,7 @@ Rules:
 * Input is checked completely before any of it is used; output passes the same checks before it is returned.
 * Unknown keys are refused; free content goes under ``fields``, ``metrics`` and ``training_config``.
 * A file's crc32c is the combination of its blocks'.
+* Where signatures are demanded, a staged copy is believed too: its meta carries the signed one, and is a part of it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import binascii
 import dataclasses
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ckptmirror.core import names, signing
 from ckptmirror.core.crc import combine_blocks
-from ckptmirror.core.errors import BrokenMeta
+from ckptmirror.core.errors import BrokenMeta, NotSigned
 from ckptmirror.core.field_checks import Fields
 from ckptmirror.core.meta_checks import check_meta
 from ckptmirror.core.model import (
@@ -34,8 +36,7 @@ from ckptmirror.core.model import (
     SaveRef,
     Tombstone,
 )
-from ckptmirror.core.names import MAX_STEP
-from ckptmirror.core.sealed_json import VERSION, open_sealed, printable, seal
+from ckptmirror.core.sealed_json import LIMIT_BYTES, VERSION, open_sealed, printable, seal
 
 __all__ = [
     "attempts_from_bytes",
@@ -59,6 +60,8 @@ _META = "ckptmirror-meta"
 _TOMBSTONE = "ckptmirror-tombstone"
 _ATTEMPTS = "ckptmirror-attempts"
 _ATTEMPTS_VERSION = 2  # ckptmirror 0.1.0 wrote 1, which lacks required and completed, and less of each attempt
+_SIGNED = 1  # added to the version of a document with a signature, or with a proof
+_HASH_BYTES = 32
 _MAX_MIRRORS = 1000
 
 # -- meta ---------------------------------------------------------------------------------------------------
@@ -79,6 +82,8 @@ def meta_to_bytes(meta: Meta) -> bytes:
         document[name] = dict(document[name])
     if meta.staged_from is None:
         del document["partial"]  # a save is all of itself
+    if meta.staged_from is None or signing.current().sign is not None or not meta.proof:
+        del document["proof"]  # it is for a copy that somebody without the key made
     return _sealed(_META, document, _meta_from_fields)
 
 
@@ -88,7 +93,8 @@ def meta_from_bytes(data: bytes) -> Meta:
     Raises:
         BrokenMeta: It is not valid; names the field and the reason.
     """
-    return _meta_from_fields(_opened(data, _META))
+    _, fields = _opened(data, _META)
+    return _provable(_meta_from_fields(fields), data)
 
 
 def meta_or_tombstone_from_bytes(data: bytes) -> Meta | Tombstone:
@@ -97,9 +103,8 @@ def meta_or_tombstone_from_bytes(data: bytes) -> Meta | Tombstone:
     Raises:
         BrokenMeta: It is neither.
     """
-    document = open_sealed(data, (_META, _TOMBSTONE))
-    read = _meta_from_fields if document.pop("format") == _META else _tombstone_from_fields
-    return read(Fields(document))
+    format_name, fields = _opened(data, _META, _TOMBSTONE)
+    return _tombstone_from_fields(fields) if format_name == _TOMBSTONE else _provable(_meta_from_fields(fields), data)
 
 
 def _meta_from_fields(fields: Fields) -> Meta:
@@ -108,7 +113,7 @@ def _meta_from_fields(fields: Fields) -> Meta:
     meta = Meta(
         run_id=fields.id("run_id"),
         attempt=_attempt(Fields(fields.value("attempt"), "attempt")),
-        step=fields.integer("step", 0, MAX_STEP),
+        step=fields.integer("step", 0, names.MAX_STEP),
         save_id=fields.id("save_id"),
         save_number=fields.integer("save_number", 1, _MAX_NUMBER),
         kinds=_kinds(fields, "kinds"),
@@ -127,10 +132,61 @@ def _meta_from_fields(fields: Fields) -> Meta:
         created_at_utc=fields.text("created_at_utc", 64),
         staged_from=staged_from,
         partial=fields.boolean("partial", default=staged_from is not None),
+        proof=_long_text(fields, "proof") if fields.has("proof") else "",
     )
     fields.end()
     check_meta(meta)
+    _check_hashes(meta)
+    if meta.proof:
+        _check_proof(meta)
     return meta
+
+
+def _long_text(fields: Fields, key: str) -> str:
+    value = fields.value(key)
+    if not isinstance(value, str) or not 0 < len(value) <= LIMIT_BYTES:
+        raise fields.refuse(key, "is not text")
+    return value
+
+
+def _check_hashes(meta: Meta) -> None:
+    """Refuse a meta that tells nothing but crc32c of its files, where signatures are demanded."""
+    if signing.current().is_signed is None:
+        return
+    for artifact in meta.artifacts:
+        if len(artifact.digest.hashes) != len(artifact.digest.blocks):
+            raise NotSigned(
+                f"It has no SHA-256 of {artifact.path[:80]!a}, so its signature says nothing about the bytes."
+            )
+
+
+def _provable(meta: Meta, data: bytes) -> Meta:
+    """Return a meta that was believed for its own signature with the bytes that prove it."""
+    if signing.current().is_signed is None or meta.proof:
+        return meta
+    return dataclasses.replace(meta, proof=data.decode())
+
+
+def _check_proof(meta: Meta) -> None:
+    """Refuse a staged copy's meta that is not a part of the signed one that it carries."""
+    if signing.current().is_signed is None:
+        return
+    _, fields = _opened(meta.proof.encode(), _META)
+    if fields.has("proof"):
+        raise NotSigned("Its proof is a copy's meta, too.")
+    signed = _meta_from_fields(fields)
+    as_signed = dataclasses.replace(
+        meta, kinds=signed.kinds, artifacts=signed.artifacts, tag=signed.tag, staged_from=None, partial=signed.partial
+    )
+    of_path = {names.untagged(artifact.path): artifact for artifact in signed.artifacts}
+    for artifact in meta.artifacts:
+        there = of_path.get(names.untagged(artifact.path))
+        if there is None or (artifact.digest, artifact.rank) != (there.digest, there.rank):
+            raise NotSigned(f"It names {artifact.path[:80]!a} with other contents than the signed meta.")
+        if not set(artifact.kinds) <= set(there.kinds):
+            raise NotSigned(f"It says that {artifact.path[:80]!a} is of another kind than the signed meta.")
+    if as_signed != signed or not set(meta.kinds) <= set(signed.kinds):
+        raise NotSigned("It differs from the signed meta that it was made from.")
 
 
 def _metrics(fields: Fields) -> dict[str, float]:
@@ -152,6 +208,7 @@ def _artifact_document(artifact: Artifact) -> dict[str, Any]:
         blocks = base64.b64encode(struct.pack(f">{len(digest.blocks)}I", *digest.blocks)).decode("ascii")
     except struct.error as error:
         raise BrokenMeta(f"A block of {artifact.path[:80]!a} has a crc32c that is not a 32-bit number.") from error
+    hashes = base64.b64encode(b"".join(digest.hashes)).decode("ascii")
     return {
         "path": artifact.path,
         "kinds": list(artifact.kinds),
@@ -161,6 +218,7 @@ def _artifact_document(artifact: Artifact) -> dict[str, Any]:
         "crc32c": digest.crc32c,
         "block_size_bytes": digest.block_size_bytes,
         "blocks": blocks,
+        **({"sha256": hashes} if hashes else {}),
     }
 
 
@@ -182,22 +240,29 @@ def _digest(fields: Fields) -> Digest:
     if block_size & (block_size - 1):
         raise fields.refuse("block_size_bytes", f"is {block_size}, not a power of two")
     crc32c = fields.integer("crc32c", 0, 2**32 - 1)
-    text = fields.value("blocks")
-    if not isinstance(text, str) or len(text) > MAX_BLOCKS * 6:
-        raise fields.refuse("blocks", f"is not base64 of at most {MAX_BLOCKS} blocks")
+    wanted = -(-size // block_size)
+    blocks = struct.unpack(f">{wanted}I", _packed(fields, "blocks", wanted, 4))
+    if combine_blocks(blocks, block_size, size) != crc32c:
+        raise fields.refuse("crc32c", "is not the combination of the blocks'")
+    packed = _packed(fields, "sha256", wanted, _HASH_BYTES) if fields.has("sha256") else b""
+    hashes = tuple(packed[at : at + _HASH_BYTES] for at in range(0, len(packed), _HASH_BYTES))
+    return Digest(size, crc32c, block_size, blocks, hashes)
+
+
+def _packed(fields: Fields, key: str, count: int, size_bytes: int) -> bytes:
+    """Take the base64 of ``count`` values, one for each block."""
+    text = fields.value(key)
+    if not isinstance(text, str) or len(text) > MAX_BLOCKS * size_bytes * 3 // 2:
+        raise fields.refuse(key, f"is not base64 of at most {MAX_BLOCKS} blocks")
     try:
         packed = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise fields.refuse("blocks", "is not base64") from error
+        raise fields.refuse(key, "is not base64") from error
     if base64.b64encode(packed).decode("ascii") != text:
-        raise fields.refuse("blocks", "is not canonical base64")
-    wanted = -(-size // block_size)
-    if len(packed) != 4 * wanted or wanted > MAX_BLOCKS:
-        raise fields.refuse("blocks", f"has {len(packed)} bytes, not the {4 * wanted} of {size} in {block_size}")
-    blocks = struct.unpack(f">{wanted}I", packed)
-    if combine_blocks(blocks, block_size, size) != crc32c:
-        raise fields.refuse("crc32c", "is not the combination of the blocks'")
-    return Digest(size, crc32c, block_size, blocks)
+        raise fields.refuse(key, "is not canonical base64")
+    if len(packed) != size_bytes * count or count > MAX_BLOCKS:
+        raise fields.refuse(key, f"has {len(packed)} bytes, not the {size_bytes * count} of {count} blocks")
+    return packed
 
 
 def _kinds(fields: Fields, key: str) -> tuple[Kind, ...]:
@@ -225,7 +290,7 @@ def tombstone_to_bytes(tombstone: Tombstone) -> bytes:
 def _tombstone_from_fields(fields: Fields) -> Tombstone:
     tombstone = Tombstone(
         save_id=fields.id("save_id"),
-        step=fields.integer("step", 0, MAX_STEP),
+        step=fields.integer("step", 0, names.MAX_STEP),
         kinds=_kinds(fields, "kinds"),
         reason=fields.text("reason"),
         removed_at_utc=fields.text("removed_at_utc", 64),
@@ -260,7 +325,8 @@ def attempts_from_bytes(data: bytes) -> AttemptList:
     Raises:
         BrokenMeta: It is not valid.
     """
-    return _attempts_from_fields(_opened(data, _ATTEMPTS, _ATTEMPTS_VERSION))
+    _, fields = _opened(data, _ATTEMPTS, newest=_ATTEMPTS_VERSION)
+    return _attempts_from_fields(fields)
 
 
 def _attempts_from_fields(fields: Fields) -> AttemptList:
@@ -330,7 +396,7 @@ def _save_ref(fields: Fields) -> SaveRef:
     ref = SaveRef(
         attempt=fields.id("attempt"),
         number=fields.integer("number", 1, _MAX_NUMBER),
-        step=fields.integer("step", 0, MAX_STEP),
+        step=fields.integer("step", 0, names.MAX_STEP),
         save_id=fields.id("save_id"),
     )
     fields.end()
@@ -338,12 +404,26 @@ def _save_ref(fields: Fields) -> SaveRef:
 
 
 def _sealed(name: str, document: dict[str, Any], read: Callable[[Fields], object], version: int = VERSION) -> bytes:
-    data = seal(name, document, version)
+    sign = signing.current().sign
+    is_provable = sign is not None or "proof" in document
+    if signing.current().is_signed is not None and not is_provable:
+        raise NotSigned("It cannot be signed here, so it would not be believed.", hint="Set signing_key.")
+    data = seal(name, document, version + _SIGNED if is_provable else version, sign)
     read(Fields(document))
     return data
 
 
-def _opened(data: bytes, format_name: str, newest: int = VERSION) -> Fields:
-    document = open_sealed(data, (format_name,), newest)
-    del document["format"]
-    return Fields(document)
+def _opened(data: bytes, *format_names: str, newest: int = VERSION) -> tuple[str, Fields]:
+    is_demanded = signing.current().is_signed is not None
+    document = open_sealed(data, format_names, newest + _SIGNED, _check_signature if is_demanded else None)
+    return document.pop("format"), Fields(document)
+
+
+def _check_signature(document: Mapping[str, Any], content: bytes, signature: bytes | None) -> None:
+    is_signed = signing.current().is_signed
+    if is_signed is None or (signature is not None and is_signed(content, signature)):
+        return
+    if signature is None and document["format"] == _META and document.get("staged_from") and document.get("proof"):
+        return  # believed for its proof: _check_proof
+    by = "It is not signed" if signature is None else "It is signed, but not by a key in verify_keys"
+    raise NotSigned(f"{by}.")

@@ -39,6 +39,7 @@ __all__ = [
     "NewerTable",
     "NoTable",
     "NotAuthorised",
+    "NotSigned",
     "ObjectNotFound",
     "PreconditionFailed",
     "RankFailed",
@@ -160,6 +161,12 @@ class IntegrityError(CkptMirrorError):
 
 class BrokenMeta(IntegrityError):
     """A meta file is not valid."""
+
+
+class NotSigned(BrokenMeta):
+    """A document lacks the signature that ``verify_keys`` demands."""
+
+    hint = "If it is yours, add the key that signed it to verify_keys, or sign the run first: docs/security.md."
 
 
 class NewerFormat(BrokenMeta):

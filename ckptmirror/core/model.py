@@ -53,12 +53,15 @@ class Digest:
         block_size_bytes: A power of two, at least ``MIN_BLOCK_SIZE_BYTES``.
         blocks: CRC-32C of each block in order, at most ``MAX_BLOCKS``; the last block may be short. Empty for an empty
             file, whose crc32c is 0.
+        hashes: If the save is signed, the SHA-256 tree hash of each block (RFC 6962, section 2.1, over pieces of
+            ``MIN_BLOCK_SIZE_BYTES``), in order; else empty. A crc32c finds damage, but not intent.
     """
 
     size_bytes: int
     crc32c: int
     block_size_bytes: int
     blocks: tuple[int, ...]
+    hashes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,8 @@ class Meta:
         staged_from: The mirror URL, if this meta was written by ``stage``.
         partial: Whether files of the save are missing here. Only a staged copy may lack files, and a save that was
             narrowed to its whole kinds (:meth:`narrowed`).
+        proof: In a process that demands signatures: the signed document that this meta was read from, so that a staged
+            copy can carry it. "" otherwise.
     """
 
     run_id: str
@@ -176,6 +181,7 @@ class Meta:
     created_at_utc: str = ""
     staged_from: str | None = None
     partial: bool = False
+    proof: str = field(default="", compare=False, repr=False)
 
     @property
     def is_whole(self) -> bool:

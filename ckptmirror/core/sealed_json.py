@@ -3,16 +3,19 @@
 Rules:
 * Output is canonical: ASCII, sorted keys, no spaces, one newline at the end. Equal values give equal bytes.
 * ``checksum`` is the SHA-256 of the canonical JSON without that field.
+* ``signature`` is over the canonical JSON without checksum and signature; a signed document has a version of its own.
 * Input is bounded before it is parsed (bytes, containers, values) and while it is parsed (depth, digits), and refused
   if a key appears twice or a number is not finite. The caller gets only an object whose checksum is right.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from ckptmirror.core.errors import BrokenMeta, NewerFormat
@@ -27,8 +30,13 @@ _MAX_COMMAS = 8_000_000
 _MAX_DIGITS = 40
 
 
-def seal(format_name: str, fields: Mapping[str, Any], version: int = VERSION) -> bytes:
-    """Return the canonical bytes of ``fields`` with format, version and checksum.
+def seal(
+    format_name: str,
+    fields: Mapping[str, Any],
+    version: int = VERSION,
+    sign: Callable[[bytes], bytes] | None = None,
+) -> bytes:
+    """Return the canonical bytes of ``fields`` with format, version and checksum, and with a signature if one is made.
 
     Raises:
         BrokenMeta: A value is not plain JSON, or the result is over ``LIMIT_BYTES``.
@@ -36,19 +44,28 @@ def seal(format_name: str, fields: Mapping[str, Any], version: int = VERSION) ->
     for key, value in fields.items():
         check_plain(value, key)
     document = {**fields, "format": format_name, "version": version}
+    if sign is not None:
+        document["signature"] = base64.b64encode(sign(_canonical(document))).decode("ascii")
     document["checksum"] = _checksum(document)
     data = _canonical(document) + b"\n"
     _check_bounds(data)
     return data
 
 
-def open_sealed(data: bytes, format_names: Collection[str], newest: int = VERSION) -> dict[str, Any]:
-    """Return the object in ``data``, with ``format`` and without version and checksum.
+def open_sealed(
+    data: bytes,
+    format_names: Collection[str],
+    newest: int = VERSION,
+    check_signature: Callable[[Mapping[str, Any], bytes, bytes | None], None] | None = None,
+) -> dict[str, Any]:
+    """Return the object in ``data``, with ``format`` and without version, checksum and signature.
 
     Args:
         data: The bytes of the file or object.
         format_names: The formats to accept.
         newest: The newest version of them that this ckptmirror reads; it reads all earlier ones.
+        check_signature: Gets the object, the bytes that a signature is over, and the signature, if there is one; it
+            raises if the object is not to be believed.
 
     Raises:
         BrokenMeta: The bytes are not such an object; the message says why.
@@ -74,7 +91,17 @@ def open_sealed(data: bytes, format_names: Collection[str], newest: int = VERSIO
         check_plain(value, key)
     if checksum != _checksum({**document, "version": version}):
         raise BrokenMeta(f"checksum is {_short(checksum)}, which is not that of the content.")
+    signature = document.pop("signature", None)
+    if check_signature is not None:
+        check_signature(document, _canonical({**document, "version": version}), _decoded(signature))
     return document
+
+
+def _decoded(signature: Any) -> bytes | None:
+    try:
+        return None if signature is None else base64.b64decode(signature, validate=True)
+    except (TypeError, ValueError, binascii.Error) as error:
+        raise BrokenMeta("signature is not base64.") from error
 
 
 def check_plain(value: Any, where: str, depth: int = 1) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Self, TypeVar
 
-from ckptmirror.core import events, names
+from ckptmirror.core import events, names, signing
 from ckptmirror.core.errors import (
     CheckpointNotFound,
     CkptMirrorError,
@@ -145,6 +145,7 @@ def drain(
         NoTable: ckptmirror has not saved here.
         ForeignTable: The table is another root's.
     """
+    signing.check_can_sign()
     ends_s = time.monotonic() + timeout_s
     table = open_known_table(root, state_dir)
     with _Opened(table) as held:
@@ -223,6 +224,7 @@ def push(
         what = f"holds no whole save{of_step}" if root.is_dir() else "does not exist"
         hint = None if here.saves or here.problems else "Give the directory that the trainer saves to."
         raise CheckpointNotFound(f"{root} {what}.", hint=hint)
+    signing.check_can_sign()
     check_place(root, state_dir)
 
     def waits(url: str, delay_s: float, error: Exception) -> None:

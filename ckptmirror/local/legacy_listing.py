@@ -11,6 +11,7 @@ Rules:
 * ``dcp_*`` and ``model_*`` are ckptmirror's names too. A checkpoint that a ckptmirror meta or sidecar names is an
   incomplete ckptmirror save, not a legacy checkpoint. So is one without a ``meta.json`` inside, in a directory that
   ckptmirror saves to.
+* Nobody signed them, so in a process that demands signatures none is listed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptmirror.core import names
+from ckptmirror.core import names, signing
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError
 from ckptmirror.core.legacy_meta import LegacyMeta, legacy_meta_from_bytes
 from ckptmirror.core.model import Kind
@@ -147,6 +148,8 @@ def _judged(root: Path, name: str, parsed: names.ParsedName, beside: _Beside) ->
         why = _without_meta(name, beside)
     elif not why and meta is not None and meta.step not in (None, step):
         why, is_broken = f"its meta.json says that its step is {meta.step}", True
+    if signing.current().is_signed is not None:
+        why, is_broken = "it is not signed, which verify_keys demands", True
     return OlderCheckpoint(
         root=root,
         step=step,

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ckptmirror import CheckpointManager, TrainState
+from ckptmirror.core import signing
 from tests.bench.contest import Contestant, Measured, measure
 from tests.bench.places import empty, transformer_state
 from tests.bench.raw_disk import write_raw
@@ -69,6 +71,16 @@ def _contestants(manager: CheckpointManager, state: TrainState, directory: Path,
             return {_BLOCKING: blocked - started, _DURABLE: time.perf_counter() - started}
 
         return run
+
+    def signed(run: Callable[[], Mapping[str, float]]) -> Callable[[], Mapping[str, float]]:
+        def run_signed() -> Mapping[str, float]:
+            before = signing.set_current(signing.Keys(sign=Ed25519PrivateKey.generate().sign))
+            try:
+                return run()
+            finally:
+                signing.set_current(before)
+
+        return run_signed
 
     def blocking(work: Callable[[Path], None]) -> Callable[[], Mapping[str, float]]:
         def run() -> Mapping[str, float]:
@@ -126,6 +138,7 @@ def _contestants(manager: CheckpointManager, state: TrainState, directory: Path,
         Contestant(
             "ckptmirror dcp and model", "ours", ours("dcp", "model"), before=train, after=empty_root, times=_TIMES
         ),
+        Contestant("ckptmirror dcp, signed", "ours", signed(ours("dcp")), before=train, after=empty_root, times=_TIMES),
         Contestant("torch.save and fsync", "peer", blocking(torch_save), before=train, after=remove),
         Contestant("dcp.save", "peer", blocking(dcp_save), before=train, after=remove),
         Contestant("dcp.async_save, kept stager", "peer", async_save, before=train, after=remove, times=_TIMES),

@@ -302,7 +302,7 @@ def test_a_list_of_a_later_version_is_neither_lost_nor_replaced(tmp_path: Path, 
         (root / names.ATTEMPTS_NAME).write_bytes(later)
     else:
         mirror.store.write(names.WRITER_NAME, later, if_generation=0)
-    with pytest.raises(NewerFormat, match="version is 3") as refused:
+    with pytest.raises(NewerFormat, match="version is 4") as refused:
         claim_run(root, mirror)
     assert "newer ckptmirror" in refused.value.hint
     found = (root / names.ATTEMPTS_NAME).read_bytes() if place == "root" else mirror.store.read(

@@ -26,6 +26,7 @@ from ckptmirror import (
     resolve_checkpoint_reference,
     resolve_resume_path,
     stage_checkpoint_step,
+    use_keys,
 )
 
 
@@ -51,6 +52,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def evaluate() -> None:
+    use_keys(verify_keys=["/keys/run.pub"])
     try:
         staged = stage_checkpoint_step("gs://bucket/run", step="latest", dest="/scratch", require_kind="dcp")
     except errors.CheckpointNotFound as error:

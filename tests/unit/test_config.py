@@ -88,6 +88,8 @@ PLACES = {
     "mode": ('mode = "blocking"', "async", "blocking", "blocking", "async", "blocking"),
     "state_dir": ('state_dir = "/file"', "/variable", "/flag", Path("/file"), Path("/variable"), Path("/flag")),
     "persistent_dir": ('persistent_dir = "/a"', "/b", "/c", Path("/a"), Path("/b"), Path("/c")),
+    "signing_key": ('signing_key = "/a"', "/b", "/c", Path("/a"), Path("/b"), Path("/c")),
+    "verify_keys": ('verify_keys = ["/a"]', "/b, /c", ["/d"], (Path("/a"),), (Path("/b"), Path("/c")), (Path("/d"),)),
     "workers_per_mirror": ("workers_per_mirror = 3", "4", 5, 3, 4, 5),
     "timeout_s": ("timeout_s = 30", "1.5", 2, 30.0, 1.5, 2.0),
     "retention.keep_last": ("retention.keep_last = 3", "none", 5, 3, None, 5),
@@ -184,6 +186,8 @@ def test_without_a_file_the_environment_is_enough():
         "persistent_dir": None,
         "workers_per_mirror": 2,
         "timeout_s": 600.0,
+        "signing_key": None,
+        "verify_keys": (),
         "retention": Retention(),
     }
 

@@ -28,7 +28,8 @@ this order; ``attempts`` decides which attempts count.
 10. If only another number of ranks can load the newest emergency snapshot, only a save of the same step may be used in
     place of it, unless a person names another.
 11. Step 0 needs what a start from scratch needs, and either no sign that anything was ever saved, or a recorded
-    decision to start from scratch that no save followed.
+    decision to start from scratch that no save followed. If it was made elsewhere and leaves saves behind, the start
+    says so.
 """
 
 from __future__ import annotations
@@ -325,6 +326,14 @@ class _Start:
         traces += [f"step {save.step} (save {save.save_id[:8]})" for save in left]
         if traces or order.current:
             raise explain.never_step_0(traces[:10], asked=False)
+        behind = [*order.superseded, *order.replaced] if decided is not None else []
+        if decided is not None and behind and not is_own(self._evidence, decided):
+            last = max(behind, key=lambda save: save.step)
+            self._note(
+                f"training starts at step 0, because {explain.named(decided)} elsewhere was started from scratch; "
+                f"it leaves {len(behind)} saves behind, up to step {last.step}. If nobody decided that, stop, and run "
+                f"`ckptmirror rewind --save {last.save_id[:8]}`"
+            )
         return Scratch(by_person=False, notices=self.said())
 
     def _traces(self, decided: Attempt | None) -> list[str]:

@@ -29,7 +29,7 @@ from ckptmirror.core.model import Digest
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.verification import State
 from ckptmirror.local import direct_io
-from ckptmirror.local.checksums import crc32c
+from ckptmirror.local.checksums import BlockSum
 from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.local.listing import is_not_readable_now
 from ckptmirror.local.range_file import RangeFile
@@ -221,7 +221,8 @@ class _Item:
 
 
 def _wrong_block(digest: Digest, number: int) -> str:
-    return f"the crc32c of block {number} (from byte {number * digest.block_size_bytes}) is wrong"
+    which = "SHA-256" if digest.hashes else "crc32c"
+    return f"the {which} of block {number} (from byte {number * digest.block_size_bytes}) is wrong"
 
 
 class _File(_Item):
@@ -335,7 +336,7 @@ class _Work(Generic[_AnyItem]):
         """Read a span once, a buffer at a time; return the numbers of the blocks that have other checksums."""
         size = digest.block_size_bytes
         wrong: list[int] = []
-        crc = 0
+        found = BlockSum(is_hashed=bool(digest.hashes))
         for offset in span[:: len(buffer)]:
             if self.stop.is_set():
                 raise _StoppedError
@@ -344,11 +345,12 @@ class _Work(Generic[_AnyItem]):
                 return [*wrong, *range(offset // size, -(-span.stop // size))]
             for begin in range(offset, offset + length, size):  # a piece holds whole blocks, or is inside one
                 end = min(begin + size, offset + length)
-                crc = crc32c(buffer[begin - offset : end - offset], crc)
+                found.update(buffer[begin - offset : end - offset])
                 if end % size == 0 or end == digest.size_bytes:
-                    if crc != digest.blocks[begin // size]:
-                        wrong.append(begin // size)
-                    crc = 0
+                    number = begin // size
+                    if found.crc32c != digest.blocks[number] or (digest.hashes and found.hash != digest.hashes[number]):
+                        wrong.append(number)
+                    found = BlockSum(is_hashed=bool(digest.hashes))
         return wrong
 
 

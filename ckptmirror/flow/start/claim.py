@@ -45,6 +45,7 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
 from ckptmirror.local.root_id import read_root_id
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import UploadsTable
 
 __all__ = ["DrainConfirmation", "RunClaim", "StartOver", "check_of_run"]
@@ -237,6 +238,8 @@ class RunClaim:
                 if self._begins and changed is not None and list_there.run_id != self.run_id:
                     raise changed(f"another start has begun run {list_there.run_id[:8]} on {mirror.url}")
                 check_run(mirror, list_there, [self._claim.root_list], self.root)
+            if changed is not None:
+                self._tell_of_older_state(mirror, there)
             unknown = [
                 one
                 for one in (list_there.attempts if list_there is not None else ())
@@ -263,6 +266,22 @@ class RunClaim:
                 continue  # another writer, or our own write whose answer was lost: the next read shows which
             return
         raise Temporary(f"{mirror.url}/{names.WRITER_NAME} keeps changing.")
+
+    def _tell_of_older_state(self, mirror: Mirror, there: AttemptList | None) -> None:
+        """Log an error if a required mirror's list lacks an attempt that it once recorded: lists only grow."""
+        mine = self._claim.root_list
+        if there is None or mirror.url not in mine.required:
+            return
+        listed = {one.id for one in there.attempts}
+        lost = [one for one in mine.attempts if one.id in mine.completed and one.id not in listed]
+        if lost and not listed.issuperset(mine.completed):
+            save_logger(_log, mirror=mirror.url).error(
+                "%s had recorded attempt %d (%s), and its list does not name it now: the mirror shows an older state. "
+                "Somebody restored or replayed it; compare `ckptmirror ls` of this root and of the mirror",
+                mirror.url,
+                lost[-1].number,
+                lost[-1].id[:8],
+            )
 
     def _write_here(self, attempts: AttemptList) -> None:
         self._claim = replace(self._claim, root_list=attempts)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from ckptmirror.core import names
+from ckptmirror.core import names, signing
 from ckptmirror.core.codec import attempts_to_bytes
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, PreconditionFailed, Temporary
 from ckptmirror.core.model import AttemptList, new_id
@@ -61,6 +61,7 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
         NoTable: ckptmirror has not saved here.
         RootLocked: A trainer, or another verb, holds the root.
     """
+    signing.check_can_sign()
     url = normalise_url(url)
     lock = RootLock(root)
     with open_known_table(root) as table:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from ckptmirror.core import events, names
+from ckptmirror.core import events, names, signing
 from ckptmirror.core.errors import (
     CheckpointNotFound,
     CkptMirrorError,
@@ -181,6 +181,7 @@ def rewind(
         StoreTemporary: A mirror that must answer does not. Nothing was recorded.
         AttemptFenced: A newer attempt of the run is starting right now. Nothing was recorded.
     """
+    signing.check_can_sign()
     plan_rewind(root, reference, mirrors=mirrors)  # raises before anything is written anywhere
     bus = bus or events.EventBus()
     began = time.monotonic()

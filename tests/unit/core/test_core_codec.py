@@ -106,7 +106,7 @@ def test_one_format_is_not_taken_for_another() -> None:
         (b"{}", "format is None"),
         (b'{"format": ["ckptmirror-meta"]}', "format is a list"),
         (b'{"format": "ckptmirror-meta"}', "version is None"),
-        (b'{"format": "ckptmirror-meta", "version": 2}', "version is 2"),
+        (b'{"format": "ckptmirror-meta", "version": 3}', "version is 3"),
         (b'{"format": "ckptmirror-meta", "version": true}', "version is True"),
         (b'{"format": "ckptmirror-meta", "version": 1.0}', "version is 1.0"),
         (b'{"format": "ckptmirror-meta", "version": 1}', "checksum is None"),
@@ -140,8 +140,8 @@ def test_a_checksum_that_is_not_that_of_the_content_is_refused() -> None:
 
 
 def test_a_newer_version_is_refused_with_a_hint() -> None:
-    data = resealed(put("version", 2))
-    with pytest.raises(BrokenMeta, match="version is 2") as caught:
+    data = resealed(put("version", 3))
+    with pytest.raises(BrokenMeta, match="version is 3") as caught:
         meta_from_bytes(data)
     assert "newer ckptmirror" in caught.value.hint
 

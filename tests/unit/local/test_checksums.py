@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import array
+import hashlib
 import itertools
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,46 @@ def test_links_pipes_and_directories_are_refused(tmp_path: Path):
             digest_file(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         digest_file(tmp_path / "absent")
+
+
+def tree_hash(data: bytes, piece: int) -> bytes:
+    """RFC 6962, section 2.1, as it is written there."""
+    if len(data) <= piece:
+        return hashlib.sha256(b"\0" + data).digest()
+    pieces = -(-len(data) // piece)
+    half = piece * (1 << (pieces - 1).bit_length() - 1)
+    return hashlib.sha256(b"\1" + tree_hash(data[:half], piece) + tree_hash(data[half:], piece)).digest()
+
+
+@given(data=st.binary(max_size=600), cuts=st.lists(st.integers(0, 600), max_size=12))
+def test_hashes_are_those_of_the_rfc_however_often_the_blocks_have_doubled(data: bytes, cuts: list[int]):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "MIN_BLOCK_SIZE_BYTES", 4)
+        patch.setattr(checksums, "MAX_BLOCKS", 8)
+        found = BlockDigest(4, is_hashed=True)
+        edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+        for start, end in itertools.pairwise(edges):
+            found.update(memoryview(data)[start:end])
+        digest = found.digest()
+        size = digest.block_size_bytes
+        assert list(digest.hashes) == [tree_hash(data[at : at + size], 4) for at in range(0, len(data), size)]
+        again = BlockDigest(size, is_hashed=True)
+        again.update(data)
+        assert again.digest() == digest
+    assert replace(digest, hashes=()) == digest_of_small(data)
+
+
+def digest_of_small(data: bytes) -> Digest:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "MAX_BLOCKS", 8)
+        return digest_of(data, [], 4)
+
+
+def test_a_file_that_was_changed_behind_its_crc32c_is_refused(tmp_path: Path):
+    path = tmp_path / "x"
+    path.write_bytes(bytes(100))
+    found = BlockDigest(is_hashed=True)
+    found.update(bytes(100))
+    verify_file(path, found.digest())
+    with pytest.raises(IntegrityError, match="somebody has changed it"):
+        verify_file(path, replace(found.digest(), hashes=(bytes(32),)))

@@ -228,9 +228,9 @@ def refuses(error: type[CkptMirrorError], *phrases: str) -> Expected:
     return Expected(Refuse, error=error, phrases=phrases)
 
 
-def step_0(*, by_person: bool = False) -> Expected:
-    """Expect that it starts at step 0."""
-    return Expected(Scratch, fields=(("by_person", by_person),))
+def step_0(*, by_person: bool = False, says: str = "") -> Expected:
+    """Expect that it starts at step 0; ``says`` as in :func:`tries`."""
+    return Expected(Scratch, phrases=(says,) if says else (), fields=(("by_person", by_person),))
 
 
 @dataclass(frozen=True)

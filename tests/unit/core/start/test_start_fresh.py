@@ -74,7 +74,7 @@ FRESH = [
             mirror(M, [theirs_first, over_there], [theirs_first.save(100)]),
             mirror(N, [theirs_first, over_there], [theirs_first.save(100)]),
         ],
-        step_0(),
+        step_0(says="elsewhere was started from scratch; it leaves 1 saves behind, up to step 100"),
     ),
     Case(
         "an attempt continued from a save that no place has",

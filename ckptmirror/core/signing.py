@@ -1,0 +1,59 @@
+"""Signatures: how this process signs the documents that it writes, and whose signatures it demands.
+
+Rules:
+* A process has one set of keys, for every place that it reads or writes. So no reader can forget to ask for them.
+* With verify keys, a document is believed if one of them signed it, and never otherwise. Without, all are believed.
+* Nothing here knows cryptography: ``local/keys.py`` reads the keys and brings the two functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptmirror.core.errors import ConfigError
+
+__all__ = ["Keys", "check_can_sign", "current", "set_current"]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What a process signs and demands.
+
+    Attributes:
+        sign: Returns the signature of bytes; None: documents are not signed.
+        is_signed: Whether a signature of bytes is right; None: signatures are not asked for.
+        identity: The same for equal keys; "" if there are none.
+    """
+
+    sign: Callable[[bytes], bytes] | None = None
+    is_signed: Callable[[bytes, bytes], bool] | None = None
+    identity: str = ""
+
+
+_keys = Keys()
+
+
+def current() -> Keys:
+    """Return the keys of this process."""
+    return _keys
+
+
+def set_current(keys: Keys) -> Keys:
+    """Use these keys from now on; return those used before."""
+    global _keys
+    before, _keys = _keys, keys
+    return before
+
+
+def check_can_sign() -> None:
+    """Refuse to change a run in a process that could not read afterwards what it writes.
+
+    Raises:
+        ConfigError: It demands signatures, and has no key to sign with.
+    """
+    if _keys.is_signed is not None and _keys.sign is None:
+        raise ConfigError(
+            "verify_keys is set, but signing_key is not: what this process writes would not be believed.",
+            hint="Set signing_key too; only what reads (stage, ls, verify, load_checkpoint) does without.",
+        )

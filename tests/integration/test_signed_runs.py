@@ -1,0 +1,457 @@
+"""A run with keys: what is signed is believed, and nothing else is, wherever it comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+from ckptmirror import CheckpointManager, Retention, load_checkpoint, stage_checkpoint_step, use_keys
+from ckptmirror.core import signing
+from ckptmirror.core.codec import (
+    attempts_from_bytes,
+    attempts_to_bytes,
+    meta_from_bytes,
+    meta_to_bytes,
+    tombstone_to_bytes,
+)
+from ckptmirror.core.errors import (
+    AttemptFenced,
+    CheckpointNotFound,
+    ConfigError,
+    IntegrityError,
+    NotSigned,
+    WaitTimeout,
+)
+from ckptmirror.core.model import Attempt, Tombstone, new_id
+from ckptmirror.local.checksums import crc32c
+from tests.kit.cli import assert_tells, run
+from tests.kit.legacy import save_legacy
+from tests.kit.roots import whole
+from tests.kit.training import everything, new_state, running, same, saved_run, train
+
+
+@pytest.fixture(autouse=True)
+def _no_keys_before_or_after() -> Iterator[None]:
+    before = signing.set_current(signing.Keys())
+    yield
+    signing.set_current(before)
+
+
+def make_key(folder: Path, name: str = "run") -> dict[str, Any]:
+    """Write a pair of keys; return the settings of a process that has both."""
+    folder.mkdir(exist_ok=True)
+    key = Ed25519PrivateKey.generate()
+    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    private.chmod(0o600)
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    public.chmod(0o644)
+    return {"signing_key": private, "verify_keys": [public]}
+
+
+def as_process(**keys: Any) -> None:
+    """Go on as another process would, with these keys alone."""
+    signing.set_current(signing.Keys())
+    use_keys(**keys)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, Any]:
+    return make_key(tmp_path / "keys")
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, str, Path]:
+    """The root, the mirror's URL, and its directory."""
+    there = tmp_path / "mirror"
+    there.mkdir()
+    return tmp_path / "root", there.as_uri(), there
+
+
+def forged(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a document as somebody without the key would: with a right checksum, and the signature that was there."""
+    document = json.loads(path.read_bytes())
+    change(document)
+    document.pop("checksum")
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    document["checksum"] = hashlib.sha256(text.encode()).hexdigest()
+    os.unlink(path)
+    path.write_bytes((json.dumps(document, sort_keys=True, separators=(",", ":")) + "\n").encode())
+
+
+def with_same_crc32c(data: bytes, at: int) -> bytes:
+    """Flip the bits of a byte, and choose the four bytes after it so that the crc32c stays: it is linear over GF(2)."""
+    changed = bytearray(data)
+    changed[at] ^= 0xFF
+    here = slice(at + 1, at + 5)
+
+    def crc(value: int) -> int:
+        changed[here] = value.to_bytes(4, "little")
+        return crc32c(bytes(changed))
+
+    base = crc(0)
+    rows = {bit: (crc(1 << bit) ^ base, 1 << bit) for bit in range(32)}
+    wanted, value = crc32c(data) ^ base, 0
+    basis: dict[int, tuple[int, int]] = {}
+    for column, source in rows.values():
+        while column and column.bit_length() in basis:
+            other, origin = basis[column.bit_length()]
+            column, source = column ^ other, source ^ origin
+        if column:
+            basis[column.bit_length()] = (column, source)
+    while wanted:
+        column, source = basis[wanted.bit_length()]
+        wanted, value = wanted ^ column, value ^ source
+    assert crc(value) == crc32c(data)
+    return bytes(changed)
+
+
+# -- a run from its first save to another machine ---------------------------------------------------------------------
+
+
+def test_a_signed_run_is_saved_resumed_and_staged_by_somebody_without_its_private_key(
+    places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    root, url, there = places
+    states = saved_run(root, (1, 2), url, **keys)
+    for path in (root / "meta_000002.json", there / "meta_000002.json", there / "writer.json"):
+        assert "signature" in json.loads(path.read_bytes())
+    for artifact in whole(root)[2].artifacts:
+        assert len(artifact.digest.hashes) == len(artifact.digest.blocks)
+    with running(tmp_path / "elsewhere", url, **keys) as manager:
+        state = new_state(seed=5)
+        start = manager.resume(state)
+        assert start is not None
+        assert start.step == 2
+        assert same(everything(state), states[2])
+    as_process(verify_keys=keys["verify_keys"])
+    dest = tmp_path / "dest"
+    for kind in ("model", "dcp"):  # the second widens what the first left
+        stage_checkpoint_step(url, step=2, dest=dest, require_kind=kind)  # type: ignore[arg-type]
+        assert load_checkpoint(dest).meta.step == 2
+    assert meta_from_bytes((dest / "meta_000002.json").read_bytes()).kinds == ("dcp", "model")
+    signing.set_current(signing.Keys())
+    assert load_checkpoint(dest).meta.step == 2  # who asks for no signature is not disturbed by one
+
+
+def test_the_settings_and_the_verbs_demand_it_too(
+    places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    root, url, _ = places
+    saved_run(root, (1,), url, **keys)
+    other = make_key(tmp_path / "other")
+    right, wrong = ({"CKPTMIRROR_VERIFY_KEYS": str(one["verify_keys"][0])} for one in (keys, other))
+    assert "whole" in run("verify", url, env=right).stdout
+    assert run("stage", url, "--step", "1", "--dest", tmp_path / "a", env=right).returncode == 0
+    ended = run("verify", url, env=wrong)
+    assert ended.returncode == 6
+    assert "not by a key in verify_keys" in ended.stdout + ended.stderr
+    assert run("stage", url, "--step", "1", "--dest", tmp_path / "b", env=wrong).returncode == 6
+    assert_tells(run("drain", root, env=right), 10, "signing_key is not")
+    assert_tells(run("ls", url, env={"CKPTMIRROR_VERIFY_KEYS": "/nowhere.pub"}), 10, "there is no /nowhere.pub")
+
+
+def test_a_run_that_was_not_signed_is_signed_first_and_then_demanded(
+    places: tuple[Path, str, Path], keys: dict[str, Any]
+) -> None:
+    root, url, _ = places
+    saved_run(root, (1,), url)
+    as_process()
+    with pytest.raises(Exception, match="not signed"), running(root, url, **keys) as manager:
+        manager.resume(new_state())
+    as_process()
+    saved_run(root, (2,), url, signing_key=keys["signing_key"])
+    as_process()
+    with running(root, url, **keys) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 2
+
+
+def test_keys_are_changed_by_believing_both_for_a_while(
+    places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    root, url, _ = places
+    saved_run(root, (1,), url, **keys)
+    new = make_key(tmp_path / "new")
+    as_process()
+    saved_run(root, (2,), url, signing_key=new["signing_key"], verify_keys=[*keys["verify_keys"], *new["verify_keys"]])
+    as_process()
+    with running(root, url, **new) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 2
+
+
+# -- what somebody else wrote -----------------------------------------------------------------------------------------
+
+
+def other_attempt() -> Attempt:
+    return Attempt(new_id(), 999, None, by_person=True, root=new_id())
+
+
+def test_a_forged_attempt_fences_no_trainer_and_the_next_start_goes_on(
+    places: tuple[Path, str, Path], keys: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    root, url, there = places
+
+    def forge() -> None:
+        known = attempts_from_bytes((there / "writer.json").read_bytes())
+        signing.set_current(signing.Keys())
+        data = attempts_to_bytes(replace(known, attempts=(*known.attempts, other_attempt())))
+        os.unlink(there / "writer.json")
+        (there / "writer.json").write_bytes(data)
+
+    with running(root, url, **keys) as manager:
+        state = new_state()
+        manager.resume(state)
+        train(state)
+        manager.save(1, state).wait("mirrored", timeout_s=60.0)
+        mine = signing.current()
+        forge()
+        signing.set_current(mine)
+        for step in (2, 3):
+            train(state)
+            with suppress(WaitTimeout):  # the mirror is out of order, so nothing is sent; but nothing is fenced
+                manager.save(step, state).wait("mirrored", timeout_s=2.0)
+    with running(root, url, **keys) as manager, caplog.at_level(logging.ERROR):
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 3
+        manager.close(timeout_s=60.0)
+    assert "not signed" in caplog.text
+    assert "signature" in json.loads((there / "writer.json").read_bytes())
+
+
+def test_without_keys_the_same_entry_fences(places: tuple[Path, str, Path]) -> None:
+    root, url, there = places
+    with running(root, url) as manager:
+        state = new_state()
+        manager.resume(state)
+        train(state)
+        manager.save(1, state).wait("mirrored", timeout_s=60.0)
+        known = attempts_from_bytes((there / "writer.json").read_bytes())
+        os.unlink(there / "writer.json")
+        (there / "writer.json").write_bytes(
+            attempts_to_bytes(replace(known, attempts=(*known.attempts, other_attempt())))
+        )
+        for step in range(2, 100):
+            train(state)
+            try:
+                with suppress(WaitTimeout):
+                    manager.save(step, state).wait("mirrored", timeout_s=1.0)
+            except AttemptFenced:
+                break
+        else:
+            pytest.fail("it was not fenced")
+
+
+def test_a_forged_tombstone_lets_no_local_save_go(places: tuple[Path, str, Path], keys: dict[str, Any]) -> None:
+    root, url, there = places
+    retention = Retention(keep_last=None)
+    saved_run(root, (1, 2), url, retention=retention, **keys)
+    meta = whole(root)[1]
+    mine = signing.set_current(signing.Keys())
+    data = tombstone_to_bytes(Tombstone(meta.save_id, 1, meta.kinds, "old", "2026-01-01T00:00:00Z"))
+    signing.set_current(mine)
+    os.unlink(there / "meta_000001.json")
+    (there / "meta_000001.json").write_bytes(data)
+    for artifact in meta.artifacts:
+        os.unlink(there / artifact.path)
+    with running(root, url, retention=Retention(keep_last=1), **keys) as manager:
+        manager.resume(new_state())
+        report = manager.rotate(timeout_s=0.0)
+        assert report.deleted == ()
+    assert 1 in whole(root)
+
+
+def test_bytes_with_the_same_crc32c_are_found_wherever_they_are_read(
+    places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """The checksum of the stores and of the format finds damage; whoever wants to keep it, keeps it."""
+    root, url, there = places
+    saved_run(root, (1,), url, **keys)
+    (path,) = [artifact.path for artifact in whole(root)[1].artifacts if artifact.path.startswith("model_")]
+    bad = with_same_crc32c((root / path).read_bytes(), 700)
+    for place in (root, there):
+        os.unlink(place / path)
+        (place / path).write_bytes(bad)
+    as_process(verify_keys=keys["verify_keys"])
+    for where in (str(root), url):
+        ended = run("verify", "--deep", where, env={"CKPTMIRROR_VERIFY_KEYS": str(keys["verify_keys"][0])})
+        assert ended.returncode == 6
+        assert "SHA-256 of block 0" in ended.stdout
+        assert run("verify", "--deep", where).returncode == 6  # it is there, so it is compared
+    with pytest.raises(IntegrityError, match="SHA-256"):
+        load_checkpoint(root / path)
+    with pytest.raises(IntegrityError, match="SHA-256"):
+        stage_checkpoint_step(url, step=1, dest=tmp_path / "dest", require_kind="model")
+
+
+@pytest.mark.parametrize("what", ["kinds", "digest", "step_of_parent", "metrics", "without_proof", "proof_of_proof"])
+def test_a_staged_copy_is_believed_only_as_a_part_of_what_was_signed(
+    what: str, places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    root, url, _ = places
+    saved_run(root, (1, 2), url, **keys)
+    as_process(verify_keys=keys["verify_keys"])
+    dest = tmp_path / "dest"
+    stage_checkpoint_step(url, step=2, dest=dest, require_kind="model")
+    path = dest / "meta_000002.json"
+    assert meta_from_bytes(path.read_bytes()).step == 2
+
+    def change(document: dict[str, Any]) -> None:
+        if what == "kinds":
+            document["artifacts"][0]["kinds"] = ["dcp", "model"]
+            document["kinds"] = ["dcp", "model"]
+            document["artifacts"][0]["path"] = "optim_000002_rank0.pt"
+        elif what == "digest":
+            other = next(a for a in whole(root)[1].artifacts if a.path.startswith("model_"))
+            made = json.loads(meta_to_bytes_unsigned(replace(whole(root)[1], artifacts=(other,), kinds=("model",))))
+            for key in ("blocks", "crc32c", "sha256", "size_bytes"):
+                document["artifacts"][0][key] = made["artifacts"][0][key]
+        elif what == "step_of_parent":
+            document["attempt"]["number"] += 1
+        elif what == "metrics":
+            document["metrics"] = {"loss": 0.0}
+        elif what == "without_proof":
+            del document["proof"]
+        else:
+            document["proof"] = path.read_text()
+
+    forged(path, change)
+    with pytest.raises(NotSigned):
+        meta_from_bytes(path.read_bytes())
+    with pytest.raises((IntegrityError, CheckpointNotFound)):
+        load_checkpoint(dest)
+
+
+def meta_to_bytes_unsigned(meta: Any) -> bytes:
+    before = signing.set_current(signing.Keys())
+    try:
+        return meta_to_bytes(meta)
+    finally:
+        signing.set_current(before)
+
+
+def test_an_older_list_that_is_put_back_is_told_at_the_next_start(
+    places: tuple[Path, str, Path], keys: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its signature is right: only what this root remembers shows it."""
+    root, url, there = places
+    saved_run(root, (1,), url, **keys)
+    older = (there / "writer.json").read_bytes()
+    saved_run(root, (2,), url, **keys)
+    assert "older state" not in caplog.text
+    os.unlink(there / "writer.json")
+    (there / "writer.json").write_bytes(older)
+    saved_run(root, (3,), url, **keys)
+    assert "the mirror shows an older state" in caplog.text
+
+
+def test_an_emergency_snapshot_is_signed_by_its_rank(
+    places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    root, _, _ = places
+    with running(root, persistent_dir=tmp_path / "kept", **keys) as manager:
+        state = new_state()
+        manager.resume(state)
+        train(state)
+        manager.save_emergency_checkpoint(1, state)
+        wanted = everything(state)
+    for home in (root, tmp_path / "elsewhere"):
+        with running(home, persistent_dir=tmp_path / "kept", **keys) as manager:
+            state = new_state(seed=5)
+            assert manager.resume(state) is not None
+            assert same(everything(state), wanted)
+    (meta,) = (tmp_path / "kept").glob("emergency_*/meta_rank0.json")
+    forged(meta, lambda document: document.pop("signature"))
+    with pytest.raises(NotSigned):
+        meta_from_bytes(meta.read_bytes())
+
+
+def test_a_legacy_checkpoint_is_signed_by_nobody(tmp_path: Path, keys: dict[str, Any]) -> None:
+    save_legacy(tmp_path / "old", 100)
+    assert load_checkpoint(tmp_path / "old").model
+    use_keys(verify_keys=keys["verify_keys"])
+    with pytest.raises((CheckpointNotFound, IntegrityError), match="not signed"):
+        load_checkpoint(tmp_path / "old")
+    with pytest.raises((CheckpointNotFound, IntegrityError), match="not signed"):
+        load_checkpoint(tmp_path / "old" / "dist_ckpt_000100")
+
+
+# -- keys that are none -----------------------------------------------------------------------------------------------
+
+
+def test_a_key_that_is_none_or_is_open_to_others_is_refused_by_name(tmp_path: Path, keys: dict[str, Any]) -> None:
+    private, (public,) = keys["signing_key"], keys["verify_keys"]
+    nothing = tmp_path / "nothing.pem"
+    nothing.write_text("hello")
+    nothing.chmod(0o600)
+    link = tmp_path / "link.pem"
+    link.symlink_to(private)
+    pipe = tmp_path / "pipe.pem"
+    os.mkfifo(pipe, 0o600)
+    other = tmp_path / "other.pem"
+    other.write_bytes(X25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    locked = tmp_path / "locked.pem"
+    encryption = BestAvailableEncryption(b"secret")
+    locked.write_bytes(Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+    open_to_all = tmp_path / "open.pem"
+    open_to_all.write_bytes(private.read_bytes())
+    for path in (other, locked):
+        path.chmod(0o600)
+    open_to_all.chmod(0o640)
+    for path, why in (
+        (tmp_path / "missing.pem", "there is no"),
+        (nothing, "holds no private key"),
+        (public, "may be read or changed by others"),
+        (link, "symbolic link"),
+        (pipe, "not a regular file"),
+        (other, "another kind than Ed25519"),
+        (locked, "encrypted"),
+        (open_to_all, "may be read or changed by others"),
+    ):
+        with pytest.raises(ConfigError, match=why) as told:
+            CheckpointManager(tmp_path / "root", signing_key=path)
+        assert str(path) in str(told.value)
+    public.chmod(0o666)
+    with pytest.raises(ConfigError, match="may be changed by others"):
+        use_keys(verify_keys=[public])
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_process_has_one_set_of_keys_and_signs_if_it_demands(tmp_path: Path, keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="signing_key is not"):
+        CheckpointManager(tmp_path / "root", verify_keys=keys["verify_keys"])
+    as_process(**keys)
+    use_keys(**keys)
+    use_keys()
+    with pytest.raises(ConfigError, match="other keys"):
+        use_keys(**make_key(tmp_path / "other"))
+
+
+def test_who_has_no_keys_imports_no_cryptography(tmp_path: Path) -> None:
+    text = "import sys, ckptmirror; ckptmirror.use_keys(); ckptmirror.list_checkpoints(sys.argv[1]); "
+    text += "sys.exit('cryptography' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", text, str(tmp_path)], check=False).returncode == 0
