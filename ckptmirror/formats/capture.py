@@ -31,9 +31,9 @@ from ckptmirror.formats.names import bare, live_parameters, live_values
 from ckptmirror.formats.nesting_limit import too_deep
 from ckptmirror.formats.optimizer_state import capture_optimizer
 from ckptmirror.formats.rng import capture_rng
-from ckptmirror.formats.shards import piece_of, region_of
+from ckptmirror.formats.shards import region_of
 from ckptmirror.formats.state_tree import state_of
-from ckptmirror.formats.tensor_bytes import digest32, is_wrapper
+from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.train_state import PARTS, TrainState, check_state
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
 from ckptmirror.formats.weights_only_values import encode, has_shards
@@ -43,7 +43,6 @@ __all__ = [
     "architecture_hash",
     "capture",
     "capture_local",
-    "fingerprint",
     "optimizer_holdings",
     "parameters_hash",
     "snapshot_from_tree",
@@ -207,28 +206,12 @@ def _hash_of_holdings(state: dict[str, Any]) -> str:
     return hashlib.sha256(repr(sorted(held)).encode()).hexdigest()
 
 
-def fingerprint(snapshot: Snapshot) -> str:
-    """Return a hash of this rank's model and optimizer values, in one pass over the bytes; call it on the host copy."""
-    digest = hashlib.sha256()
-    for name, value in walk_tensors({"model": snapshot.model, "optimizer": snapshot.optimizer}, plain=True):
-        if isinstance(value, torch.Tensor):
-            piece = piece_of(value)
-            sums = digest32(piece.data.cpu()) if not is_wrapper(value) else type(value).__qualname__
-            digest.update(f"{name} {value.dtype} {piece.region} {sums}\n".encode())
-        else:
-            digest.update(f"{name} {value!r}\n".encode())
-    return digest.hexdigest()
-
-
-def walk_tensors(tree: Any, name: str = "", *, plain: bool = False) -> list[tuple[str, Any]]:
-    """Return (dotted name, tensor) of every tensor in a tree; with ``plain``, also the other leaves."""
-    if isinstance(tree, dict):
-        pairs = [(str(key), item) for key, item in tree.items()]
-    elif isinstance(tree, (list, tuple)):
-        pairs = [(str(index), item) for index, item in enumerate(tree)]
-    else:
-        return [(name, tree)] if plain or isinstance(tree, torch.Tensor) else []
-    return [leaf for key, item in pairs for leaf in walk_tensors(item, f"{name}.{key}" if name else key, plain=plain)]
+def walk_tensors(tree: Any, name: str = "") -> list[tuple[str, Any]]:
+    """Return (dotted name, tensor) of every tensor in a tree."""
+    if isinstance(tree, torch.Tensor):
+        return [(name, tree)]
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    return [found for key, item in items for found in walk_tensors(item, f"{name}.{key}" if name else str(key))]
 
 
 def _hash_of_shapes(model: Mapping[str, Any]) -> str:

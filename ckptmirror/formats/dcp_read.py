@@ -268,21 +268,17 @@ def _read_optimizer(module: torch.nn.Module, wanted: list[_Entry], reader: _Read
 
 
 def _allocate(described: Any, owner: torch.Tensor | None) -> Any:
+    """Return an empty tensor as it is described, sharded like its owner; None for a plain value."""
     if not isinstance(described, TensorStorageMetadata):
         return None
+    size, dtype = tuple(described.size), described.properties.dtype
+    follows = owner is not None and size == tuple(owner.shape)
     try:
-        return _empty(described, owner)
+        if isinstance(owner, DTensor) and follows:
+            return empty_dtensor(*size, dtype=dtype, device_mesh=owner.device_mesh, placements=owner.placements)
+        return torch.empty(size, dtype=dtype, device=owner.device if owner is not None and follows else "cpu")
     except RuntimeError as error:
-        raise IntegrityError(f"The directory describes a tensor of {tuple(described.size)}: {error}") from error
-
-
-def _empty(described: TensorStorageMetadata, owner: torch.Tensor | None) -> torch.Tensor:
-    dtype = described.properties.dtype
-    if owner is None or tuple(described.size) != tuple(owner.shape):
-        return torch.empty(described.size, dtype=dtype, device="cpu")
-    if isinstance(owner, DTensor):
-        return empty_dtensor(*described.size, dtype=dtype, device_mesh=owner.device_mesh, placements=owner.placements)
-    return torch.empty(described.size, dtype=dtype, device=owner.device)
+        raise IntegrityError(f"The directory describes a tensor of {size}: {error}") from error
 
 
 def _assemble(items: list[tuple[Path_, Any]]) -> Any:

@@ -12,8 +12,7 @@ Rules:
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from ckptmirror.formats.capture import capture_local
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.model import full_optimizer
-from ckptmirror.formats.rank_files import RankFiles
+from ckptmirror.formats.rank_files import RankFiles, files_of
 from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import load_extra, takes_schedule, tensor_list
 from ckptmirror.formats.train_state import TrainState
@@ -35,8 +34,6 @@ from ckptmirror.formats.versions import versions_in
 from ckptmirror.local.directories import make_dirs
 
 __all__ = ["FORMAT", "EmergencyFormat", "names_of_rank", "write_emergency"]
-
-_RANK_FILE = re.compile(r"(?:.*/)?rank(\d+)\.pt")
 
 
 def write_emergency(
@@ -117,8 +114,8 @@ class EmergencyFormat:
         if len(names) != 1:
             raise IntegrityError(f"The meta names {len(names)} directories of an emergency snapshot.")
         directory = root / names.pop()
-        ranks = _ranks_of(meta, directory)
-        source = RankFiles({rank: directory / names_of_rank(rank)[0] for rank in ranks}, target.rank)
+        files = files_of(root, meta, lambda rank: f"{directory.name}/{names_of_rank(rank)[0]}")
+        source = RankFiles(files, target.rank)
         saved = _snapshot(source, directory)
         sharded = saved.get("sharded") is True
         if sharded and saved.get("world_size") != target.world_size:
@@ -143,7 +140,7 @@ class EmergencyFormat:
             optimizer=(lambda: full_optimizer(shared.below("optimizer"), module)) if has_optimizer else None,
             is_scheduled=lambda: takes_schedule(target, saved["extra"]),
         )
-        rest = load_extra(source.below("extra"), target, step=meta.step, own=target.rank in ranks)
+        rest = load_extra(source.below("extra"), target, step=meta.step, own=target.rank in files)
         return LoadReport(meta.step, parts.loaded + rest.loaded, parts.missing + rest.missing)
 
 
@@ -156,13 +153,3 @@ def _snapshot(source: RankFiles, directory: Path) -> dict[str, Any]:
     if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("model", "extra")):
         raise IntegrityError(f"A file of {directory.name} is not an emergency snapshot.")
     return {"optimizer": None, **tree}
-
-
-def _ranks_of(meta: Meta, directory: Path) -> list[int]:
-    matches: Mapping[str, re.Match[str] | None] = {
-        a.path: _RANK_FILE.fullmatch(a.path) for a in meta.artifacts_of("emergency")
-    }
-    ranks = sorted(int(match[1]) for match in matches.values() if match)
-    if not ranks:
-        raise IntegrityError(f"The meta names no file of {directory.name}.")
-    return ranks

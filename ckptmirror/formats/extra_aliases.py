@@ -11,7 +11,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,7 +72,10 @@ def _walk(value: Any, path: TreePath, taken: Taken, found: list[list[Any]]) -> N
     elif takes_state(value):
         taken.take(value, "")
     elif isinstance(value, torch.Tensor):
-        _note(taken.owner_of(value) is not None, path, found, lambda: taken.take(value, ""))
+        if taken.owner_of(value) is not None:
+            found.append(list(path))
+        else:
+            taken.take(value, "")
     elif is_mapping(value) or is_sequence(value):
         if not isinstance(value, tuple):
             if taken.knows(value):
@@ -82,17 +85,11 @@ def _walk(value: Any, path: TreePath, taken: Taken, found: list[list[Any]]) -> N
         for key, item in items_of(value):
             _walk(item, (*path, key), taken, found)
     elif isinstance(value, (set, bytearray)) or is_array(value):
-        shared = taken.knows(value) or taken.owner_of_buffer(value) is not None
-        _note(shared, path, found, lambda: taken.remember(value, value))
-        if not shared:
+        if taken.knows(value) or taken.owner_of_buffer(value) is not None:
+            found.append(list(path))
+        else:
+            taken.remember(value, value)
             taken.take_buffer(value, "")
-
-
-def _note(is_shared: bool, path: TreePath, found: list[list[Any]], otherwise: Callable[[], None]) -> None:
-    if is_shared:
-        found.append(list(path))
-    else:
-        otherwise()
 
 
 def _may_share(extra: Any, model: list[Any], ema: list[Any], own: list[Any]) -> bool:

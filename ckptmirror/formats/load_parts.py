@@ -17,7 +17,7 @@ import torch
 from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.base import LoadReport, LoadTarget
 from ckptmirror.formats.load_model import warn_missing, warn_unused
-from ckptmirror.formats.names import shard_again
+from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import load_optimizer, plan_optimizer
 
 __all__ = ["load_parts"]
@@ -50,7 +50,7 @@ def load_parts(
     saved: Mapping[str, Any] | str = ""
     dtypes: Mapping[str, torch.dtype] = {}
     if "optimizer" not in target.exclude and state.optimizer is not None:
-        shard_again(state.model)
+        live_values(state.model)  # asked for its state, FSDP2 reshards what a forward without a backward left unsharded
         saved = optimizer() if optimizer is not None else "state"
         if isinstance(saved, str):
             missing.append(warn_missing("optimizer", f"{saved}; it starts without history"))

@@ -30,7 +30,6 @@ __all__ = [
     "live_values",
     "makes_room",
     "match_names",
-    "shard_again",
     "some",
 ]
 
@@ -67,11 +66,6 @@ def live_values(model: torch.nn.Module) -> LiveValues:
             hint="Run one forward pass through the model before save() or resume(): that makes it.",
         )
     return values
-
-
-def shard_again(model: torch.nn.Module) -> None:
-    """Make FSDP2 reshard what a forward without a backward left unsharded, by asking the model for its state."""
-    live_values(model)
 
 
 def live_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -94,7 +94,9 @@ def refuse_strays(one: Any, raw: Mapping[Any, Any], keys: Mapping[Any, str], *, 
     """
     strays = [key for key in raw if key not in keys]
     own = getattr(one, "state", None)
-    covered = [key for key in own if key in keys] if isinstance(own, Mapping) and not _has_tensor_keys_only(own) else []
+    own = own if isinstance(own, Mapping) else {}
+    has_others = any(not isinstance(key, torch.Tensor) for key in own)
+    covered = [key for key in own if key in keys] if has_others else []
     for key in (*strays, *covered):
         if not isinstance(key, str) or key in names:
             raise UsageError(
@@ -107,10 +109,6 @@ def refuse_strays(one: Any, raw: Mapping[Any, Any], keys: Mapping[Any, str], *, 
             "optimizers, a load could not tell which one it belongs to.",
             hint=_IN_EXTRA,
         )
-
-
-def _has_tensor_keys_only(state: Mapping[Any, Any]) -> bool:
-    return all(isinstance(key, torch.Tensor) for key in state)
 
 
 def refuse_local_state(tree: Any, parameter: torch.Tensor, where: str) -> None:

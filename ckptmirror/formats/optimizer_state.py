@@ -19,7 +19,7 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -274,7 +274,8 @@ def _apply(
         raise UsageError(f"The {where} does not take the saved state: {error}") from error
     _refuse_another(one, raw["param_groups"], where)
     lacking = []
-    for parameter, name in _live_names(one, plan):
+    parameters = [parameter for group in one.param_groups for parameter in group["params"]]
+    for parameter, name in zip(parameters, (name for _, found in plan for name in found), strict=True):
         if parameter in one.state:
             cast = saved_dtypes.get(name, parameter.dtype) != parameter.dtype
             restored = _restore(one.state[parameter], state.get(name), parameter, cast=cast)
@@ -304,11 +305,6 @@ def _refuse_another(one: Any, before: Sequence[Mapping[str, Any]], where: str) -
                 f"the save does not have; the save has {some(new)}.",
                 hint='Use the optimizer of the save, or start with an empty one: exclude=("optimizer",).',
             )
-
-
-def _live_names(one: Any, plan: Plan) -> Iterator[tuple[torch.Tensor, str]]:
-    for (_, found), live in zip(plan, one.param_groups, strict=True):
-        yield from zip(live["params"], found, strict=True)
 
 
 class _Held:

@@ -391,12 +391,6 @@ def _tuple(reader: _Reader) -> None:
     reader.stack.append(tuple(items))
 
 
-def _set_item(reader: _Reader) -> None:
-    items = reader.stack[-2:]
-    del reader.stack[-2:]
-    reader.set_items(items)
-
-
 def _global(reader: _Reader) -> None:
     module, name = reader.line(), reader.line()
     if (module, name) in _compat_pickle.NAME_MAPPING:
@@ -425,10 +419,6 @@ def _put(form: struct.Struct) -> Callable[[_Reader], None]:
         reader.memo[reader.number(form)] = reader.stack[-1]
 
     return put
-
-
-def _memoize(reader: _Reader) -> None:
-    reader.memo[len(reader.memo)] = reader.stack[-1]
 
 
 def _get(form: struct.Struct) -> Callable[[_Reader], None]:
@@ -463,11 +453,11 @@ _OPCODES: dict[int, Callable[[_Reader], None]] = {
         pickle.TUPLE3: lambda r: r.tuple_of(3),
         pickle.APPEND: lambda r: r.extend([r.stack.pop()]),
         pickle.APPENDS: lambda r: r.extend(r.pop_mark()),
-        pickle.SETITEM: _set_item,
+        pickle.SETITEM: lambda r: r.set_items([r.stack.pop(-2), r.stack.pop()]),
         pickle.SETITEMS: lambda r: r.set_items(r.pop_mark()),
         pickle.BINPUT: _put(_U1),
         pickle.LONG_BINPUT: _put(_U4),
-        pickle.MEMOIZE: _memoize,
+        pickle.MEMOIZE: lambda r: r.memo.__setitem__(len(r.memo), r.stack[-1]),
         pickle.BINGET: _get(_U1),
         pickle.LONG_BINGET: _get(_U4),
         pickle.GLOBAL: _global,

@@ -65,8 +65,8 @@ def write_sidecars(snapshot: Snapshot, context: WriteContext) -> tuple[list[Arti
 def tensor_list(snapshot: Snapshot, *, rank: int, world_size: int, sums: bool = True) -> dict[str, Any]:
     """Return the contents of ``tensors_*.json``: shape, dtype, place and checksums of each of this rank's tensors.
 
-    ``sum32`` adds up over the pieces of a tensor (see ``formats.tensor_bytes.sum32``); ``crc32c`` is that of the piece.
-    The list holds nothing else, so that saves of equal tensors have equal files.
+    ``sum32`` adds up over the pieces of a tensor (see ``formats.tensor_bytes.digest32``); ``crc32c`` is that of the
+    piece. The list holds nothing else, so that saves of equal tensors have equal files.
     """
     parts = {"model": snapshot.model, "optimizer": snapshot.optimizer, "ema": snapshot.extra.get("ema")}
     return {

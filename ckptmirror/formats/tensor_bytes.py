@@ -17,7 +17,7 @@ from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.containers import TreePath, changed, leaves
 from ckptmirror.local.checksums import crc32c
 
-__all__ = ["byte_view", "compact", "digest32", "has_plain_bytes", "is_wrapper", "sum32", "sum32_there"]
+__all__ = ["byte_view", "compact", "digest32", "has_plain_bytes", "is_wrapper", "sum32_there"]
 
 _WORDS_PER_CHUNK = 1 << 15  # up to here torch sums in the calling thread, which is faster than waiting for its pool
 
@@ -53,16 +53,12 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def sum32(tensor: torch.Tensor) -> int:
-    """Return the sum, modulo 2**32, of the tensor's bytes read as little-endian 32-bit words, the last padded.
-
-    The sums of pieces whose sizes are multiples of four bytes add up to the sum of the whole, however it was cut.
-    """
-    return digest32(tensor)[0]
-
-
 def digest32(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return (:func:`sum32`, crc32c) of a CPU tensor's bytes in row-major order."""
+    """Return (sum32, crc32c) of a CPU tensor's bytes in row-major order.
+
+    ``sum32`` is the sum, modulo 2**32, of the bytes read as little-endian 32-bit words, the last padded. The sums of
+    pieces whose sizes are multiples of four bytes add up to the sum of the whole, however it was cut.
+    """
     data = byte_view(tensor.detach().contiguous())
     whole = data.nbytes // 4 * 4
     total = crc = 0
@@ -75,7 +71,7 @@ def digest32(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def sum32_there(tensor: torch.Tensor) -> torch.Tensor:
-    """Return :func:`sum32`, as a signed number, of a plain tensor on any device, without waiting for the device."""
+    """Return ``sum32``, as a signed number, of a plain tensor on any device, without waiting for the device."""
     if tensor.element_size() == 4 and not tensor.is_neg():  # the usual case: no copy in any layout, and few calls
         return tensor.detach().view(torch.int32).sum(dtype=torch.int32)
     data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

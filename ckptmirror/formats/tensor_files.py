@@ -9,11 +9,12 @@ Rules:
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from mmap import MAP_PRIVATE
+from mmap import mmap as map_file
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def load_pt(path: Path, *, mmap: bool = False) -> Any:
         IntegrityError: The file is missing, is not a regular file, or is broken.
     """
     with open_regular(path) as (descriptor, size_bytes):
-        return load_part(descriptor, 0, size_bytes, str(path), mapped=_map(descriptor, size_bytes) if mmap else None)
+        mapped = map_file(descriptor, size_bytes, flags=MAP_PRIVATE) if mmap and size_bytes else None
+        return load_part(descriptor, 0, size_bytes, str(path), mapped=mapped)
 
 
 def load_part(descriptor: int, begin: int, size_bytes: int, name: str, *, mapped: Any = None) -> Any:
@@ -94,10 +96,6 @@ def _load(read_at: ReadAt, read_into: _Into, size_bytes: int, mapped: Any) -> An
         return memory.untyped_storage()
 
     return make(described, storage, {name[5:]: r.size_bytes for name, r in records.items() if name.startswith("data/")})
-
-
-def _map(descriptor: int, size_bytes: int) -> Any:
-    return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE) if size_bytes else None
 
 
 @contextmanager

@@ -36,15 +36,7 @@ MARK = "__ckptmirror__"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
 _INT_BITS = 1024  # of longer ones pickle makes an opcode (from 2,040 bits on) that the safe loader does not know
 _TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
-_FACTORIES: dict[str, Any] = {
-    "none": None,
-    "list": list,
-    "dict": dict,
-    "set": set,
-    "int": int,
-    "float": float,
-    "str": str,
-}
+_FACTORIES = {"none": None, **{kind.__name__: kind for kind in (list, dict, set, int, float, str)}}
 
 
 def encode(value: Any, where: str) -> Any:
@@ -212,7 +204,12 @@ def _encode_marked(value: Any, where: str) -> Any | None:
     if kind is deque:
         return {MARK: "deque", "items": _members(value, where), "maxlen": value.maxlen}
     if kind is set or kind is frozenset:
-        return {MARK: kind.__name__, "items": _unsharded(_members(value, where), where, f"a {kind.__name__}")}
+        if has_shards(items := _members(value, where)):
+            raise UsageError(
+                f"{where} is a {kind.__name__} that holds a DTensor, whose pieces a load could not find there.",
+                hint="Keep it in a dict or a list, or give the object state_dict() and load_state_dict().",
+            )
+        return {MARK: kind.__name__, "items": items}
     if kind is torch.Size:
         return {MARK: "size", "items": list(value)}
     if _is_numpy(value, "generic"):
@@ -256,15 +253,6 @@ def _hashable(items: Any) -> list[Any]:
     found = list(items)
     KeyBudget().check([item for item in found if type(item) is tuple or type(item) in _PLAIN], ())
     return found
-
-
-def _unsharded(tree: Any, where: str, container: str) -> Any:
-    if has_shards(tree):
-        raise UsageError(
-            f"{where} is {container} that holds a DTensor, whose pieces a load could not find there.",
-            hint="Keep it in a dict or a list, or give the object state_dict() and load_state_dict().",
-        )
-    return tree
 
 
 def _encode_scalar(value: Any) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from ckptmirror.formats.capture import capture
 from ckptmirror.formats.read_full import read_extra
 from ckptmirror.formats.shards import Piece, Region, fill, read_pieces
 from ckptmirror.formats.sidecars import tensor_list, write_sidecars
-from ckptmirror.formats.tensor_bytes import byte_view, compact, digest32, sum32, sum32_there
+from ckptmirror.formats.tensor_bytes import byte_view, compact, digest32, sum32_there
 from ckptmirror.formats.tensor_files import load_bytes, load_pt
 from ckptmirror.formats.weights_only_values import MARK, decode, encode
 from ckptmirror.local.checksums import crc32c, verify_file
@@ -97,6 +97,10 @@ def test_every_dtype_and_form_is_written_and_summed(dtype: torch.dtype, tmp_path
         padded = raw + bytes(-len(raw) % 4)
         words = [int.from_bytes(padded[i : i + 4], "little") for i in range(0, len(padded), 4)]
         assert digest32(tensor) == (sum(words) & 0xFFFFFFFF, crc32c(raw))
+
+
+def sum32(tensor: torch.Tensor) -> int:
+    return digest32(tensor)[0]
 
 
 def test_sums_of_pieces_add_up_to_the_whole() -> None:
@@ -300,3 +304,17 @@ def test_a_kind_that_the_user_allowed_comes_back_whole(kind: Kind, tmp_path: Pat
         load(kind, tmp_path, meta, other)
     assert type(other.extra["point"]) is Point
     assert other.extra["point"] == Point(1, [2])
+
+
+@pytest.mark.parametrize("part", ["model", "extra"])
+def test_an_emergency_snapshot_without_a_part_is_refused_before_anything_changes(part: str, tmp_path: Path) -> None:
+    meta = save("emergency", tmp_path, make_state())
+    (path,) = tmp_path.glob("*/rank0.pt")
+    content = load_pt(path)
+    del content[part]
+    torch.save(content, path)
+    other = make_state(seed=1)
+    before = {name: value.clone() for name, value in other.model.named_parameters()}
+    with pytest.raises(IntegrityError, match="not an emergency snapshot"):
+        load("emergency", tmp_path, meta, other)
+    same_bits(before, dict(other.model.named_parameters()))
