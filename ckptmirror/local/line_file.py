@@ -6,7 +6,7 @@ Rules:
 * A line that a crash or a full disk cut short stays as it is; the next one begins on a line of its own.
 * At ``limit_bytes`` the file replaces the older one, so at most twice the limit is kept. The process that renames holds
   the file's lock and has checked that the name still means this file, so two processes never both rename it.
-* Nothing is written through a link, into a file that is not regular, or if the directory is gone.
+* Nothing is written into a file that is not our own (``own_files``), or if the directory is gone.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import contextlib
 import errno
 import fcntl
 import os
-import stat
 from pathlib import Path
 
-from ckptmirror.core.errors import IntegrityError, LocalStorageUnwritable
+from ckptmirror.core.errors import IntegrityError
 from ckptmirror.local import crashpoints
 from ckptmirror.local.files import read_limited
+from ckptmirror.local.own_files import open_own_file
 from ckptmirror.local.storage_errors import disk_error, explained
 
 __all__ = ["append_line", "read_lines"]
@@ -35,13 +35,10 @@ def append_line(path: Path, line: bytes, *, older: Path, limit_bytes: int) -> No
         LocalStorageFull: No room; a part of the line may have been written.
         LocalStorageUnwritable: It cannot be written.
     """
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with explained("append to", path), crashpoints.around("line.append"):
-        descriptor = os.open(path, flags, 0o666)
+        descriptor = open_own_file(path, os.O_RDWR | os.O_APPEND, "append to")
         try:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise LocalStorageUnwritable(f"Cannot append to {path}: it is not a regular file.")
             if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b"\n":
                 line = b"\n" + line
             written = os.write(descriptor, line)

@@ -31,6 +31,7 @@ from ckptmirror.core.errors import IntegrityError, LocalStorageFull, RootLocked,
 from ckptmirror.local import crashpoints
 from ckptmirror.local.directories import make_dirs
 from ckptmirror.local.files import read_limited
+from ckptmirror.local.own_files import open_own_file
 from ckptmirror.local.storage_errors import explained
 
 __all__ = ["RANKS_LOCK_NAME", "SHORT_VERBS", "OnHeld", "RankLock", "RootLock", "exclusive", "is_held", "read_owner"]
@@ -57,9 +58,8 @@ class _LockFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with explained("open the lock file", path), _registry_lock, crashpoints.around("lock.create"):
-            self.descriptor = os.open(path, flags, 0o666)
+            self.descriptor = open_own_file(path, os.O_RDWR, "open the lock file")
             _open_locks.add(self)
 
     def try_lock(self, operation: int) -> bool:

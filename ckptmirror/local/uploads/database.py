@@ -27,8 +27,9 @@ import apsw
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NewerTable, NoTable, TableLocked
 from ckptmirror.local.crashpoints import around
 from ckptmirror.local.file_systems import refuse_network_place
+from ckptmirror.local.own_files import check_own_file
 from ckptmirror.local.uploads.failures import named_failures, reuse_log_if_full
-from ckptmirror.local.uploads.place import create_in_place, set_aside
+from ckptmirror.local.uploads.place import LOGS, create_in_place, set_aside
 from ckptmirror.local.uploads.records import canonical_crc
 from ckptmirror.local.uploads.statements import migrations, statement
 
@@ -84,6 +85,8 @@ class Database:
         if not self.path.exists():
             raise NoTable(f"there is no pending-uploads table at {self.path}")
         refuse_network_place(self.path.parent)
+        for name in ("", *LOGS):  # SQLite follows links, and writes over what it takes for an old log
+            check_own_file(self.path.with_name(self.path.name + name), "open the table")
         connection = self._connect()
         try:
             connection.set_busy_timeout(int(self._busy_timeout_s * 1000))

@@ -28,9 +28,10 @@ from ckptmirror.local.crashpoints import around
 from ckptmirror.local.file_systems import refuse_network_place
 from ckptmirror.local.storage_errors import explained
 
-__all__ = ["create_in_place", "set_aside"]
+__all__ = ["LOGS", "create_in_place", "set_aside"]
 
-_LOGS = ("-wal", "-shm", "-journal")
+LOGS = ("-wal", "-shm", "-journal")
+"""The endings of the files that SQLite keeps beside a database."""
 _WAIT_STEP_S = 0.02
 
 
@@ -105,7 +106,7 @@ def _remove_temporaries(path: Path) -> None:
 
 
 def _move_logs(path: Path, suffix: str) -> None:
-    for log in _LOGS:
+    for log in LOGS:
         beside = path.with_name(path.name + log)
         if beside.exists():
             with around("table.move_log"):

@@ -108,6 +108,19 @@ def test_nothing_is_written_through_a_link_into_a_pipe_or_where_the_directory_is
     assert not (tmp_path / "gone").exists()
 
 
+def test_nothing_is_written_into_a_file_with_a_second_name_or_through_a_linked_directory(tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"precious")
+    (tmp_path / "lines").hardlink_to(tmp_path / "target")
+    with pytest.raises(LocalStorageUnwritable, match="hard link"):
+        append(tmp_path, "a")
+    assert (tmp_path / "target").read_bytes() == b"precious"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LocalStorageUnwritable, match="symbolic link"):
+        append(tmp_path / "folder", "a")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_what_cannot_be_read_is_said_and_the_rest_is_read(tmp_path: Path) -> None:
     append(tmp_path, "here")
     (tmp_path / "older").write_bytes(b"x" * 3 * LIMIT)

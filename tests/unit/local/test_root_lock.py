@@ -225,6 +225,42 @@ def test_a_link_in_place_of_the_lock_file_is_not_written_through(tmp_path: Path)
     assert (tmp_path / "victim").read_bytes() == b"precious"
 
 
+@pytest.mark.parametrize("kind", [RootLock, RankLock])
+def test_a_lock_file_with_a_second_name_is_not_written(tmp_path: Path, kind: type[RootLock | RankLock]):
+    (tmp_path / ".ckptmirror").mkdir()
+    (tmp_path / "victim").write_bytes(b"precious")
+    for name in ("lock", "ranks.lock"):
+        (tmp_path / ".ckptmirror" / name).hardlink_to(tmp_path / "victim")
+    lock = kind(tmp_path)
+    with pytest.raises(LocalStorageUnwritable, match="hard link"):
+        lock.acquire({}) if isinstance(lock, RootLock) else lock.acquire()
+    assert (tmp_path / "victim").read_bytes() == b"precious"
+
+
+def test_a_control_directory_that_is_a_link_is_not_locked(tmp_path: Path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".ckptmirror").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LocalStorageUnwritable, match="symbolic link"):
+        RootLock(tmp_path).acquire({})
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+@pytest.mark.parametrize("planted", [".ckptmirror", ".ckptmirror/lock"])
+def test_where_everyone_may_write_another_users_lock_is_not_taken(tmp_path: Path, planted: str):
+    (tmp_path / ".ckptmirror").mkdir()
+    (tmp_path / ".ckptmirror" / "lock").write_bytes(b"his")
+    os.chown(tmp_path / planted, 65534, 65534)
+    lock = RootLock(tmp_path)
+    lock.acquire({})  # only some may write here, and the owner has chosen them
+    lock.release()
+    (tmp_path / ".ckptmirror" / "lock").write_bytes(b"his")
+    (tmp_path / planted).parent.chmod(0o1777)
+    with pytest.raises(LocalStorageUnwritable, match=r"belongs to user id 65534.*everyone may write"):
+        RootLock(tmp_path).acquire({})
+    assert (tmp_path / ".ckptmirror" / "lock").read_bytes() == b"his"
+
+
 def test_an_exclusive_body_is_entered_by_one_at_a_time(tmp_path: Path):
     inside, most, guard = 0, 0, threading.Lock()
 

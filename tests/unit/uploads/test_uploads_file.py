@@ -49,6 +49,26 @@ def test_a_table_that_is_not_there_is_not_made_unasked(tmp_path: Path) -> None:
         UploadsTable.open(tmp_path / "uploads.db", create=True, read_only=True)
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("ending", ["", "-wal", "-shm"])
+@pytest.mark.parametrize("planted", ["symbolic link", "hard link"])
+def test_neither_the_table_nor_its_log_is_opened_under_a_name_that_is_another_file(
+    tmp_path: Path, planted: str, ending: str, read_only: bool
+) -> None:
+    path, victim = tmp_path / "uploads.db", tmp_path / "victim"
+    UploadsTable.open(path, create=True).close()
+    if ending:
+        victim.write_bytes(b"precious" * 1000)
+    else:
+        path.rename(victim)
+    before = victim.read_bytes()
+    name = tmp_path / f"uploads.db{ending}"
+    name.symlink_to(victim) if planted == "symbolic link" else name.hardlink_to(victim)
+    with pytest.raises(LocalStorageUnwritable, match=planted):
+        UploadsTable.open(path, read_only=read_only)
+    assert victim.read_bytes() == before
+
+
 def test_a_created_table_is_private_and_leaves_no_temporary(tmp_path: Path) -> None:
     old = os.umask(0)
     try:

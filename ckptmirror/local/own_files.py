@@ -1,0 +1,95 @@
+"""Files that ckptmirror writes in place: what may be there already, where another user could have put it.
+
+Rules:
+* Such a file is regular and has one name, and neither it nor its directory is a link: otherwise another file would be
+  written.
+* In a directory that everyone may write to, it belongs to this user, to root, or to the owner of that directory. If
+  only some may write there, the owner has chosen them.
+* A temporary that is continued belongs to one of these three in any directory, because its owner can still change it
+  once it is published.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from shlex import quote
+
+from ckptmirror.core.errors import LocalStorageUnwritable
+from ckptmirror.local.storage_errors import explained
+
+__all__ = ["check_own_file", "has_trusted_owner", "open_own_file"]
+
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def open_own_file(path: Path, flags: int, action: str) -> int:
+    """Open a file of a control directory, and create it if it is missing.
+
+    Args:
+        path: The file; its directory exists.
+        flags: More flags of ``open(2)``.
+        action: The action as a verb phrase: "append to".
+
+    Raises:
+        LocalStorageUnwritable: The file or its directory is not one that ckptmirror may write; nothing was written.
+    """
+    with explained(action, path.parent):
+        directory = os.open(path.parent, os.O_RDONLY | _FLAGS)
+    try:
+        with explained(action, path):
+            place, above = os.fstat(directory), os.stat("..", dir_fd=directory, follow_symlinks=False)
+        _check_owner(path.parent, place, above, action)
+        with explained(action, path):
+            descriptor = os.open(path.name, flags | os.O_CREAT | _FLAGS, 0o666, dir_fd=directory)
+        try:
+            _check_file(path, os.fstat(descriptor), place, action)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    finally:
+        os.close(directory)
+    return descriptor
+
+
+def check_own_file(path: Path, action: str) -> None:
+    """Check a file that SQLite opens by its name; it may be missing, and SQLite reports a directory itself.
+
+    Raises:
+        LocalStorageUnwritable: It is not one that ckptmirror may write.
+    """
+    with explained(action, path):
+        try:
+            facts = path.lstat()
+        except FileNotFoundError:
+            return
+        place = path.parent.stat()
+    if not stat.S_ISDIR(facts.st_mode):
+        _check_file(path, facts, place, action)
+
+
+def has_trusted_owner(facts: os.stat_result, place: os.stat_result) -> bool:
+    """Whether something in the directory ``place`` belongs to this user, to root, or to the directory's owner."""
+    return facts.st_uid in (os.geteuid(), 0, place.st_uid)
+
+
+def _check_file(path: Path, facts: os.stat_result, place: os.stat_result, action: str) -> None:
+    if stat.S_ISLNK(facts.st_mode):
+        raise _refused(action, path, "it is a symbolic link, and links are not followed")
+    if not stat.S_ISREG(facts.st_mode):
+        raise _refused(action, path, "it is not a regular file")
+    if facts.st_nlink > 1:  # 0: it was deleted meanwhile
+        raise _refused(action, path, "it has a second name (a hard link), and that file would be overwritten")
+    _check_owner(path, facts, place, action)
+
+
+def _check_owner(path: Path, facts: os.stat_result, place: os.stat_result, action: str) -> None:
+    if place.st_mode & stat.S_IWOTH and not has_trusted_owner(facts, place):
+        why = f"it belongs to user id {facts.st_uid}, in a directory that everyone may write to"
+        raise _refused(action, path, why)
+
+
+def _refused(action: str, path: Path, why: str) -> LocalStorageUnwritable:
+    hint = f"Stop the processes that use it, then move it away: `mv {quote(str(path))} {quote(f'{path}.refused')}`."
+    return LocalStorageUnwritable(f"Cannot {action} {path}: {why}.", hint=hint)
