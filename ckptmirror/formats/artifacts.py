@@ -29,7 +29,7 @@ from ckptmirror.formats.tensor_bytes import compact
 from ckptmirror.formats.tensor_files import load_bytes, load_pt, refused_as_usage
 from ckptmirror.local.checksummed_writer import ArtifactWriter
 
-__all__ = ["ArtifactStream", "write_json", "write_pt"]
+__all__ = ["ArtifactStream", "new_file", "stream_to", "write_json", "write_pt"]
 
 _SHOWN_LETTERS = 100
 
@@ -88,17 +88,13 @@ def write_pt(tree: Any, path: Path, *, save_id: str, publish: bool = False) -> D
         LocalStorageFull: The disk is full.
         UsageError: The tree holds something that a load refuses.
     """
-    with _new_file(path, save_id) as writer:
-        stream = ArtifactStream(writer)
+    with new_file(path, save_id) as writer:
         try:
-            torch.save(compact(tree), cast(IO[bytes], stream))
-            if stream.error is not None:
-                raise stream.error
+            with stream_to(writer) as stream:
+                torch.save(compact(tree), cast(IO[bytes], stream))
+        except (CkptMirrorError, OSError):
+            raise
         except Exception as error:
-            if stream.error is not None and stream.error is not error:
-                raise stream.error from error
-            if isinstance(error, (CkptMirrorError, OSError)):
-                raise
             raise CkptMirrorError(f"{path.name} could not be written: {error}") from error
         digest = writer.seal()
         _read_back(writer.temporary, tree, path.name)
@@ -107,7 +103,7 @@ def write_pt(tree: Any, path: Path, *, save_id: str, publish: bool = False) -> D
 
 def write_json(value: Any, path: Path, *, save_id: str, publish: bool = False) -> Digest:
     """Write ``value`` as one line of ASCII JSON with sorted keys as ``path``, sealed or published."""
-    with _new_file(path, save_id) as writer:
+    with new_file(path, save_id) as writer:
         writer.write(json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n")
         return writer.publish() if publish else writer.seal()
 
@@ -163,10 +159,25 @@ def _short(text: str) -> str:
 
 
 @contextmanager
-def _new_file(path: Path, save_id: str) -> Iterator[ArtifactWriter]:
+def new_file(path: Path, save_id: str) -> Iterator[ArtifactWriter]:
+    """Yield the writer of a new file, which is abandoned after an error."""
     writer = ArtifactWriter(path, save_id)
     try:
         yield writer
     except BaseException:
         writer.abandon()
         raise
+
+
+@contextmanager
+def stream_to(writer: ArtifactWriter) -> Iterator[ArtifactStream]:
+    """Yield a stream for torch; raise its first error at the end, not what torch makes of it."""
+    stream = ArtifactStream(writer)
+    try:
+        yield stream
+    except BaseException as error:
+        if stream.error is not None and stream.error is not error:
+            raise stream.error from error
+        raise
+    if stream.error is not None:
+        raise stream.error

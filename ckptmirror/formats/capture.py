@@ -283,8 +283,10 @@ def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: Mappi
     own_tensors = [tensor for _, tensor in walk_tensors(extra.get("extra"))]
     extra[ALIASES] = encode(aliases_of(state.model, state.ema, state.extra, (*captured, own_tensors)), ALIASES)
     for name, tensor in walk_tensors({key: value for key, value in extra.items() if key != "rng"}):
-        if isinstance(tensor, DTensor):
-            _check_one_piece(name, tensor)
+        try:
+            region_of(tensor)
+        except UsageError as error:
+            raise UsageError(f"{name} is a DTensor in several pieces per rank, which cannot be saved there.") from error
     return extra
 
 
@@ -295,10 +297,3 @@ def _check_for_dcp(snapshot: Snapshot) -> None:
                 f"{name} is a tensor of type {type(tensor).__qualname__}, whose parts kind dcp does not keep.",
                 hint='Save it with kinds=("model",).',
             )
-
-
-def _check_one_piece(name: str, tensor: DTensor) -> None:
-    try:
-        region_of(tensor)
-    except UsageError as error:
-        raise UsageError(f"{name} is a DTensor in several pieces per rank, which cannot be saved there.") from error

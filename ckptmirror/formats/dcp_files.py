@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ckptmirror.core.errors import CkptMirrorError, NameTaken
 from ckptmirror.core.model import Digest
-from ckptmirror.formats.artifacts import ArtifactStream
+from ckptmirror.formats.artifacts import new_file, stream_to
 from ckptmirror.local.checksummed_writer import ArtifactWriter
 from ckptmirror.local.directories import make_dirs
 
@@ -44,27 +44,17 @@ class ArtifactFileSystem(FileSystemBase):
         if mode != "wb":
             raise CkptMirrorError(f"A save does not open files with mode {mode!r}.")
         target = Path(path)
-        waits = target.name.endswith(_TEMPORARY)
-        writer = ArtifactWriter(
-            target.with_name(target.name.removesuffix(_TEMPORARY)) if waits else target, self.save_id
-        )
-        stream = ArtifactStream(writer)
-        try:
-            yield stream
-            if stream.error is not None:
-                raise stream.error
-            if waits:
+        name = target.name.removesuffix(_TEMPORARY)
+        with new_file(target.with_name(name), self.save_id) as writer:
+            with stream_to(writer) as stream:
+                yield stream
+            if name != target.name:
                 writer.seal()
                 self._sealed[target.name] = writer
             elif writer.tell() == 0:
                 writer.abandon()
             else:
-                self.digests[target.name] = writer.publish()
-        except BaseException as error:
-            writer.abandon()
-            if stream.error is not None and stream.error is not error:
-                raise stream.error from error
-            raise
+                self.digests[name] = writer.publish()
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> Path:
         """Return the path of ``suffix`` in the directory ``path``."""

@@ -88,28 +88,35 @@ class _Reader:
 
     def stored(self, entries: list[_Entry]) -> Stored:
         """Return the value of the model that ``entries`` describe; nothing is read."""
-        key, described = entries[0].key, entries[0].described
-
-        def read() -> Any:
-            flat = {entry.key: _allocate(entry.described, None) for entry in entries}
-            self.read(flat)
-            return decode(_assemble([(entry.path[2:], flat[entry.key]) for entry in entries]))
-
-        if not isinstance(described, TensorStorageMetadata) or len(entries[0].path) > 2:
-            return Stored(lambda _: (), read)
+        first = entries[0]
+        described = first.described
+        if not isinstance(described, TensorStorageMetadata) or len(first.path) > 2:
+            return Stored(lambda _: (), lambda: self.value(entries, 2))
         shape, dtype = tuple(described.size), described.properties.dtype
-        return Stored(lambda wanted: self._pieces(key, described, wanted), read, shape, dtype)
+        return Stored(
+            lambda wanted: self._pieces(first.key, described, wanted), lambda: self.value(entries, 2), shape, dtype
+        )
 
-    def read(self, flat: dict[str, Any]) -> None:
-        """Fill the tensors of ``flat``, by key, and put plain values in place of everything else."""
+    def value(
+        self, entries: list[_Entry], top: int = 0, owner_of: Callable[[_Entry], torch.Tensor | None] = lambda _: None
+    ) -> Any:
+        """Return what ``entries`` describe, below the first ``top`` names of their paths; sharded like its owners."""
+        items = []
         with self.files:
-            for key, target in flat.items():
-                described = self._metadata.state_dict_metadata[key]
-                if isinstance(described, TensorStorageMetadata):
-                    region = region_of(target)
-                    fill(local_of(target), region, self._pieces(key, described, region), key)
+            for entry in entries:
+                value = _allocate(entry.described, owner_of(entry))
+                if value is None:
+                    value = self.plain(entry)
                 else:
-                    flat[key] = self._plain(key)
+                    region = region_of(value)
+                    fill(local_of(value), region, self._pieces(entry.key, entry.described, region), entry.key)
+                items.append((entry.path[top:], value))
+        return decode(_assemble(items))
+
+    def plain(self, entry: _Entry) -> Any:
+        """Return a value that is not a tensor, as it was written."""
+        info = self._metadata.storage_data[MetadataIndex(entry.key)]
+        return load_bytes(os.pread(self._descriptor(info.relative_path), info.length, info.offset), entry.key)
 
     def _pieces(self, key: str, described: TensorStorageMetadata, wanted: Region) -> Iterator[Piece]:
         shape = tuple(described.size)
@@ -128,10 +135,6 @@ class _Reader:
                     f"{described.properties.dtype} {region.sizes}."
                 )
             yield Piece(region, data.detach())
-
-    def _plain(self, key: str) -> Any:
-        info = self._metadata.storage_data[MetadataIndex(key)]
-        return load_bytes(os.pread(self._descriptor(info.relative_path), info.length, info.offset), key)
 
     def _descriptor(self, name: str) -> int:
         if not self._open:
@@ -181,9 +184,7 @@ def read_tree(directory: Path) -> Any:
         IntegrityError: The directory is incomplete, broken or hostile.
     """
     entries, reader = _open(directory, all_here=True)
-    flat = {entry.key: _allocate(entry.described, None) for entry in entries}
-    reader.read(flat)
-    return decode(_assemble([(entry.path, flat[entry.key]) for entry in entries]))
+    return reader.value(entries)
 
 
 def check_plain_values(directory: Path, metadata: Metadata, present: Container[str]) -> None:
@@ -194,19 +195,18 @@ def check_plain_values(directory: Path, metadata: Metadata, present: Container[s
         IntegrityError: A value cannot be read.
     """
     entries = _entries(metadata)
-    plain = [entry for entry in entries if not isinstance(entry.described, TensorStorageMetadata)]
-    here = [e for e in plain if metadata.storage_data[MetadataIndex(e.key)].relative_path in present]
-    flat: dict[str, Any] = {entry.key: None for entry in here}
-    with refused_as_usage():
-        _Reader(directory, metadata).read(flat)
-        if len(here) < len(plain):
-            return  # the rest is on the disks of other nodes
+    reader = _Reader(directory, metadata)
+    items: list[tuple[Path_, Any]] = []
+    with refused_as_usage(), reader.files:
         for entry in entries:
-            if isinstance(entry.described, TensorStorageMetadata):
-                flat[entry.key] = torch.empty(
-                    entry.described.size, dtype=entry.described.properties.dtype, device="meta"
-                )
-        decode(_assemble([(entry.path, flat[entry.key]) for entry in entries]))
+            described = entry.described
+            if isinstance(described, TensorStorageMetadata):
+                empty = torch.empty(described.size, dtype=described.properties.dtype, device="meta")
+                items.append((entry.path, empty))
+            elif metadata.storage_data[MetadataIndex(entry.key)].relative_path in present:
+                items.append((entry.path, reader.plain(entry)))
+        if len(items) == len(entries):  # else the rest is on the disks of other nodes
+            decode(_assemble(items))
 
 
 def _open(directory: Path, *, all_here: bool) -> tuple[list[_Entry], _Reader]:
@@ -244,21 +244,16 @@ def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: _Reader)
 
 
 def _read_versions(entries: list[_Entry], reader: _Reader) -> Versions | None:
-    if not any(entry.key == KEY and not isinstance(entry.described, TensorStorageMetadata) for entry in entries):
-        return None
-    flat: dict[str, Any] = {KEY: None}
-    reader.read(flat)
-    return from_text(flat[KEY], str(reader.path))
+    for entry in entries:
+        if entry.key == KEY and not isinstance(entry.described, TensorStorageMetadata):
+            return from_text(reader.value([entry], len(entry.path)), str(reader.path))
+    return None
 
 
 def _read_optimizer(module: torch.nn.Module, wanted: list[_Entry], reader: _Reader) -> dict[str, Any]:
-    owners = owners_of({str(e.path[2]) for e in wanted if e.path[1] == "state" and len(e.path) > 2}, module)
-    flat = {}
-    for entry in wanted:
-        owner = owners.get(str(entry.path[2])) if entry.path[1] == "state" and len(entry.path) > 2 else None
-        flat[entry.key] = _allocate(entry.described, owner)
-    reader.read(flat)
-    tree = decode(_assemble([(e.path[1:], flat[e.key]) for e in wanted]))
+    names = {entry.key: str(entry.path[2]) for entry in wanted if entry.path[1] == "state" and len(entry.path) > 2}
+    owners = owners_of(set(names.values()), module)
+    tree = reader.value(wanted, 1, lambda entry: owners.get(names.get(entry.key)))
     if not isinstance(tree, dict) or "param_groups" not in tree:
         raise UsageError(
             f"{reader.path} holds an optimizer in a layout that is not known.",

@@ -172,7 +172,7 @@ class _Maker:
         dtype = own if dtype is None else self.value(dtype)
         if not isinstance(dtype, torch.dtype):
             raise IntegrityError("It makes a tensor without a dtype.")
-        size, stride = _shape(self._plain(size)), _shape(self._plain(stride))
+        size, stride = _shape(size), _shape(stride)
         if len(size) != len(stride) or type(offset) is not int or not 0 <= offset < _END:
             raise IntegrityError("It makes a tensor with an invalid shape.")
         if 0 not in size:
@@ -191,9 +191,6 @@ class _Maker:
                 "Its tensors show far more values than it has bytes (an expanded tensor, or one on the meta device?).",
                 hint="If the file is yours, save tensor.contiguous() instead.",
             )
-
-    def _plain(self, size: Any) -> Any:
-        return size.arguments[0] if type(size) is Made and size.name == "torch.Size" and size.arguments else size
 
     def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
         return _finished(self._view(storage, None, offset, size, stride), *rest)
@@ -247,7 +244,7 @@ class _Maker:
         raise IntegrityError(f"It makes a sparse tensor of layout {layout}.")
 
     def on_meta(self, dtype: Any, size: Any, stride: Any, requires_grad: Any) -> torch.Tensor:
-        size, stride = _shape(self._plain(size)), _shape(self._plain(stride))
+        size, stride = _shape(size), _shape(stride)
         dtype = self.value(dtype)
         self._expand(math.prod(size) * dtype.itemsize)
         return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=requires_grad is True)
@@ -301,6 +298,8 @@ def _finished(view: torch.Tensor, requires_grad: Any = False, hooks: Any = None,
 
 
 def _shape(value: Any) -> tuple[int, ...]:
+    if type(value) is Made and value.name == "torch.Size" and value.arguments:
+        value = value.arguments[0]
     if (
         type(value) not in (tuple, list, torch.Size)
         or len(value) > _MAX_DIMENSIONS

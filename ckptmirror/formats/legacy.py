@@ -99,20 +99,16 @@ def read_legacy(path: Path, kind: Kind, extra: Path | None, map_location: str = 
     tree = read_tree(path) if kind == "dcp" else moved(decode(load_pt(path)), map_location)
     state = _sorted_out(tree, path)
     if extra is not None:
-        beside = _extra_state(extra, map_location)
+        try:
+            beside = moved(decode(load_pt(extra)), map_location)
+        except UnsafePickle as error:
+            raise UnsafePickle(error.message, hint=_WITHOUT_EXTRA) from error
         if not isinstance(beside, Mapping):
             raise IntegrityError(f"{extra} holds a {type(beside).__name__}, not a dict.")
         if twice := sorted(str(key) for key in beside if key in state.extra and key not in _COUNTERS):
             _log.warning("%s and %s both hold %s: the values in %s are used", path, extra, ", ".join(twice), extra.name)
         state.extra.update({str(key): value for key, value in beside.items()})
     return state
-
-
-def _extra_state(path: Path, map_location: str) -> Any:
-    try:
-        return moved(decode(load_pt(path)), map_location)
-    except UnsafePickle as error:
-        raise UnsafePickle(error.message, hint=_WITHOUT_EXTRA) from error
 
 
 def _sorted_out(tree: Any, path: Path) -> LegacyState:

@@ -12,7 +12,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class ModelFormat:
 
         def model() -> dict[str, torch.dtype]:
             saved, versions = plain_model(load_pt(root / name.model, mmap=True), name.model)
-            return load_model(module, _values(saved), versions=versions)
+            return load_model(module, {key: decode(value) for key, value in saved.items()}, versions=versions)
 
         return load_parts(
             target,
@@ -103,10 +103,6 @@ def full_optimizer(source: RankFiles, module: torch.nn.Module) -> dict[str, Any]
     owners = owners_of(tree["state"], module)
     state = {name: source.full_value(("state", name), owners.get(name)) for name in tree["state"]}
     return {"state": state, "param_groups": source.full_value(("param_groups",))}
-
-
-def _values(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value if isinstance(value, torch.Tensor) else decode(value) for name, value in saved.items()}
 
 
 def _write(tree: Any, path: str, context: WriteContext) -> Artifact:

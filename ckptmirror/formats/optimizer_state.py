@@ -226,7 +226,8 @@ def _plan(
 ) -> Plan:
     plan: Plan = []
     for position, live in enumerate(one.param_groups, start):
-        names = [_saved_name(aliases.get(id(parameter), set()), owner) for parameter in live["params"]]
+        known = [owner.keys() & aliases.get(id(parameter), set()) for parameter in live["params"]]
+        names = [min(candidates, default=None) for candidates in known]
         if missing := [
             sorted(aliases.get(id(p), {"?"}))[0] for p, n in zip(live["params"], names, strict=True) if n is None
         ]:
@@ -242,11 +243,6 @@ def _plan(
             raise _mismatch(f"saved group {index} also holds {some(extra)}")
         plan.append((index, found))
     return plan
-
-
-def _saved_name(candidates: set[str], owner: Mapping[str, int]) -> str | None:
-    found = sorted(name for name in candidates if name in owner)
-    return found[0] if found else None
 
 
 def _apply(

@@ -277,31 +277,28 @@ def _kind(value: Any) -> str:
 # -- calls that make plain values ---------------------------------------------------------------------------
 
 
-def _ordered(reader: _Reader, pairs: Any = ()) -> OrderedDict[Any, Any]:
-    result: OrderedDict[Any, Any] = OrderedDict()
+def _ordered(reader: _Reader, pairs: Any = ()) -> Any:
     for one in _items(reader, pairs):
         if type(one) not in (list, tuple) or len(one) != 2:
             raise IntegrityError(f"The pickle makes an ordered dict of a {_kind(one)} at byte {reader.at}.")
-    reader.keys.check([key for key, _ in pairs], result)
-    result.update(pairs)
-    return result
+    return _filled(reader, OrderedDict(), pairs, [key for key, _ in pairs])
 
 
-def _set(reader: _Reader, items: Any = ()) -> set[Any]:
-    result: set[Any] = set()
-    reader.keys.check(_items(reader, items), result)
-    result.update(items)
-    return result
+def _set(reader: _Reader, items: Any = ()) -> Any:
+    return _filled(reader, set(), items, _items(reader, items))
 
 
-def _counter(reader: _Reader, counts: Any = None) -> Counter[Any]:
+def _counter(reader: _Reader, counts: Any = None) -> Any:
     if counts is None:
         return Counter()
     if type(counts) is not dict:
         raise IntegrityError(f"The pickle makes a Counter of a {_kind(counts)} at byte {reader.at}.")
-    result: Counter[Any] = Counter()
-    reader.keys.check(_items(reader, list(counts)), result)
-    result.update(counts)
+    return _filled(reader, Counter(), counts, _items(reader, list(counts)))
+
+
+def _filled(reader: _Reader, result: Any, items: Any, keys: list[Any]) -> Any:
+    reader.keys.check(keys, result)
+    result.update(items)
     return result
 
 

@@ -117,11 +117,12 @@ def checked(metadata: Any, name: str) -> Versions:
     Raises:
         IntegrityError: They are not numbers and text by name.
     """
-    if isinstance(metadata, Mapping) and all(type(key) is str for key in metadata):
-        result = {key: dict(of) if type(of) in (dict, OrderedDict) else None for key, of in metadata.items()}
-        if all(of is not None and _is_plain(of) for of in result.values()):
-            return {key: of for key, of in result.items() if of is not None}
-    raise IntegrityError(f"The versions of the modules in {name} are not numbers and text by name.")
+    modules = dict(metadata) if isinstance(metadata, Mapping) else {"": metadata}
+    for key, of in modules.items():
+        is_plain = type(of) in (dict, OrderedDict) and all(map(_is_plain, of.items()))
+        if type(key) is not str or not is_plain:
+            raise IntegrityError(f"The versions of the modules in {name} are not numbers and text by name.")
+    return {key: dict(of) for key, of in modules.items()}
 
 
 def to_text(versions: Versions) -> str:
@@ -162,13 +163,13 @@ def _bare(name: str) -> str:
     return bare(f"{name}.x" if name else "x").rpartition(".")[0]
 
 
-def _is_plain(values: Mapping[Any, Any]) -> bool:
-    return all(type(key) is str and type(value) in VERSION_TYPES for key, value in values.items())
+def _is_plain(item: tuple[Any, Any]) -> bool:
+    return type(item[0]) is str and type(item[1]) in VERSION_TYPES
 
 
 def _plain(values: Any, name: str) -> dict[str, Any]:
     items = values.items() if isinstance(values, Mapping) else ()
-    kept = {key: value for key, value in items if type(key) is str and type(value) in VERSION_TYPES}
+    kept = dict(filter(_is_plain, items))
     if left := sorted(str(key) for key, _ in items if key not in kept):
         _warn(name or "the model", ", ".join(left))
     return kept

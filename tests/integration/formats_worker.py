@@ -338,9 +338,9 @@ class _FullDisk(ArtifactStream):
 
 def full_disk(how: str, directory: Path, group: Any) -> dict[str, Any]:
     """Rank 1's disk is full: every rank must learn it, and no rank may hang."""
-    import ckptmirror.formats.dcp_files as dcp_files
+    import ckptmirror.formats.artifacts as artifacts
 
-    dcp_files.ArtifactStream = _FullDisk
+    artifacts.ArtifactStream = _FullDisk
     state = make_state(how)
     train(state, 1, dist.get_rank())
     here = context(directory, group)

@@ -281,7 +281,7 @@ class _FullWriter:
 
 @pytest.mark.parametrize("after", [0, 1, 5, 40, 200])
 def test_dcp_side_thread_enospc_never_commits(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptmirror.formats.dcp_files.ArtifactStream", _FullDisk)
+    monkeypatch.setattr("ckptmirror.formats.artifacts.ArtifactStream", _FullDisk)
     monkeypatch.setattr(_FullDisk, "writes_left", after)
     snapshot = capture(make_state(), step=200, kinds=("dcp",), rank=0, world_size=1)
     with pytest.raises(LocalStorageFull, match="rank 0: no space left"):
