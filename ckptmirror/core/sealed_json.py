@@ -5,7 +5,8 @@ Rules:
 * ``checksum`` is the SHA-256 of the canonical JSON without that field.
 * ``signature`` is over the canonical JSON without checksum and signature; a signed document has a version of its own.
 * Input is bounded before it is parsed (bytes, containers, values) and while it is parsed (depth, digits), and refused
-  if a key appears twice or a number is not finite. The caller gets only an object whose checksum is right.
+  if a key appears twice or a number is not finite. The caller gets only an object whose checksum is right. A service's
+  answer, which has no checksum, is read within the same bounds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 
 from ckptmirror.core.errors import BrokenMeta, NewerFormat
 
-__all__ = ["LIMIT_BYTES", "MAX_DEPTH", "VERSION", "check_plain", "open_sealed", "printable", "seal"]
+__all__ = ["LIMIT_BYTES", "MAX_DEPTH", "VERSION", "check_plain", "json_object", "open_sealed", "printable", "seal"]
 
 VERSION = 1
 LIMIT_BYTES = 64 * 1024 * 1024
@@ -70,10 +71,7 @@ def open_sealed(
     Raises:
         BrokenMeta: The bytes are not such an object; the message says why.
     """
-    _check_bounds(data)
-    document = _parse(data)
-    if not isinstance(document, dict):
-        raise BrokenMeta("It is JSON, but not an object.")
+    document = json_object(data)
     found = document.get("format")
     if not isinstance(found, str) or found not in format_names:
         raise BrokenMeta(f"format is {_short(found)}, not {' or '.join(sorted(format_names))}.")
@@ -102,6 +100,19 @@ def _decoded(signature: Any) -> bytes | None:
         return None if signature is None else base64.b64decode(signature, validate=True)
     except (TypeError, ValueError, binascii.Error) as error:
         raise BrokenMeta("signature is not base64.") from error
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in ``data``, whatever its fields.
+
+    Raises:
+        BrokenMeta: The bytes are not one, or one that is not worth its memory; the message says why.
+    """
+    _check_bounds(data)
+    document = _parse(data)
+    if not isinstance(document, dict):
+        raise BrokenMeta("It is JSON, but not an object.")
+    return document
 
 
 def check_plain(value: Any, where: str, depth: int = 1) -> None:

@@ -2,21 +2,22 @@
 
 Rules:
 * The request names the generation: for a replaced object the service answers 404, never a mixture.
-* The answer must be exactly the requested range. A shorter one is a temporary error, another one is refused.
+* The answer must be exactly the requested range. A shorter one is a temporary error, another one is refused, and of a
+  longer one no more than the range is received.
 * No checksum is computed here: the caller verifies the blocks.
 """
 
 from __future__ import annotations
 
-import http.client
 import re
 
 from ckptmirror.core.errors import StoreTemporary
+from ckptmirror.stores.gs_answer import Answer
 from ckptmirror.stores.gs_http import Transport, error_of
 
 __all__ = ["download"]
 
-_SLICE_BYTES = 1024 * 1024  # each slice has a time limit of its own
+_SLICE_BYTES = 1024 * 1024
 
 
 def download(transport: Transport, target: str, what: str, offset: int, buffer: memoryview) -> None:
@@ -34,6 +35,7 @@ def download(transport: Transport, target: str, what: str, offset: int, buffer: 
             raise error_of(response, what)
         _check_range(response, what, offset, last)
         view = buffer.cast("B")
+        response.expect(len(view))
         done = 0
         while done < len(view):
             count = response.readinto(view[done : done + _SLICE_BYTES])
@@ -42,7 +44,7 @@ def download(transport: Transport, target: str, what: str, offset: int, buffer: 
             done += count
 
 
-def _check_range(response: http.client.HTTPResponse, what: str, offset: int, last: int) -> None:
+def _check_range(response: Answer, what: str, offset: int, last: int) -> None:
     if response.status == 200:
         if offset or response.length != last + 1:
             raise StoreTemporary(f"{what}: the whole object was answered instead of bytes {offset} to {last}.")

@@ -2,8 +2,11 @@
 
 Rules:
 * Each thread has its own connections, kept alive between requests; any error closes the connection.
-* Every connect, send and receive has a time limit. Requests are repeated in two cases only: on a fresh connection if
-  the server had closed the idle one (for requests that change nothing), and with a fresh token after a 401.
+* Every connect, send and receive has a time limit, and every answer has limits of its own (``gs_answer``). Requests are
+  repeated in two cases only: on a fresh connection if the server had closed the idle one (for requests that change
+  nothing), and with a fresh token after a 401.
+* A request goes to our endpoint and nowhere else, so a token does too: of an address that the service names, only path
+  and query are used, and no redirect is followed.
 * Only :func:`error_for` turns a status into a store error.
 """
 
@@ -13,17 +16,20 @@ import http.client
 import json
 import os
 import re
+import select
 import socket
 import ssl
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ckptmirror.core.errors import (
+    BrokenMeta,
     BucketNotFound,
     CkptMirrorError,
     ConfigError,
@@ -34,6 +40,8 @@ from ckptmirror.core.errors import (
     StorePermanent,
     StoreTemporary,
 )
+from ckptmirror.core.sealed_json import json_object
+from ckptmirror.stores.gs_answer import ANSWER_BYTES, Answer, AnswerRefusedError, Pace
 from ckptmirror.stores.gs_proxy import login_headers, proxy_setting, without_login
 from ckptmirror.stores.gs_trust import hint_for, tls_context, untrusted
 
@@ -47,15 +55,17 @@ __all__ = [
     "Endpoint",
     "Limits",
     "Transport",
+    "answer_on",
     "error_for",
     "error_of",
     "read_json",
     "retry_after_s",
+    "said",
 ]
 
 CONNECTION_ERRORS = (OSError, http.client.HTTPException)
-_ANSWER_LIMIT_BYTES = 64 * 1024 * 1024
 _ERROR_LIMIT_BYTES = 16 * 1024
+_SAID_LETTERS = 1000
 EMULATOR_VARIABLE = "STORAGE_EMULATOR_HOST"  # Google's own name for it; gets no credentials
 ENDPOINT_VARIABLE = "CKPTMIRROR_GCS_ENDPOINT"  # another way to the service itself; gets credentials
 _LOGIN_HINT = NotAuthorised.hint
@@ -63,10 +73,15 @@ _LOGIN_HINT = NotAuthorised.hint
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time limits in seconds: to connect, and for each send and receive."""
+    """Time limits in seconds: to connect, and for each send and receive. Tests pass their own clock."""
 
     connect_s: float = 10.0
     io_s: float = 60.0
+    clock: Callable[[], float] = time.monotonic
+
+    def answer(self, connected: socket.socket, debuglevel: int = 0, method: str | None = None) -> Answer:
+        """Return the answer, not yet received, to a request that was sent with ``method``."""
+        return Answer(connected, debuglevel, method, pace=Pace(self.io_s, self.clock))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +138,20 @@ class Endpoint:
 
         A metadata server, which uses http, is never reached through a proxy.
         """
+        connection = self._connection(limits.connect_s, by_http_proxy=by_http_proxy)
+        connection.response_class = limits.answer  # type: ignore[assignment]
+        return connection
+
+    def _connection(self, connect_s: float, *, by_http_proxy: bool) -> http.client.HTTPConnection:
         if self.scheme == "http":
             proxy = self.proxy() if by_http_proxy else None
             if proxy is not None:
-                return _ThroughProxy(proxy, self, limits.connect_s)
-            return http.client.HTTPConnection(self.host, self.port, timeout=limits.connect_s)
+                return _ThroughProxy(proxy, self, connect_s)
+            return http.client.HTTPConnection(self.host, self.port, timeout=connect_s)
         proxy = self.proxy()
         if proxy is None:
-            return http.client.HTTPSConnection(self.host, self.port, timeout=limits.connect_s, context=tls_context())
-        connection = http.client.HTTPSConnection(
-            proxy.host, proxy.port, timeout=limits.connect_s, context=tls_context()
-        )
+            return http.client.HTTPSConnection(self.host, self.port, timeout=connect_s, context=tls_context())
+        connection = http.client.HTTPSConnection(proxy.host, proxy.port, timeout=connect_s, context=tls_context())
         connection.set_tunnel(self.host, self.port, headers=login_headers(proxy_setting("HTTPS_PROXY")))
         return connection
 
@@ -192,7 +210,7 @@ class Transport:
         self._lock = threading.Lock()
 
     @contextmanager
-    def get(self, target: str, headers: Mapping[str, str] | None = None) -> Iterator[http.client.HTTPResponse]:
+    def get(self, target: str, headers: Mapping[str, str] | None = None) -> Iterator[Answer]:
         """Lend the response to a GET, whatever its status. The caller reads it inside the ``with``.
 
         Raises:
@@ -202,34 +220,48 @@ class Transport:
             sent = {**(headers or {}), **self.tokens.headers()}
             response = self._asked(connection, target, sent)
             if response.status == 401:
-                response.read(_ERROR_LIMIT_BYTES)
+                response.read_whole()
                 self.tokens.refresh(sent)
                 response = self._asked(connection, target, {**(headers or {}), **self.tokens.headers()})
             yield response
             if not response.isclosed():
                 connection.close()  # unread bytes would be taken for the next answer
 
-    def _asked(
-        self, connection: http.client.HTTPConnection, target: str, headers: Mapping[str, str]
-    ) -> http.client.HTTPResponse:
+    def _asked(self, connection: http.client.HTTPConnection, target: str, headers: Mapping[str, str]) -> Answer:
         reused = connection.sock is not None
         try:
-            return self._ask(connection, target, headers)
+            return self.exchange(connection, "GET", target, headers)
         except (ConnectionResetError, BrokenPipeError):  # RemoteDisconnected is one too
             if not reused:
                 raise
             connection.close()  # the server had closed the idle connection: no answer came, and nothing changed
-            return self._ask(connection, target, headers)
+            return self.exchange(connection, "GET", target, headers)
 
-    def _ask(
-        self, connection: http.client.HTTPConnection, target: str, headers: Mapping[str, str]
-    ) -> http.client.HTTPResponse:
-        self.open(connection)
-        connection.request("GET", target, headers=dict(headers))
-        return connection.getresponse()
+    def exchange(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        target: str,
+        headers: Mapping[str, str | bytes],
+        body: Iterable[memoryview] = (),
+    ) -> Answer:
+        """Send a request whose body comes in pieces, each with a time limit of its own, and return the answer."""
+        self._open(connection)
+        connection.putrequest(method, target)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        for piece in body:
+            try:
+                connection.send(piece)
+            except OSError as error:
+                return _early_answer(connection, error)
+        return answer_on(connection)
 
-    def open(self, connection: http.client.HTTPConnection) -> None:
+    def _open(self, connection: http.client.HTTPConnection) -> None:
         """Connect if necessary, and set the time limit of the requests."""
+        if connection.sock is not None and _is_spent(connection.sock):
+            connection.close()
         if connection.sock is None:
             connection.connect()
         if connection.sock is not None:
@@ -253,8 +285,8 @@ class Transport:
             connection.close()
             proxy = self.endpoint.proxy()
             through = f" through the proxy {proxy.url}" if proxy is not None else ""
-            text = f"{self.endpoint.url}{through}: {type(error).__name__}: {error}"
-            raise StoreTemporary(text) from error
+            why = f"{error}." if isinstance(error, AnswerRefusedError) else f"{type(error).__name__}: {error}"
+            raise StoreTemporary(f"{self.endpoint.url}{through}: {why}") from error
         except BaseException:
             connection.close()
             raise
@@ -282,22 +314,41 @@ class Transport:
                 connection.close()
 
 
-def read_json(response: http.client.HTTPResponse) -> dict[str, Any]:
+def _early_answer(connection: http.client.HTTPConnection, error: OSError) -> Answer:
+    """Return the answer of a service that closed the connection while it was sent to, or raise ``error``."""
+    try:
+        answer = answer_on(connection)
+    except CONNECTION_ERRORS:
+        raise error from None
+    if answer.status < 400:
+        raise error
+    return answer  # which says more than the broken pipe
+
+
+def answer_on(connection: http.client.HTTPConnection) -> Answer:
+    """Return the answer to the request that was sent on a connection of :meth:`Endpoint.connect`."""
+    answer = connection.getresponse()
+    assert isinstance(answer, Answer)
+    return answer
+
+
+def _is_spent(connected: socket.socket) -> bool:
+    """Whether an idle connection was closed by the other side, or holds bytes that belong to no answer."""
+    poll = select.poll()
+    poll.register(connected, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def read_json(response: Answer, limit_bytes: int = ANSWER_BYTES) -> dict[str, Any]:
     """Read a JSON answer whole.
 
     Raises:
-        StoreTemporary: It is cut short, too long, or not a JSON object: what the request did is not known.
+        StoreTemporary: It is not a JSON object that may be read: what the request did is not known.
     """
-    data = response.read(_ANSWER_LIMIT_BYTES)
-    if response.length:
-        raise StoreTemporary(f"An answer was cut {response.length} bytes short.")
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise StoreTemporary("An answer is not JSON: it was cut short, or something between changed it.") from error
-    if not isinstance(value, dict):
-        raise StoreTemporary("An answer is not a JSON object.")
-    return value
+        return json_object(response.read_whole(limit_bytes))
+    except BrokenMeta as error:
+        raise StoreTemporary(f"An answer was cut short, or something between changed it: {error.message}") from error
 
 
 def retry_after_s(header: str | None) -> float | None:
@@ -305,17 +356,19 @@ def retry_after_s(header: str | None) -> float | None:
     return float(header) if header is not None and re.fullmatch(r"[0-9]{1,6}", header) else None
 
 
-def error_of(response: http.client.HTTPResponse, what: str) -> CkptMirrorError:
-    """Read an error answer and return the error that it means."""
+def error_of(response: Answer, what: str) -> CkptMirrorError:
+    """Read the beginning of an error answer and return the error that it means."""
+    response.expect(_ERROR_LIMIT_BYTES)
     text = response.read(_ERROR_LIMIT_BYTES).decode("utf-8", "replace")
-    return error_for(response.status, what, _message(text), retry_after_s(response.headers.get("Retry-After")))
+    return error_for(response.status, what, said(text), retry_after_s(response.headers.get("Retry-After")))
 
 
-def _message(text: str) -> str:
+def said(text: str) -> str:
+    """Return the service's message in the text of an error answer."""
     try:
-        return str(json.loads(text)["error"]["message"])
+        return str(json.loads(text)["error"]["message"])[:_SAID_LETTERS]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return " ".join(text.split())[:300]
+        return " ".join(text[:_ERROR_LIMIT_BYTES].split())[:300]
 
 
 def error_for(status: int, what: str, message: str, retry_after: float | None = None) -> CkptMirrorError:
@@ -345,4 +398,7 @@ def error_for(status: int, what: str, message: str, retry_after: float | None = 
         return PreconditionFailed(text)
     if status == 400 and re.search(r"crc32c|md5|checksum", message, re.IGNORECASE):
         return IntegrityError(text)
+    if 300 <= status < 400:
+        hint = f"See whether {ENDPOINT_VARIABLE}, or the variable of a proxy, names the right host."
+        return StorePermanent(f"{text} (a redirect, which is never followed)", hint=hint)
     return StorePermanent(text)

@@ -6,6 +6,10 @@ Rules:
 * For a session of an earlier process, the service is asked first how much it has. Only its answer decides where to
   continue.
 * Sending bytes twice is harmless: an object is complete when the service says so, with the committed size and crc32c.
+* Of the address that the service gives a session, only path and query are used: the bytes and the token go to our
+  endpoint.
+* The service may keep less of a part than was sent. The next part is then no larger than what it kept, and less than
+  256 KiB is no progress: it may do that a few times, not for ever.
 * A lost session is replaced once. If the new one is lost too, the error is temporary and the caller decides.
 * Nothing is ever deleted here.
 * A part should take a few seconds, so that progress is reported often and little is sent again after an error.
@@ -15,8 +19,9 @@ Rules:
 from __future__ import annotations
 
 import http.client
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +30,8 @@ from urllib.parse import urlsplit
 from ckptmirror.core.errors import IntegrityError, StoreTemporary
 from ckptmirror.local.read_ahead import read_ahead
 from ckptmirror.stores.base import Upload
-from ckptmirror.stores.gs_http import CONNECTION_ERRORS, Transport, error_of, read_json
+from ckptmirror.stores.gs_answer import Answer
+from ckptmirror.stores.gs_http import Transport, error_of, read_json
 
 __all__ = ["send"]
 
@@ -37,6 +43,8 @@ _SLICE_BYTES = 1024 * 1024  # each slice has a time limit of its own
 _SESSIONS_LIMIT = 2
 _IDLE_PARTS_LIMIT = 3  # give up after so many parts in a row without progress
 _SESSION_GONE = (404, 410, 499)
+_SESSION_TARGET = re.compile(r"(/[!-~]*\?[!-~]*upload_id=[!-~]*)")
+_SESSION_LETTERS = 8192
 
 
 class _SessionGoneError(Exception):
@@ -44,7 +52,7 @@ class _SessionGoneError(Exception):
 
 
 @dataclass(slots=True)
-class _Answer:
+class _Outcome:
     """The service's answer to a part or a question: the finished object, or how many bytes it has."""
 
     resource: dict[str, Any] | None
@@ -90,21 +98,19 @@ class _Sending:
         self._upload = upload
         self._size_bytes = upload.digest.size_bytes
         self._part_bytes = _FIRST_PART_BYTES
-        parts = urlsplit(session)
-        if "upload_id=" not in parts.query:
-            raise _SessionGoneError  # not a session's URI
-        self._target = f"{parts.path}?{parts.query}"  # sent only to our endpoint: a token goes nowhere else
+        self._target = _target_of(session)
 
     def run(self, *, ask_first: bool) -> dict[str, Any]:
         """Send until the service has everything."""
-        answer = self._ask() if ask_first else _Answer(None)
+        answer = self._ask() if ask_first else _Outcome(None)
         idle_parts = 0
         while answer.resource is None:
             before = answer.received_bytes
             if ask_first or before:
                 self._upload.on_progress(before)
             answer = self._part(before) if before < self._size_bytes or not self._size_bytes else self._ask()
-            if answer.resource is None and answer.received_bytes <= before:
+            least_bytes = max(1, min(_GRANULE_BYTES, self._size_bytes - before))
+            if answer.resource is None and answer.received_bytes < before + least_bytes:
                 idle_parts += 1
                 if idle_parts >= _IDLE_PARTS_LIMIT:
                     raise StoreTemporary(f"The upload of {self._upload.name} does not get past byte {before}.")
@@ -112,75 +118,56 @@ class _Sending:
                 idle_parts = 0
         return answer.resource
 
-    def _ask(self) -> _Answer:
+    def _ask(self) -> _Outcome:
         """Ask how much the service has; this also completes an upload that has every byte."""
         return self._put(f"bytes */{self._size_bytes}", 0, 0)
 
-    def _part(self, offset: int) -> _Answer:
+    def _part(self, offset: int) -> _Outcome:
         if self._size_bytes == 0:
             return self._ask()
         began = time.monotonic()
         length = min(self._part_bytes, self._size_bytes - offset)
         answer = self._put(f"bytes {offset}-{offset + length - 1}/{self._size_bytes}", offset, length)
-        if time.monotonic() - began < _PART_AIM_S:
+        kept_bytes = answer.received_bytes - offset
+        if answer.resource is None and kept_bytes < length:
+            self._part_bytes = max(kept_bytes // _GRANULE_BYTES, 1) * _GRANULE_BYTES
+        elif time.monotonic() - began < _PART_AIM_S:
             self._part_bytes = min(self._part_bytes * 2, _LARGEST_PART_BYTES)
         else:
             self._part_bytes = max(self._part_bytes // 2, _GRANULE_BYTES)
         return answer
 
-    def _put(self, content_range: str, offset: int, length: int) -> _Answer:
+    def _put(self, content_range: str, offset: int, length: int) -> _Outcome:
         sent = self._transport.tokens.headers()
         response = self._exchange(sent, content_range, offset, length)
         if response.status == 401:
-            response.read()
+            response.read_whole()
             self._transport.tokens.refresh(sent)
             self._connection.close()
             response = self._exchange(self._transport.tokens.headers(), f"bytes */{self._size_bytes}", 0, 0)
         return self._understood(response)
 
-    def _exchange(
-        self, headers: Mapping[str, str], content_range: str, offset: int, length: int
-    ) -> http.client.HTTPResponse:
-        connection = self._connection
-        self._transport.open(connection)
-        connection.putrequest("PUT", self._target, skip_accept_encoding=True)
-        for name, value in {**headers, "Content-Length": str(length), "Content-Range": content_range}.items():
-            connection.putheader(name, value)
-        connection.endheaders()
-        error = self._send_bytes(offset, length)
-        if error is None:
-            return connection.getresponse()
-        # The service may have answered early and closed the connection: its answer says more than the broken pipe.
-        try:
-            response = connection.getresponse()
-        except CONNECTION_ERRORS:
-            raise error from None
-        if response.status < 400:
-            raise error
-        return response
+    def _exchange(self, headers: Mapping[str, str], content_range: str, offset: int, length: int) -> Answer:
+        all_headers = {**headers, "Content-Length": str(length), "Content-Range": content_range}
+        with closing(self._slices(offset, offset + length)) as body:
+            return self._transport.exchange(self._connection, "PUT", self._target, all_headers, body)
 
-    def _send_bytes(self, offset: int, length: int) -> OSError | None:
-        """Read and send; return the error that ended the connection, if one did."""
-        end = offset + length
+    def _slices(self, offset: int, end: int) -> Generator[memoryview]:
         with closing(read_ahead(self._upload.source.read_into, offset, end)) as pieces:
             for piece in pieces:
                 for first in range(0, len(piece), _SLICE_BYTES):
-                    try:
-                        self._connection.send(piece[first : first + _SLICE_BYTES])
-                    except OSError as error:
-                        return error
+                    yield piece[first : first + _SLICE_BYTES]
                     self._upload.on_sent(offset + min(first + _SLICE_BYTES, len(piece)))
                 offset += len(piece)
         if offset < end:
             raise IntegrityError(f"The source of {self._upload.name} ends at byte {offset} of {self._size_bytes}.")
-        return None
 
-    def _understood(self, response: http.client.HTTPResponse) -> _Answer:
+    def _understood(self, response: Answer) -> _Outcome:
         if response.status in (200, 201):
-            return _Answer(read_json(response))
+            return _Outcome(read_json(response))
         if response.status == 308:
-            response.read()
-            return _Answer(None, self._received(response.headers.get("Range")))
+            response.read_whole()
+            return _Outcome(None, self._received(response.headers.get("Range")))
         if response.status in _SESSION_GONE:
             raise _SessionGoneError
         raise error_of(response, f"upload of {self._upload.name}")
@@ -192,3 +179,12 @@ class _Sending:
         if first != "0" or not last.isdigit() or int(last) >= self._size_bytes:
             raise StoreTemporary(f"The service says that it has {header!r} of {self._upload.name}.")
         return int(last) + 1
+
+
+def _target_of(session: str) -> str:
+    """Return path and query of a session's URI."""
+    parts = urlsplit(session)
+    target = f"{parts.path}?{parts.query}"
+    if len(target) > _SESSION_LETTERS or not _SESSION_TARGET.fullmatch(target):
+        raise _SessionGoneError  # not a session's URI
+    return target

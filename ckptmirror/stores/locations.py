@@ -42,8 +42,9 @@ class BucketLocation:
         return f"{self.prefix}/{text}" if self.prefix else text
 
     def relative(self, object_name: str) -> str:
-        """The inverse of :meth:`under`."""
-        return object_name[len(self.prefix) + 1 :] if self.prefix else object_name
+        """The inverse of :meth:`under`. A name outside the prefix gets a ``/`` in front, which no name of ours has."""
+        prefix = self.under("")
+        return object_name.removeprefix(prefix) if object_name.startswith(prefix) else f"/{object_name}"
 
 
 def is_object_name(name: str) -> bool:
