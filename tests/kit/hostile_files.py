@@ -214,6 +214,57 @@ ARCHIVES: dict[str, Callable[[], bytes]] = {
     "a set of a tensor that says how long it is": lambda: pt(
         called("builtins", "set", tensor(storage("0", 1), [10**9], [0])), s0=b"\0" * 4
     ),
+    **{
+        f"a marked {mark} over a tensor that says how long it is": lambda mark=mark: _marked(
+            mark, tensor(storage("0", 4, "ByteStorage"), [10**9], [0])
+        )
+        for mark in ("set", "frozenset", "tuple", "deque", "array", "shard", "permuted")
+    },
+    "a marked array over a tensor that has no memory": lambda: _marked(
+        "array",
+        called(
+            "torch._utils",
+            "_rebuild_meta_tensor_no_storage",
+            global_("torch", "uint8"),
+            tuple_(number(10**9)),
+            tuple_(number(1)),
+            b"\x89",
+        ),
+    ),
+    "a tensor that says how long it is, of another device": lambda: pt(
+        called(
+            "torch._utils",
+            "_rebuild_device_tensor_from_cpu_tensor",
+            tensor(storage("0", 1), [10**9], [0]),
+            global_("torch", "float32"),
+            text("cpu"),
+            b"\x89",
+        ),
+        s0=b"\0" * 4,
+    ),
+    "sparse indices far outside the shape": lambda: pt(
+        called(
+            "torch._utils",
+            "_rebuild_sparse_tensor",
+            called("torch.serialization", "_get_layout", text("torch.sparse_coo")),
+            tuple_(
+                tensor(storage("0", 1, "LongStorage"), [1, 1], [1, 1]),
+                tensor(storage("1", 1), [1], [1]),
+                called("torch", "Size", tuple_(number(4))),
+            ),
+        ),
+        s0=(10**12).to_bytes(8, "little"),
+        s1=b"\0" * 4,
+    ),
+    "a key of a storage that ends early for some": lambda: pt(tensor(storage("0\0x", 1), [1], [1]), s0=b"\0" * 4),
+    "a storage of a graphics card": lambda: pt(
+        tensor(
+            tuple_(text("storage"), global_("torch.cuda", "FloatStorage"), text("0"), text("cpu"), number(1)) + b"Q",
+            [1],
+            [1],
+        ),
+        s0=b"\0" * 4,
+    ),
     "a text of 2 ** 32 bytes": lambda: pt(b"X" + b"\xff\xff\xff\xff"),
     "a number of 2 ** 31 bytes": lambda: pt(b"\x8b" + b"\xff\xff\xff\x7f"),
     "an opcode that no pickler writes": lambda: pt(number(1) + b"2\x86"),
@@ -241,6 +292,23 @@ ARCHIVES: dict[str, Callable[[], bytes]] = {
     "a pickle without an archive": lambda: pickled(dict_of((text("a"), number(1)))),
 }
 """What a ``.pt`` may hold, by what is wrong with it."""
+
+
+def _marked(mark: str, data: bytes) -> bytes:
+    """Return a ``.pt`` file with a value in the marked form, over what ``data`` pushes."""
+    facts = {"set": "items", "frozenset": "items", "tuple": "items", "deque": "items"}
+    return pt(
+        dict_of(
+            (text("__ckptmirror__"), text(mark)),
+            (text(facts.get(mark, "data")), data),
+            (text("dtype"), text("|u1")),
+            (text("shape"), b"](" + number(10**9) + b"e"),
+            (text("offsets"), b"](" + number(0) + b"e"),
+            (text("order"), b"](" + number(0) + b"e"),
+            (text("maxlen"), b"N"),
+        ),
+        s0=b"\0" * 4,
+    )
 
 
 def resealed(document: dict[str, Any]) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.dcp_metadata import loads_metadata
@@ -70,6 +70,21 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a duplicate of the stack": (number(1) + b"2\x86", "the opcode 0x"),
     "an extension": (b"\x82\x01", "the opcode 0x"),
     "a persistent id": (text("x") + b"Q", "persistent object"),
+    "lists 100,000 deep behind two MiB": (
+        tuple_(text("a" * (2 << 20)), nested_lists(100_000)),
+        "nested more than",
+    ),
+    "another opcode behind two MiB": (tuple_(text("a" * (2 << 20)), number(1) + b"2"), "the opcode 0x32"),
+    "a state for a memory format": (
+        called(_HERE, "_MEM_FORMAT_ENCODING", number(0)) + dict_of((text("_value_"), number(9))) + b"b",
+        "not the metadata",
+    ),
+    "a state for another member of an enumeration": (
+        called("builtins", "getattr", global_(_HERE, "_MEM_FORMAT_ENCODING"), text("TORCH_CHANNELS_LAST"))
+        + dict_of((text("_value_"), number(9)))
+        + b"b",
+        "not the metadata",
+    ),
     "a layout that is none": (called("torch.serialization", "_get_layout", text("torch.load")), "not the metadata"),
     "an attribute": (called("builtins", "getattr", global_("torch", "Size"), text("numel")), "not the metadata"),
 }
@@ -82,6 +97,7 @@ def test_hostile_metadata_is_refused_before_it_is_unpickled(what: str, tmp_path:
     with pytest.raises(IntegrityError, match=why):
         loads_metadata(b"\x80\x04" + body + b".", "here")
     assert not (tmp_path / "owned").exists()
+    assert [one.value for one in _MEM_FORMAT_ENCODING] == [0, 1, 2]
 
 
 @pytest.fixture
