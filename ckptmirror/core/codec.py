@@ -144,8 +144,8 @@ def _meta_from_fields(fields: Fields) -> Meta:
 
 def _long_text(fields: Fields, key: str) -> str:
     value = fields.value(key)
-    if not isinstance(value, str) or not 0 < len(value) <= LIMIT_BYTES:
-        raise fields.refuse(key, "is not text")
+    if not isinstance(value, str) or not value.isascii() or not 0 < len(value) <= LIMIT_BYTES:
+        raise fields.refuse(key, "is not ASCII text")
     return value
 
 

@@ -37,6 +37,11 @@ def test_a_root_that_does_not_exist_is_named_and_not_made(verb: str, tmp_path: P
     assert not root.exists()
 
 
+def test_a_name_that_no_file_can_have_does_not_exist(tmp_path: Path) -> None:
+    assert_tells(run("ls", str(tmp_path / ("x" * 300) / "y")), 3, "does not exist")
+    assert_tells(run("ls", "x" * 300 + "/y"), 3, "does not exist")
+
+
 URLS = ["gs://bucket/run", "s3://me:hush@bucket/run", "memory://run", "file:///nfs/run", "gs:/bucket/run"]
 
 

@@ -36,6 +36,7 @@ from ckptmirror.core.codec import (
 )
 from ckptmirror.core.errors import (
     AttemptFenced,
+    BrokenMeta,
     CheckpointNotFound,
     ConfigError,
     IntegrityError,
@@ -308,7 +309,10 @@ def test_bytes_with_the_same_crc32c_are_found_wherever_they_are_read(
         stage_checkpoint_step(url, step=1, dest=tmp_path / "dest", require_kind="model")
 
 
-@pytest.mark.parametrize("what", ["kinds", "digest", "step_of_parent", "metrics", "without_proof", "proof_of_proof"])
+@pytest.mark.parametrize(
+    "what",
+    ["kinds", "digest", "step_of_parent", "metrics", "without_proof", "proof_of_proof", "proof_that_is_no_text"],
+)
 def test_a_staged_copy_is_believed_only_as_a_part_of_what_was_signed(
     what: str, places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -336,11 +340,13 @@ def test_a_staged_copy_is_believed_only_as_a_part_of_what_was_signed(
             document["metrics"] = {"loss": 0.0}
         elif what == "without_proof":
             del document["proof"]
-        else:
+        elif what == "proof_of_proof":
             document["proof"] = path.read_text()
+        else:
+            document["proof"] += "\ud800"  # no bytes are this text
 
     forged(path, change)
-    with pytest.raises(NotSigned):
+    with pytest.raises(BrokenMeta if what == "proof_that_is_no_text" else NotSigned):
         meta_from_bytes(path.read_bytes())
     with pytest.raises((IntegrityError, CheckpointNotFound)):
         load_checkpoint(dest)

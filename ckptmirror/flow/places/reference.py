@@ -110,9 +110,10 @@ def list_hint(place: Path | str) -> str:
 def _missing(text: str, path: Path) -> CheckpointNotFound:
     """Return the error for a missing path; its hint lists what is beside it, or writes the URL that was meant."""
     hint = "Check the path."
-    if _parse_save(path.name) is not None and path.parent.is_dir():
+    has_parent = os.path.isdir(path.parent)  # noqa: PTH112 - false for a name that is too long
+    if _parse_save(path.name) is not None and has_parent:
         hint = f"List the checkpoints with `ckptmirror ls {quote(str(path.parent))}`."
-    elif text == text.lstrip("./~") and not path.parent.is_dir():
+    elif text == text.lstrip("./~") and not has_parent:
         from ckptmirror.stores.url_mistakes import nearest_urls  # only here: a mistake is rare
 
         urls = nearest_urls(text)
