@@ -5,6 +5,7 @@ Rules:
 * A refused token is replaced once, no matter how many threads got the refusal.
 * A queue of uploads lives for days: if a refresh cannot reach the token service, that is temporary; if it is refused,
   that is permanent.
+* The answer of a token service has the limits of any other (``gs_answer``). A token is visible ASCII of bounded length.
 * An emulator gets no credentials unless the caller passes them or asks for them.
 * Every error about credentials is one sentence that names the file, the account or the service.
 """
@@ -35,6 +36,7 @@ _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _LOGIN_HINT = "Log in with `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS."
 _NONE_HINT = f"{_LOGIN_HINT} A public bucket needs none: set {CREDENTIALS_VARIABLE}=anonymous."
 _TOKEN_TIMEOUT_S = 30.0
+_TOKEN = re.compile(r"[!-~]{1,16384}")
 
 
 class Anonymous:
@@ -75,7 +77,7 @@ def _said(error: Exception) -> str:
             body = json.loads(more) if isinstance(more, str | bytes) else more
             detail = body["error"]["message"] if isinstance(body["error"], dict) else body.get("error_description", "")
             words.append(str(detail))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             words.append("" if isinstance(more, BaseException) else str(more))
     found = dict.fromkeys(" ".join(word.split()).rstrip(".")[:_SAID_LETTERS] for word in words)
     first, *others = [word for word in found if word] or [type(error).__name__]
@@ -95,7 +97,7 @@ class GoogleTokens:
             if self._credentials is None:
                 self._credentials = _default_credentials()
             if not self._credentials.token or self._credentials.expired:
-                self._credentials.refresh(_request_token)
+                self._replace_token()
             headers: dict[str, str] = {}
             self._credentials.apply(headers)
             return {name.title(): value for name, value in headers.items()}
@@ -108,7 +110,20 @@ class GoogleTokens:
         """
         with self._lock, token_errors():
             if refused.get("Authorization") == f"Bearer {self._credentials.token}":
-                self._credentials.refresh(_request_token)
+                self._replace_token()
+
+    def _replace_token(self) -> None:
+        try:
+            self._credentials.refresh(_request_token)
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            # What google.auth raises where an answer has another form. Its text may contain the token.
+            self._credentials.token = None
+            why = f"The answer of the token service cannot be read ({type(error).__name__})."
+            raise StoreTemporary(why) from error
+        token = self._credentials.token
+        if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+            self._credentials.token = None
+            raise StoreTemporary("The token service gave no token that could be sent.")
 
 
 def tokens_for(credentials: Any, *, is_emulator: bool) -> Anonymous | GoogleTokens:
@@ -196,7 +211,7 @@ def _ask_token_service(
 ) -> _TokenAnswer:
     from google.auth.exceptions import TransportError
 
-    from ckptmirror.stores.gs_http import CONNECTION_ERRORS, Endpoint, Limits
+    from ckptmirror.stores.gs_http import CONNECTION_ERRORS, Endpoint, Limits, answer_on
 
     try:
         parts = urlsplit(url)
@@ -210,8 +225,8 @@ def _ask_token_service(
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
         connection.request(method, target, body=body, headers=dict(headers or {}))
-        response = connection.getresponse()
-        return _TokenAnswer(response.status, response.headers, response.read(1024 * 1024))
+        response = answer_on(connection)
+        return _TokenAnswer(response.status, response.headers, response.read_whole())
     except CONNECTION_ERRORS as error:
         raise TransportError(f"{parts.netloc}: {error}") from error  # type: ignore[no-untyped-call,unused-ignore]
     finally:
