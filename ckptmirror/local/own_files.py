@@ -19,7 +19,7 @@ from shlex import quote
 from ckptmirror.core.errors import LocalStorageUnwritable
 from ckptmirror.local.storage_errors import explained
 
-__all__ = ["check_own_file", "has_trusted_owner", "open_own_file"]
+__all__ = ["check_own_file", "has_trusted_owner", "is_planted", "open_own_file"]
 
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -69,6 +69,11 @@ def check_own_file(path: Path, action: str) -> None:
         _check_file(path, facts, place, action)
 
 
+def is_planted(facts: os.stat_result, place: os.stat_result) -> bool:
+    """Whether another user may have put this into the directory ``place``, which everyone may write to."""
+    return bool(place.st_mode & stat.S_IWOTH) and not has_trusted_owner(facts, place)
+
+
 def has_trusted_owner(facts: os.stat_result, place: os.stat_result) -> bool:
     """Whether something in the directory ``place`` belongs to this user, to root, or to the directory's owner."""
     return facts.st_uid in (os.geteuid(), 0, place.st_uid)
@@ -85,7 +90,7 @@ def _check_file(path: Path, facts: os.stat_result, place: os.stat_result, action
 
 
 def _check_owner(path: Path, facts: os.stat_result, place: os.stat_result, action: str) -> None:
-    if place.st_mode & stat.S_IWOTH and not has_trusted_owner(facts, place):
+    if is_planted(facts, place):
         why = f"it belongs to user id {facts.st_uid}, in a directory that everyone may write to"
         raise _refused(action, path, why)
 

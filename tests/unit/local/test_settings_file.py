@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmirror.core.errors import ConfigError
+from ckptmirror.local import settings_file
 from ckptmirror.local.settings_file import find_file, named_file
 
 OWN = 'root = "x"\n'
@@ -248,4 +251,98 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_none(home: Path):
 def test_a_section_that_is_no_table_is_told_of(home: Path):
     made(home / "pyproject.toml", "[tool]\nckptmirror = 3\n")
     with pytest.raises(ConfigError, match=r"pyproject\.toml: tool\.ckptmirror is not a table"):
+        find_file(home)
+
+
+# -- a file that somebody else put there ---------------------------------------------------------------------
+
+
+def test_a_settings_file_is_a_regular_file_of_limited_size(home: Path):
+    path = home / "ckptmirror.toml"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        find_file(home)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        find_file(home)
+    path.unlink()
+    made(home / "target.toml", OWN)
+    path.symlink_to("target.toml")
+    assert found_from(home) == path
+    made(home / "target.toml", "#" * 1024 * 1024 + "\n")
+    with pytest.raises(ConfigError, match="more than 1048576 bytes"):
+        find_file(home)
+    named = named_file(Path(os.devnull), "V")
+    assert named is not None
+    assert named.values == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+@pytest.mark.parametrize("name", ["ckptmirror.toml", "pyproject.toml"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_another_users_file_is_not_taken_from_a_directory_that_everyone_may_write_to(
+    home: Path, name: str, is_link: bool
+):
+    place = home / "place"
+    path = made(place / name, SECTION if name == "pyproject.toml" else OWN)
+    if is_link:
+        path.rename(home / name)
+        path.symlink_to(home / name)
+    os.chown(path, 65534, 65534, follow_symlinks=False)
+    assert found_from(place / "job") == path  # only its owner may write there, and chose who does
+    place.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"is not read: it belongs to user id 65534.*everyone") as told:
+        find_file(place / "job")
+    assert f"CKPTMIRROR_CONFIG={path}" in told.value.hint
+    assert named_file(path, "CKPTMIRROR_CONFIG") is not None
+    os.chown(place, 65534, 65534)
+    assert found_from(place / "job") == path
+
+
+def test_a_file_that_every_user_may_write_to_is_not_read(home: Path):
+    path = made(home / "ckptmirror.toml", OWN)
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match="every user may write to it") as told:
+        find_file(home)
+    assert f"chmod o-w {path}" in told.value.hint
+    assert named_file(path, "CKPTMIRROR_CONFIG") is not None
+
+
+@pytest.mark.parametrize(
+    "line", ["# {}\n", "a{} = 1\n", "\n", "[t{}]\na = 1\n", 'b{} = """\n\n\n"""\n', "c{} = [\n1,\n\n2]\n"]
+)
+def test_the_lines_of_a_long_file_are_found_by_parsing_each_of_its_lines_once(
+    home: Path, line: str, monkeypatch: pytest.MonkeyPatch
+):
+    parsed = 0
+
+    def loads(text: str) -> dict[str, object]:
+        nonlocal parsed
+        parsed += len(text)
+        return tomllib.loads(text)
+
+    monkeypatch.setattr(settings_file, "tomllib", SimpleNamespace(loads=loads))
+    text = "".join(line.format(number) for number in range(4000))
+    path = made(home / "ckptmirror.toml", f"{text}[last]\nx = 2\n")
+    found = find_file(home)
+    assert found is not None
+    assert found.where("last.x") == f"{path}:{text.count(chr(10)) + 2}"
+    assert parsed <= 2 * len(path.read_text())
+
+
+@pytest.mark.parametrize("key", ["a{} = 1", "[a{}]", 'x = [1.5, {{ b = {{"a"{} = 1}} }}]'])
+def test_a_key_has_a_limit_of_parts(home: Path, key: str):
+    made(home / "ckptmirror.toml", key.format(" . a" * 63))
+    assert found_from(home)
+    made(home / "ckptmirror.toml", key.format(" . a" * 400_000)[: 2**20])  # its parser would not end today
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        find_file(home)
+    made(home / "ckptmirror.toml", f"a = [{'1.5, ' * 1000}]\nb = '{'.' * 1000}' # {'.' * 1000}")
+    assert found_from(home)
+
+
+def test_a_number_of_too_many_digits_is_told_of(home: Path):
+    made(home / "ckptmirror.toml", f"a = {'1' * 5000}\n")
+    with pytest.raises(ConfigError, match="this is not TOML: Exceeds the limit"):
         find_file(home)
