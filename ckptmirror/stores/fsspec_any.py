@@ -9,7 +9,9 @@ Rules:
 * No answer comes from a cache. Each thread has its own file system object.
 * Each file system finds its own credentials (environment variables, files, fsspec's configuration); they are never in
   the URL. ``fsspec+`` before a scheme means that fsspec should open it.
-* Time limits and retries inside a call are those of the file system.
+* Time limits and retries inside a call are those of the file system, and so is how much it receives before it returns,
+  whether it follows a redirect and what it decodes. What it returns is believed only if it is what was asked for. A
+  request of gcsfs ends after half an hour, unless fsspec's configuration says otherwise.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ _ASKED_FOR = ("fsspec+", "gcsfs+")
 _OURS = ("file", "local")
 _BUCKET_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:-]{0,252}"
 _BLOCK_BYTES = 8 * 1024 * 1024
+_LARGEST_BYTES = 2**62
+_REQUEST_S = 1800.0  # for one request of any length; a block has 8 MiB, of the largest objects 1 GiB
 _BLOCKS_LIMIT = 9_000  # S3 takes 10,000 parts
 _IDENTIFIES = ("generation", "ETag", "etag", "VersionId", "version_id")
 _CHANGES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created", "ino")
@@ -186,9 +190,11 @@ class FsspecStore(Store):
     def _fill(self, name: str, offset: int, buffer: memoryview) -> None:
         with self._explained(f"download of {self.url}/{name}"):
             data = self._fs().cat_file(self._path(name), start=offset, end=offset + len(buffer))
-        buffer[: len(data)] = data
+        if len(data) > len(buffer):
+            raise StoreTemporary(f"{self.url}/{name}: {len(data)} bytes were answered, {len(buffer)} were asked for.")
         if len(data) < len(buffer):
             raise StoreTemporary(f"{self.url}/{name} ends before byte {offset + len(buffer)}.")
+        buffer[:] = data
 
     # -- changing -------------------------------------------------------------------------------------------
 
@@ -281,6 +287,8 @@ class FsspecStore(Store):
             options = dict(self._options)
             if protocol in ("gs", "gcs") and os.environ.get("STORAGE_EMULATOR_HOST"):
                 options.setdefault("token", "anon")  # send no credentials to an emulator
+            if protocol in ("gs", "gcs") and not _is_configured(protocol, "requests_timeout"):
+                options.setdefault("requests_timeout", _REQUEST_S)  # gcsfs itself has no limit
             try:
                 kind = _file_system(protocol)
                 of_url = kind._get_kwargs_from_urls(f"{protocol}://{self._location.bucket}/{self._location.prefix}")
@@ -300,7 +308,13 @@ class FsspecStore(Store):
         return f"{self._base()}/{name}"
 
     def _info(self, name: str, found: Mapping[str, Any]) -> ObjectInfo:
-        return ObjectInfo(name, int(found["size"]), _generation(found), None)
+        try:
+            size_bytes = int(found["size"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            size_bytes = -1
+        if not 0 <= size_bytes <= _LARGEST_BYTES:
+            raise StoreTemporary(f"{self.url}/{name}: its size, {str(found.get('size'))[:40]!a}, is not one.")
+        return ObjectInfo(name, size_bytes, _generation(found), None)
 
     def _crc32c_of(self, info: ObjectInfo) -> int:
         buffer = memoryview(bytearray(min(_BLOCK_BYTES, max(1, info.size_bytes))))
@@ -346,6 +360,12 @@ def _let_go(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         met.append(error)
         error = error.__cause__ or error.__context__
+
+
+def _is_configured(protocol: str, option: str) -> bool:
+    from fsspec.config import conf
+
+    return option in conf.get(protocol, {})
 
 
 def _file_system(protocol: str) -> Any:
