@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from google.auth.credentials import Credentials
+from google.auth.credentials import AnonymousCredentials, Credentials
 
 from ckptmirror.core.errors import CkptMirrorError, NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.stores.base import Store
@@ -83,6 +83,23 @@ def test_nothing_around_a_body_is_without_end(what: str) -> None:
         error, sent_bytes = ask(lambda _asked: endless(head, piece), operation)
         assert isinstance(error, StoreTemporary)
         assert sent_bytes < 24 * MIB, operation
+
+
+def test_the_answer_of_a_proxy_has_an_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for operation, call in ASKS.items():
+        with hostile_server(lambda _asked: endless(*BEFORE_A_STATUS["headers"])) as proxy:
+            monkeypatch.setenv("HTTPS_PROXY", proxy.url)
+            store = GsStore(
+                BucketLocation("gs", "contract", "p"),
+                endpoint=Endpoint.parse("https://storage.example"),
+                credentials=AnonymousCredentials(),
+            )
+            with pytest.raises(StoreTemporary, match="through the proxy"):
+                call(store)
+            assert {asked.method for asked in proxy.asked} == {"CONNECT"}
+            assert proxy.sent_bytes < 16 * MIB, operation
 
 
 def test_a_refused_token_whose_answers_have_no_end_is_replaced_no_more_than_once() -> None:
