@@ -6,18 +6,20 @@ Rules:
   its own where a viewer does not say. What failed or has no end has another outline too, not only another colour.
 * Every bar has a ``<title>`` with step, rank, mirror, times, outcome and reason; the drawing has a title and a
   description for whoever hears it instead of seeing it.
+* An attribute holds only words of this program, numbers, the hex digits of a save id, and what :func:`plain` returns.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
 
 from ckptmirror.cli._human_text import duration_text
 from ckptmirror.cli._timeline_axis import Axis
 from ckptmirror.cli._timeline_lanes import Lane, Placed, lanes_of
 from ckptmirror.core.journal import utc_text
+from ckptmirror.core.printable import printable_text
 from ckptmirror.observe.timeline import Timeline
 from ckptmirror.observe.timeline_bars import Bar
 
@@ -48,7 +50,7 @@ _RIGHT = 24.0
 _WIDTHS = (960.0, 4000.0)
 _WIDTH_PER_SAVE = 4.4
 _STEP_DIGIT = 7.0
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_SAVE_ID = re.compile("[0-9a-f]*")
 
 _STYLE = """
 text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:#1f2328}
@@ -72,8 +74,8 @@ text{fill:#e6edf3}.small{fill:#9aa4af}.page{fill:#0d1117}.edge{stroke:#9aa4af}
 
 
 def plain(text: str) -> str:
-    """Return text as XML may hold it; what it may not hold becomes a question mark."""
-    return escape(_NOT_XML.sub("?", text))
+    """Return any text so that it is only text, in an element or in an attribute between quotes."""
+    return escape(printable_text(text), {'"': "&quot;", "'": "&#39;"})
 
 
 def summary(timeline: Timeline) -> str:
@@ -201,7 +203,7 @@ def _step_labels(timeline: Timeline, axis: Axis) -> list[str]:
 def _drawn_lane(lane: Lane, top: float, axis: Axis) -> list[str]:
     wide = axis.right - axis.left
     return [
-        f'<g class="in-lane" data-lane={quoteattr(plain(lane.title))}>',
+        f'<g class="in-lane" data-lane="{plain(lane.title)}">',
         f'<rect class="lane" x="{axis.left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{lane.height:.1f}"/>',
         f'<text text-anchor="end" x="{_LABELS - 12:.1f}" y="{top + min(lane.height, 14) - 3:.1f}">'
         f"<title>{plain(lane.title)}</title>{plain(lane.name)}</text>",
@@ -214,7 +216,8 @@ def _drawn_bar(placed: Placed, top: float, row_height: float) -> str:
     bar = placed.bar
     classes = bar.kind if bar.outcome == "done" else f"{bar.kind} {bar.outcome}"
     high = max(row_height - 2, 2)
-    data = f'data-kind="{bar.kind}" data-step="{"" if bar.step is None else bar.step}" data-save="{plain(bar.save_id)}"'
+    save_id = bar.save_id if _SAVE_ID.fullmatch(bar.save_id) else ""
+    data = f'data-kind="{bar.kind}" data-step="{"" if bar.step is None else bar.step}" data-save="{save_id}"'
     if bar.kind == "mirror_commit":
         shape = _stroke(placed.left, top, row_height)
     elif bar.is_moment:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 
 from ckptmirror.observe.timeline_bars import Bar
 
@@ -57,18 +58,19 @@ class Lane:
 
 def lanes_of(bars: Sequence[Bar], x: Callable[[float], float]) -> list[Lane]:
     """Return the lanes that are not empty, from top to bottom; ``x`` maps a moment to its position."""
+    of_ranks: dict[int, list[Bar]] = {}
+    on_mirrors: dict[str, list[Bar]] = {}
+    for bar in bars:
+        if bar.kind == "host_copy" and bar.rank is not None:
+            of_ranks.setdefault(bar.rank, []).append(bar)
+        if bar.kind in _ON_A_MIRROR and bar.mirror:
+            on_mirrors.setdefault(bar.mirror, []).append(bar)
     lanes = [
         _lane("resume, stage", bars, x, "resume", "stage"),
-        *(
-            _lane(f"host copy, rank {rank}", [bar for bar in bars if bar.rank == rank], x, "host_copy")
-            for rank in _ranks(bars)
-        ),
+        *(_lane(f"host copy, rank {rank}", of_ranks[rank], x, "host_copy") for rank in sorted(of_ranks)),
         _lane("emergency snapshot", bars, x, "emergency"),
         _lane("write + commit", _of_the_node(bars), x, "commit"),
-        *(
-            _lane(f"upload, {url}", [bar for bar in bars if bar.mirror == url], x, *_ON_A_MIRROR)
-            for url in _mirrors(bars)
-        ),
+        *(_lane(f"upload, {url}", on_mirrors[url], x, *_ON_A_MIRROR) for url in on_mirrors),
         _lane("rotation", bars, x, "rotation"),
         _lane("stops and faults", bars, x, "stop", "fence", "broken_copy", "gone"),
     ]
@@ -76,14 +78,6 @@ def lanes_of(bars: Sequence[Bar], x: Callable[[float], float]) -> list[Lane]:
 
 
 _ON_A_MIRROR = ("upload", "mirror_commit", "unreachable")
-
-
-def _ranks(bars: Iterable[Bar]) -> list[int]:
-    return sorted({bar.rank for bar in bars if bar.kind == "host_copy" and bar.rank is not None})
-
-
-def _mirrors(bars: Iterable[Bar]) -> list[str]:
-    return list(dict.fromkeys(bar.mirror for bar in bars if bar.kind in _ON_A_MIRROR and bar.mirror))
 
 
 def _of_the_node(bars: Iterable[Bar]) -> list[Bar]:
@@ -106,7 +100,9 @@ def _of_the_node(bars: Iterable[Bar]) -> list[Bar]:
 
 def _lane(name: str, bars: Iterable[Bar], x: Callable[[float], float], *kinds: str) -> Lane:
     mine = sorted((bar for bar in bars if bar.kind in kinds), key=lambda bar: (bar.begin_s, bar.until_s))
-    ends: list[float] = []
+    rows = 0
+    busy: list[tuple[float, int]] = []  # heaps: where each row ends, and the rows that have ended
+    free: list[int] = []
     placed: list[Placed] = []
     of_uploads: dict[str, int] = {}
     for bar in mine:
@@ -114,15 +110,18 @@ def _lane(name: str, bars: Iterable[Bar], x: Callable[[float], float], *kinds: s
         right = max(x(bar.until_s), left + LEAST_WIDTH)
         row = of_uploads.get(bar.save_id) if bar.kind == "mirror_commit" else None
         if row is None:  # the commit on a mirror is a mark at the end of its upload's bar
-            row = next((number for number, end in enumerate(ends) if end + _GAP <= left), len(ends))
-            ends[row : row + 1] = [right]
+            while busy and busy[0][0] + _GAP <= left:
+                heappush(free, heappop(busy)[1])
+            row = heappop(free) if free else rows
+            rows = max(rows, row + 1)
+            heappush(busy, (right, row))
         if bar.kind == "upload":
             of_uploads[bar.save_id] = row
         placed.append(Placed(bar, left, right, row))
     height = _ROW_HEIGHT
-    if ends:
-        height = max(_LEAST_ROW_HEIGHT, min(_ROW_HEIGHT, _MOST_HEIGHT / len(ends)))
-    return Lane(_short(name), name, tuple(placed), len(ends), height)
+    if rows:
+        height = max(_LEAST_ROW_HEIGHT, min(_ROW_HEIGHT, _MOST_HEIGHT / rows))
+    return Lane(_short(name), name, tuple(placed), rows, height)
 
 
 def _short(name: str, longest: int = 30) -> str:

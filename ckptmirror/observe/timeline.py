@@ -145,6 +145,7 @@ class _Building:
         self._last_s = last_s
         self._starts = [at_s for at_s, one in told if isinstance(one.event, events.AttemptDecided)]
         self._bars: list[Bar] = []
+        self._host_copies: dict[tuple[int | None, int | None, float | None], int] = {}  # the last of each, in _bars
         self._copied: dict[tuple[str, int, int], deque[Bar]] = {}  # by writer, rank and step: not committed yet
         self._attempts: dict[str, Bar] = {}  # by writer
         self._stages: dict[tuple[str, str, int], Bar] = {}  # by writer, mirror and step
@@ -186,6 +187,7 @@ class _Building:
         assert isinstance(event, events.HostCopied | events.SaveCommitted | events.SaveFailed | events.SaveSkipped)
         waiting = self._copied.setdefault((one.writer, event.rank, event.step), deque())
         if isinstance(event, events.HostCopied):
+            self._host_copies[event.rank, event.step, at_s] = len(self._bars)
             self._add("host_copy", at_s, one, event.duration_s)
             waiting.append(_open_bar("commit", at_s, one))
             return
@@ -199,11 +201,8 @@ class _Building:
 
     def _name_host_copy(self, begun: Bar, save_id: str) -> None:
         """Set the save's id in the bar of its host copy; it was not agreed on at that time."""
-        for number in range(len(self._bars) - 1, -1, -1):
-            bar = self._bars[number]
-            if (bar.kind, bar.rank, bar.step, bar.end_s) == ("host_copy", begun.rank, begun.step, begun.begin_s):
-                self._bars[number] = replace(bar, save_id=save_id)
-                return
+        number = self._host_copies[begun.rank, begun.step, begun.begin_s]
+        self._bars[number] = replace(self._bars[number], save_id=save_id)
 
     def _see_attempt(self, at_s: float, one: JournalEntry) -> None:
         event = one.event
@@ -242,8 +241,9 @@ class _Building:
         self._bars.append(ended_bar(kind, at_s, took_s, by=one.by, **(_facts(one.event) | facts)))
 
     def _give_up(self, bar: Bar) -> None:
-        later = [at_s for at_s in self._starts if at_s > bar.begin_s]
-        self._bars.append(replace(bar, until_s=later[0] if later else max(bar.begin_s, self._last_s)))
+        number = bisect.bisect_right(self._starts, bar.begin_s)
+        until_s = self._starts[number] if number < len(self._starts) else max(bar.begin_s, self._last_s)
+        self._bars.append(replace(bar, until_s=until_s))
 
 
 def _open_bar(kind: BarKind, at_s: float, one: JournalEntry, **facts: Any) -> Bar:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from html.parser import HTMLParser
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -15,8 +17,11 @@ from ckptmirror.cli._timeline_page import page
 from ckptmirror.core import events
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.observe.timeline import Timeline, build_timeline
-from tests.kit.history import MIRROR, START_S, WrittenRun, long_run
+from tests.kit.cost import steps_of
+from tests.kit.history import KINDS, MIRROR, START_S, WrittenRun, long_run
 from tests.kit.saves import save_id_of
+
+HOSTILE = '\' x=" onload="alert(1)" y="</title><script>alert(2)</script>\x1b]0;a\x07\u202e&amp;'
 
 SVG = "{http://www.w3.org/2000/svg}"
 SAVES = (1, 5, 500)
@@ -262,3 +267,93 @@ def test_there_are_some_ticks_and_not_too_many_whatever_the_length(length_s: flo
 )
 def test_durations_are_for_people(duration_s: float, text: str) -> None:
     assert duration_text(duration_s) == text
+
+
+# -- what others wrote into the journal ----------------------------------------------------------------------
+
+
+def hostile_run() -> WrittenRun:
+    run = WrittenRun()
+    run.tell(events.AttemptDecided(attempt=1, step=1, place=f"gs://{HOSTILE}", duration_s=1.0), by=HOSTILE)
+    run.wait(1.0).tell(events.HostCopied(step=1, kinds=KINDS, duration_s=0.5))
+    run.wait(1.0).tell(events.SaveCommitted(step=1, kinds=KINDS, save_id=HOSTILE, duration_s=1.0), by=HOSTILE)
+    run.tell(events.MirrorCommitted(mirror=f"gs://{HOSTILE}", step=1, save_id=HOSTILE), by=HOSTILE)
+    run.tell(events.MirrorUnreachable(mirror=HOSTILE, reason=HOSTILE))
+    run.tell(events.CopyBroken(step=1, save_id=HOSTILE, place=HOSTILE, reason=HOSTILE))
+    run.wait(1.0).tell(events.AttemptEnded(attempt=1, status=HOSTILE, pending=1))
+    return run
+
+
+def test_text_of_others_is_only_text_in_the_drawing_and_in_the_page() -> None:
+    """An attribute through a save id would run as a script where the page is opened."""
+    timeline = build_timeline(hostile_run().history())
+    drawn = draw(timeline, HOSTILE)
+    ElementTree.fromstring(drawn)
+    text = page(timeline, HOSTILE, drawn)
+    tags: list[tuple[str, list[tuple[str, str | None]]]] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: tags.append((tag, attrs))  # type: ignore[method-assign]
+    parser.feed(text)
+    harmless = {"html", "head", "meta", "title", "style", "body", "h1", "p", "div", "details", "summary"}
+    harmless |= {"table", "thead", "tbody", "tr", "th", "td", "svg", "desc", "g", "rect", "line", "text", "polygon"}
+    assert {tag for tag, _ in tags} <= harmless
+    words = {"class", "data-kind", "data-step", "data-lane", "role", "aria-labelledby", "id", "text-anchor"}
+    words |= {"lang", "charset", "name", "content", "scope", "xmlns", "transform", "points", "viewbox"}
+    numbers = {"x", "y", "x1", "x2", "y1", "y2", "width", "height", "rx"}
+    for name, value in (pair for _, attrs in tags for pair in attrs):
+        pattern = "[0-9a-f]*" if name == "data-save" else "-?[0-9.]+" if name in numbers else ".*"
+        assert name in words | numbers | {"data-save"}
+        assert re.fullmatch(pattern, value or "", re.DOTALL)
+    assert not set(text) & set("\x1b\x07\u202e")
+    assert "&lt;script&gt;alert(2)" in text
+
+
+def attempts(run: WrittenRun, number: int) -> None:
+    run.decide(number, writer=f"w{number}")
+
+
+def ranks(run: WrittenRun, number: int) -> None:
+    run.tell(events.HostCopied(step=1, kinds=KINDS, rank=number, duration_s=0.5))
+
+
+def mirrors(run: WrittenRun, number: int) -> None:
+    run.tell(events.MirrorUnreachable(mirror=f"gs://{number}", reason="silent"))
+
+
+def copies(run: WrittenRun, number: int) -> None:
+    """Every host copy comes before the first commit."""
+    run.wait(-1000.0).tell(events.HostCopied(step=number, kinds=KINDS, duration_s=0.5))
+    run.wait(1000.0)
+    run.tell(events.SaveCommitted(step=number, kinds=KINDS, save_id=save_id_of(number), duration_s=0.0))
+
+
+def backlog(run: WrittenRun, number: int) -> None:
+    run.move(save_id_of(number), number, None, RecordState.PENDING)
+    run.move(save_id_of(number), number, RecordState.PENDING, RecordState.UPLOADING)
+
+
+def clock(run: WrittenRun, number: int) -> None:
+    run.wall_off_s = START_S + 5.0 * (-1) ** number
+    run.tell(events.StopRequested(reason="x", age_s=0.0))
+    run.move(save_id_of(number), number, None, RecordState.PENDING)
+
+
+@pytest.mark.parametrize("one", [attempts, ranks, mirrors, copies, backlog, clock])
+def test_the_time_to_draw_grows_with_the_length_of_the_journal_and_not_with_its_square(
+    one: Callable[[WrittenRun, int], None],
+) -> None:
+    def steps(count: int) -> int:
+        run = WrittenRun()
+        for number in range(1, count + 1):
+            one(run, number)
+            run.wait(0.01)
+        history = run.history()
+
+        def work() -> None:
+            timeline = build_timeline(history)
+            page(timeline, "x", draw(timeline, "x"))
+
+        return steps_of(work)
+
+    base = steps(10)
+    assert steps(640) - base < 6 * (steps(160) - base)
