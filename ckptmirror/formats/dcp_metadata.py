@@ -13,8 +13,8 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ckptmirror.core.errors import IntegrityError
-from ckptmirror.formats.pickles import Made, Name, read_pickle
+from ckptmirror.core.errors import IntegrityError, UnsafePickle
+from ckptmirror.formats.pickles import KeyBudget, Made, Name, read_pickle, shown
 from ckptmirror.formats.tensor_files import named
 
 __all__ = ["loads_metadata"]
@@ -40,6 +40,8 @@ _IGNORED = frozenset(
         "builtins.getattr",  # by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
     }
 )
+_FREE_PARTS = 100_000  # pieces of tensors and parts of paths; beyond it
+_BYTES_PER_PART = 2  # for each: what a shared part of a path takes at least
 _MAX_DIMENSIONS = 64  # of torch; the product of many large numbers takes hours
 
 
@@ -61,11 +63,24 @@ def loads_metadata(data: bytes, name: str) -> metadata.Metadata:
             raise IntegrityError("It has no table of entries.")
         if any(type(key) is not str for key in entries):
             raise IntegrityError("It has an entry without a name.")
+        paths = fields.get("planner_data")
+        _check_shared(entries, paths, len(data))
+        places = [(_index(made, sizes), info) for made, info in storage.items()]
+        KeyBudget(len(data)).tell_apart([index for index, _ in places], ())
         return metadata.Metadata(
             {key: _entry(entry, key, sizes) for key, entry in entries.items()},
-            fields.get("planner_data"),
-            {(index := _index(made, sizes)): _info(info, index.fqn) for made, info in storage.items()},
+            paths,
+            {index: _info(info, index.fqn) for index, info in places},
         )
+
+
+def _check_shared(entries: dict[str, Any], paths: Any, size_bytes: int) -> None:
+    """Refuse entries that share pieces, or parts of their paths, so that they hold far more than their bytes."""
+    states = [made.state for made in entries.values() if type(made) is Made and type(made.state) is dict]
+    lists: list[Any] = [state.get("chunks") for state in states]
+    lists += paths.values() if type(paths) is dict else ()
+    if sum(len(one) for one in lists if isinstance(one, (list, tuple))) > _FREE_PARTS + size_bytes // _BYTES_PER_PART:
+        raise UnsafePickle("Its entries have far more pieces, or parts of paths, than it has bytes.")
 
 
 def _fields(made: Any, kind: str) -> dict[str, Any]:
@@ -129,7 +144,9 @@ def _info(made: Any, name: str) -> _StorageInfo:
     fields = _fields(made, "_StorageInfo")
     path, offset, length = (fields.get(key) for key in ("relative_path", "offset", "length"))
     if type(path) is not str or not _is_count(offset) or not _is_count(length):
-        raise IntegrityError(f"It says that {name} is at {path!a:.80}, offset {offset!a:.80}, length {length!a:.80}.")
+        raise IntegrityError(
+            f"It says that {name} is at {shown(path)}, offset {shown(offset)}, length {shown(length)}."
+        )
     if fields.get("transform_descriptors"):
         raise IntegrityError(f"It says that {name} was transformed while it was written, which is not supported.")
     return _StorageInfo(path, offset, length)

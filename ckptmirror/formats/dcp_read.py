@@ -110,8 +110,8 @@ class _Reader:
                 else:
                     region = region_of(value)
                     fill(local_of(value), region, self._pieces(entry.key, entry.described, region), entry.key)
-                items.append((entry.path[top:], value))
-        return decode(_assemble(items))
+                items.append((entry.path, value))
+        return decode(_assemble(items, top))
 
     def plain(self, entry: _Entry) -> Any:
         """Return a value that is not a tensor, as it was written."""
@@ -276,15 +276,15 @@ def _allocate(described: Any, owner: torch.Tensor | None) -> Any:
         raise IntegrityError(f"The directory describes a tensor of {size}: {error}") from error
 
 
-def _assemble(items: list[tuple[Path_, Any]]) -> Any:
-    """Rebuild a tree from leaves and their paths: text keys make dicts, numbers make lists."""
-    if len(items) == 1 and not items[0][0]:
+def _assemble(items: list[tuple[Path_, Any]], at: int = 0) -> Any:
+    """Rebuild a tree from leaves and their paths, from part ``at`` on: text keys make dicts, numbers make lists."""
+    if len(items) == 1 and len(items[0][0]) == at:
         return items[0][1]
     below: dict[str | int, list[tuple[Path_, Any]]] = {}
-    for path, value in items:
-        if not path:
+    for item in items:
+        if len(item[0]) == at:
             raise IntegrityError("The saved state has a value where it also has a container.")
-        below.setdefault(path[0], []).append((path[1:], value))
+        below.setdefault(item[0][at], []).append(item)
     if all(isinstance(key, int) for key in below):
-        return [_assemble(below[key]) for key in sorted(below)]
-    return {str(key): _assemble(rest) for key, rest in below.items()}
+        return [_assemble(below[key], at + 1) for key in sorted(below)]
+    return {str(key): _assemble(rest, at + 1) for key, rest in below.items()}

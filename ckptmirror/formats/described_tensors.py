@@ -22,7 +22,7 @@ from torch.serialization import get_safe_globals
 from torch.storage import _dtype_to_storage_type_map
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats.pickles import Made, Name
+from ckptmirror.formats.pickles import KeyBudget, Made, Name, shown
 
 __all__ = ["is_known", "make"]
 
@@ -30,25 +30,28 @@ Storage = Callable[[str, int], torch.UntypedStorage]
 
 _MAX_DIMENSIONS = 64  # of torch
 _END = 1 << 63
+_FREE_TENSORS = 100_000
+_BYTES_PER_TENSOR = 32  # of the pickle, beyond
 _FREE_EXPANSION_BYTES = 64 << 20  # that expanded tensors may show beyond what the file holds
 _EXPANSION = 4  # times the bytes of the file
 _BLOCKED = frozenset({"sys", "os", "posix", "nt"})  # as in torch, whoever allows them
 _DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,4})?", re.ASCII)
 
 
-def make(described: Any, storage: Storage, sizes_bytes: Mapping[str, int]) -> Any:
+def make(described: Any, storage: Storage, sizes_bytes: Mapping[str, int], pickle_bytes: int) -> Any:
     """Return the values that ``described`` (of ``read_pickle``) stands for.
 
     Args:
         described: What the pickle holds; its containers are filled in place.
         storage: Returns the memory of a record, by key and bytes.
         sizes_bytes: The size of each record that a storage may be.
+        pickle_bytes: The size of the pickle.
 
     Raises:
         UnsafePickle: It describes what is not on the list, or far more than its bytes.
         IntegrityError: A tensor does not fit its storage, or is described wrongly.
     """
-    maker = _Maker(storage, sizes_bytes)
+    maker = _Maker(storage, sizes_bytes, pickle_bytes)
     try:
         return maker.value(described)
     except (IntegrityError, MemoryError):
@@ -65,11 +68,13 @@ def is_known(name: str) -> bool:
 
 
 class _Maker:
-    def __init__(self, storage: Storage, sizes_bytes: Mapping[str, int]) -> None:
+    def __init__(self, storage: Storage, sizes_bytes: Mapping[str, int], pickle_bytes: int) -> None:
         self._storage = storage
         self._sizes_bytes = sizes_bytes
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._made: dict[int, tuple[Any, Any]] = {}  # what was described, which lives on, and what was made of it
+        self._keys = KeyBudget(pickle_bytes)
+        self._tensors_left = _FREE_TENSORS + pickle_bytes // _BYTES_PER_TENSOR
         self._expansion_left = _FREE_EXPANSION_BYTES + _EXPANSION * sum(sizes_bytes.values())
 
     def value(self, value: Any) -> Any:
@@ -96,6 +101,7 @@ class _Maker:
             result = value
             if any(type(item) not in _LEAVES for item in value):
                 items = tuple(self.value(item) for item in value)
+                self._keys.tell_apart(list(items), ())
                 value.clear()
                 value.update(items)
         elif kind in (dict, OrderedDict, Counter):
@@ -108,6 +114,7 @@ class _Maker:
     def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
         if any(type(key) not in _LEAVES for key in value):
             items = [(self.value(key), item) for key, item in value.items()]
+            self._keys.tell_apart([key for key, _ in items], ())
             value.clear()
             value.update(items)
         for key, item in value.items():
@@ -129,6 +136,9 @@ class _Maker:
         if maker is not None:
             if made.state is not None:
                 raise UnsafePickle(f"It gives a state to what {made.name} makes.")
+            self._tensors_left -= made.name not in _PARTS
+            if self._tensors_left < 0:
+                raise UnsafePickle("It makes far more tensors than it has bytes.")
             return maker(self, *made.arguments)
         allowed = _allowed().get(made.name)
         if allowed is None:
@@ -160,9 +170,11 @@ class _Maker:
         dtype = _STORAGES[kind]
         size_bytes = self._sizes_bytes.get(key) if type(key) is str else None
         if size_bytes is None:
-            raise IntegrityError(f"It names a storage {str(key)[:40]!a} that the archive does not hold.")
+            raise IntegrityError(f"It names a storage {shown(key)} that the archive does not hold.")
         if type(count) is not int or count * (1 if dtype is None else dtype.itemsize) != size_bytes:
-            raise IntegrityError(f"It says that storage {key[:40]!a} has {count!a} values; it has {size_bytes} bytes.")
+            raise IntegrityError(
+                f"It says that storage {shown(key)} has {shown(count)} values; it has {size_bytes} bytes."
+            )
         if key not in self._storages:
             self._storages[key] = self._storage(key, size_bytes)
         return self._storages[key], dtype
@@ -277,12 +289,12 @@ class _Maker:
 
     def device(self, name: Any, index: Any = None) -> torch.device:
         if type(name) is not str or not _DEVICE.fullmatch(name) or (index is not None and type(index) is not int):
-            raise IntegrityError(f"It names a device {str(name)[:20]!a}.")
+            raise IntegrityError(f"It names a device {shown(name)}.")
         return torch.device(name) if index is None else torch.device(name, index)
 
     def layout(self, name: Any) -> torch.layout:
         if type(name) is not str or name not in _LAYOUTS:
-            raise UnsafePickle(f"It names a layout {str(name)[:40]!a}.")
+            raise UnsafePickle(f"It names a layout {shown(name)}.")
         return _LAYOUTS[name]
 
 
@@ -290,7 +302,7 @@ def _finished(view: torch.Tensor, requires_grad: Any = False, hooks: Any = None,
     _no_hooks(hooks)
     for name, is_set in (bits or {}).items():
         if name not in ("conj", "neg") or is_set is not True:
-            raise IntegrityError(f"It makes a tensor with {str(name)[:20]!a} {str(is_set)[:20]!a}.")
+            raise IntegrityError(f"It makes a tensor with {shown(name)} {shown(is_set)}.")
     if bits:
         view = torch._neg_view(view) if bits.get("neg") else view
         view = view.conj() if bits.get("conj") else view
@@ -326,7 +338,7 @@ def _set_attributes(tensor: torch.Tensor, state: Any) -> None:
         raise IntegrityError("It gives a tensor a state that is no dict.")
     for name, value in (attributes or {}).items():
         if type(name) is not str or hasattr(torch.Tensor, name):
-            raise UnsafePickle(f"It replaces {str(name)[:40]!a} of a tensor.")
+            raise UnsafePickle(f"It replaces {shown(name)} of a tensor.")
         vars(tensor)[name] = value
 
 
@@ -359,6 +371,7 @@ _STORAGES: dict[str, torch.dtype | None] = {
     "torch.storage.UntypedStorage": None,
 }
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
+_PARTS = frozenset({"torch.Size", "torch.device", "torch.serialization._get_layout"})  # of a tensor's description
 _OF_PARTS = "torch._utils._rebuild_wrapper_subclass"  # a tensor that keeps its values in others
 _of_parts = torch._utils._rebuild_wrapper_subclass  # torch has no public name for it
 _OF_TYPE = "torch._tensor._rebuild_from_type_v2"

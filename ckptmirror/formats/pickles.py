@@ -27,15 +27,17 @@ from typing import Any, Final
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.nesting_limit import TooDeep, max_depth
 
-__all__ = ["KeyBudget", "Made", "Name", "read_pickle"]
+__all__ = ["KeyBudget", "Made", "Name", "read_pickle", "shown"]
 
-_FREE_CONTAINERS = 1_000_000
+_FREE_CONTAINERS = 250_000
 _BYTES_PER_CONTAINER = 6  # beyond: torch writes no shorter ones
-_FREE_COPIES = 10_000_000  # values that a set or a counter copies out of a list; beyond it one per byte
+_FREE_COPIES = 500_000  # values that a set or a counter copies out of a list; beyond it one per byte
 _UNFOLDS_FREELY = 1_000_000  # values that may come of sharing; beyond it
+_CONTAINER = 8  # values that an empty one costs
 _UNFOLDS_TIMES = 4  # times as many as there are: honest files share next to nothing
 _MAX_MARKS = 10_000  # at once: one or two for each level that a container is in another
 _MAX_EQUAL_HASHES = 1_000  # different keys of one hash cost the square of their number; -1 and -2 are a pair of them
+_SHOWN = 80  # letters
 _SMALL = 64  # keys: too few to cost anything
 _MAX_KEY_VALUES = 100_000  # of one key; a position of a game or a row of a table may be one
 _MAX_KEY_DEPTH = 16  # hashing a tuple recurses in C, without a check
@@ -47,7 +49,7 @@ class Name(str):
     __slots__ = ()
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Made:
     """Something that the pickle asks for and nobody has made yet.
 
@@ -79,9 +81,9 @@ def read_pickle(data: bytes, is_known: Callable[[str], bool], *, persistent: boo
     reader = _Reader(data, is_known, persistent)
     try:
         found = reader.run()
-    except (IndexError, KeyError, ValueError, TypeError, struct.error) as error:
+    except (IndexError, KeyError, ValueError, TypeError, RecursionError, struct.error) as error:
         raise IntegrityError(f"The pickle is broken at byte {reader.at}.") from error
-    _check_whole(found, reader.containers + reader.values)
+    _check_whole(found, _CONTAINER * reader.containers + reader.values)
     return found
 
 
@@ -92,7 +94,7 @@ class KeyBudget:
         size_bytes: The length of the file that they come from.
     """
 
-    def __init__(self, size_bytes: int = 0) -> None:
+    def __init__(self, size_bytes: int) -> None:
         self._copies_left = _FREE_COPIES + size_bytes
         self._equal_hashes = 0
         self._first: dict[int, dict[int, Any]] = {}  # of each large dict: its first key of each hash
@@ -107,6 +109,14 @@ class KeyBudget:
         for key in keys:
             if type(key) not in _PLAIN_KEYS:
                 self._check_tuple(key)
+        self.tell_apart(keys, target)
+
+    def tell_apart(self, keys: list[Any], target: Any) -> None:
+        """Refuse keys, of any type, of which too many have the same hash.
+
+        Raises:
+            UnsafePickle: They do.
+        """
         if len(keys) + len(target) <= _SMALL:
             return
         known = self._first.get(id(target))
@@ -270,6 +280,13 @@ class _Reader:
         self.stack.append(Made("persistent", (self.stack.pop(),)))
 
 
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: short text and numbers; of what may be large or deep, the type."""
+    if type(value) in (str, bytes, Name):
+        return ascii(value[:_SHOWN])
+    return ascii(value) if type(value) in (type(None), bool, int, float) else f"a {_kind(value)}"
+
+
 def _kind(value: Any) -> str:
     return f"{type(value).__name__} {value.name}" if type(value) is Made else type(value).__name__
 
@@ -305,7 +322,7 @@ def _filled(reader: _Reader, result: Any, items: Any, keys: list[Any]) -> Any:
 def _encoded(reader: _Reader, text: Any, encoding: Any) -> bytes:
     """How protocol 2 writes bytes."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise UnsafePickle(f"It encodes a {_kind(text)} as {str(encoding)[:20]!a}.")
+        raise UnsafePickle(f"It encodes a {_kind(text)} as {shown(encoding)}.")
     reader.keys.copy(len(text) // _BYTES_PER_CONTAINER)
     return text.encode("latin-1")
 
@@ -494,7 +511,7 @@ def _check_whole(root: Any, held: int) -> None:
                 continue
         under_way.discard(id(value))
         waiting.pop()
-        count = 1 + len(items) - len(below)
+        count = (1 if type(value) is tuple and not value else _CONTAINER) + len(items) - len(below)  # () is one object
         depth = 0
         for item in below:
             values, deep = known[id(item)]

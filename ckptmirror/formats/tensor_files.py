@@ -95,7 +95,8 @@ def _load(read_at: ReadAt, read_into: _Into, size_bytes: int, mapped: Any) -> An
         read_into(byte_view(memory), offset)
         return memory.untyped_storage()
 
-    return make(described, storage, {name[5:]: r.size_bytes for name, r in records.items() if name.startswith("data/")})
+    sizes_bytes = {name[5:]: record.size_bytes for name, record in records.items() if name.startswith("data/")}
+    return make(described, storage, sizes_bytes, pickled.size_bytes)
 
 
 @contextmanager

@@ -52,6 +52,37 @@ def _index_of_indices(times: int) -> bytes:
     return b"(" + empty + put(0) + links + b"t" + put(times + 1) + dict_of((get(0), number(1))) + b"\x86"
 
 
+def _size(*numbers: int) -> bytes:
+    return called("torch", "Size", tuple_(*map(number, numbers)))
+
+
+def _metadata_of(entries: bytes, paths: bytes = b"N", stored: bytes = b"}") -> bytes:
+    fields = (text("state_dict_metadata"), entries), (text("planner_data"), paths), (text("storage_data"), stored)
+    return made("Metadata", dict_of(*fields))
+
+
+def _entry_of(chunks: bytes) -> bytes:
+    properties = global_(_HERE, "TensorProperties") + b")\x81" + tuple_(global_("torch", "float32"), b"N" * 4) + b"b"
+    fields = (text("properties"), properties), (text("size"), _size(0)), (text("chunks"), b"](" + chunks + b"e")
+    return made("TensorStorageMetadata", dict_of(*fields))
+
+
+def _shared_by(names: int, first: bytes) -> bytes:
+    """Push a dict in which ``names`` keys share what ``first`` pushes."""
+    return dict_of((text("first"), first + put(99)), *((text(f"{i}"), get(99)) for i in range(names)))
+
+
+_PIECE = made("ChunkStorageMetadata", dict_of((text("offsets"), _size(0)), (text("sizes"), _size(0))))
+_FAR_MORE = "far more pieces, or parts of paths"
+_PRIME = 2**61 - 1  # its multiples have the hash 0
+
+
+def _index_at(first: int, *, of: int = 4) -> bytes:
+    """Push the place of a piece; all have one hash."""
+    offset = _size(*(first // of**digit % of * _PRIME for digit in range(6)))
+    return made("MetadataIndex", dict_of((text("fqn"), text("w")), (text("offset"), offset)))
+
+
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "a command": (called("posix", "system", text("touch owned")), "not on the allow-list"),
     "a text of 2 ** 60 bytes": (b"\x8d" + struct.pack("<Q", 1 << 60), "the opcode 0x8d"),
@@ -86,6 +117,18 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "not the metadata",
     ),
     "a layout that is none": (called("torch.serialization", "_get_layout", text("torch.load")), "not the metadata"),
+    "pieces shared by entries": (
+        _metadata_of(_shared_by(600, _entry_of(_PIECE + put(98) + get(98) * 25_000))),
+        _FAR_MORE,
+    ),
+    "a path shared by entries": (
+        _metadata_of(_shared_by(500, _entry_of(b"")), _shared_by(500, tuple_(text("model") * 300))),
+        _FAR_MORE,
+    ),
+    "places of one hash": (
+        _metadata_of(b"}", stored=dict_of(*((_index_at(i), b"N") for i in range(2000)))),
+        "different keys of one hash",
+    ),
     "an attribute": (called("builtins", "getattr", global_("torch", "Size"), text("numel")), "not the metadata"),
 }
 

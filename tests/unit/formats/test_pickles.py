@@ -16,6 +16,7 @@ from ckptmirror.formats.tensor_files import load_bytes
 from tests.kit.hostile_files import (
     called,
     dict_of,
+    doubling_tuples,
     get,
     global_,
     nested_lists,
@@ -70,6 +71,27 @@ UNSAFE = {
     "one list copied by calls": (
         tuple_(LONG + put(0), b"](" + called("builtins", "set", get(0)) * 1000 + b"e"),
         TOO_OFTEN,
+    ),
+    "an encoding that is written for hours": (
+        called("_codecs", "encode", text("x"), doubling_tuples(60)),
+        "encodes a str as a tuple",
+    ),
+    "an encoding 100,000 deep": (called("_codecs", "encode", text("x"), nested_tuples(100_000)), "encodes a str as a"),
+    "pairs copied by calls": (
+        tuple_(
+            b"](" + b"".join(number(i) + b"N\x86" for i in range(1000)) + b"e" + put(0),
+            b"](" + called("collections", "OrderedDict", get(0)) * 1000 + b"e",
+        ),
+        TOO_OFTEN,
+    ),
+    "empty lists of a byte each": (tuple_(b"]" * 500_000), "hold more than"),
+    "an empty dict in a million places": (
+        tuple_(
+            called("collections", "OrderedDict") + put(0),
+            b"](" + get(0) * 1000 + b"e" + put(1),
+            tuple_(get(1) * 990),
+        ),
+        "unfold to more than",
     ),
     "different keys of one hash": (
         b"}(" + b"".join(b"\x8a\x09" + (i * (2**61 - 1)).to_bytes(9, "little") + b"N" for i in range(2000)) + b"u",
