@@ -11,7 +11,7 @@ DOCS   := $(VENV)/.docs-installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-all test-gcs check docs picture bench campaign build clean
+.PHONY: help setup demo test test-long test-all test-gcs check docs picture bench campaign fuzz build clean
 
 help:      ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -65,6 +65,9 @@ bench: setup  ## Measure against what you would use instead, as ratios, beside t
 
 campaign: setup  ## Kill at every crash point, play long histories: not only the slice that `make test` takes
 	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash tests/simulation tests/unit/core/start --timeout=3600
+
+fuzz: setup  ## Give every reader bytes that nobody meant to write, for an hour: SECONDS=600 READER=pickle
+	$(BIN)/python -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(READER),--reader '$(READER)')
 
 build: setup  ## Build the wheel and the source archive
 	$(BIN)/pip install --quiet build
