@@ -2,7 +2,8 @@
 
 Rules:
 * The whole size is allocated before the first byte, so a disk that is too small fails at once, not after an hour.
-* A temporary of the same size is continued: the caller decides by checksum which ranges it need not fetch again.
+* A temporary of the same size is continued: the caller decides by checksum which ranges it need not fetch again. One
+  that another user planted (``own_files``) is not: its owner could change it once it is published.
 * Aligned pieces of aligned buffers bypass the page cache, other pieces use it; ``seal`` makes everything durable.
 * It holds a lock on its temporary, so that two processes never fill the same file.
 """
@@ -20,12 +21,15 @@ from typing import TYPE_CHECKING
 
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.local import crashpoints, direct_io
+from ckptmirror.local.own_files import has_trusted_owner
 from ckptmirror.local.storage_errors import explained
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["RangeFile"]
+
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class RangeFile:
@@ -112,41 +116,44 @@ class RangeFile:
         self.close()
 
     def _opened(self) -> int:
-        descriptor = self._opened_and_locked()
+        descriptor = self._found()
+        if descriptor < 0:
+            with crashpoints.around("file.create"):
+                descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
         try:
+            _lock(descriptor)
             facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode):
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             if not os.path.samestat(facts, os.lstat(self.path)):  # its earlier holder published it just now
                 raise FileExistsError(errno.EEXIST, "another process has just published it")
-            if facts.st_nlink > 1:  # published by link(2), and a crash came before the temporary was unlinked
-                with crashpoints.around("file.unlink"):
-                    os.unlink(self.path)  # noqa: PTH108
-                replaced, descriptor = descriptor, -1
-                os.close(replaced)
-                descriptor = self._opened_and_locked()
-                facts = os.fstat(descriptor)
             self.continued = facts.st_size == self.size_bytes > 0
             if not self.continued:
                 self._allocate(descriptor)
         except BaseException:
-            if descriptor >= 0:
-                os.close(descriptor)
+            os.close(descriptor)
             raise
         return descriptor
 
-    def _opened_and_locked(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with crashpoints.around("file.create"):
-            descriptor = os.open(self.path, flags, 0o666)
+    def _found(self) -> int:
+        """Open a temporary that an earlier call left; -1 if there is none, or it was removed because it is not ours."""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno == errno.EWOULDBLOCK:
-                raise FileExistsError(errno.EEXIST, "another process fills it") from error
-            raise
-        return descriptor
+            descriptor = os.open(self.path, _FLAGS)
+        except FileNotFoundError:
+            return -1
+        try:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            # Two names: published by link(2), and a crash came before the temporary was unlinked.
+            if facts.st_nlink == 1 and has_trusted_owner(facts, self.path.parent.stat()):
+                kept, descriptor = descriptor, -1
+                return kept
+            _lock(descriptor)
+            with crashpoints.around("file.unlink"):
+                os.unlink(self.path)  # noqa: PTH108
+            return -1
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def _allocate(self, descriptor: int) -> None:
         try:
@@ -184,6 +191,15 @@ class RangeFile:
         if offset < 0 or offset + view.nbytes > self.size_bytes:
             raise ValueError(f"bytes {offset} to {offset + view.nbytes} reach past the end of {self.size_bytes}")
         return view
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno == errno.EWOULDBLOCK:
+            raise FileExistsError(errno.EEXIST, "another process fills it") from error
+        raise
 
 
 def _is_aligned(view: memoryview) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +22,8 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.meta_merging import merge_parts
+from ckptmirror.core.model import Kind
+from ckptmirror.core.names import tmp_name
 from ckptmirror.flow.fetch import blocks, destination, stage
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.fetch.stage_progress import StageProgress
@@ -134,6 +138,28 @@ def test_a_save_whose_meta_is_not_there_yet_is_not_staged_until_it_is(place: Pla
 
     mirror = Mirror(place.url, True, Committing(place.spy._store))  # type: ignore[arg-type]
     assert stage_checkpoint_step(mirror, step=200, dest=place.dest, wait_s=30).step == 200
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+@pytest.mark.parametrize("kind", ["dcp", "model"])
+def test_what_another_user_planted_under_a_temporary_name_is_not_published(place: Place, kind: Kind) -> None:
+    """Its bytes are right, so nothing would be fetched; and its owner could change them afterwards."""
+    meta = place.save(200, ("dcp", "model"))
+    place.dest.mkdir()
+    place.dest.chmod(0o1777)
+    artifacts = [artifact for artifact in meta.artifacts if artifact.path.startswith(kind)]
+    for artifact in artifacts:
+        top, slash, below = artifact.path.partition("/")
+        planted = place.dest / (tmp_name(top, meta.save_id) + slash + below)
+        planted.parent.mkdir(exist_ok=True)
+        shutil.copyfile(place.root / artifact.path, planted)
+        os.chown(planted, 65534, 65534)
+        if slash:
+            os.chown(planted.parent, 65534, 65534)
+    staged = stage_checkpoint_step(place.mirror, step=200, dest=place.dest, require_kind=kind)
+    published = [staged.path, *staged.path.rglob("*")]
+    assert {path.stat().st_uid for path in published} == {os.geteuid()}
+    whole_saves(place.dest)
 
 
 def test_files_larger_than_a_block_and_empty_files_arrive(place: Place) -> None:

@@ -29,6 +29,7 @@ from ckptmirror.local import directories, files, trash
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import LocalSave, read_inventory
 from ckptmirror.local.listing import Listing
+from ckptmirror.local.own_files import has_trusted_owner
 
 __all__ = [
     "ByTop",
@@ -238,13 +239,15 @@ def _moved(artifact: Artifact, name: str) -> str:
 def make_real_dirs(root: Path, directory: Path) -> None:
     """Create ``directory`` below ``root`` from real directories; anything else that has one of its names goes to trash.
 
-    Only for directories of temporaries, whose names carry a save id.
+    So does a directory that another user planted, who could exchange its files once they are published. Only for
+    directories of temporaries, whose names carry a save id.
     """
     path = root
     for part in directory.relative_to(root).parts:
-        path = path / part
+        place, path = path.stat(), path / part
         try:
-            if not stat.S_ISDIR(path.lstat().st_mode):
+            facts = path.lstat()
+            if not (stat.S_ISDIR(facts.st_mode) and has_trusted_owner(facts, place)):
                 trash.move_to_trash(root, path)
         except FileNotFoundError:
             pass

@@ -82,6 +82,24 @@ def test_a_temporary_that_is_published_already_is_not_written_to(tmp_path: Path)
     assert (tmp_path / "final").read_bytes() == b"a" * 10
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+def test_another_users_temporary_is_replaced_and_not_continued(tmp_path: Path):
+    (tmp_path / "f.tmp").write_bytes(b"a" * 10)
+    os.chown(tmp_path / "f.tmp", 65534, 65534)
+    with (tmp_path / "f.tmp").open("r+b") as planted, RangeFile(tmp_path / "f.tmp", 10) as file:
+        assert not file.continued
+        file.write_at(0, b"b" * 10)
+        file.seal()
+        planted.write(b"his")
+        planted.flush()
+    assert (tmp_path / "f.tmp").read_bytes() == b"b" * 10
+    assert (tmp_path / "f.tmp").stat().st_uid == os.geteuid()
+    os.chown(tmp_path, 65534, 65534)  # the owner of the directory decides what is in it
+    os.chown(tmp_path / "f.tmp", 65534, 65534)
+    with RangeFile(tmp_path / "f.tmp", 10) as file:
+        assert file.continued
+
+
 def test_an_empty_file_is_made(tmp_path: Path):
     with RangeFile(tmp_path / "f.tmp", 0) as file:
         file.write_at(0, b"")
