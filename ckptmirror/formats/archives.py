@@ -75,6 +75,8 @@ def _records(read_at: ReadAt, size_bytes: int) -> dict[str, Record]:
         top = own_top
         if below in found:
             raise IntegrityError(f"The record {below[:80]!a} is there twice.")
+        if local >= begin:
+            raise IntegrityError("The directory of the archive names a place where no record begins.")
         offset = _data_offset(read_at, local)
         places.append((local, offset + size))
         found[below] = Record(offset, size)

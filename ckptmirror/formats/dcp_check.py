@@ -8,7 +8,6 @@ Rules:
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,12 +15,11 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ckptmirror.core.errors import IntegrityError
+from ckptmirror.formats.shards import are_apart
 
 __all__ = ["METADATA_NAME", "check_entries", "check_ranges", "file_names"]
 
 METADATA_NAME = ".metadata"
-_FREE_CELLS, _CELLS_PER_PIECE = 64, 16  # of the grid that the pieces of a tensor lie in
-_Box = tuple[tuple[int, ...], tuple[int, ...]]  # from, and up to, in each dimension
 
 
 def check_entries(metadata: Metadata, where: str) -> None:
@@ -109,27 +107,5 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, storage: Mapping[Meta
         boxes.append((tuple(offsets), tuple(o + n for o, n in zip(offsets, sizes, strict=True))))
     if volume != math.prod(size):
         raise IntegrityError(f"{where}: the pieces of {name} hold {volume} of its {math.prod(size)} values.")
-    if not _are_apart([box for box in boxes if all(begin < end for begin, end in zip(*box, strict=True))]):
+    if not are_apart([box for box in boxes if all(begin < end for begin, end in zip(*box, strict=True))]):
         raise IntegrityError(f"{where}: the pieces of {name} overlap, or lie in no grid that can be checked.")
-
-
-def _are_apart(boxes: list[_Box]) -> bool:
-    """Whether no two boxes have a value in common; if they also have the volume of the whole, they cover it.
-
-    Each box is marked on the grid of all their edges. Sharded tensors have about one cell of it for each piece, so a
-    grid with far more cells comes from no such tensor, and the answer is no.
-    """
-    if len(boxes) < 2:
-        return True
-    edges = [sorted({at[axis] for box in boxes for at in box}) for axis in range(len(boxes[0][0]))]
-    if math.prod(len(places) - 1 for places in edges) > _FREE_CELLS + _CELLS_PER_PIECE * len(boxes):
-        return False
-    places = [{edge: index for index, edge in enumerate(of_axis)} for of_axis in edges]
-    marked: set[tuple[int, ...]] = set()
-    for begin, end in boxes:
-        ranges = [range(of_axis[a], of_axis[b]) for of_axis, a, b in zip(places, begin, end, strict=True)]
-        cells = set(itertools.product(*ranges))
-        if not marked.isdisjoint(cells):
-            return False
-        marked |= cells
-    return True

@@ -116,7 +116,8 @@ class _Maker:
             items = [(self.value(key), item) for key, item in value.items()]
             self._keys.tell_apart([key for key, _ in items], ())
             value.clear()
-            value.update(items)
+            for key, item in items:  # a Counter's update would count the pairs
+                value[key] = item
         for key, item in value.items():
             if type(item) not in _LEAVES:
                 value[key] = self.value(item)

@@ -36,7 +36,9 @@ _UNFOLDS_FREELY = 1_000_000  # values that may come of sharing; beyond it
 _CONTAINER = 8  # values that an empty one costs
 _UNFOLDS_TIMES = 4  # times as many as there are: honest files share next to nothing
 _MAX_MARKS = 10_000  # at once: one or two for each level that a container is in another
-_MAX_EQUAL_HASHES = 1_000  # different keys of one hash cost the square of their number; -1 and -2 are a pair of them
+_FREE_PROBES = (
+    500_000  # comparisons of different keys of one hash; beyond, one per byte: (-1, 1) and (-2, 1) are a pair
+)
 _SHOWN = 80  # letters
 _SMALL = 64  # keys: too few to cost anything
 _MAX_KEY_VALUES = 100_000  # of one key; a position of a game or a row of a table may be one
@@ -96,8 +98,9 @@ class KeyBudget:
 
     def __init__(self, size_bytes: int) -> None:
         self._copies_left = _FREE_COPIES + size_bytes
-        self._equal_hashes = 0
-        self._first: dict[int, dict[int, Any]] = {}  # of each large dict: its first key of each hash
+        self._probes_left = _FREE_PROBES + size_bytes
+        # Of each large dict: its first key of each hash, and how many others have it.
+        self._first: dict[int, dict[int, list[Any]]] = {}
 
     def check(self, keys: list[Any], target: Any) -> None:
         """Refuse keys that take long to hash, or that ``target`` (a dict or a set) takes long to tell apart.
@@ -119,15 +122,16 @@ class KeyBudget:
         """
         if len(keys) + len(target) <= _SMALL:
             return
-        known = self._first.get(id(target))
+        known = self._first.get(id(target)) if type(target) is not tuple else {}
         if known is None:
-            known = self._first[id(target)] = {hash(key): key for key in target}
+            known = self._first[id(target)] = {hash(key): [key, 0] for key in target}
         for key in keys:
-            first = known.setdefault(hash(key), key)
-            if first is not key and first != key:
-                self._equal_hashes += 1
-                if self._equal_hashes > _MAX_EQUAL_HASHES:
-                    raise UnsafePickle(f"It has more than {_MAX_EQUAL_HASHES} different keys of one hash.")
+            first = known.setdefault(hash(key), [key, 0])
+            if first[0] is not key and first[0] != key:
+                first[1] += 1
+                self._probes_left -= first[1]
+                if self._probes_left < 0:
+                    raise UnsafePickle("It has too many different keys of one hash.")
 
     def _check_tuple(self, key: Any) -> None:
         waiting: list[tuple[Any, int]] = [(key, 1)]
@@ -140,7 +144,7 @@ class KeyBudget:
                 if seen > _MAX_KEY_VALUES or depth > _MAX_KEY_DEPTH:
                     raise UnsafePickle("It has a key that holds too much, or too deep.")
                 waiting += [(item, depth + 1) for item in value if type(item) not in _PLAIN_KEYS]
-            elif type(value) not in _PLAIN_KEYS:
+            elif type(value) in _CONTAINERS or type(value) is bytearray:
                 raise IntegrityError(f"It has a key of type {_kind(value)}.")
         self.copy(seen)
 

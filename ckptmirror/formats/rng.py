@@ -18,6 +18,8 @@ from ckptmirror.core.errors import IntegrityError
 
 __all__ = ["capture_rng", "load_rng"]
 
+_WORDS = 624  # of MT19937
+
 
 def capture_rng() -> dict[str, Any]:
     """Return the state of Python's, NumPy's (if imported) and torch's generators."""
@@ -42,30 +44,43 @@ def capture_rng() -> dict[str, Any]:
 
 
 def load_rng(state: Mapping[str, Any]) -> list[str]:
-    """Set the generators; return those of the save that are not here ("cuda").
+    """Set the generators, after all states were checked; return those of the save that are not here ("cuda").
 
     Raises:
         IntegrityError: A state has the wrong form.
     """
-    absent = []
     try:
-        python = state["python"]
-        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        python = _python_state(state["python"])
+        numpy_state = _numpy_state(state["numpy"]) if "numpy" in state else None
+        random.Random().setstate(python)
+        torch.Generator().set_state(state["torch"].cpu())
+        has_cuda = "cuda" in state and torch.cuda.is_available()
+        if has_cuda:
+            torch.cuda.set_rng_state(state["cuda"].cpu())
+        random.setstate(python)
         torch.set_rng_state(state["torch"].cpu())
-        if "numpy" in state:
-            _load_numpy(state["numpy"])
-        if "cuda" in state:
-            if torch.cuda.is_available():
-                torch.cuda.set_rng_state(state["cuda"].cpu())
-            else:
-                absent.append("cuda")
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if numpy_state is not None:
+            sys.modules["numpy"].random.set_state(numpy_state)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise IntegrityError(f"The saved state of a random number generator is broken: {error}") from error
-    return absent
+    return ["cuda"] if "cuda" in state and not has_cuda else []
 
 
-def _load_numpy(saved: Mapping[str, Any]) -> None:
+def _python_state(saved: Mapping[str, Any]) -> tuple[Any, ...]:
+    if type(saved["gauss"]) not in (float, type(None)):
+        raise ValueError(f"gauss is a {type(saved['gauss']).__name__}")
+    return saved["version"], tuple(saved["words"].tolist()), saved["gauss"]
+
+
+def _numpy_state(saved: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the state for NumPy, which checks neither position nor gauss and would read outside its words."""
     import numpy
 
-    words = numpy.array(saved["words"].tolist(), dtype=numpy.uint32)
-    numpy.random.set_state((saved["name"], words, saved["position"], saved["has_gauss"], saved["gauss"]))
+    words, position, has_gauss = saved["words"].tolist(), saved["position"], saved["has_gauss"]
+    if type(position) is not int or not 0 <= position <= _WORDS or has_gauss not in (0, 1):
+        raise ValueError("NumPy's position is outside its words")
+    if len(words) != _WORDS or not all(type(word) is int and 0 <= word < 1 << 32 for word in words):
+        raise ValueError(f"NumPy's generator has {_WORDS} words of 32 bits")
+    if type(saved["gauss"]) is not float:
+        raise ValueError(f"NumPy's gauss is a {type(saved['gauss']).__name__}")
+    return saved["name"], numpy.array(words, dtype=numpy.uint32), position, has_gauss, saved["gauss"]

@@ -8,6 +8,7 @@ Rules:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ __all__ = [
     "Piece",
     "Region",
     "Stored",
+    "are_apart",
     "cut",
     "fill",
     "local_of",
@@ -34,6 +36,9 @@ __all__ = [
     "spread",
     "stored",
 ]
+
+_FREE_CELLS, _CELLS_PER_PIECE = 64, 16  # of the grid that the pieces of a tensor lie in
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # from, and up to, in each dimension
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ def fill(target: torch.Tensor, region: Region, pieces: Iterable[Piece], name: st
     Pieces are taken only until the region is full, so lazy ones are read only if they are needed.
 
     Raises:
-        IntegrityError: The pieces do not cover the region; names the tensor.
+        IntegrityError: The pieces do not cover the region, or overlap; names the tensor.
     """
     wanted = math.prod(region.sizes)
     done: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
@@ -181,6 +186,31 @@ def fill(target: torch.Tensor, region: Region, pieces: Iterable[Piece], name: st
         if key not in done:
             done.add(key)
             filled += _copy_overlap(target, region, piece)
+    boxes = [(begin, tuple(map(sum, zip(begin, sizes, strict=True)))) for begin, sizes in done if all(sizes)]
+    if not are_apart(boxes):
+        raise IntegrityError(f"{name}: the saved pieces overlap, or lie in no grid that can be checked.")
+
+
+def are_apart(boxes: list[_Box]) -> bool:
+    """Whether no two boxes have a value in common; if they also have the volume of the whole, they cover it.
+
+    Each box is marked on the grid of all their edges. Sharded tensors have about one cell of it for each piece, so a
+    grid with far more cells comes from no such tensor, and the answer is no.
+    """
+    if len(boxes) < 2:
+        return True
+    edges = [sorted({at[axis] for box in boxes for at in box}) for axis in range(len(boxes[0][0]))]
+    if math.prod(len(places) - 1 for places in edges) > _FREE_CELLS + _CELLS_PER_PIECE * len(boxes):
+        return False
+    places = [{edge: index for index, edge in enumerate(of_axis)} for of_axis in edges]
+    marked: set[tuple[int, ...]] = set()
+    for begin, end in boxes:
+        ranges = [range(of_axis[a], of_axis[b]) for of_axis, a, b in zip(places, begin, end, strict=True)]
+        cells = set(itertools.product(*ranges))
+        if not marked.isdisjoint(cells):
+            return False
+        marked |= cells
+    return True
 
 
 def _copy_overlap(target: torch.Tensor, region: Region, piece: Piece) -> int:

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -18,8 +19,10 @@ import torch
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats import pickles
+from ckptmirror.formats.rng import capture_rng, load_rng
+from ckptmirror.formats.shards import Piece, Region, fill
 from ckptmirror.formats.tensor_files import load_bytes, load_pt
-from ckptmirror.formats.weights_only_values import decode
+from ckptmirror.formats.weights_only_values import decode, encode
 from tests.kit.hostile_files import (
     ARCHIVES,
     Record,
@@ -283,3 +286,53 @@ def test_what_a_user_allowed_comes_back_as_torch_has_it() -> None:
     assert type(found["tensor"]) is Marked
     assert found["tensor"].note == [1]
     assert found["tensor"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_counter_with_keys_of_tuples_is_read_as_it_was() -> None:
+    value = Counter({(): 3, (1, 2): 5, "a": 1})
+    assert load_bytes(_saved(value).getvalue(), "here") == value
+
+
+def test_pairs_of_keys_of_one_hash_are_loaded_in_any_number() -> None:
+    value = {(x, y): 0 for x in (-1, -2) for y in range(3000)}
+    assert load_bytes(_saved(value).getvalue(), "here") == value
+    assert decode(encode({"s": {torch.float32}, "c": Counter({torch.float32: 1})}, "x")) == {
+        "s": {torch.float32},
+        "c": Counter({torch.float32: 1}),
+    }
+
+
+def test_a_record_at_the_end_of_all_numbers_is_broken() -> None:
+    data = bytearray(pt(number(1)))
+    at = data.index(b"PK\1\2") + 42
+    data[at : at + 4] = b"\xfe\xff\xff\xff"
+    with pytest.raises(IntegrityError, match="names a place where no record begins"):
+        load_bytes(bytes(data), "here")
+
+
+def test_pieces_that_overlap_and_leave_a_gap_fill_nothing() -> None:
+    pieces = [Piece(Region((10,), (begin,), (6,)), torch.ones(6)) for begin in (0, 1)]
+    with pytest.raises(IntegrityError, match="x: the saved pieces overlap"):
+        fill(torch.empty(10), Region((10,), (0,), (10,)), pieces, "x")
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("numpy", {"position": 10**9}),
+        ("numpy", {"position": -1}),
+        ("numpy", {"words": torch.full((624,), -1)}),
+        ("numpy", {"gauss": 10**400}),
+        ("numpy", {"has_gauss": 7}),
+        ("python", {"words": torch.full((625,), -1)}),
+        ("python", {"gauss": "x"}),
+    ],
+)
+def test_a_broken_generator_is_refused_before_any_is_set(part: str, change: dict[str, Any]) -> None:
+    saved = capture_rng()
+    assert load_rng(saved) == []
+    before = random.random(), random.getstate(), torch.get_rng_state()
+    with pytest.raises(IntegrityError, match="random number generator is broken"):
+        load_rng({**saved, part: {**saved[part], **change}})
+    assert random.getstate() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
