@@ -8,6 +8,7 @@ import io
 import random
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import atheris
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=Path, help="the bytes of a finding; --reader names who reads them")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # torch's, of the tensors that a seed holds
     with tempfile.TemporaryDirectory(prefix="fuzz-run-") as folder:
         chosen = [one for one in all_readers(Path(folder)) if given.reader in one.name]
         if given.repeat is not None:

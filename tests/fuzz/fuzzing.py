@@ -283,9 +283,12 @@ def _lead(reader: Reader, corpus: Path, raw: Path, shared: mmap.mmap, seconds: f
     watch = _Watch(reader)
     seen = set[str]()
     number = 0
+    until = time.monotonic() + seconds
 
     def read(data: bytes) -> None:
         nonlocal number
+        if number > len(reader.seeds) and time.monotonic() > until:  # atheris knows whole seconds only
+            os._exit(0)
         number += 1
         _HEADER.pack_into(shared, 0, number, len(data))
         shared[_HEADER.size : _HEADER.size + len(data)] = data
@@ -296,7 +299,6 @@ def _lead(reader: Reader, corpus: Path, raw: Path, shared: mmap.mmap, seconds: f
 
     longest = min(max([4096, *(4 * len(data) for data in reader.seeds)]), _LONGEST_BYTES)
     flags = {
-        "max_total_time": max(1, round(seconds)),
         "max_len": longest,
         "seed": seed % (1 << 31) or 1,
         "artifact_prefix": f"{raw}/dead-",

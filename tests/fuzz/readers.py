@@ -507,8 +507,7 @@ def _zoo() -> bytes:
         "plain": [{1, 2}, Counter("aab"), 2 + 1j, b"bytes", bytearray(b"more"), (1, (2.5, None)), 1 << 70, "é"],
         3: {(1, "a"): torch.float16, True: torch.Size([2, 3])},
     }
-    stream = io.BytesIO()
-    torch.save(values, stream)
+    torch.save(values, stream := io.BytesIO())
     return stream.getvalue()
 
 
