@@ -77,7 +77,7 @@ def normalise_url(url: str) -> str:
 
 def _understood(url: str) -> tuple[ModuleType, str]:
     """Return the scheme's module and the normalised URL. The hint of an error shows the nearest valid URL."""
-    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", url):
+    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", url.strip()):  # blanks around it have a hint of their own
         raise ConfigError(f"{url!a} has characters that no mirror's URL has.", hint="For example gs://bucket/prefix.")
     try:
         return _read(url)
