@@ -59,7 +59,7 @@ class Reader:
 
     Attributes:
         name: For people.
-        seeds: Bytes that it reads well.
+        seeds: Bytes as they are written; the first are read well.
         read: What is tested.
         refusals: The errors by which it may refuse bytes.
         prepare: Turns bytes into what ``read`` takes, for example a file in the working directory; not tested.
@@ -183,9 +183,12 @@ def _warm_up(reader: Reader) -> None:
         return
     _warm.add(reader)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, contextlib.chdir(folder):
-        for data in reader.seeds:
-            with contextlib.suppress(*reader.refusals):
+        for number, data in enumerate(reader.seeds):
+            try:
                 reader.read(reader.prepare(data))
+            except reader.refusals as error:
+                if not number:
+                    raise RuntimeError(f"{reader.name}: the first seed is refused, so nothing is tested") from error
 
 
 def _judge(reader: Reader, data: bytes, result: Fuzzed, known: set[str], place: Path, after: str) -> None:

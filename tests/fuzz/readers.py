@@ -345,7 +345,7 @@ def _of_notes(run: _Run) -> Iterator[Reader]:
         )
     yield Reader(
         "place of the table",
-        [json.dumps({"host": "a", "path": f"{run.root.absolute()}/uploads.db"}).encode()],
+        [json.dumps({"host": "a", "path": str(run.root.absolute() / names.TABLE_NAME)}).encode()],
         table_path,
         (ConfigError,),
         prepare=_written(names.TABLE_NOTE_NAME),
@@ -647,11 +647,11 @@ _URLS = (
 )
 _NAMES = (
     *(
+        b"200",
         b"meta_000200.json",
         b"model_000200_1f0c9a2e.pt",
         b"optim_000200_rank3.pt",
         b"checkpoint_000200",
-        b"200",
         b"latest",
     ),
     *(b"emergency_000003_20260102T030405Z", b".meta_000200.json.1f0c9a2e.tmp", b"dist_ckpt_000003/__0_0.distcp"),

@@ -74,6 +74,11 @@ def test_a_value_and_a_refusal_are_no_findings(data: bytes) -> None:
     assert repeat(BAD, data) is None
 
 
+def test_a_reader_that_refuses_what_was_just_written_is_not_fuzzed_in_vain() -> None:
+    with pytest.raises(RuntimeError, match="the first seed is refused"):
+        repeat(Reader("deaf", [b"n"], read_badly, (RefusedError,)), b"x")
+
+
 def test_a_reader_that_waits_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzzing, "_STALLED_S", 0.5)
     assert repeat(Reader("waits", [], lambda _: time.sleep(3600)), b"x") == ("it had no end after 0 s", "")
