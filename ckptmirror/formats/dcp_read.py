@@ -31,7 +31,7 @@ from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.nesting_limit import max_depth
 from ckptmirror.formats.optimizer_state import owners_of
-from ckptmirror.formats.shards import Piece, Region, Stored, fill, local_of, region_of
+from ckptmirror.formats.shards import Piece, Region, Stored, fill, fills, local_of, region_of
 from ckptmirror.formats.tensor_files import check_regular, load_bytes, load_part, open_regular, refused_as_usage
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text
 from ckptmirror.formats.weights_only_values import decode
@@ -126,9 +126,9 @@ class _Reader:
                 continue
             info = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
             data = load_part(self._descriptor(info.relative_path), info.offset, info.length, key)
-            if not isinstance(data, torch.Tensor) or data.layout != torch.strided:
+            if not isinstance(data, torch.Tensor) or not fills(data) or data.is_quantized:
                 what = f"tensor of layout {data.layout}" if isinstance(data, torch.Tensor) else type(data).__name__
-                raise IntegrityError(f"{self.path}: {key} holds a {what}, which no DCP directory does.")
+                raise IntegrityError(f"{self.path}: {key} holds a {what} that no DCP directory does.")
             if tuple(data.shape) != region.sizes or data.dtype != described.properties.dtype:
                 raise IntegrityError(
                     f"{self.path}: a piece of {key} is {data.dtype} {tuple(data.shape)}; .metadata says "

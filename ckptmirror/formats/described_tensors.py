@@ -301,6 +301,8 @@ class _Maker:
 
 def _finished(view: torch.Tensor, requires_grad: Any = False, hooks: Any = None, bits: Any = None) -> torch.Tensor:
     _no_hooks(hooks)
+    if view.is_quantized:
+        raise IntegrityError("It makes a quantised tensor without a scheme.")
     for name, is_set in (bits or {}).items():
         if name not in ("conj", "neg") or is_set is not True:
             raise IntegrityError(f"It makes a tensor with {shown(name)} {shown(is_set)}.")

@@ -24,7 +24,7 @@ import torch
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.formats.containers import TreePath, changed, place
 from ckptmirror.formats.names import live_parameters, match_names
-from ckptmirror.formats.optimizer_state import optimizers_of, owners_of, plan_optimizer
+from ckptmirror.formats.optimizer_state import is_state, optimizers_of, owners_of, plan_optimizer
 from ckptmirror.formats.shards import spread
 
 __all__ = [
@@ -69,7 +69,7 @@ def groups_of(tree: Mapping[str, Any]) -> list[Group]:
         value = tree[key]
         if isinstance(value, (list, tuple)):
             found += [Group(None, item) for item in value]
-        elif isinstance(value, Mapping) and value and all(_is_optimizer(item) for item in value.values()):
+        elif isinstance(value, Mapping) and value and all(is_state(item) for item in value.values()):
             found += [Group(str(name), item) for name, item in value.items()]
         else:
             found.append(Group(None, value))
@@ -108,7 +108,7 @@ def find_optimizer(
     """
     reasons: list[str] = []
     for count in (count for count in optimizer_key_counts if 0 < count <= len(groups)):
-        own = [group for group in groups[:count] if _is_optimizer(group.state)]
+        own = [group for group in groups[:count] if is_state(group.state)]
         try:
             _check_no_doubt(_states(own), _states(groups))
             saved = _by_name(own, model, state)
@@ -116,7 +116,7 @@ def find_optimizer(
         except CkptMirrorError as error:
             reasons.append(f"{count} of {len(groups)}: {error.message}")
             continue
-        others = (place for place, group in enumerate(groups[:count], 1) if not _is_optimizer(group.state))
+        others = (place for place, group in enumerate(groups[:count], 1) if not is_state(group.state))
         left = [f"group {place} is not the state of an optimizer" for place in others]
         if count < len(groups):
             left.append(f"of {len(groups)} groups of optimizer keys the first {count} fit; the rest is left")
@@ -184,7 +184,7 @@ def _check_param_names(params: Mapping[str, Any], named: Sequence[str]) -> None:
     said = params.get("param_names")
     if said is None:
         return
-    is_text = all(isinstance(one, str) for one in said)
+    is_text = isinstance(said, (list, tuple)) and all(isinstance(one, str) for one in said)
     if not is_text or list(match_names(list(said), list(named)).values()) != list(named):
         raise _Doubt("its state is keyed by position, and its names for the parameters differ from those here.")
 
@@ -237,9 +237,4 @@ def _fitted(saved: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]
 
 def _states(groups: Iterable[Group]) -> list[Any]:
     """Return the states of those groups that are an optimizer's."""
-    return [group.state for group in groups if _is_optimizer(group.state)]
-
-
-def _is_optimizer(group: Any) -> bool:
-    groups = group.get("param_groups") if isinstance(group, Mapping) else None
-    return isinstance(groups, (list, tuple)) and all(isinstance(one, Mapping) for one in groups)
+    return [group.state for group in groups if is_state(group.state)]

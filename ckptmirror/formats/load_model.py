@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.formats.already_filled import overlaps_itself
 from ckptmirror.formats.names import live_values, makes_room, match_names, some
-from ckptmirror.formats.shards import Piece, fill, local_of, region_of, stored
+from ckptmirror.formats.shards import Piece, fill, fills, local_of, region_of, stored
 from ckptmirror.formats.tied_weights import refuse_two_values
 from ckptmirror.formats.versions import Versions, attached, for_live, migrating
 
@@ -119,6 +119,11 @@ def load_model(
         for name, value in live.items()
         if _check_fits(name, items[name].shape, value, is_free=is_free(name) and not items[name].is_cut)
     }
+    for name in in_place:
+        held = items[name].held
+        if held is not None and not fills(held.data):
+            what = f"a tensor of layout {held.data.layout} on {held.data.device}"
+            raise UsageError(f"{name} is {what} in the checkpoint, which has no values to copy from.")
     refuse_two_values(in_place, items)
     if check is not None:
         for name, value in in_place.items():

@@ -44,6 +44,7 @@ from ckptmirror.formats.weights_only_values import encode
 
 __all__ = [
     "capture_optimizer",
+    "is_state",
     "load_by_key",
     "load_optimizer",
     "optimizers_of",
@@ -115,6 +116,15 @@ def owners_of(saved: Iterable[Any], model: torch.nn.Module) -> dict[Any, torch.n
     return {name: live[there] for name, there in matched.items() if there in live}
 
 
+def is_state(saved: Any) -> bool:
+    """Whether a saved value has the layout of an optimizer's state: groups that list names or positions."""
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    if not isinstance(groups, (list, tuple)) or not isinstance(saved.get("state"), Mapping | None):
+        return False
+    listed = [group.get("params", ()) if isinstance(group, Mapping) else None for group in groups]
+    return all(isinstance(keys, (list, tuple)) and {*map(type, keys)} <= {str, int} for keys in listed)
+
+
 Plan = list[tuple[int, list[str]]]
 
 
@@ -125,9 +135,9 @@ def plan_optimizer(model: torch.nn.Module, optimizer: Any, saved: Mapping[str, A
         UsageError: The parameters are grouped differently in the save.
         IntegrityError: The save has no parameter groups.
     """
-    groups = saved.get("param_groups")
-    if not isinstance(groups, (list, tuple)) or not isinstance(saved.get("state", {}), Mapping):
+    if not is_state(saved):
         raise IntegrityError("The saved optimizer has no param_groups.")
+    groups = saved["param_groups"]
     owner = {name: index for index, group in enumerate(groups) for name in group.get("params", ())}
     live = [(name, id(parameter)) for name, parameter in live_parameters(model)]
     saved_name = {there: name for name, there in match_names(owner, [name for name, _ in live]).items()}

@@ -129,4 +129,8 @@ def live_at(like: Any, path: TreePath) -> Any:
 
 def moved(tree: Any, device: str) -> Any:
     """Return ``tree`` with its tensors on ``device``."""
-    return changed(tree, lambda leaf, _: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
+
+    def move(leaf: Any, _: TreePath) -> Any:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
+
+    return changed(tree, move)

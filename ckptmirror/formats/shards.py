@@ -29,6 +29,7 @@ __all__ = [
     "are_apart",
     "cut",
     "fill",
+    "fills",
     "local_of",
     "piece_of",
     "read_pieces",
@@ -162,6 +163,11 @@ def read_pieces(tree: Any) -> Any:
         return Piece(Region(shape, offsets, sizes), data)
 
     return decode(tree, shard)
+
+
+def fills(values: torch.Tensor) -> bool:
+    """Whether a saved tensor has values of its own, in rows, that can be copied into another."""
+    return values.layout == torch.strided and not values.is_meta
 
 
 def fill(target: torch.Tensor, region: Region, pieces: Iterable[Piece], name: str) -> None:

@@ -18,7 +18,7 @@ from ckptmirror.formats.already_filled import overlaps_itself
 from ckptmirror.formats.buffers import is_array
 from ckptmirror.formats.containers import TreePath, changed, is_mapping, is_sequence, leaves, place, placed_leaves
 from ckptmirror.formats.rank_files import live_at
-from ckptmirror.formats.shards import Piece
+from ckptmirror.formats.shards import Piece, fills
 
 __all__ = [
     "any_leaf",
@@ -93,9 +93,7 @@ def is_mutable(value: Any) -> bool:
 
 def takes_values(now: torch.Tensor, saved: torch.Tensor) -> bool:
     """Whether ``now`` has separate memory for every value and may be written."""
-    if now.is_meta or now.is_inference() or now.layout != torch.strided or saved.layout != torch.strided:
-        return False
-    return not overlaps_itself(now)
+    return fills(saved) and fills(now) and not now.is_inference() and not overlaps_itself(now)
 
 
 def may_be_sharded(saved: Any) -> bool:

@@ -107,6 +107,8 @@ def plain_model(saved: Any, name: str) -> tuple[dict[str, Any], Versions | None]
     """
     if type(saved) not in (dict, OrderedDict):
         raise IntegrityError(f"{name} holds a {type(saved).__name__}, not a dict of tensors.")
+    if odd := [key for key in saved if type(key) is not str]:
+        raise IntegrityError(f"{name} holds a value under a key of type {type(odd[0]).__name__}.")
     metadata = vars(saved).get("_metadata") if type(saved) is OrderedDict else None  # a file can carry nothing else
     return dict(saved), None if metadata is None else checked(metadata, name)
 

@@ -17,8 +17,9 @@ import numpy
 import pytest
 import torch
 
-from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats import pickles
+from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
+from ckptmirror.formats import LoadTarget, TrainState, pickles
+from ckptmirror.formats.legacy import load_legacy, read_legacy
 from ckptmirror.formats.rng import capture_rng, load_rng
 from ckptmirror.formats.shards import Piece, Region, fill
 from ckptmirror.formats.tensor_files import load_bytes, load_pt
@@ -336,3 +337,31 @@ def test_a_broken_generator_is_refused_before_any_is_set(part: str, change: dict
         load_rng({**saved, part: {**saved[part], **change}})
     assert random.getstate() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+ODD_LEGACY = {
+    "meta": {"model": {"w": torch.zeros(2, device="meta"), "b": torch.ones(2)}},
+    "sparse": {"model": {"w": torch.ones(2).to_sparse(), "b": torch.ones(2)}},
+    "key": {"model": {torch.float32: torch.ones(2)}},
+    "state": {"optimizer": {"state": torch.ones(2), "param_groups": [{"params": [0, 1]}]}},
+    "params": {"optimizer": {"state": {}, "param_groups": [{"params": 1.5}]}},
+    "position": {"optimizer": {"state": {}, "param_groups": [{"params": [[], {}]}]}},
+    "names": {"optimizer": {"state": {}, "param_groups": [{"params": [0, 1], "param_names": 3}]}},
+    "group": {"optimizer": {"state": {}, "param_groups": [torch.float32]}},
+}
+
+
+@pytest.mark.parametrize("what", ODD_LEGACY)
+def test_a_legacy_checkpoint_of_odd_types_is_refused_or_left_in_its_own_words(what: str, tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    for name in ("w", "b"):
+        model.register_parameter(name, torch.nn.Parameter(torch.zeros(2)))
+    state = TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    path = tmp_path / "model.pt"
+    torch.save({"model": {"w": torch.ones(2), "b": torch.ones(2)}, **ODD_LEGACY[what]}, path)
+    try:
+        report = load_legacy(read_legacy(path, "model", None), path, LoadTarget(state, 0, 1), 1)
+    except (IntegrityError, UsageError):
+        assert not model.b.any()  # nothing was copied before
+    else:
+        assert "optimizer" not in report.loaded

@@ -237,3 +237,18 @@ def test_unsafe_is_told_apart_from_broken() -> None:
     with pytest.raises(IntegrityError) as caught:
         loads_metadata(b"\x80\x04(", "here")
     assert type(caught.value) is IntegrityError
+
+
+def test_a_piece_on_the_meta_device_is_refused(directory: Path) -> None:
+    metadata = _metadata(directory)
+    (index,) = (index for index in metadata.storage_data if index.fqn == "model.inner.weight")
+    entry: Any = metadata.state_dict_metadata[index.fqn]
+    info = metadata.storage_data[index]
+    path = directory / info.relative_path
+    whole = path.read_bytes()
+    saved = _saved(torch.empty(entry.size, dtype=entry.properties.dtype, device="meta"))
+    info.offset, info.length = len(whole), len(saved)
+    path.write_bytes(whole + saved)
+    _write(directory, metadata)
+    with pytest.raises(IntegrityError, match="that no DCP directory does"):
+        read_full_directory(directory)
