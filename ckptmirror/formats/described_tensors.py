@@ -15,6 +15,7 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -152,6 +153,8 @@ class _Maker:
         state = self.value(made.state)
         if state is None:
             return result
+        if isinstance(result, Enum):  # one member for the whole program
+            raise UnsafePickle(f"It gives a state to a {type(result).__name__} that it has not made.")
         if hasattr(result, "__setstate__"):
             result.__setstate__(state)
             return result
@@ -231,6 +234,7 @@ class _Maker:
             scales, zeros, axis = rest
             if not 0 <= axis < view.dim() or not scales.numel() == zeros.numel() == view.shape[axis]:
                 raise IntegrityError("It makes a quantised tensor with scales for other channels.")
+            self._expand(2 * scales.numel() * torch.float64.itemsize)  # its own copies of both
             result = torch._empty_per_channel_affine_quantized(
                 view.shape, scales=scales, zero_points=zeros, axis=axis, dtype=view.dtype, device="cpu"
             )
@@ -241,7 +245,7 @@ class _Maker:
     def parameter(self, data: Any, requires_grad: Any, hooks: Any, state: Any = None) -> torch.nn.Parameter:
         _no_hooks(hooks)
         result = torch.nn.Parameter(_tensor(self.value(data)), requires_grad is True)
-        _set_attributes(result, self.value(state))
+        self._set_attributes(result, self.value(state))
         return result
 
     def sparse(self, layout: Any, data: Any) -> torch.Tensor:
@@ -274,7 +278,7 @@ class _Maker:
             raise IntegrityError("It makes a tensor of nothing.")
         if kind in _TENSOR_TYPES and function in _MAKERS and function != _OF_TYPE:
             result = _tensor(_MAKERS[function](self, *arguments))
-            _set_attributes(result, self.value(state))
+            self._set_attributes(result, self.value(state))
             return result
         allowed = _allowed().get(kind)
         if allowed is None or (function not in _MAKERS and function != _OF_PARTS) or function == _OF_TYPE:
@@ -284,6 +288,16 @@ class _Maker:
             return _tensor(rebuild(_of_parts, allowed, self.value(arguments), self.value(state)))
         plain = _tensor(_MAKERS[function](self, *arguments))
         return _tensor(rebuild(lambda: plain, allowed, (), self.value(state)))
+
+    def _set_attributes(self, tensor: torch.Tensor, state: Any) -> None:
+        attributes = state[0] if type(state) is tuple and len(state) == 2 and not state[1] else state
+        if type(attributes) not in (dict, type(None)):
+            raise IntegrityError("It gives a tensor a state that is no dict.")
+        self._keys.copy(len(attributes or {}))
+        for name, value in (attributes or {}).items():
+            if type(name) is not str or hasattr(torch.Tensor, name):
+                raise UnsafePickle(f"It replaces {shown(name)} of a tensor.")
+            vars(tensor)[name] = value
 
     def size(self, numbers: Any = ()) -> torch.Size:
         return torch.Size(_shape(numbers))
@@ -333,16 +347,6 @@ def _tensor(value: Any) -> torch.Tensor:
 def _no_hooks(hooks: Any) -> None:
     if hooks is not None and (type(hooks) is not OrderedDict or hooks):
         raise UnsafePickle("It makes a tensor with hooks.")
-
-
-def _set_attributes(tensor: torch.Tensor, state: Any) -> None:
-    attributes = state[0] if type(state) is tuple and len(state) == 2 and not state[1] else state
-    if type(attributes) not in (dict, type(None)):
-        raise IntegrityError("It gives a tensor a state that is no dict.")
-    for name, value in (attributes or {}).items():
-        if type(name) is not str or hasattr(torch.Tensor, name):
-            raise UnsafePickle(f"It replaces {shown(name)} of a tensor.")
-        vars(tensor)[name] = value
 
 
 def _allowed() -> dict[str, Any]:

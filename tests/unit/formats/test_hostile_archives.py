@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ from tests.kit.hostile_files import (
     called,
     dict_of,
     get,
+    global_,
     nested_lists,
     number,
     pickled,
     pt,
     put,
     text,
+    tuple_,
 )
 
 # Reads every file as a load does. The limits: what one file may take, of memory beyond the program and of time.
@@ -365,3 +368,32 @@ def test_a_legacy_checkpoint_of_odd_types_is_refused_or_left_in_its_own_words(wh
         assert not model.b.any()  # nothing was copied before
     else:
         assert "optimizer" not in report.loaded
+
+
+class Colour(Enum):
+    """One member for the whole program."""
+
+    RED = 1
+
+
+def test_a_file_changes_no_member_of_an_enumeration() -> None:
+    made = called(Colour.__module__, "Colour", number(1)) + dict_of((text("_value_"), number(99))) + b"b"
+    with torch.serialization.safe_globals([Colour]), pytest.raises(UnsafePickle, match="that it has not made"):
+        load_bytes(pt(made), "here")
+    assert Colour.RED.value == 1
+
+
+def test_attributes_that_many_parameters_share_are_counted() -> None:
+    meta = called(
+        "torch._utils",
+        "_rebuild_meta_tensor_no_storage",
+        global_("torch", "float32"),
+        tuple_(number(1)),
+        tuple_(number(1)),
+        b"\x89",
+    )
+    state = dict_of(*((text(f"z{i}"), b"N") for i in range(1000)))
+    arguments = tuple_(meta, b"\x89", b"N", state) + put(1)
+    parameter = global_("torch._utils", "_rebuild_parameter_with_state")
+    with pytest.raises(UnsafePickle, match="too often"):
+        load_bytes(pt(tuple_(parameter + arguments + b"R", (parameter + get(1) + b"R") * 1000)), "here")
