@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from ckptmirror.core import errors
+from ckptmirror.core.printable import printable_line
 
 __all__ = ["age_text", "duration_text", "on_no_mirror", "plain_reason", "size"]
 
@@ -54,8 +55,8 @@ def age_text(at_utc: str, now_s: float | None = None) -> str:
 
 
 def plain_reason(reason: str) -> str:
-    """Return why something failed, without the names of our classes of errors."""
-    return re.sub(rf"\b(?:{'|'.join(errors.__all__)}): ", "", reason)
+    """Return why something failed, on one line, and without the names of our classes of errors."""
+    return printable_line(re.sub(rf"\b(?:{'|'.join(errors.__all__)}): ", "", reason))
 
 
 def on_no_mirror(step: int, copy: Path | None) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptmirror.cli._streams import raw_stdout
-from ckptmirror.core.printable import printable_text
+from ckptmirror.core.printable import printable_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,9 +67,9 @@ def print_line(text: str, style: str) -> None:
     if is_for_people():
         from rich.text import Text
 
-        _console().print(Text(printable_text(text), style), soft_wrap=True)  # one line, so that a command can be pasted
+        _console().print(Text(printable_line(text), style), soft_wrap=True)  # one line, so that a command can be pasted
     else:
-        print(text)
+        print(printable_line(text))
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
@@ -89,7 +89,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> No
                 column.head, justify="right" if column.right else "left", no_wrap=column.width > 0, overflow="fold"
             )
         for row in rows:
-            table.add_row(*(Text(printable_text(_text(row[number])), _style(row[number])) for number in used))
+            table.add_row(*(Text(_text(row[number]), _style(row[number])) for number in used))
         _console().print(table)
 
 
@@ -98,7 +98,7 @@ def _padded(column: Column, cell: Cell) -> str:
 
 
 def _text(cell: Cell) -> str:
-    return cell if isinstance(cell, str) else cell[0]
+    return printable_line(cell if isinstance(cell, str) else cell[0])
 
 
 def _style(cell: Cell) -> str:

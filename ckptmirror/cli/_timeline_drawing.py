@@ -19,7 +19,7 @@ from ckptmirror.cli._human_text import duration_text
 from ckptmirror.cli._timeline_axis import Axis
 from ckptmirror.cli._timeline_lanes import Lane, Placed, lanes_of
 from ckptmirror.core.journal import utc_text
-from ckptmirror.core.printable import printable_text
+from ckptmirror.core.printable import printable_line, printable_text
 from ckptmirror.observe.timeline import Timeline
 from ckptmirror.observe.timeline_bars import Bar
 
@@ -94,7 +94,7 @@ def summary(timeline: Timeline) -> str:
     text = ", ".join(lines) + f". {len(failed)} failed, {len(unfinished)} without a known end."
     if timeline.jumps:
         text += f" The wall clock was set {_counted(len(timeline.jumps), 'time')}; times are laid on one line."
-    return text
+    return printable_line(text)
 
 
 def _counted(number: int, what: str) -> str:
@@ -113,7 +113,7 @@ def bar_text(bar: Bar) -> str:
     text += f", {bar.tries} uploads begun" if bar.tries else ""
     text += f", by {bar.by}" if bar.by not in ("", "trainer") else ""
     text += f", save {bar.save_id[:8]}" if bar.save_id else ""
-    return text + (f": {bar.reason}" if bar.reason else "")
+    return printable_line(text + (f": {bar.reason}" if bar.reason else ""))
 
 
 def draw(timeline: Timeline, heading: str) -> str:

@@ -11,6 +11,7 @@ from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import print_json
 from ckptmirror.cli._terminal import moves_cursor
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
+from ckptmirror.core.printable import printable_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,7 +111,7 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
     else:
         print(f"{at.files_done} of {at.files_total} files verified ({size(at.bytes_done)} of {size(at.bytes_total)})")
     for line in _grouped(report.failed):
-        print(f"failed: {line}", file=sys.stderr)
+        print(f"failed: {printable_line(line)}", file=sys.stderr)
     if report.failed:
         print("Fix what failed; then run the same command again.", file=sys.stderr)
     for url, count in report.left.items():

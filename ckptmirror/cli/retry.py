@@ -12,6 +12,7 @@ from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._human_text import size
 from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import json_option, print_json, root_option, step_option
+from ckptmirror.core.printable import printable_line
 
 if TYPE_CHECKING:
     from ckptmirror.flow.upload.retry_failed import Retried, RetriedFile
@@ -47,7 +48,7 @@ def command(root: Path, mirrors: tuple[str, ...], step: int | None, as_json: boo
         if not as_json:
             print(_line(url, files))
         for reason in dict.fromkeys(file.reason for file in files):
-            print(f"  had failed: {reason}", file=sys.stderr)
+            print(f"  had failed: {printable_line(reason)}", file=sys.stderr)
         if not files[0].is_served:
             print(f"  {url} is no longer a mirror of {root}: they are not sent", file=sys.stderr)
     print(_what_next(root, retried), file=sys.stderr)

@@ -21,7 +21,6 @@ from ckptmirror.cli._tables import (
     standing_style,
 )
 from ckptmirror.core.errors import CkptMirrorError, DeadlinePassed, IntegrityError, RefusedOnlyCopy
-from ckptmirror.core.printable import printable_text
 
 if TYPE_CHECKING:
     from ckptmirror.flow.status import SaveLine, Status
@@ -67,7 +66,7 @@ def command(root: Path, with_code: bool, as_json: bool) -> int:
     if status.skipped:
         steps = f"step{'s' * (len(status.skipped) > 1)} {', '.join(map(str, status.skipped))}"
         were = "were" if len(status.skipped) > 1 else "was"
-        print(f"NOT SAVED: {steps} {were} skipped because the disk was full: {printable_text(status.skipped_why)}")
+        print(f"NOT SAVED: {steps} {were} skipped because the disk was full: {status.skipped_why}")
     print(f"newest step {_or_none(status.newest_step)}, newest safe step {_or_none(status.newest_safe_step)}")
     print_table(_COLUMNS, [_cells(line) for line in status.saves])
     for url, lacking in status.pushed.items():

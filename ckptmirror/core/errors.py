@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ckptmirror.core.printable import printable_text
+from ckptmirror.core.printable import printable_line
 
 __all__ = [
     "AttemptFenced",
@@ -68,7 +68,7 @@ class CkptMirrorError(Exception):
 
     def __init__(self, message: str | None = None, *, hint: str | None = None) -> None:
         doc = (type(self).__doc__ or "").strip().splitlines()
-        self.message = printable_text(message if message is not None else doc[0])
+        self.message = printable_line(message if message is not None else doc[0])
         if hint is not None:
             self.hint = hint
         super().__init__(self.message)

@@ -2,7 +2,8 @@
 
 Rules:
 * A record about a save, an attempt or a mirror has all of ``FIELDS``; a field that does not apply is None.
-* An event's fields become fields of its record, except for two names that ``logging`` already uses (``RENAMED``).
+* An event's fields become fields of its record, except for two names that ``logging`` already uses (``RENAMED``). Text
+  becomes one printable line.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from ckptmirror.core import events
+from ckptmirror.core.printable import printable_line
 
 __all__ = ["FIELDS", "RENAMED", "about", "fields_of"]
 
@@ -50,5 +52,7 @@ def fields_of(event: events.Event) -> dict[str, object]:
             value = "+".join(value) or None
         elif field.name == "save_id":
             value = value or None
+        if isinstance(value, str):
+            value = printable_line(value)
         found[RENAMED.get(field.name, field.name)] = value
     return found

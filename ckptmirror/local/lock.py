@@ -28,6 +28,7 @@ from typing import Any
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import IntegrityError, LocalStorageFull, RootLocked, WaitTimeout
+from ckptmirror.core.printable import printable_strings
 from ckptmirror.local import crashpoints
 from ckptmirror.local.directories import make_dirs
 from ckptmirror.local.files import read_limited
@@ -355,7 +356,7 @@ def exclusive(path: Path, *, timeout_s: float, on_held: OnHeld | None = None) ->
 def read_owner(root: Path) -> dict[str, Any]:
     """Return what the last holder wrote about itself, not whether it still holds the lock; {} if it cannot be read."""
     try:
-        facts = json.loads(read_limited(root / names.LOCK_NAME, _OWNER_LIMIT_BYTES))
+        facts = printable_strings(json.loads(read_limited(root / names.LOCK_NAME, _OWNER_LIMIT_BYTES)))
     except (OSError, IntegrityError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}

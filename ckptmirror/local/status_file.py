@@ -17,6 +17,7 @@ from typing import Any
 from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import new_id
+from ckptmirror.core.printable import printable_strings
 from ckptmirror.local import files
 from ckptmirror.local.processes import is_alive, started
 
@@ -39,7 +40,7 @@ def write_status_file(root: Path, facts: Mapping[str, Any]) -> None:
 def read_status_file(root: Path) -> dict[str, Any]:
     """Return what the trainer last wrote there; empty if there is none, or it cannot be read."""
     try:
-        facts = json.loads(files.read_limited(root / names.STATUS_NAME, _STATUS_LIMIT_BYTES))
+        facts = printable_strings(json.loads(files.read_limited(root / names.STATUS_NAME, _STATUS_LIMIT_BYTES)))
     except (FileNotFoundError, ValueError, RecursionError, IntegrityError):
         return {}  # a broken status file must not prevent the rest of the report
     return facts if isinstance(facts, dict) else {}
