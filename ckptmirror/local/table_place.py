@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
 __all__ = ["check_place", "note_place", "open_known_table", "open_table", "table_path"]
 
 _NOTE_LIMIT_BYTES = 64 * 1024
+_MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # of Linux
 _log = logging.getLogger("ckptmirror")
 
 
@@ -217,6 +219,9 @@ def _read_note(root: Path) -> _Note | None:
             raise ValueError("it holds no absolute path")
         if Path(note.path).name != Path(names.TABLE_NAME).name:
             raise ValueError(f"a table's file is always named {Path(names.TABLE_NAME).name}")
+        raw = os.fsencode(note.path)
+        if len(raw) > _MAX_PATH_BYTES or max(map(len, raw.split(b"/"))) > _MAX_NAME_BYTES:
+            raise ValueError("no file has such a long path")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError, RecursionError, IntegrityError) as error:

@@ -144,7 +144,18 @@ def test_a_note_that_cannot_be_read_is_written_anew_by_the_trainer(
     saved: tuple[Path, Path, str, list[Meta]], start: Start
 ) -> None:
     root, state_dir, url, _ = saved
-    for broken in (b"", b"[]", b"{}", b'{"host": "h", "path": 3}', b"\xff", b'{"host": "h", "path": "relative"}'):
+    long = [
+        json.dumps({"host": "h", "path": f"/{path}/uploads.db"}).encode() for path in ("x" * 300, "x/" * 3000, "\ud800")
+    ]
+    for broken in (
+        b"",
+        b"[]",
+        b"{}",
+        b'{"host": "h", "path": 3}',
+        b"\xff",
+        b'{"host": "h", "path": "relative"}',
+        *long,
+    ):
         (root / names.TABLE_NOTE_NAME).write_bytes(broken)
         with pytest.raises(ConfigError):
             start(url)
