@@ -14,7 +14,8 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats.pickles import KeyBudget, Made, Name, read_pickle, shown
+from ckptmirror.formats.pickles import Made, Name, read_pickle, shown
+from ckptmirror.formats.read_budget import Budget
 from ckptmirror.formats.tensor_files import named
 
 __all__ = ["loads_metadata"]
@@ -40,8 +41,7 @@ _IGNORED = frozenset(
         "builtins.getattr",  # by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
     }
 )
-_FREE_PARTS = 100_000  # pieces of tensors and parts of paths; beyond it
-_BYTES_PER_PART = 2  # for each: what a shared part of a path takes at least
+_FREE_PIECES = 100_000
 _MAX_DIMENSIONS = 64  # of torch; the product of many large numbers takes hours
 
 
@@ -63,24 +63,16 @@ def loads_metadata(data: bytes, name: str) -> metadata.Metadata:
             raise IntegrityError("It has no table of entries.")
         if any(type(key) is not str for key in entries):
             raise IntegrityError("It has an entry without a name.")
-        paths = fields.get("planner_data")
-        _check_shared(entries, paths, len(data))
-        places = [(_index(made, sizes), info) for made, info in storage.items()]
-        KeyBudget(len(data)).tell_apart([index for index, _ in places], ())
+        indices = [_index(made, sizes) for made in storage]
+        Budget(len(data)).check_keys((index.fqn, tuple(index.offset or ())) for index in indices)
+        pieces = sum(len(chunks) for entry in entries.values() if (chunks := _chunks(entry)) is not None)
+        if pieces > len(indices) + _FREE_PIECES:  # pieces without values may have one place for all
+            raise UnsafePickle(f"It describes {pieces} pieces, and stores {len(indices)}.")
         return metadata.Metadata(
             {key: _entry(entry, key, sizes) for key, entry in entries.items()},
-            paths,
-            {index: _info(info, index.fqn) for index, info in places},
+            fields.get("planner_data"),
+            {index: _info(info, index.fqn) for index, info in zip(indices, storage.values(), strict=True)},
         )
-
-
-def _check_shared(entries: dict[str, Any], paths: Any, size_bytes: int) -> None:
-    """Refuse entries that share pieces, or parts of their paths, so that they hold far more than their bytes."""
-    states = [made.state for made in entries.values() if type(made) is Made and type(made.state) is dict]
-    lists: list[Any] = [state.get("chunks") for state in states]
-    lists += paths.values() if type(paths) is dict else ()
-    if sum(len(one) for one in lists if isinstance(one, (list, tuple))) > _FREE_PARTS + size_bytes // _BYTES_PER_PART:
-        raise UnsafePickle("Its entries have far more pieces, or parts of paths, than it has bytes.")
 
 
 def _fields(made: Any, kind: str) -> dict[str, Any]:
@@ -98,8 +90,8 @@ def _entry(
     if type(made) is Made and made.name == f"{_HERE}BytesStorageMetadata" and not made.arguments and not made.state:
         return metadata.BytesStorageMetadata()
     fields = _fields(made, "TensorStorageMetadata")
-    chunks = fields.get("chunks")
-    if type(chunks) is not list:
+    chunks = _chunks(made)
+    if chunks is None:
         raise IntegrityError(f"It describes {name} without pieces.")
     pieces = []
     for chunk in chunks:
@@ -110,6 +102,11 @@ def _entry(
     return metadata.TensorStorageMetadata(
         _properties(fields.get("properties"), name), _size(fields.get("size"), name, sizes), pieces
     )
+
+
+def _chunks(made: Any) -> list[Any] | None:
+    chunks = made.state.get("chunks") if type(made) is Made and type(made.state) is dict else None
+    return chunks if type(chunks) is list else None
 
 
 def _properties(made: Any, name: str) -> metadata.TensorProperties:

@@ -11,11 +11,11 @@ Rules:
 
 from __future__ import annotations
 
+import enum
 import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from torch.serialization import get_safe_globals
 from torch.storage import _dtype_to_storage_type_map
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats.pickles import KeyBudget, Made, Name, shown
+from ckptmirror.formats.pickles import Made, Name, shown
+from ckptmirror.formats.read_budget import Budget
 
 __all__ = ["is_known", "make"]
 
@@ -31,28 +32,29 @@ Storage = Callable[[str, int], torch.UntypedStorage]
 
 _MAX_DIMENSIONS = 64  # of torch
 _END = 1 << 63
-_FREE_TENSORS = 100_000
-_BYTES_PER_TENSOR = 32  # of the pickle, beyond
+_TENSOR_BYTES = 1_000  # of its objects in Python and in C++
+_BYTES_PER_CHANNEL = 16  # of a quantised tensor, whose scales are copied
+_ATTRIBUTE_BYTES = 150
 _FREE_EXPANSION_BYTES = 64 << 20  # that expanded tensors may show beyond what the file holds
 _EXPANSION = 4  # times the bytes of the file
 _BLOCKED = frozenset({"sys", "os", "posix", "nt"})  # as in torch, whoever allows them
 _DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,4})?", re.ASCII)
 
 
-def make(described: Any, storage: Storage, sizes_bytes: Mapping[str, int], pickle_bytes: int) -> Any:
+def make(described: Any, storage: Storage, sizes_bytes: Mapping[str, int], budget: Budget) -> Any:
     """Return the values that ``described`` (of ``read_pickle``) stands for.
 
     Args:
         described: What the pickle holds; its containers are filled in place.
         storage: Returns the memory of a record, by key and bytes.
         sizes_bytes: The size of each record that a storage may be.
-        pickle_bytes: The size of the pickle.
+        budget: What is left of what the pickle may cost.
 
     Raises:
         UnsafePickle: It describes what is not on the list, or far more than its bytes.
         IntegrityError: A tensor does not fit its storage, or is described wrongly.
     """
-    maker = _Maker(storage, sizes_bytes, pickle_bytes)
+    maker = _Maker(storage, sizes_bytes, budget)
     try:
         return maker.value(described)
     except (IntegrityError, MemoryError):
@@ -69,13 +71,12 @@ def is_known(name: str) -> bool:
 
 
 class _Maker:
-    def __init__(self, storage: Storage, sizes_bytes: Mapping[str, int], pickle_bytes: int) -> None:
+    def __init__(self, storage: Storage, sizes_bytes: Mapping[str, int], budget: Budget) -> None:
         self._storage = storage
         self._sizes_bytes = sizes_bytes
+        self._budget = budget
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._made: dict[int, tuple[Any, Any]] = {}  # what was described, which lives on, and what was made of it
-        self._keys = KeyBudget(pickle_bytes)
-        self._tensors_left = _FREE_TENSORS + pickle_bytes // _BYTES_PER_TENSOR
         self._expansion_left = _FREE_EXPANSION_BYTES + _EXPANSION * sum(sizes_bytes.values())
 
     def value(self, value: Any) -> Any:
@@ -101,10 +102,9 @@ class _Maker:
         elif kind is set:
             result = value
             if any(type(item) not in _LEAVES for item in value):
-                items = tuple(self.value(item) for item in value)
-                self._keys.tell_apart(list(items), ())
+                members = self._keys(value)
                 value.clear()
-                value.update(items)
+                value.update(members)
         elif kind in (dict, OrderedDict, Counter):
             result = self._dict(value)
         else:
@@ -114,17 +114,21 @@ class _Maker:
 
     def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
         if any(type(key) not in _LEAVES for key in value):
-            items = [(self.value(key), item) for key, item in value.items()]
-            self._keys.tell_apart([key for key, _ in items], ())
+            items = dict(zip(self._keys(value), value.values(), strict=True))
             value.clear()
-            for key, item in items:  # a Counter's update would count the pairs
-                value[key] = item
+            dict.update(value, items)  # a Counter's own would count them
         for key, item in value.items():
             if type(item) not in _LEAVES:
                 value[key] = self.value(item)
         if type(value) is OrderedDict and vars(value):
             vars(value)["_metadata"] = self.value(vars(value)["_metadata"])
         return value
+
+    def _keys(self, described: Any) -> list[Any]:
+        """Make keys; until now each was told apart by its identity, and is by its value from now on."""
+        keys = [self.value(key) for key in described]
+        self._budget.check_keys(tuple(key) if type(key) is torch.Size else key for key in keys)
+        return keys
 
     def _constant(self, name: Name) -> Any:
         if name in _CONSTANTS:
@@ -138,9 +142,6 @@ class _Maker:
         if maker is not None:
             if made.state is not None:
                 raise UnsafePickle(f"It gives a state to what {made.name} makes.")
-            self._tensors_left -= made.name not in _PARTS
-            if self._tensors_left < 0:
-                raise UnsafePickle("It makes far more tensors than it has bytes.")
             return maker(self, *made.arguments)
         allowed = _allowed().get(made.name)
         if allowed is None:
@@ -153,8 +154,8 @@ class _Maker:
         state = self.value(made.state)
         if state is None:
             return result
-        if isinstance(result, Enum):  # one member for the whole program
-            raise UnsafePickle(f"It gives a state to a {type(result).__name__} that it has not made.")
+        if isinstance(result, (type, enum.Enum)):
+            raise UnsafePickle(f"It gives a state to {made.name}, which is one for the whole process.")
         if hasattr(result, "__setstate__"):
             result.__setstate__(state)
             return result
@@ -176,15 +177,14 @@ class _Maker:
         if size_bytes is None:
             raise IntegrityError(f"It names a storage {shown(key)} that the archive does not hold.")
         if type(count) is not int or count * (1 if dtype is None else dtype.itemsize) != size_bytes:
-            raise IntegrityError(
-                f"It says that storage {shown(key)} has {shown(count)} values; it has {size_bytes} bytes."
-            )
+            raise IntegrityError(f"It says that storage {shown(key)} of {size_bytes} bytes has {shown(count)} values.")
         if key not in self._storages:
             self._storages[key] = self._storage(key, size_bytes)
         return self._storages[key], dtype
 
     def _view(self, identifier: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> torch.Tensor:
         memory, own = self._memory(identifier)
+        self._budget.spend(_TENSOR_BYTES)
         dtype = own if dtype is None else self.value(dtype)
         if not isinstance(dtype, torch.dtype):
             raise IntegrityError("It makes a tensor without a dtype.")
@@ -232,9 +232,9 @@ class _Maker:
             )
         elif name in (torch.per_channel_affine, torch.per_channel_affine_float_qparams) and len(rest) == 3:
             scales, zeros, axis = rest
+            self._budget.spend(_BYTES_PER_CHANNEL * len(scales))
             if not 0 <= axis < view.dim() or not scales.numel() == zeros.numel() == view.shape[axis]:
                 raise IntegrityError("It makes a quantised tensor with scales for other channels.")
-            self._expand(2 * scales.numel() * torch.float64.itemsize)  # its own copies of both
             result = torch._empty_per_channel_affine_quantized(
                 view.shape, scales=scales, zero_points=zeros, axis=axis, dtype=view.dtype, device="cpu"
             )
@@ -247,6 +247,16 @@ class _Maker:
         result = torch.nn.Parameter(_tensor(self.value(data)), requires_grad is True)
         self._set_attributes(result, self.value(state))
         return result
+
+    def _set_attributes(self, tensor: torch.Tensor, state: Any) -> None:
+        attributes = state[0] if type(state) is tuple and len(state) == 2 and not state[1] else state
+        if type(attributes) not in (dict, type(None)):
+            raise IntegrityError("It gives a tensor a state that is no dict.")
+        self._budget.spend(_ATTRIBUTE_BYTES * len(attributes or ()))
+        for name, value in (attributes or {}).items():
+            if type(name) is not str or hasattr(torch.Tensor, name):
+                raise UnsafePickle(f"It replaces {shown(name)} of a tensor.")
+            vars(tensor)[name] = value
 
     def sparse(self, layout: Any, data: Any) -> torch.Tensor:
         layout, parts = self.value(layout), self.value(data)
@@ -263,6 +273,7 @@ class _Maker:
     def on_meta(self, dtype: Any, size: Any, stride: Any, requires_grad: Any) -> torch.Tensor:
         size, stride = _shape(size), _shape(stride)
         dtype = self.value(dtype)
+        self._budget.spend(_TENSOR_BYTES)
         self._expand(math.prod(size) * dtype.itemsize)
         return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=requires_grad is True)
 
@@ -289,18 +300,11 @@ class _Maker:
         plain = _tensor(_MAKERS[function](self, *arguments))
         return _tensor(rebuild(lambda: plain, allowed, (), self.value(state)))
 
-    def _set_attributes(self, tensor: torch.Tensor, state: Any) -> None:
-        attributes = state[0] if type(state) is tuple and len(state) == 2 and not state[1] else state
-        if type(attributes) not in (dict, type(None)):
-            raise IntegrityError("It gives a tensor a state that is no dict.")
-        self._keys.copy(len(attributes or {}))
-        for name, value in (attributes or {}).items():
-            if type(name) is not str or hasattr(torch.Tensor, name):
-                raise UnsafePickle(f"It replaces {shown(name)} of a tensor.")
-            vars(tensor)[name] = value
-
     def size(self, numbers: Any = ()) -> torch.Size:
-        return torch.Size(_shape(numbers))
+        if type(numbers) not in (tuple, list) or any(type(number) is not int for number in numbers):
+            raise IntegrityError("It makes a torch.Size of something else than numbers.")
+        self._budget.spend(_ATTRIBUTE_BYTES + _BYTES_PER_CHANNEL * len(numbers))
+        return torch.Size(numbers)
 
     def device(self, name: Any, index: Any = None) -> torch.device:
         if type(name) is not str or not _DEVICE.fullmatch(name) or (index is not None and type(index) is not int):
@@ -315,8 +319,8 @@ class _Maker:
 
 def _finished(view: torch.Tensor, requires_grad: Any = False, hooks: Any = None, bits: Any = None) -> torch.Tensor:
     _no_hooks(hooks)
-    if view.is_quantized:
-        raise IntegrityError("It makes a quantised tensor without a scheme.")
+    if view.dtype in _QUANTIZED:
+        raise IntegrityError(f"It makes a tensor of {view.dtype} that does not say how it is quantised.")
     for name, is_set in (bits or {}).items():
         if name not in ("conj", "neg") or is_set is not True:
             raise IntegrityError(f"It makes a tensor with {shown(name)} {shown(is_set)}.")
@@ -378,7 +382,6 @@ _STORAGES: dict[str, torch.dtype | None] = {
     "torch.storage.UntypedStorage": None,
 }
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
-_PARTS = frozenset({"torch.Size", "torch.device", "torch.serialization._get_layout"})  # of a tensor's description
 _OF_PARTS = "torch._utils._rebuild_wrapper_subclass"  # a tensor that keeps its values in others
 _of_parts = torch._utils._rebuild_wrapper_subclass  # torch has no public name for it
 _OF_TYPE = "torch._tensor._rebuild_from_type_v2"

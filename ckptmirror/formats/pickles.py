@@ -10,7 +10,7 @@ Rules:
   writes is :class:`IntegrityError`.
 * Names are mapped from Python 2 to Python 3 as torch maps them, before any rule looks at them.
 * A state is given once, and only to what this pickle has made.
-* No limit is one of size alone: containers, copied values, equal hashes and shared values may grow with the bytes.
+* No limit is one of size alone: what is held, copied or shared may grow with the bytes (``read_budget``).
 * Time and memory are linear in the length of the pickle.
 """
 
@@ -26,23 +26,23 @@ from typing import Any, Final
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.nesting_limit import TooDeep, max_depth
+from ckptmirror.formats.read_budget import BYTES_PER_BYTE, FREE_BYTES, Budget
 
-__all__ = ["KeyBudget", "Made", "Name", "read_pickle", "shown"]
+__all__ = ["Made", "Name", "read_pickle", "shown"]
 
-_FREE_CONTAINERS = 250_000
-_BYTES_PER_CONTAINER = 6  # beyond: torch writes no shorter ones
-_FREE_COPIES = 500_000  # values that a set or a counter copies out of a list; beyond it one per byte
-_UNFOLDS_FREELY = 1_000_000  # values that may come of sharing; beyond it
-_CONTAINER = 8  # values that an empty one costs
-_UNFOLDS_TIMES = 4  # times as many as there are: honest files share next to nothing
 _MAX_MARKS = 10_000  # at once: one or two for each level that a container is in another
-_FREE_PROBES = (
-    500_000  # comparisons of different keys of one hash; beyond, one per byte: (-1, 1) and (-2, 1) are a pair
-)
-_SHOWN = 80  # letters
-_SMALL = 64  # keys: too few to cost anything
-_MAX_KEY_VALUES = 100_000  # of one key; a position of a game or a row of a table may be one
-_MAX_KEY_DEPTH = 16  # hashing a tuple recurses in C, without a check
+_SHORT_BYTES = 80  # in memory: a list, a tuple, an empty dict, a description
+_LONG_BYTES = 250  # a set, an ordered dict, a Counter
+_ITEM_BYTES: dict[type, int] = {
+    list: 8,
+    tuple: 8,
+    dict: 100,
+    set: 70,
+    OrderedDict: 150,
+    Counter: 100,
+}  # for each item or pair
+_MAX_SHOWN = 80
+_SHOWN = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 class Name(str):
@@ -51,7 +51,7 @@ class Name(str):
     __slots__ = ()
 
 
-@dataclass(eq=False, repr=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Made:
     """Something that the pickle asks for and nobody has made yet.
 
@@ -68,95 +68,37 @@ class Made:
     state: Any = None
 
 
-def read_pickle(data: bytes, is_known: Callable[[str], bool], *, persistent: bool = False) -> Any:
+def read_pickle(
+    data: bytes, is_known: Callable[[str], bool], *, persistent: bool = False, budget: Budget | None = None
+) -> Any:
     """Return what a pickle holds, as plain values, :class:`Name` and :class:`Made`.
 
     Args:
         data: The pickle, up to and including STOP.
         is_known: Whether the pickle may name this, after the names of Python 2 were mapped.
         persistent: Whether it may ask for persistent objects.
+        budget: What it may cost; by default what its length allows.
 
     Raises:
         UnsafePickle: It names or does what is not on a list, or would cost more than its bytes.
         IntegrityError: It is broken.
     """
-    reader = _Reader(data, is_known, persistent)
+    reader = _Reader(data, is_known, persistent, budget or Budget(len(data)))
     try:
         found = reader.run()
-    except (IndexError, KeyError, ValueError, TypeError, RecursionError, struct.error) as error:
+    except (IndexError, KeyError, ValueError, TypeError, struct.error) as error:
         raise IntegrityError(f"The pickle is broken at byte {reader.at}.") from error
-    _check_whole(found, _CONTAINER * reader.containers + reader.values)
+    _check_whole(found, FREE_BYTES + BYTES_PER_BYTE * len(data))
     return found
 
 
-class KeyBudget:
-    """What the keys of dicts and sets may cost: to hash, to copy, and to tell apart.
-
-    Args:
-        size_bytes: The length of the file that they come from.
-    """
-
-    def __init__(self, size_bytes: int) -> None:
-        self._copies_left = _FREE_COPIES + size_bytes
-        self._probes_left = _FREE_PROBES + size_bytes
-        # Of each large dict: its first key of each hash, and how many others have it.
-        self._first: dict[int, dict[int, list[Any]]] = {}
-
-    def check(self, keys: list[Any], target: Any) -> None:
-        """Refuse keys that take long to hash, or that ``target`` (a dict or a set) takes long to tell apart.
-
-        Raises:
-            UnsafePickle: They do.
-            IntegrityError: One is of a type that is no key.
-        """
-        for key in keys:
-            if type(key) not in _PLAIN_KEYS:
-                self._check_tuple(key)
-        self.tell_apart(keys, target)
-
-    def tell_apart(self, keys: list[Any], target: Any) -> None:
-        """Refuse keys, of any type, of which too many have the same hash.
-
-        Raises:
-            UnsafePickle: They do.
-        """
-        if len(keys) + len(target) <= _SMALL:
-            return
-        known = self._first.get(id(target)) if type(target) is not tuple else {}
-        if known is None:
-            known = self._first[id(target)] = {hash(key): [key, 0] for key in target}
-        for key in keys:
-            first = known.setdefault(hash(key), [key, 0])
-            if first[0] is not key and first[0] != key:
-                first[1] += 1
-                self._probes_left -= first[1]
-                if self._probes_left < 0:
-                    raise UnsafePickle("It has too many different keys of one hash.")
-
-    def _check_tuple(self, key: Any) -> None:
-        waiting: list[tuple[Any, int]] = [(key, 1)]
-        seen = 0
-        while waiting:
-            value, depth = waiting.pop()
-            seen += 1
-            if type(value) is tuple:
-                seen += len(value)
-                if seen > _MAX_KEY_VALUES or depth > _MAX_KEY_DEPTH:
-                    raise UnsafePickle("It has a key that holds too much, or too deep.")
-                waiting += [(item, depth + 1) for item in value if type(item) not in _PLAIN_KEYS]
-            elif type(value) in _CONTAINERS or type(value) is bytearray:
-                raise IntegrityError(f"It has a key of type {_kind(value)}.")
-        self.copy(seen)
-
-    def copy(self, count: int) -> None:
-        """Count values that are copied or hashed again, and refuse too many for the pickle's length."""
-        self._copies_left -= count
-        if self._copies_left < 0:
-            raise UnsafePickle("It copies or hashes the same values too often.")
+def shown(value: Any) -> str:
+    """Return a value of a file for a message: never a container, which may be large, or hold itself."""
+    return f"{value!a:.{_MAX_SHOWN}}" if type(value) in _SHOWN else f"a {_kind(value)}"
 
 
 class _Reader:
-    def __init__(self, data: bytes, is_known: Callable[[str], bool], persistent: bool) -> None:
+    def __init__(self, data: bytes, is_known: Callable[[str], bool], persistent: bool, budget: Budget) -> None:
         self.data = data
         self.is_known = is_known
         self.persistent_allowed = persistent
@@ -165,10 +107,7 @@ class _Reader:
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.names: dict[str, Name] = {}
-        self.containers = 0
-        self.container_limit = _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
-        self.keys = KeyBudget(len(data))
-        self.values = 0
+        self.budget = budget
 
     def run(self) -> Any:
         """Read up to STOP, which is the last byte, and return what is then alone on the stack."""
@@ -209,22 +148,16 @@ class _Reader:
 
     # -- containers -----------------------------------------------------------------------------------------
 
-    def count_container(self) -> None:
-        self.containers += 1
-        if self.containers > self.container_limit:
-            raise UnsafePickle(f"Its {len(self.data)} bytes hold more than {self.container_limit} containers.")
-
     def pop_mark(self) -> list[Any]:
         items = self.stack
         self.stack = self.marks.pop()
-        self.values += len(items)
         return items
 
     def tuple_of(self, count: int) -> None:
         items = self.stack[-count:]
         if len(items) < count:
             raise IndexError
-        self.count_container()
+        self.budget.spend(_SHORT_BYTES)
         self.stack[-count:] = [tuple(items)]
 
     def extend(self, items: list[Any]) -> None:
@@ -239,7 +172,7 @@ class _Reader:
             raise IntegrityError(f"The pickle sets a key of a {_kind(target)} at byte {self.at}.")
         if len(items) % 2:
             raise IndexError
-        self.keys.check(items[::2], target)
+        self.budget.check_keys(items[::2], target)
         for index in range(0, len(items), 2):
             target[items[index]] = items[index + 1]
 
@@ -262,7 +195,7 @@ class _Reader:
         called = self.stack.pop()
         if type(arguments) is not tuple or type(called) is not Name:
             raise IntegrityError(f"The pickle calls a {_kind(called)} with a {_kind(arguments)} at byte {self.at}.")
-        self.count_container()
+        self.budget.spend(_SHORT_BYTES)
         plain = _PLAIN_CALLS.get(called)
         made = Made(str(called), arguments, is_object) if plain is None else plain(self, *arguments)
         self.stack.append(made)
@@ -280,15 +213,8 @@ class _Reader:
     def persistent_object(self) -> None:
         if not self.persistent_allowed:
             raise UnsafePickle("It asks for a persistent object.")
-        self.count_container()
+        self.budget.spend(_SHORT_BYTES)
         self.stack.append(Made("persistent", (self.stack.pop(),)))
-
-
-def shown(value: Any) -> str:
-    """Return a value as a message shows it: short text and numbers; of what may be large or deep, the type."""
-    if type(value) in (str, bytes, Name):
-        return ascii(value[:_SHOWN])
-    return ascii(value) if type(value) in (type(None), bool, int, float) else f"a {_kind(value)}"
 
 
 def _kind(value: Any) -> str:
@@ -318,7 +244,8 @@ def _counter(reader: _Reader, counts: Any = None) -> Any:
 
 
 def _filled(reader: _Reader, result: Any, items: Any, keys: list[Any]) -> Any:
-    reader.keys.check(keys, result)
+    reader.budget.spend(_LONG_BYTES + _ITEM_BYTES[type(result)] * len(keys))
+    reader.budget.check_keys(keys, result)
     result.update(items)
     return result
 
@@ -327,7 +254,7 @@ def _encoded(reader: _Reader, text: Any, encoding: Any) -> bytes:
     """How protocol 2 writes bytes."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise UnsafePickle(f"It encodes a {_kind(text)} as {shown(encoding)}.")
-    reader.keys.copy(len(text) // _BYTES_PER_CONTAINER)
+    reader.budget.spend(len(text))
     return text.encode("latin-1")
 
 
@@ -336,7 +263,7 @@ def _bytearray(reader: _Reader, data: Any = b"", encoding: Any = None) -> bytear
         data = _encoded(reader, data, encoding)
     elif encoding is not None or type(data) is not bytes:
         raise UnsafePickle(f"It makes a bytearray of a {_kind(data)}.")
-    reader.keys.copy(len(data) // _BYTES_PER_CONTAINER)
+    reader.budget.spend(len(data))
     return bytearray(data)
 
 
@@ -349,7 +276,6 @@ def _complex(reader: _Reader, real: Any, imaginary: Any) -> complex:
 def _items(reader: _Reader, items: Any) -> list[Any]:
     if type(items) not in (list, tuple):
         raise IntegrityError(f"The pickle takes the items of a {_kind(items)} at byte {reader.at}.")
-    reader.keys.copy(len(items))
     return list(items)
 
 
@@ -361,7 +287,6 @@ _PLAIN_CALLS: dict[str, Callable[..., Any]] = {
     "builtins.complex": _complex,
     "_codecs.encode": _encoded,
 }
-_PLAIN_KEYS = frozenset({type(None), bool, int, float, complex, str, bytes, Name, Made})  # descriptions by identity
 
 
 # -- opcodes ------------------------------------------------------------------------------------------------
@@ -390,7 +315,7 @@ def _value(value: Any) -> Callable[[_Reader], None]:
 
 def _empty(kind: type) -> Callable[[_Reader], None]:
     def make(reader: _Reader) -> None:
-        reader.count_container()
+        reader.budget.spend(_SHORT_BYTES)
         reader.stack.append(kind())
 
     return make
@@ -405,7 +330,7 @@ def _mark(reader: _Reader) -> None:
 
 def _tuple(reader: _Reader) -> None:
     items = reader.pop_mark()
-    reader.count_container()
+    reader.budget.spend(_SHORT_BYTES)
     reader.stack.append(tuple(items))
 
 
@@ -491,11 +416,10 @@ _OPCODES: dict[int, Callable[[_Reader], None]] = {
 # -- the whole ----------------------------------------------------------------------------------------------
 
 
-def _check_whole(root: Any, held: int) -> None:
+def _check_whole(root: Any, limit_bytes: int) -> None:
     """Refuse a value that is too deep, holds itself, or unfolds to too much; children first, without recursion."""
-    limit = _UNFOLDS_FREELY + _UNFOLDS_TIMES * held
     deepest = max_depth()
-    known: dict[int, tuple[int, int]] = {}  # values and depth of what is done
+    known: dict[int, tuple[int, int]] = {}  # bytes, wherever it is copied, and depth of what is done
     under_way: set[int] = set()
     waiting = [root]
     while waiting:
@@ -515,17 +439,17 @@ def _check_whole(root: Any, held: int) -> None:
                 continue
         under_way.discard(id(value))
         waiting.pop()
-        count = (1 if type(value) is tuple and not value else _CONTAINER) + len(items) - len(below)  # () is one object
+        size_bytes = _size_bytes(value)
         depth = 0
         for item in below:
-            values, deep = known[id(item)]
-            count += 1 if type(item) is Made else values  # one object, wherever it is; nobody walks into it
+            inner_bytes, deep = known[id(item)]
+            size_bytes += 0 if type(item) is Made else inner_bytes  # one object, wherever it is; nobody walks into it
             depth = max(depth, deep)
-        if count > limit:
-            raise UnsafePickle(f"It holds {held} values, which unfold to more than {limit}.")
+        if size_bytes > limit_bytes:
+            raise UnsafePickle("It holds the same values so often that they unfold to far more than its bytes.")
         if depth >= deepest:
             raise TooDeep(f"It is nested more than {deepest} deep.")
-        known[id(value)] = (count, depth + 1)
+        known[id(value)] = (size_bytes, depth + 1)
 
 
 def _parts(value: Any) -> list[Any]:
@@ -536,6 +460,15 @@ def _parts(value: Any) -> list[Any]:
     if kind is Made:
         return [*value.arguments, value.state]
     return list(value) if kind in _CONTAINERS else []
+
+
+def _size_bytes(value: Any) -> int:
+    kind = type(value)
+    if kind not in _CONTAINERS or value == ():
+        return 0
+    if kind is Made:
+        return _SHORT_BYTES + _ITEM_BYTES[tuple] * len(value.arguments)
+    return (_SHORT_BYTES if kind in (list, tuple, dict) else _LONG_BYTES) + _ITEM_BYTES[kind] * len(value)
 
 
 _CONTAINERS = frozenset({list, tuple, dict, set, OrderedDict, Counter, Made})

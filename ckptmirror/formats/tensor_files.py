@@ -24,6 +24,7 @@ from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 from ckptmirror.formats.archives import ReadAt, records_of
 from ckptmirror.formats.described_tensors import is_known, make
 from ckptmirror.formats.pickles import read_pickle
+from ckptmirror.formats.read_budget import Budget
 from ckptmirror.formats.tensor_bytes import byte_view
 
 __all__ = ["check_regular", "load_bytes", "load_part", "load_pt", "named", "open_regular", "refused_as_usage"]
@@ -83,7 +84,8 @@ def _load(read_at: ReadAt, read_into: _Into, size_bytes: int, mapped: Any) -> An
     if (order := records.get("byteorder")) is not None and read_at(order.offset, 16)[: order.size_bytes] != b"little":
         raise IntegrityError("It was written on a machine of another byte order.")
     pickled = records["data.pkl"]
-    described = read_pickle(read_at(pickled.offset, pickled.size_bytes), is_known, persistent=True)
+    budget = Budget(pickled.size_bytes)
+    described = read_pickle(read_at(pickled.offset, pickled.size_bytes), is_known, persistent=True, budget=budget)
 
     def storage(key: str, count: int) -> torch.UntypedStorage:
         offset = records[f"data/{key}"].offset
@@ -95,8 +97,8 @@ def _load(read_at: ReadAt, read_into: _Into, size_bytes: int, mapped: Any) -> An
         read_into(byte_view(memory), offset)
         return memory.untyped_storage()
 
-    sizes_bytes = {name[5:]: record.size_bytes for name, record in records.items() if name.startswith("data/")}
-    return make(described, storage, sizes_bytes, pickled.size_bytes)
+    sizes_bytes = {name[5:]: r.size_bytes for name, r in records.items() if name.startswith("data/")}
+    return make(described, storage, sizes_bytes, budget)
 
 
 @contextmanager

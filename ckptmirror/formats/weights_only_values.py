@@ -24,7 +24,7 @@ from torch.serialization import get_safe_globals
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.containers import leaves
-from ckptmirror.formats.pickles import KeyBudget
+from ckptmirror.formats.read_budget import Budget
 from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.tensor_files import load_bytes
 from ckptmirror.formats.versions import VERSION_TYPES, attached, checked
@@ -34,7 +34,6 @@ __all__ = ["MARK", "as_torch_has_it", "decode", "encode", "has_shards"]
 MARK = "__ckptmirror__"
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
-_KEY_VALUES = 10_000_000  # in the keys of one dict or set
 _INT_BITS = 1024  # of longer ones pickle makes an opcode (from 2,040 bits on) that the safe loader does not know
 _TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 _FACTORIES = {"none": None, **{kind.__name__: kind for kind in (list, dict, set, int, float, str)}}
@@ -252,7 +251,7 @@ def _pairs(items: Any) -> list[tuple[Any, Any]]:
 def _hashable(items: Any) -> list[Any]:
     """Return members of a set or keys of a dict, after a look at what they cost."""
     found = list(items)
-    KeyBudget(_KEY_VALUES).check([item for item in found if type(item) is tuple or type(item) in _PLAIN], ())
+    Budget().check_keys(found)
     return found
 
 

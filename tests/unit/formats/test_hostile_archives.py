@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import json
 import os
 import random
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
-from ckptmirror.formats import LoadTarget, TrainState, pickles
+from ckptmirror.formats import LoadTarget, TrainState, pickles, read_budget
 from ckptmirror.formats.legacy import load_legacy, read_legacy
 from ckptmirror.formats.rng import capture_rng, load_rng
 from ckptmirror.formats.shards import Piece, Region, fill
@@ -38,6 +39,7 @@ from tests.kit.hostile_files import (
     pickled,
     pt,
     put,
+    storage,
     text,
     tuple_,
 )
@@ -48,7 +50,7 @@ import json, os, resource, sys
 from pathlib import Path
 import torch
 from ckptmirror.core.errors import IntegrityError
-from ckptmirror.formats.weights_only_values import decode
+from ckptmirror.formats.weights_only_values import decode, encode
 from ckptmirror.formats.tensor_files import load_pt
 
 torch.set_num_threads(1)
@@ -151,7 +153,7 @@ def test_what_torch_saves_honestly_is_loaded(value: Any) -> None:
 def test_the_same_values_in_many_places_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = list(range(1000))
     assert load_bytes(_saved([shared] * 900).getvalue(), "here") == [shared] * 900
-    monkeypatch.setattr(pickles, "_UNFOLDS_FREELY", 300)
+    monkeypatch.setattr(pickles, "FREE_BYTES", 300)
     for weight in (torch.ones(3), torch.nn.Parameter(torch.ones(3))):
         assert len(load_bytes(_saved([weight] * 10_000).getvalue(), "here")) == 10_000
 
@@ -185,9 +187,8 @@ def test_what_is_nested_as_deep_as_is_allowed_is_loaded_and_decoded(tmp_path: Pa
 )
 def test_no_limit_is_one_of_size_alone(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Honest values of any number are loaded: beyond what is free, each comes with enough bytes of its own."""
-    for free in ("_FREE_CONTAINERS", "_FREE_COPIES"):
-        monkeypatch.setattr(pickles, free, 300)  # the first 256 are shorter
-    monkeypatch.setattr(pickles, "_UNFOLDS_FREELY", 300)
+    for module in (pickles, read_budget):
+        monkeypatch.setattr(module, "FREE_BYTES", 40_000)  # the first 256 are shorter
     assert load_bytes(_saved(value).getvalue(), "here") == value
 
 
@@ -378,7 +379,7 @@ class Colour(Enum):
 
 def test_a_file_changes_no_member_of_an_enumeration() -> None:
     made = called(Colour.__module__, "Colour", number(1)) + dict_of((text("_value_"), number(99))) + b"b"
-    with torch.serialization.safe_globals([Colour]), pytest.raises(UnsafePickle, match="that it has not made"):
+    with torch.serialization.safe_globals([Colour]), pytest.raises(UnsafePickle, match="one for the whole process"):
         load_bytes(pt(made), "here")
     assert Colour.RED.value == 1
 
@@ -395,5 +396,49 @@ def test_attributes_that_many_parameters_share_are_counted() -> None:
     state = dict_of(*((text(f"z{i}"), b"N") for i in range(1000)))
     arguments = tuple_(meta, b"\x89", b"N", state) + put(1)
     parameter = global_("torch._utils", "_rebuild_parameter_with_state")
-    with pytest.raises(UnsafePickle, match="too often"):
+    with pytest.raises(UnsafePickle, match="far more memory than its"):
         load_bytes(pt(tuple_(parameter + arguments + b"R", (parameter + get(1) + b"R") * 1000)), "here")
+
+
+def test_keys_that_were_made_are_told_apart_by_their_values() -> None:
+    same = [number(index * (2**61 - 1)) for index in range(4)]
+    keys = itertools.islice(itertools.product(same, repeat=9), 4000)
+    body = dict_of(*((called("torch", "Size", tuple_(*key)), b"N") for key in keys))
+    with pytest.raises(UnsafePickle, match="different keys of one hash"):
+        load_bytes(pt(body), "here")
+
+
+@pytest.mark.parametrize("version", ["_rebuild_tensor_v2", "_rebuild_tensor_v3"])
+def test_a_tensor_of_a_quantised_type_says_how_it_is_quantised(version: str) -> None:
+    arguments = [storage("0", 4, "QInt8Storage"), number(0), tuple_(number(4)), tuple_(number(1)), b"\x89", b"N"]
+    arguments += [global_("torch", "qint8")] if version.endswith("3") else []
+    with pytest.raises(IntegrityError, match="does not say how it is quantised"):
+        load_bytes(pt(called("torch._utils", version, *arguments), s0=bytes(4)), "here")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Counter({("a", "b"): 5, (): 0}),
+        {(x, y): None for x in range(-20, 20) for y in range(-20, 20)},
+        {**{f"k{index}": 0 for index in range(1200)}, **{b"k%d" % index: 1 for index in range(1200)}},
+        torch.Size([-1, 3]),
+        torch.Size([1] * 70),
+        {torch.Size([1, 2]): 3, torch.float32: 4},
+    ],
+    ids=["counter", "signed grid", "texts and bytes", "negative size", "long size", "keys of torch's"],
+)
+def test_an_honest_value_is_read_as_torch_reads_it(value: Any) -> None:
+    stream = _saved(value)
+    found = load_bytes(stream.getvalue(), "here")
+    assert type(found) is type(value)
+    assert found == value == torch.load(stream, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{torch.float32, torch.int8}, Counter({torch.float32: 1}), {torch.device("cpu")}, frozenset({(1, -1), (1, -2)})],
+    ids=str,
+)
+def test_what_a_save_takes_a_load_takes(value: Any) -> None:
+    assert decode(load_bytes(_saved(encode(value, "extra")).getvalue(), "here")) == value

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats import nesting_limit, pickles
+from ckptmirror.formats import nesting_limit, read_budget
 from ckptmirror.formats.pickles import read_pickle
 from ckptmirror.formats.tensor_files import load_bytes
 from tests.kit.hostile_files import (
@@ -41,7 +41,7 @@ WIDE = b"(" + b"K\x00" * 100_001 + b"t"
 LONG = b"](" + b"K\x00" * 90_000 + b"e"
 DEEP = nested_tuples(17)
 TOO_MUCH_OF_A_KEY = "a key that holds too much, or too deep"
-TOO_OFTEN = "the same values too often"
+TOO_OFTEN = "far more memory than its"
 
 BROKEN = {
     "an item for a tuple": (b")K\x01a", "tuple at byte"),
@@ -84,14 +84,14 @@ UNSAFE = {
         ),
         TOO_OFTEN,
     ),
-    "empty lists of a byte each": (tuple_(b"]" * 500_000), "hold more than"),
+    "empty lists of a byte each": (tuple_(b"]" * 1_000_000), TOO_OFTEN),
     "an empty dict in a million places": (
         tuple_(
             called("collections", "OrderedDict") + put(0),
             b"](" + get(0) * 1000 + b"e" + put(1),
             tuple_(get(1) * 990),
         ),
-        "unfold to more than",
+        "unfold to far more than",
     ),
     "different keys of one hash": (
         b"}(" + b"".join(b"\x8a\x09" + (i * (2**61 - 1)).to_bytes(9, "little") + b"N" for i in range(2000)) + b"u",
@@ -148,9 +148,9 @@ def test_what_is_just_within_a_limit_is_let_through(body: bytes, monkeypatch: py
 
 
 def test_storages_count_as_containers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickles, "_FREE_CONTAINERS", 10)
+    monkeypatch.setattr(read_budget, "FREE_BYTES", 10)
     body = storage("0", 1)[:-1] + put(0) + tuple_(b"h\x00Q" * 2000)
-    with pytest.raises(UnsafePickle, match="hold more than 1020 containers"):
+    with pytest.raises(UnsafePickle, match="far more memory than its"):
         load_bytes(pt(body, s0=bytes(4)), "here")
 
 
@@ -195,12 +195,12 @@ def _pid(*count: bytes, what: str = "storage", kind: bytes = global_("torch", "F
         (tensor(storage("0", 1), [-1], [1]), "an invalid shape"),
         (tensor(storage("0", 1), [1], [1]).replace(tuple_(number(1)), tuple_(text("x"))), "an invalid shape"),
         (tensor(storage("0", 1), [5], [1]), "ends at value 4 of a storage of 4 bytes"),
-        (tensor(storage("0", 2), [1], [1]), "says that storage '0' has 2 values"),
-        (tensor(storage("0", -1), [1], [1]), "says that storage '0' has -1 values"),
+        (tensor(storage("0", 2), [1], [1]), "says that storage '0' of 4 bytes has 2 values"),
+        (tensor(storage("0", -1), [1], [1]), "says that storage '0' of 4 bytes has -1 values"),
         (tensor(storage("1", 1), [1], [1]), "names a storage '1' that the archive does not hold"),
         (storage("0", 1), "makes a persistent by itself"),
         (storage("0", 1, "F"), "asks for 'torch.F'"),
-        (tensor(_pid(b"N"), [1], [1]), "says that storage '0' has None values"),
+        (tensor(_pid(b"N"), [1], [1]), "says that storage '0' of 4 bytes has None values"),
         (tensor(_pid(), [1], [1]), "over something that is not a storage"),
         (tensor(_pid(number(1), what="module"), [1], [1]), "over something that is not a storage"),
         (tensor(_pid(number(1), kind=text("torch.F")), [1], [1]), "over something that is not a storage"),
