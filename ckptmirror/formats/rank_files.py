@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 
-from ckptmirror.core.errors import IntegrityError
+from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.core.model import Meta
 from ckptmirror.formats.containers import TreePath, changed, item_at
 from ckptmirror.formats.shards import read_pieces, spread
+from ckptmirror.formats.tensor_bytes import has_plain_bytes
 from ckptmirror.formats.tensor_files import load_pt
 
 __all__ = ["RankFiles", "files_of", "live_at", "moved"]
 
 _ABSENT = object()
+_FREE_AGAIN_BYTES = 64 << 20  # of memory that a file shows more than once; beyond it
+_TIMES_AGAIN = 4  # times as much as the file holds
 
 
 def files_of(root: Path, meta: Meta, name_of: Callable[[int], str]) -> dict[int, Path]:
@@ -104,18 +107,42 @@ class RankFiles:
             path: Keys and indices from the top.
             like: A live tensor, or a tree of them like the value: saved tensors of the same shape are sharded like it.
         """
+        own = _Copies()
 
         def full(value: Any, below: TreePath) -> Any:
             live = live_at(like, below)
             live = live if isinstance(live, torch.Tensor) else None
             at = (*path, *below)
             result = spread(value, lambda: self.others(at), live, self._name(at))
-            return copy.deepcopy(result) if result is value else result
+            return own.copy(result) if result is value else result
 
         return changed(self.value(path), full)
 
     def _name(self, path: TreePath) -> str:
         return ".".join(map(str, (*self._at, *path)))
+
+
+class _Copies:
+    """Copies values one by one; memory that a file shows again and again is copied only so often."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._again_left_bytes = _FREE_AGAIN_BYTES
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy.
+
+        Raises:
+            UnsafePickle: The file holds far less than what it shows.
+        """
+        if isinstance(value, torch.Tensor) and has_plain_bytes(value) and not value.is_meta:
+            memory = value.untyped_storage()
+            is_again = memory.data_ptr() in self._seen
+            self._seen.add(memory.data_ptr())
+            self._again_left_bytes -= value.nbytes if is_again else -_TIMES_AGAIN * memory.nbytes()
+            if self._again_left_bytes < 0:
+                raise UnsafePickle("It has one tensor in so many places that copies would take much more memory.")
+        return copy.deepcopy(value)
 
 
 def live_at(like: Any, path: TreePath) -> Any:

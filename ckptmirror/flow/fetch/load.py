@@ -8,7 +8,8 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,9 @@ def _load(root: Path, found: CheckpointReference, map_location: str) -> LoadedCh
     meta = meta_of(root, found)
     for artifact in meta.artifacts_of(found.kind):
         verify_file(root / artifact.path, artifact.digest)
-    try:
+    with _inconsistent_at_worst(found):
         model, optimizer = read_full(root, meta, found.kind, map_location)
         extra = read_extra(root, meta, map_location)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # The values are allowed, but no save has them in this order: the file is wrong, not the caller.
-        raise IntegrityError(f"{found.path} is inconsistent: {type(error).__name__}: {error}") from error
     return LoadedCheckpoint(model, optimizer, extra, meta, found.kind)
 
 
@@ -96,8 +94,18 @@ def _load_older(found: CheckpointReference, map_location: str) -> LoadedCheckpoi
     from ckptmirror.formats.legacy import read_legacy
 
     one = look_up_older(found)
-    state = read_legacy(one.path, one.kind, one.extra, map_location)
-    return LoadedCheckpoint(state.model, state.optimizer, state.extra or None, meta_of_older(one), one.kind)
+    with _inconsistent_at_worst(found):
+        state = read_legacy(one.path, one.kind, one.extra, map_location)
+        return LoadedCheckpoint(state.model, state.optimizer, state.extra or None, meta_of_older(one), one.kind)
+
+
+@contextmanager
+def _inconsistent_at_worst(found: CheckpointReference) -> Iterator[None]:
+    """Blame the file for values that are allowed, but that no save has in this order."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise IntegrityError(f"{found.path} is inconsistent: {type(error).__name__}: {error}") from error
 
 
 def on_this_disk(found: CheckpointReference, reference: object) -> Path:

@@ -19,9 +19,11 @@ import numpy
 import pytest
 import torch
 
+from ckptmirror import load_checkpoint
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 from ckptmirror.formats import LoadTarget, TrainState, pickles, read_budget
 from ckptmirror.formats.legacy import load_legacy, read_legacy
+from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.rng import capture_rng, load_rng
 from ckptmirror.formats.shards import Piece, Region, fill
 from ckptmirror.formats.tensor_files import load_bytes, load_pt
@@ -43,6 +45,7 @@ from tests.kit.hostile_files import (
     text,
     tuple_,
 )
+from tests.kit.legacy import write_meta
 
 # Reads every file as a load does. The limits: what one file may take, of memory beyond the program and of time.
 _READER = """
@@ -51,6 +54,7 @@ from pathlib import Path
 import torch
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.formats.weights_only_values import decode, encode
+from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.tensor_files import load_pt
 
 torch.set_num_threads(1)
@@ -442,3 +446,29 @@ def test_an_honest_value_is_read_as_torch_reads_it(value: Any) -> None:
 )
 def test_what_a_save_takes_a_load_takes(value: Any) -> None:
     assert decode(load_bytes(_saved(encode(value, "extra")).getvalue(), "here")) == value
+
+
+def test_one_tensor_in_many_places_is_copied_only_so_often(tmp_path: Path) -> None:
+    path = tmp_path / "extra_000200_rank0.pt"
+    for places, is_allowed in ((200, True), (3000, False)):
+        torch.save([torch.zeros(1 << 16)] * places, path)
+        if is_allowed:
+            assert len(RankFiles({0: path}, 0).full_value(())) == places
+        else:
+            with pytest.raises(UnsafePickle, match="in so many places"):
+                RankFiles({0: path}, 0).full_value(())
+
+
+def test_a_legacy_checkpoint_that_makes_no_sense_is_inconsistent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"model": {"w": torch.zeros(2)}}, tmp_path / "model_000100.pt")
+    write_meta(tmp_path, step=100)
+    assert load_checkpoint(tmp_path / "model_000100.pt").model["w"].tolist() == [0.0, 0.0]
+
+    def fail(*_: Any) -> None:
+        raise ValueError("of odd types")
+
+    monkeypatch.setattr("ckptmirror.formats.legacy.read_legacy", fail)
+    with pytest.raises(IntegrityError, match="is inconsistent: ValueError: of odd types"):
+        load_checkpoint(tmp_path / "model_000100.pt")
