@@ -442,7 +442,7 @@ def test_an_honest_value_is_read_as_torch_reads_it(value: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [{torch.float32, torch.int8}, Counter({torch.float32: 1}), {torch.device("cpu")}, frozenset({(1, -1), (1, -2)})],
-    ids=str,
+    ids=["dtypes", "counter", "device", "frozenset"],
 )
 def test_what_a_save_takes_a_load_takes(value: Any) -> None:
     assert decode(load_bytes(_saved(encode(value, "extra")).getvalue(), "here")) == value
