@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptmirror.arguments import checked_kinds, checked_limit, checked_step, node_key, stop_event
 from ckptmirror.core import events, signing
-from ckptmirror.core.errors import CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
+from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
@@ -308,6 +308,7 @@ class CheckpointManager:
         Raises:
             WaitTimeout: ``timeout_s`` seconds passed.
             BackgroundSaveFailed: A save failed or was skipped, and no call has raised that yet.
+            AttemptFenced: A newer attempt has started, so nothing more is sent.
         """
         deadline = time.monotonic() + timeout_s
         self._started().wait_over(timeout_s)
@@ -440,7 +441,10 @@ class CheckpointManager:
 
     def _wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
         if self._node is not None:
-            return self._node.wait_mirrored(save_id, timeout_s)
+            is_mirrored_now = self._node.wait_mirrored(save_id, timeout_s)
+            if not is_mirrored_now and timeout_s > 0 and (reason := self._node.fenced()) is not None:
+                raise AttemptFenced(reason)
+            return is_mirrored_now
         deadline = time.monotonic() + timeout_s
         while not is_mirrored(self.root, save_id, self._state_dir, self._urls):
             if time.monotonic() >= deadline:

@@ -112,6 +112,7 @@ class SaveHandle:
         Raises:
             BackgroundSaveFailed: The save failed; the cause is attached.
             WaitTimeout: ``timeout_s`` seconds passed.
+            AttemptFenced: It is not mirrored, and never will be by this attempt: a newer one has started.
         """
         if until not in _PHASES:
             raise UsageError(f"A save is never {until!r}.", hint=f"Wait for one of {', '.join(map(repr, _PHASES))}.")

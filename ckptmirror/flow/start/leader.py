@@ -257,7 +257,7 @@ class Node:
         """Wait until a save (None: every save, earlier ones included) is verified on every mirror that counts.
 
         Returns:
-            False if the time runs out, or as soon as only permanent failures are left.
+            False if the time runs out, or as soon as only permanent failures are left, or this attempt is fenced.
         """
         workers = self._workers
         if workers is None:
@@ -267,6 +267,8 @@ class Node:
             workers.notify()
 
         def is_over() -> bool:
+            if self.fenced() is not None:
+                return True
             asked = save_id is not None or self._audit is None or not self._audit.waits_for(self._counting())
             return asked and not still_moving(self.table, self._counting(), save_id)
 
