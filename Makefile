@@ -11,7 +11,7 @@ DOCS   := $(VENV)/.docs-installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-all test-gcs check docs picture bench campaign fuzz build clean
+.PHONY: help setup demo test test-long test-all test-lowest test-gcs check docs picture bench campaign fuzz build clean
 
 help:      ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -38,6 +38,17 @@ test-long: setup  ## Run the tests that `make test` leaves out: example pages, r
 	$(PYTEST) -m long
 
 test-all: test test-long  ## Run every test once
+
+test-lowest:  ## Run what imports most with the lowest version of each dependency that pyproject.toml allows
+	mkdir -p build
+	$(PYTHON) tests/lowest.py > build/lowest.txt
+	$(PYTHON) -m venv .venv-lowest
+	$(if $(TORCH_INDEX),.venv-lowest/bin/pip install --quiet -c constraints.txt --index-url $(TORCH_INDEX) torch)
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -c build/lowest.txt -e '.[testing]' \
+	    hypothesis psutil pytest-timeout
+	.venv-lowest/bin/python -m pytest -q -m 'not long' tests/unit/core tests/unit/local tests/unit/stores tests/unit/formats \
+	    tests/integration/test_save.py tests/integration/test_resume.py tests/integration/test_stage.py \
+	    tests/integration/test_signed_runs.py
 
 test-gcs: setup  ## Run the store contract suite in a bucket of yours: BUCKET=my-bucket
 	$(BIN)/python -m tests.contract.in_bucket '$(BUCKET)'
@@ -69,9 +80,19 @@ campaign: setup  ## Kill at every crash point, play long histories: not only the
 fuzz: setup  ## Give every reader bytes that nobody meant to write, for an hour: SECONDS=600 READER=pickle
 	$(BIN)/python -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(READER),--reader '$(READER)')
 
-build: setup  ## Build the wheel and the source archive
-	$(BIN)/pip install --quiet build
-	$(BIN)/python -m build
+build:     ## Build the wheel, the source archive, and a CycloneDX list of what the wheel installs, in dist
+	rm -rf .venv-build dist
+	$(PYTHON) -m venv .venv-build
+	.venv-build/bin/pip install --quiet --disable-pip-version-check 'build>=1.2'
+	.venv-build/bin/python -m build
+	$(PYTHON) -m venv --clear .venv-build
+	$(if $(TORCH_INDEX),.venv-build/bin/pip install --quiet -c constraints.txt --index-url $(TORCH_INDEX) torch)
+	.venv-build/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	$(PYTHON) -m venv .venv-build/tool
+	.venv-build/tool/bin/pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=5'
+	.venv-build/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	    --output-file dist/ckptmirror.cdx.json .venv-build
+	$(PYTHON) tests/listed.py dist/ckptmirror.cdx.json
 
 clean:     ## Remove what the targets made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-lowest .venv-build build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
