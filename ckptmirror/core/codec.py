@@ -4,7 +4,8 @@ Rules:
 * Input is checked completely before any of it is used; output passes the same checks before it is returned.
 * Unknown keys are refused; free content goes under ``fields``, ``metrics`` and ``training_config``.
 * A file's crc32c is the combination of its blocks'.
-* Where signatures are demanded, a staged copy is believed too: its meta carries the signed one, and is a part of it.
+* Where signatures are demanded, a staged copy is believed too: its meta carries the signed one, and is a part of it. On
+  a mirror none is: it may lack files, and a save there is whole.
 """
 
 from __future__ import annotations
@@ -104,7 +105,15 @@ def meta_or_tombstone_from_bytes(data: bytes) -> Meta | Tombstone:
         BrokenMeta: It is neither.
     """
     format_name, fields = _opened(data, _META, _TOMBSTONE)
-    return _tombstone_from_fields(fields) if format_name == _TOMBSTONE else _provable(_meta_from_fields(fields), data)
+    if format_name == _TOMBSTONE:
+        return _tombstone_from_fields(fields)
+    meta = _meta_from_fields(fields)
+    if meta.staged_from is not None and signing.current().is_signed is not None:
+        raise NotSigned(
+            "It is the meta of a copy, which may lack files of the save.",
+            hint="Name the mirror that the copy came from; a directory that `stage` filled is read by its path.",
+        )
+    return _provable(meta, data)
 
 
 def _meta_from_fields(fields: Fields) -> Meta:
@@ -183,10 +192,12 @@ def _check_proof(meta: Meta) -> None:
         there = of_path.get(names.untagged(artifact.path))
         if there is None or (artifact.digest, artifact.rank) != (there.digest, there.rank):
             raise NotSigned(f"It names {artifact.path[:80]!a} with other contents than the signed meta.")
-        if not set(artifact.kinds) <= set(there.kinds):
+        if set(artifact.kinds) != set(there.kinds) & set(meta.kinds):
             raise NotSigned(f"It says that {artifact.path[:80]!a} is of another kind than the signed meta.")
     if as_signed != signed or not set(meta.kinds) <= set(signed.kinds):
         raise NotSigned("It differs from the signed meta that it was made from.")
+    if not meta.partial and (len(meta.artifacts), len(meta.kinds)) != (len(signed.artifacts), len(signed.kinds)):
+        raise NotSigned("It lacks files of the signed meta, and does not say so.")
 
 
 def _metrics(fields: Fields) -> dict[str, float]:

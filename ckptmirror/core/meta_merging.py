@@ -5,6 +5,7 @@ Rules:
 * Every input must be of the same save. What describes the run rather than the files (training config, metrics, fields,
   time) comes from the lowest node.
 * Each node chooses the tag of its names by itself, so merged paths have no tag, and ``object`` names each object.
+* A part is a node's own: a copy of one may lack files, and the merged meta would not say so.
 * Every node has the coordinator's ``.metadata``: a path may come several times, but only with the same digest.
 """
 
@@ -30,6 +31,8 @@ def merge_parts(parts: Sequence[Meta]) -> Meta:
     """
     ordered = sorted(parts, key=lambda part: part.node)
     _check_same_save(ordered)
+    if copies := [part for part in ordered if part.staged_from is not None]:
+        raise BrokenMeta(f"The part of node {copies[0].node} is a copy, which may lack files.")
     first = ordered[0]
     if [part.node for part in ordered] != list(range(first.nodes)):
         nodes = ", ".join(str(part.node) for part in ordered)

@@ -43,6 +43,7 @@ from ckptmirror.core.errors import (
     NotSigned,
     WaitTimeout,
 )
+from ckptmirror.core.meta_merging import merge_parts
 from ckptmirror.core.model import Attempt, Tombstone, new_id
 from ckptmirror.local.checksums import crc32c
 from tests.kit.cli import assert_tells, run
@@ -98,6 +99,20 @@ def forged(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     document["checksum"] = hashlib.sha256(text.encode()).hexdigest()
     os.unlink(path)
     path.write_bytes((json.dumps(document, sort_keys=True, separators=(",", ":")) + "\n").encode())
+
+
+def as_copy(path: Path, url: str, *, partial: bool, lacks: tuple[str, ...] = ("optim", "extra")) -> None:
+    """Replace a signed meta by that of a copy without some files, as somebody without the key can: it proves itself."""
+    proof = path.read_text()
+
+    def change(document: dict[str, Any]) -> None:
+        del document["signature"]
+        document["artifacts"] = [one for one in document["artifacts"] if not one["path"].startswith(lacks)]
+        for one in document["artifacts"]:
+            one["object"] = None
+        document.update(staged_from=url, partial=partial, proof=proof)
+
+    forged(path, change)
 
 
 def with_same_crc32c(data: bytes, at: int) -> bytes:
@@ -356,6 +371,54 @@ def meta_to_bytes_unsigned(meta: Any) -> bytes:
         return meta_to_bytes(meta)
     finally:
         signing.set_current(before)
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_mirror_cannot_leave_files_out_of_a_save_by_calling_it_a_copy(
+    partial: bool, places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """It began without random state, schedule and data position, and its table took the mirror's word for a save."""
+    root, url, there = places
+    states = saved_run(root, (1, 2), url, **keys)
+    as_copy(there / "meta_000002.json", url, partial=partial)
+    with running(tmp_path / "elsewhere", url, **keys) as manager:
+        state = new_state(seed=5)
+        start = manager.resume(state)
+        assert start is not None
+        assert (start.step, start.missing) == (1, ())
+        assert same(everything(state), states[1])
+        why = "meta of a copy" if partial else "lacks files of the signed meta"
+        assert any(why in one for one in start.passed_over)
+
+
+def test_a_copy_that_lacks_files_and_does_not_say_so_is_neither_resumed_nor_signed(
+    places: tuple[Path, str, Path], keys: dict[str, Any]
+) -> None:
+    root, url, there = places
+    saved_run(root, (1, 2), **keys)
+    as_copy(root / "meta_000002.json", url, partial=False)
+    with running(root, url, **keys) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert (start.step, start.missing) == (1, ())
+        with suppress(WaitTimeout):
+            manager.wait(timeout_s=30.0)
+    assert (there / "meta_000001.json").exists()
+    assert not (there / "meta_000002.json").exists()
+
+
+def test_a_part_of_a_node_that_is_a_copy_is_not_merged(places: tuple[Path, str, Path], keys: dict[str, Any]) -> None:
+    """The merged meta would be signed without the files that it lacks."""
+    root, url, _ = places
+    saved_run(root, (1,), **keys)
+    parts = [replace(whole(root)[1], nodes=2, node=node, world_size=2) for node in (0, 1)]
+    paths = [root / f"part{node}.json" for node in (0, 1)]
+    for path, part in zip(paths, parts, strict=True):
+        path.write_bytes(meta_to_bytes(part))
+    assert merge_parts([meta_from_bytes(path.read_bytes()) for path in paths]).is_whole
+    as_copy(paths[1], url, partial=True)
+    with pytest.raises(BrokenMeta, match="copy"):
+        merge_parts([meta_from_bytes(path.read_bytes()) for path in paths])
 
 
 def test_an_older_list_that_is_put_back_is_told_at_the_next_start(
