@@ -81,6 +81,9 @@ def open_sealed(
         ours = [_checksum(content | {"version": known}) for known in range(VERSION, newest + 1)]
         damaged = document.get("checksum") in ours  # a flipped bit can turn our version into a later one
         newer = type(version) is int and version > newest and not damaged
+        if newer and check_signature is not None:  # of the rest, nobody knows here what a later version means by it
+            signature = _decoded(content.pop("signature", None))
+            check_signature({"format": found}, _canonical(content | {"version": version}), signature)
         raise (NewerFormat if newer else BrokenMeta)(
             f"version is {_short(version)}; this ckptmirror reads version {newest}."
         )

@@ -40,11 +40,14 @@ from ckptmirror.core.errors import (
     CheckpointNotFound,
     ConfigError,
     IntegrityError,
+    NewerFormat,
     NotSigned,
     WaitTimeout,
 )
 from ckptmirror.core.meta_merging import merge_parts
 from ckptmirror.core.model import Attempt, Tombstone, new_id
+from ckptmirror.core.names import CONTROL_DIR
+from ckptmirror.core.sealed_json import seal
 from ckptmirror.local.checksums import crc32c
 from tests.kit.cli import assert_tells, run
 from tests.kit.legacy import save_legacy
@@ -419,6 +422,34 @@ def test_a_part_of_a_node_that_is_a_copy_is_not_merged(places: tuple[Path, str, 
     as_copy(paths[1], url, partial=True)
     with pytest.raises(BrokenMeta, match="copy"):
         merge_parts([meta_from_bytes(path.read_bytes()) for path in paths])
+
+
+@pytest.mark.parametrize("name", ["meta_000009.json", "writer.json", f"{CONTROL_DIR}/attempts.json"])
+def test_what_says_that_a_later_version_wrote_it_stops_no_start_unless_it_is_signed(
+    name: str, places: tuple[Path, str, Path], keys: dict[str, Any]
+) -> None:
+    root, url, there = places
+    saved_run(root, (1, 2), url, **keys)
+    path = (root if name.startswith(CONTROL_DIR) else there) / name
+    if name.startswith("meta"):
+        path.write_bytes((there / "meta_000002.json").read_bytes())
+
+    def later(document: dict[str, Any]) -> None:
+        del document["signature"]
+        document.update(version=99, staged_from=url, proof="nobody can tell")
+
+    forged(path, later)
+    with running(root, url, **keys) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 2
+
+
+def test_what_a_later_version_signed_is_not_taken_for_broken(keys: dict[str, Any]) -> None:
+    as_process(**keys)
+    later = seal("ckptmirror-meta", {"new": "field"}, 99, signing.current().sign)
+    with pytest.raises(NewerFormat):
+        meta_from_bytes(later)
 
 
 def test_an_older_list_that_is_put_back_is_told_at_the_next_start(
