@@ -199,6 +199,8 @@ def _read_emergency(reading: _Reading, directory: str) -> None:
             reading.broken.append(Item(reading.root / path, f"holds the meta of another save, at step {meta.step}"))
         elif rank >= meta.world_size:
             reading.broken.append(Item(reading.root / path, f"holds the meta of a save of {meta.world_size} ranks"))
+        elif others := {artifact.rank for artifact in meta.artifacts} - {rank}:
+            reading.broken.append(Item(reading.root / path, f"holds the meta of rank {others.pop()}"))
         else:
             by_save.setdefault(meta.save_id, {})[rank] = meta
     for metas in by_save.values():

@@ -44,11 +44,14 @@ from ckptmirror.core.errors import (
     NotSigned,
     WaitTimeout,
 )
+from ckptmirror.core.events import EventBus
 from ckptmirror.core.meta_merging import merge_parts
 from ckptmirror.core.model import Attempt, Tombstone, new_id
 from ckptmirror.core.names import CONTROL_DIR
 from ckptmirror.core.sealed_json import seal
+from ckptmirror.flow.save.emergency import save_emergency
 from ckptmirror.local.checksums import crc32c
+from ckptmirror.local.inventory import read_inventory
 from tests.kit.cli import assert_tells, run
 from tests.kit.legacy import save_legacy
 from tests.kit.roots import whole
@@ -486,6 +489,21 @@ def test_an_emergency_snapshot_is_signed_by_its_rank(
     forged(meta, lambda document: document.pop("signature"))
     with pytest.raises(NotSigned):
         meta_from_bytes(meta.read_bytes())
+
+
+def test_a_rank_that_left_no_meta_is_missing_whatever_is_copied_to_its_name(
+    places: tuple[Path, str, Path], keys: dict[str, Any]
+) -> None:
+    root, _, _ = places
+    as_process(**keys)
+    attempt, bus = Attempt(new_id(), 1, None), EventBus()
+    save_emergency(root, new_state(), run_id=new_id(), attempt=attempt, number=1, step=1, rank=0, world_size=2, bus=bus)
+    (meta,) = root.glob("emergency_*/meta_rank0.json")
+    meta.with_name("meta_rank1.json").write_bytes(meta.read_bytes())
+    found = read_inventory(root)
+    assert found.saves == ()
+    assert [save.why for save in found.incomplete] == ["1 of 2 ranks left no meta (ranks 1)"]
+    assert [item.why for item in found.broken] == ["holds the meta of rank 0"]
 
 
 def test_a_legacy_checkpoint_is_signed_by_nobody(tmp_path: Path, keys: dict[str, Any]) -> None:
