@@ -42,6 +42,7 @@ from ckptmirror.core.errors import (
     IntegrityError,
     NewerFormat,
     NotSigned,
+    RefusedOnlyCopy,
     WaitTimeout,
 )
 from ckptmirror.core.events import EventBus
@@ -504,6 +505,26 @@ def test_a_rank_that_left_no_meta_is_missing_whatever_is_copied_to_its_name(
     assert found.saves == ()
     assert [save.why for save in found.incomplete] == ["1 of 2 ranks left no meta (ranks 1)"]
     assert [item.why for item in found.broken] == ["holds the meta of rank 0"]
+
+
+def test_a_persistent_copy_with_the_same_crc32c_replaces_nothing_here(
+    places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    root, _, _ = places
+    with running(root, persistent_dir=tmp_path / "kept", **keys) as manager:
+        state = new_state()
+        manager.resume(state)
+        manager.save_emergency_checkpoint(1, state)
+    (copy,) = (tmp_path / "kept").glob("emergency_*/rank0.pt")
+    bad = with_same_crc32c(copy.read_bytes(), 700)
+    copy.unlink()
+    copy.write_bytes(bad)
+    (listed,) = root.glob("emergency_*/tensors_rank0.json")
+    listed.write_bytes(b"x")  # the one here is broken, and has the tensors
+    with running(root, persistent_dir=tmp_path / "kept", **keys) as manager, pytest.raises(RefusedOnlyCopy):
+        manager.resume(new_state())
+    (here,) = root.glob("emergency_*/rank0.pt")
+    assert here.read_bytes() != bad
 
 
 def test_a_legacy_checkpoint_is_signed_by_nobody(tmp_path: Path, keys: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ Rules:
 * A snapshot is durable on the local disk first. A failure to copy it is logged, and does not harm the snapshot.
 * The copy has the same names and the same bytes. Each rank copies its own part, its meta last. So, like the snapshot,
   the copy is whole when the metas of all ranks are there.
-* Every byte is checked: the crc32c of the copied bytes must be the meta's.
+* Every byte is checked: the crc32c of the copied bytes must be the meta's, and in a signed run their SHA-256.
 * For a start it is one more place, after the disk and the mirrors, and a snapshot is copied back from there when its
   turn comes. Its metas name their run and attempt, as the root's own metas do. A directory that cannot be read now may
   hold the newest state.
@@ -231,4 +231,6 @@ def _copy(source: Path, target: Path, artifact: Artifact, meta: Meta) -> None:
                 f"{source} has crc32c {found.crc32c:08x} over {found.size_bytes} bytes, but "
                 f"{artifact.digest.crc32c:08x} over {artifact.digest.size_bytes} bytes was saved."
             )
+        if found.hashes and artifact.digest.hashes and found.hashes != artifact.digest.hashes:
+            raise IntegrityError(f"{source}: its crc32c is right, and its SHA-256 is not: somebody has changed it.")
         writer.publish()
