@@ -152,7 +152,7 @@ def test_a_save_that_a_newer_version_wrote_is_no_reason_to_go_back(tmp_path: Pat
         path = place / "meta_000002.json"
         path.write_bytes(of_a_later_version(path.read_bytes()))
     for root in ("one", "two"):
-        with running(tmp_path / root, url) as manager, pytest.raises(Temporary, match="version is 2"):
+        with running(tmp_path / root, url) as manager, pytest.raises(Temporary, match=r"version is \d+; this"):
             manager.resume(new_state())
 
 
