@@ -48,7 +48,7 @@ test-lowest:  ## Run what imports most with the lowest version of each dependenc
 	    hypothesis psutil pytest-timeout
 	.venv-lowest/bin/python -m pytest -q -m 'not long' tests/unit/core tests/unit/local tests/unit/stores tests/unit/formats \
 	    tests/integration/test_save.py tests/integration/test_resume.py tests/integration/test_stage.py \
-	    tests/integration/test_signed_runs.py
+	    tests/integration/test_signed_runs.py tests/integration/test_cli.py tests/integration/test_tables.py
 
 test-gcs: setup  ## Run the store contract suite in a bucket of yours: BUCKET=my-bucket
 	$(BIN)/python -m tests.contract.in_bucket '$(BUCKET)'

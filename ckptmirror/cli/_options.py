@@ -168,21 +168,18 @@ def _one_of(context: click.Context, place: str, option: str, named: Any) -> Any:
 def seconds_option(name: str, target: str, what: str, *, default: float) -> Callable[[_Decorated], _Decorated]:
     """Add an option that takes a number of seconds."""
     what += "  [default: never]" if default == float("inf") else f"  [default: {default:g}]"
-    return click.option(name, target, type=_Seconds(), default=default, metavar="SECONDS", help=what)
+    return click.option(name, target, type=_seconds, default=default, metavar="SECONDS", help=what)
 
 
-class _Seconds(click.ParamType[float]):
-    name = "seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return a number of seconds, 0 or more; ``inf`` is one."""
-        try:
-            seconds = float(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
-        if not seconds >= 0:
-            self.fail("it must be 0 or more.", param, ctx)
-        return seconds
+def _seconds(value: Any) -> float:
+    """Return a number of seconds, 0 or more; ``inf`` is one."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a number of seconds.") from None
+    if not seconds >= 0:
+        raise click.BadParameter("it must be 0 or more.")
+    return seconds
 
 
 def json_option(function: _Decorated) -> _Decorated:

@@ -283,7 +283,7 @@ def test_a_mistyped_verb_gets_a_suggestion(typed: str, meant: str):
 
 @pytest.mark.parametrize(("verb", "typed", "meant"), [("status", "--rot", "--root"), ("stage", "--mirorr", "--mirror")])
 def test_a_mistyped_option_gets_a_suggestion(verb: str, typed: str, meant: str):
-    assert_tells(run(verb, typed, "x"), 2, f"Did you mean '{meant}'?")
+    assert_tells(run(verb, typed, "x"), 2, "Did you mean", meant)  # click 8.4 quotes the option, 8.1 does not
 
 
 def test_a_mirror_must_be_given(tmp_path: Path):
