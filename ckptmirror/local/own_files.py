@@ -19,7 +19,7 @@ from shlex import quote
 from ckptmirror.core.errors import LocalStorageUnwritable
 from ckptmirror.local.storage_errors import explained
 
-__all__ = ["check_own_file", "has_trusted_owner", "is_planted", "open_own_file"]
+__all__ = ["check_own_file", "has_trusted_owner", "is_planted", "open_own_file", "refused"]
 
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -81,20 +81,21 @@ def has_trusted_owner(facts: os.stat_result, place: os.stat_result) -> bool:
 
 def _check_file(path: Path, facts: os.stat_result, place: os.stat_result, action: str) -> None:
     if stat.S_ISLNK(facts.st_mode):
-        raise _refused(action, path, "it is a symbolic link, and links are not followed")
+        raise refused(action, path, "it is a symbolic link, and links are not followed")
     if not stat.S_ISREG(facts.st_mode):
-        raise _refused(action, path, "it is not a regular file")
+        raise refused(action, path, "it is not a regular file")
     if facts.st_nlink > 1:  # 0: it was deleted meanwhile
-        raise _refused(action, path, "it has a second name (a hard link), and that file would be overwritten")
+        raise refused(action, path, "it has a second name (a hard link), and that file would be overwritten")
     _check_owner(path, facts, place, action)
 
 
 def _check_owner(path: Path, facts: os.stat_result, place: os.stat_result, action: str) -> None:
     if is_planted(facts, place):
         why = f"it belongs to user id {facts.st_uid}, in a directory that everyone may write to"
-        raise _refused(action, path, why)
+        raise refused(action, path, why)
 
 
-def _refused(action: str, path: Path, why: str) -> LocalStorageUnwritable:
+def refused(action: str, path: Path, why: str) -> LocalStorageUnwritable:
+    """Return the error about a file that is in the way, with the command that moves it away."""
     hint = f"Stop the processes that use it, then move it away: `mv {quote(str(path))} {quote(f'{path}.refused')}`."
     return LocalStorageUnwritable(f"Cannot {action} {path}: {why}.", hint=hint)

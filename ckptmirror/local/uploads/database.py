@@ -29,7 +29,7 @@ from ckptmirror.local.crashpoints import around
 from ckptmirror.local.file_systems import refuse_network_place
 from ckptmirror.local.own_files import check_own_file
 from ckptmirror.local.uploads.failures import named_failures, reuse_log_if_full
-from ckptmirror.local.uploads.place import LOGS, create_in_place, set_aside
+from ckptmirror.local.uploads.place import LOGS, create_in_place, refuse_journal, set_aside
 from ckptmirror.local.uploads.records import canonical_crc
 from ckptmirror.local.uploads.statements import migrations, statement
 
@@ -78,8 +78,6 @@ class Database:
                 found = connection.execute(statement("look over the pages")).fetchall()
                 if found != [("ok",)]:
                     raise BrokenTable(f"{self.path} is damaged: {found[0][0]}")
-                if connection.execute(statement("read the schema")).fetchall() != _schema(migrations()):
-                    raise BrokenTable(f"{self.path} is damaged: its schema is not the one that was made")
 
     def _open(self) -> apsw.Connection:
         if not self.path.exists():
@@ -87,6 +85,7 @@ class Database:
         refuse_network_place(self.path.parent)
         for name in ("", *LOGS):  # SQLite follows links, and writes over what it takes for an old log
             check_own_file(self.path.with_name(self.path.name + name), "open the table")
+        refuse_journal(self.path)
         connection = self._connect()
         try:
             connection.set_busy_timeout(int(self._busy_timeout_s * 1000))
@@ -96,6 +95,8 @@ class Database:
             connection.execute(statement("move the log into the table soon"))
             connection.execute(statement("keep scratch tables in memory"))
             self._check_version(connection)
+            if connection.execute(statement("read the schema")).fetchall() != _schema(migrations()):
+                raise BrokenTable(f"{self.path} is damaged: its schema is not the one that was made")
         except BaseException:
             connection.close()
             raise
@@ -262,7 +263,10 @@ class _Closing:
 
 @functools.cache
 def _schema(steps: tuple[str, ...]) -> list[tuple[Any, ...]]:
-    """Return the schema that the migrations create. A damaged schema could forbid valid changes."""
+    """Return the schema that the migrations create.
+
+    Another schema could forbid valid changes, or have a view in place of a table, whose rows have no end.
+    """
     with _Closing(apsw.Connection(":memory:")) as connection:
         for migration in steps:
             connection.execute(migration)

@@ -5,6 +5,7 @@ Rules:
 * A table appears whole or not at all: it is built under a temporary name, fsynced, and published without replacing.
 * A write-ahead log belongs to one database: SQLite would replay it into the next one. So a log without its database is
   moved away before a table is published, and a table that is set aside is moved with its log, log first.
+* A table has no rollback journal: SQLite would write its pages into the table, and delete the file that it names.
 * Creating and setting aside hold a lock on the directory. No code here opens a table's file while it may be open as a
   database: closing it would drop the database's locks.
 """
@@ -26,9 +27,10 @@ from ckptmirror.core.names import tmp_name
 from ckptmirror.local import directories
 from ckptmirror.local.crashpoints import around
 from ckptmirror.local.file_systems import refuse_network_place
+from ckptmirror.local.own_files import refused
 from ckptmirror.local.storage_errors import explained
 
-__all__ = ["LOGS", "create_in_place", "set_aside"]
+__all__ = ["LOGS", "create_in_place", "refuse_journal", "set_aside"]
 
 LOGS = ("-wal", "-shm", "-journal")
 """The endings of the files that SQLite keeps beside a database."""
@@ -75,6 +77,17 @@ def create_in_place(path: Path, build: Callable[[Path], None], *, timeout_s: flo
             _remove_temporaries(path)
             _move_logs(path, f".stray-{secrets.token_hex(4)}")
             _build_and_publish(path, build)
+
+
+def refuse_journal(path: Path) -> None:
+    """Check that no rollback journal is beside a table, which has only a write-ahead log from its first moment.
+
+    Raises:
+        LocalStorageUnwritable: There is one.
+    """
+    journal = path.with_name(path.name + "-journal")
+    if os.path.lexists(journal):
+        raise refused("open the table", journal, "no table of ckptmirror has a rollback journal")
 
 
 def _build_and_publish(path: Path, build: Callable[[Path], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,39 @@ def test_neither_the_table_nor_its_log_is_opened_under_a_name_that_is_another_fi
     with pytest.raises(LocalStorageUnwritable, match=planted):
         UploadsTable.open(path, read_only=read_only)
     assert victim.read_bytes() == before
+
+
+def planted_journal(table: Path, super_journal: Path) -> bytes:
+    """Return a hot journal of no pages that names a super-journal, which SQLite deletes after it has rolled back."""
+    magic, name, page_bytes = bytes.fromhex("d9d505f920a163d7"), os.fsencode(super_journal), 4096
+    header = magic + struct.pack(">5I", 0, 0, table.stat().st_size // page_bytes, 512, page_bytes)
+    last_page = 0x40000000 // page_bytes + 1
+    return header.ljust(512, b"\0") + struct.pack(f">I{len(name)}sII", last_page, name, len(name), sum(name)) + magic
+
+
+def test_a_planted_rollback_journal_is_refused_and_nothing_that_it_names_is_deleted(tmp_path: Path) -> None:
+    path, journal, victim = tmp_path / "uploads.db", tmp_path / "uploads.db-journal", tmp_path / "thesis.txt"
+    UploadsTable.open(path, create=True).close()
+    victim.write_text("precious")
+    journal.write_bytes(planted_journal(path, victim))
+    for options in ({"read_only": True}, {"create": True}, {}):
+        with pytest.raises(LocalStorageUnwritable, match="rollback journal") as caught:
+            UploadsTable.open(path, **options)
+        assert f"`mv {journal} " in caught.value.hint
+    assert victim.read_text() == "precious"
+    assert journal.exists()
+
+
+def test_sqlite_itself_deletes_no_file_that_a_journal_names(tmp_path: Path) -> None:
+    """Somebody may plant the journal between our look and SQLite's."""
+    path, victim = tmp_path / "uploads.db", tmp_path / "thesis.txt"
+    UploadsTable.open(path, create=True).close()
+    victim.write_text("precious")
+    Path(f"{path}-journal").write_bytes(planted_journal(path, victim))
+    connection = other_connection(path)
+    assert connection.execute("SELECT count(*) FROM records").fetchall() == [(0,)]
+    connection.close()
+    assert victim.read_text() == "precious"
 
 
 def test_a_created_table_is_private_and_leaves_no_temporary(tmp_path: Path) -> None:
@@ -355,3 +389,17 @@ def test_a_letter_flipped_in_the_schema_is_a_broken_table(tmp_path: Path) -> Non
     path.write_bytes(data.replace(b"'verified'", b"'verif\xe9ed'", 1))
     with pytest.raises(BrokenTable, match="its schema"):
         UploadsTable.open(path)
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_view_whose_rows_have_no_end_is_no_table(tmp_path: Path, read_only: bool) -> None:
+    path = tmp_path / "uploads.db"
+    UploadsTable.open(path, create=True).close()
+    connection = other_connection(path)
+    columns = [row[1] for row in connection.execute("PRAGMA table_info(records)")]
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT "
+    connection.execute("DROP TABLE records")
+    connection.execute(f"CREATE VIEW records AS {endless}{', '.join(f'i AS {name}' for name in columns)} FROM n")
+    connection.close()
+    with pytest.raises(BrokenTable, match="its schema"):
+        UploadsTable.open(path, read_only=read_only)
