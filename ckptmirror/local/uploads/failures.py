@@ -9,6 +9,7 @@ Rules:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,13 +60,23 @@ def named_failures(path: Path) -> Iterator[None]:
         if path.is_dir():
             raise _directory(path) from error
         if path.exists():
-            raise errors.LocalStorageUnwritable(f"{path} cannot be opened: {error}") from error
+            raise _unopened(path, error) from error
         raise errors.NoTable(f"there is no pending-uploads table at {path}") from error
 
 
 def _directory(path: Path) -> errors.LocalStorageUnwritable:
     hint = "Move it away: the next start of the trainer rebuilds the table from disk and mirrors."
     return errors.LocalStorageUnwritable(f"{path} is a directory, not the pending-uploads table.", hint=hint)
+
+
+def _unopened(path: Path, error: apsw.CantOpenError) -> errors.LocalStorageUnwritable:
+    if os.access(path, os.R_OK):
+        return errors.LocalStorageUnwritable(f"{path} cannot be opened: {error}")
+    owner = path.stat().st_uid
+    return errors.LocalStorageUnwritable(
+        f"{path} cannot be opened: it belongs to user id {owner}, and user id {os.geteuid()} may not read it.",
+        hint=f"Run the command as user id {owner}; or let both share the root with the umask 007.",
+    )
 
 
 def reuse_log_if_full(connection: apsw.Connection, error: BaseException) -> None:

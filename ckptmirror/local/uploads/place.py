@@ -3,6 +3,8 @@
 Rules:
 * It is never on a network file system or under FUSE: its locks and shared memory do not work there.
 * A table appears whole or not at all: it is built under a temporary name, fsynced, and published without replacing.
+* An upload session, which it holds, is a key to the mirror. So a table may be read only by those who may write it: with
+  the umask 022 its mode is 0600, with 007 it is 0660.
 * A write-ahead log belongs to one database: SQLite would replay it into the next one. So a log without its database is
   moved away before a table is published, and a table that is set aside is moved with its log, log first.
 * A table has no rollback journal: SQLite would write its pages into the table, and delete the file that it names.
@@ -94,7 +96,7 @@ def _build_and_publish(path: Path, build: Callable[[Path], None]) -> None:
     temporary = path.with_name(tmp_name(path.name, new_id()))
     try:
         with around("table.create"):
-            os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            _create_private(temporary)
         build(temporary)
         descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -107,6 +109,18 @@ def _build_and_publish(path: Path, build: Callable[[Path], None]) -> None:
         directories.fsync_dir(path.parent)
     finally:
         _remove_temporaries(path)
+
+
+def _create_private(path: Path) -> None:
+    """Create a file that only those may read whom the umask lets write; SQLite gives its logs the same mode."""
+    # Nobody may read it at first, so nobody can open it in between and read later what is written then.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o222)
+    try:
+        writers = os.fstat(descriptor).st_mode & 0o222
+        with suppress(PermissionError):  # a file system without modes
+            os.fchmod(descriptor, 0o600 | writers | writers << 1)
+    finally:
+        os.close(descriptor)
 
 
 def _remove_temporaries(path: Path) -> None:

@@ -103,15 +103,18 @@ def test_sqlite_itself_deletes_no_file_that_a_journal_names(tmp_path: Path) -> N
     assert victim.read_text() == "precious"
 
 
-def test_a_created_table_is_private_and_leaves_no_temporary(tmp_path: Path) -> None:
-    old = os.umask(0)
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o600), (0o027, 0o600), (0o077, 0o600), (0o007, 0o660)])
+def test_a_created_table_is_read_by_those_only_who_may_write_it_and_leaves_no_temporary(
+    tmp_path: Path, mask: int, mode: int
+) -> None:
+    old = os.umask(mask)
     try:
         table = UploadsTable.open(tmp_path / "uploads.db", create=True)
     finally:
         os.umask(old)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"uploads.db", "uploads.db-wal", "uploads.db-shm"}
-    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {mode}
     table.close()
     assert [path.name for path in tmp_path.iterdir()] == ["uploads.db"]
     assert table.path.stat().st_nlink == 1

@@ -1,0 +1,229 @@
+"""Modes: whatever a process creates has what its umask leaves of 0666 and 0777, from the moment when it exists.
+
+The table is narrower: who may not write it may not read it either (``local/uploads/place.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptmirror import CheckpointManager, Retention, stage_checkpoint_step
+from ckptmirror.core import names
+from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.flow.drain import drain
+from ckptmirror.local import crashpoints
+from tests.kit.cli import run as cli
+from tests.kit.processes import Pipe, clean_process
+from tests.kit.training import new_state, running, saved_run, train
+
+pytestmark = pytest.mark.long
+
+_CREATED = [  # of everything that is created, one example
+    "root/model_000002.pt", "root/dcp_000002/.metadata", "root/meta_000002.json", "root/tensors_000002_rank0.json",
+    "root/.ckptmirror/attempts.json", "root/.ckptmirror/events.jsonl", "root/.ckptmirror/lock",
+    "root/.ckptmirror/status.json", "root/.ckptmirror/trash", "root/.ckptmirror/uploads.db",
+    "root/.ckptmirror/uploads.db-wal", "root/.ckptmirror/uploads.db-shm", "mirror/.ckptmirror.lock",
+    "mirror/writer.json", "mirror/dcp_000002/.metadata", "mirror/meta_000002.json", "eval/model_000002.pt",
+    "eval/dcp_000002/.metadata", "eval/meta_000002.json", "eval/.ckptmirror/stage_000002.lock", "timeline.html",
+    "again/.ckptmirror/table.json", "state/uploads.db",
+]  # fmt: skip
+
+
+def _allowed(path: Path, facts: os.stat_result, mask: int) -> int:
+    """The mode of a finished file or directory, by the rule."""
+    if stat.S_ISDIR(facts.st_mode):
+        return 0o777 & ~mask
+    allowed = 0o666 & ~mask
+    if path.name.startswith("uploads.db"):
+        writers = allowed & 0o222
+        allowed = writers | writers << 1
+    return allowed
+
+
+class _Watch:
+    """Looks at every file and directory of a place, at each crash point: before and after each change of the disk."""
+
+    def __init__(self, place: Path, mask: int) -> None:
+        self.place = place
+        self.mask = mask
+        self.seen: set[str] = set()
+        self.too_wide: dict[str, str] = {}
+
+    def look(self) -> None:
+        for path, facts in _entries(self.place):
+            self.seen.add(str(path.relative_to(self.place)))
+            mode = stat.S_IMODE(facts.st_mode) & 0o777
+            if mode & ~_allowed(path, facts, self.mask):
+                self.too_wide.setdefault(str(path), f"{mode:o} at {crashpoints.passed()[-1]}")
+
+
+def _entries(place: Path) -> list[tuple[Path, os.stat_result]]:
+    found = []
+    for directory, directories, files in os.walk(place):
+        for name in (*directories, *files):
+            path = Path(directory, name)
+            with suppress(FileNotFoundError):  # another thread has just renamed it
+                if not stat.S_ISLNK((facts := path.lstat()).st_mode):
+                    found.append((path, facts))
+    return found
+
+
+def _life(place: Path, mask: int, answer: Path, before: Callable[[], None] | None = None) -> None:
+    """Two saves, their uploads, rotation, an emergency snapshot, a stage, a start on a new disk, reports."""
+    os.umask(mask)
+    place.mkdir()
+    watch = _Watch(place, mask)
+    if before is not None:
+        before()
+    crashpoints.arm("1", die=watch.look)
+    url = f"file://{place}/mirror"
+    state = new_state()
+    with CheckpointManager(
+        place / "root", [url], persistent_dir=place / "kept", retention=Retention(keep_last=1)
+    ) as manager:
+        assert manager.resume(state) is None
+        for step in (1, 2):
+            train(state)
+            manager.save(step, state).wait("mirrored")
+        manager.rotate()
+        train(state)
+        manager.save_emergency_checkpoint(3, state)
+    stage_checkpoint_step(url, step=2, dest=place / "eval", require_kind="model", full=True)
+    assert cli("stage", url, "--step", "2", "--kind", "dcp", "--dest", str(place / "eval")).returncode == 0
+    assert cli("timeline", "--root", str(place / "root"), "--out", str(place / "timeline.html")).returncode == 0
+    with CheckpointManager(place / "again", [url], persistent_dir=place / "kept", state_dir=place / "state") as manager:
+        info = manager.resume(state)
+        assert info is not None
+        assert (info.step, info.kind) == (3, "emergency")
+    crashpoints.disarm()
+    answer.write_text(json.dumps({"seen": sorted(watch.seen), "too wide": watch.too_wide}))
+
+
+def _lived(tmp_path: Path, mask: int, before: Callable[[], None] | None = None) -> tuple[list[str], dict[str, str]]:
+    """What was seen during a life, and what of it was too wide."""
+    child = clean_process(_life, tmp_path / "place", mask, tmp_path / "answer.json", before)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    return answer["seen"], answer["too wide"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o007, 0o000], ids=lambda mask: f"{mask:03o}")
+def test_whatever_is_created_has_the_mode_that_the_umask_leaves_and_is_never_wider(tmp_path: Path, mask: int) -> None:
+    seen, too_wide = _lived(tmp_path, mask)
+    assert too_wide == {}
+    assert [name for name in _CREATED if name not in seen] == []
+    assert any(name.startswith("kept/emergency") for name in seen)
+    assert any(names.is_tmp_name(Path(name).name) for name in seen)
+    wrong = {
+        str(path): f"{facts.st_mode:o} and not {_allowed(path, facts, mask):o}"
+        for path, facts in _entries(tmp_path / "place")
+        if stat.S_IMODE(facts.st_mode) & 0o777 != _allowed(path, facts, mask)
+    }
+    assert wrong == {}
+
+
+def _create_wider() -> None:
+    """Have every temporary be wider than it should be until it is made durable."""
+    real_open, real_fsync = os.open, os.fsync
+
+    def wide_open(path: Any, flags: int, *arguments: Any, **more: Any) -> int:
+        descriptor = real_open(path, flags, *arguments, **more)
+        if flags & os.O_CREAT and str(path).endswith(".tmp"):
+            os.fchmod(descriptor, 0o644)
+        return descriptor
+
+    def narrowing_fsync(descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.fchmod(descriptor, 0o600)
+        real_fsync(descriptor)
+
+    os.open, os.fsync = wide_open, narrowing_fsync
+
+
+def test_a_temporary_that_is_too_wide_until_it_is_narrowed_is_seen(tmp_path: Path) -> None:
+    _, too_wide = _lived(tmp_path, 0o077, _create_wider)
+    assert any("/root/model_000001.pt." in path for path in too_wide)
+    assert any("/mirror/model_000001.pt." in path for path in too_wide)
+
+
+# -- two users -----------------------------------------------------------------------------------------------
+
+_TRAINER, _SIDECAR, _GROUP = 65534, 65533, 65532
+
+
+@pytest.fixture
+def shared_place() -> Iterator[Path]:
+    """A directory of the trainer's and of the group, at a path that other users reach."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chown(folder, _TRAINER, _GROUP)
+        Path(folder).chmod(0o2770)
+        yield Path(folder)
+
+
+def _as_user(work: Callable[[Path], object], place: Path, user: int, mask: int, answer: Any) -> None:
+    with tempfile.TemporaryDirectory() as elsewhere:  # imports what this user may not read
+        _save_without_upload(Path(elsewhere))
+        drain(Path(elsewhere) / "root", timeout_s=60.0)
+    os.setgroups([])
+    os.setgid(_GROUP)
+    os.setuid(user)
+    os.umask(mask)
+    try:
+        answer.send(work(place))
+    except CkptMirrorError as error:
+        answer.send((type(error).__name__, str(error), error.hint))
+
+
+def _save_without_upload(place: Path) -> None:
+    with running(place / "root", f"file://{place}/mirror", workers_per_mirror=0) as manager:
+        state = new_state()
+        manager.resume(state)
+        train(state)
+        manager.save(1, state).wait()
+
+
+def _save_and_upload(place: Path) -> list[int]:
+    return [*saved_run(place / "root", (2,), f"file://{place}/mirror")]
+
+
+def _drain(place: Path) -> bool:
+    return drain(place / "root", timeout_s=60.0).is_verified
+
+
+def _answer_of(user: int, mask: int, work: Callable[[Path], object], place: Path) -> Any:
+    mine, theirs = Pipe()
+    child = clean_process(_as_user, work, place, user, mask, theirs)
+    child.start()
+    theirs.close()
+    try:
+        return mine.recv()
+    finally:
+        child.join()
+
+
+def test_a_trainer_and_a_sidecar_of_one_group_share_a_root_with_the_umask_007(shared_place: Path) -> None:
+    _answer_of(_TRAINER, 0o007, _save_without_upload, shared_place)
+    assert _answer_of(_SIDECAR, 0o007, _drain, shared_place) is True
+    assert _answer_of(_TRAINER, 0o007, _save_and_upload, shared_place) == [2]
+    assert _answer_of(_SIDECAR, 0o007, _drain, shared_place) is True
+
+
+def test_a_user_who_may_not_read_the_table_is_told_whose_it_is_and_what_to_do(shared_place: Path) -> None:
+    _answer_of(_TRAINER, 0o022, _save_without_upload, shared_place)
+    kind, why, hint = _answer_of(_SIDECAR, 0o022, _drain, shared_place)
+    assert kind == "LocalStorageUnwritable"
+    assert f"it belongs to user id {_TRAINER}, and user id {_SIDECAR} may not read it" in why
+    assert "umask 007" in hint
