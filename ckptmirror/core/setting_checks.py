@@ -24,7 +24,7 @@ __all__ = [
     "yes_or_no",
 ]
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")  # one slash, if somebody made a Path of it
+_URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*)(::[A-Za-z0-9+.-]*)*:/+")  # one slash, if somebody made a Path of it
 
 
 class WrongValue(ValueError):
@@ -57,7 +57,8 @@ def directory_path(given: str) -> str:
         return given
     hint = "Give a directory on this machine's disk, and the URL as a mirror: mirrors=[...], or --mirror."
     if url[1].lower() == "file":
-        hint = f"Write the path alone: /{given[url.end() :]}"
+        rest = given[url.end() :]
+        hint = f"Write the path alone: /{'directory' if '@' in rest else rest}"
     raise WrongValue(f"is a {url[1]}:// URL; it must be the path of a directory", hint=hint)  # it may hold a password
 
 

@@ -2,7 +2,8 @@
 
 Rules:
 * A prefix is literal text, never percent-decoded: an object's name is what the URL shows.
-* A URL with what could be a secret (a user, a query) is refused, and the message never repeats it.
+* A URL with what could be a secret (a user, a query) is refused, and the message never repeats it. A password may have
+  a slash: so an ``@`` is part of a prefix only if the bucket before it has no colon.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def parse_location(url: str, bucket_pattern: str) -> BucketLocation:
     """
     scheme, separator, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
-    if "@" in bucket or any(mark in rest for mark in "?#"):
+    if "@" in (rest if ":" in bucket else bucket) or any(mark in rest for mark in "?#"):
         raise ConfigError(f"A {scheme}:// URL is a bucket and a prefix, without user, query or fragment.")
     if not separator or not re.fullmatch(bucket_pattern, bucket):
         raise ConfigError(f"{url!r} does not name a valid bucket.", hint=f"Write {scheme}://bucket/prefix.")

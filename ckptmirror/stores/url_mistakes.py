@@ -41,10 +41,11 @@ def nearest_urls(url: str) -> list[str]:
         is_path = text.startswith((".", "~"))
         return ["file://" + path] if is_path else ["gs://" + _tidy(text), "file://" + path]
     scheme, rest = written["scheme"].lower(), re.split(r"[?#]", written["rest"])[0]
+    rest, is_path = rest.lstrip("/"), scheme == "file" and rest.startswith("/")
+    host, _, prefix = rest.partition("/")
+    host = host if is_path else host.rpartition("@")[2]
     if scheme == "file":
-        return ["file:///" + _tidy(rest)]
-    host, _, prefix = rest.lstrip("/").partition("/")
-    host = host.rpartition("@")[2]
+        return ["file:///" + _tidy(f"{host}/{prefix}")]
     tidy = _tidy(f"{host}/{prefix}")
     lower = _tidy(f"{host.lower()}/{prefix}")
     return [f"{scheme}://{one}" for one in dict.fromkeys((tidy, lower))]

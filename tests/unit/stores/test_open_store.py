@@ -58,10 +58,19 @@ def test_urls_that_name_no_mirror_are_refused(url: str) -> None:
 
 
 def test_a_secret_in_a_url_is_refused_and_not_repeated() -> None:
-    for url in ("gs://user:hunter2@bucket/x", "gs://bucket/x?key=hunter2", "file://hunter2@host/x"):
+    for url in (
+        *("gs://user:hunter2@bucket/x", "gs://bucket/x?key=hunter2", "file://hunter2@host/x"),
+        *("s3://AKIA:hunter2/a+b@bucket/x", "gs://user:hunter2/a@bucket/x", "https://user:hunter2/@host/x"),
+        "simplecache::s3://key:hunter2@bucket/x",
+    ):
         with pytest.raises(ConfigError) as caught:
             normalise_url(url)
-        assert "hunter2" not in str(caught.value)
+        assert "hunter2" not in f"{caught.value} {caught.value.hint}"
+
+
+def test_an_at_sign_in_a_prefix_is_no_secret() -> None:
+    assert normalise_url("gs://bucket/me@there/run") == "gs://bucket/me@there/run"
+    assert normalise_url("file:///home/me@there/run") == "file:///home/me%40there/run"
 
 
 def test_a_store_is_opened_with_retries_unless_told_otherwise(tmp_path: Path) -> None:
