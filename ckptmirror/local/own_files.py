@@ -7,11 +7,15 @@ Rules:
   only some may write there, the owner has chosen them.
 * A temporary that is continued belongs to one of these three in any directory, because its owner can still change it
   once it is published.
+* A directory is shared if anyone but this user and root may put other files into it, or another directory in its place.
+  In a sticky directory nobody renames what others have there, and a group may have this user alone.
 """
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import stat
 from pathlib import Path
 from shlex import quote
@@ -19,7 +23,7 @@ from shlex import quote
 from ckptmirror.core.errors import LocalStorageUnwritable
 from ckptmirror.local.storage_errors import explained
 
-__all__ = ["check_own_file", "has_trusted_owner", "is_planted", "open_own_file", "refused"]
+__all__ = ["check_own_file", "has_trusted_owner", "is_planted", "open_own_file", "refused", "sharing_of"]
 
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -77,6 +81,42 @@ def is_planted(facts: os.stat_result, place: os.stat_result) -> bool:
 def has_trusted_owner(facts: os.stat_result, place: os.stat_result) -> bool:
     """Whether something in the directory ``place`` belongs to this user, to root, or to the directory's owner."""
     return facts.st_uid in (os.geteuid(), 0, place.st_uid)
+
+
+def sharing_of(directory: Path) -> str | None:
+    """Return who else may write to a directory or one above it, and what to do; None if it is not shared."""
+    real = Path(os.path.realpath(directory))
+    with explained("look at", directory):
+        for place in dict.fromkeys((directory, real, *directory.parents, *real.parents)):
+            facts = place.stat()
+            who = _others_in(facts, is_above=place not in (directory, real))
+            if who is not None:
+                hint = "Stage into a directory of your own (`mkdir -p -m 700 ~/staged` makes one)"
+                if facts.st_uid == os.geteuid():
+                    hint = f"Close it (`chmod go-w {quote(str(place))}`), or stage into another directory"
+                return f"{who} may write to {place}. {hint}"
+    return None
+
+
+def _others_in(facts: os.stat_result, *, is_above: bool) -> str | None:
+    if facts.st_uid not in (0, os.geteuid()):
+        return f"user id {facts.st_uid}"
+    if is_above and facts.st_mode & stat.S_ISVTX:
+        return None
+    if facts.st_mode & stat.S_IWOTH:
+        return "everyone"
+    if facts.st_mode & stat.S_IWGRP and not _is_of_this_user_alone(facts.st_gid):
+        return f"group id {facts.st_gid}"
+    return None
+
+
+def _is_of_this_user_alone(group_id: int) -> bool:
+    """Whether a group is the one that many systems make for each user."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(group_id)
+    except KeyError:
+        return False
+    return (group.gr_gid, group.gr_name) == (user.pw_gid, user.pw_name) and {*group.gr_mem} <= {user.pw_name}
 
 
 def _check_file(path: Path, facts: os.stat_result, place: os.stat_result, action: str) -> None:

@@ -4,6 +4,7 @@ Rules:
 * ``select`` chooses the save from the mirror's own lineage. An explicit kind is never replaced by another.
 * One process at a time stages a step into a directory. Others log which process they wait for, and find the step there.
   A training root has one lock, which a stage holds too: it waits for other verbs, but not for a trainer.
+* If others may write to the directory, one line of the log says so, and how to close it; the step is staged.
 * A directory that a trainer saves to accepts only saves of its own run, and a stage never deletes a save there: only
   rotation does, which asks every required mirror. Elsewhere ``refresh`` replaces saves that this mirror holds whole, or
   that were staged.
@@ -33,6 +34,7 @@ from ckptmirror.flow.places.resolve import main_path
 from ckptmirror.flow.places.select import choose
 from ckptmirror.local import directories
 from ckptmirror.local.lock import SHORT_VERBS, OnHeld, RootLock, exclusive
+from ckptmirror.local.own_files import sharing_of
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.stores import open_store
 from ckptmirror.stores.retrying import OnWait
@@ -106,6 +108,11 @@ def stage_checkpoint_step(
         check_destination(root, opened)
         meta, kind = _find(opened, step, require_kind, superseded, wait_s)
         directories.make_dirs(root)
+        sharing = sharing_of(root)
+        if sharing is not None:
+            save_logger(_log, meta).warning(
+                "others may change what is staged in %s, before it is loaded too: %s", root, sharing
+            )
         lock = RootLock(root) if is_training_root(root) else None
         if lock is not None:
             lock.acquire(
