@@ -34,6 +34,9 @@ _FILE_LIMIT_BYTES = 1024 * 1024
 _SAID_LETTERS = 300
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _LOGIN_HINT = "Log in with `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS."
+_PATH = re.compile(r"[^\x00-\x1f{}]{1,4095}")
+_WORD = re.compile(r"[a-z]{1,16}")  # what else a variable holds may be a key, and is not repeated
+_FILE_HINT = f"{_FILE_VARIABLE} names the file of a key."
 _NONE_HINT = f"{_LOGIN_HINT} A public bucket needs none: set {CREDENTIALS_VARIABLE}=anonymous."
 _TOKEN_TIMEOUT_S = 30.0
 _TOKEN = re.compile(r"[!-~]{1,16384}")
@@ -141,7 +144,10 @@ def tokens_for(credentials: Any, *, is_emulator: bool) -> Anonymous | GoogleToke
         return Anonymous() if is_anonymous else GoogleTokens(credentials)
     wanted = os.environ.get(CREDENTIALS_VARIABLE) or ("anonymous" if is_emulator else "default")
     if wanted not in ("default", "anonymous"):
-        raise ConfigError(f"{CREDENTIALS_VARIABLE}={wanted} is not understood.", hint="It is default or anonymous.")
+        shown = f"={wanted}" if _WORD.fullmatch(wanted) else ", as it is,"
+        raise ConfigError(
+            f"{CREDENTIALS_VARIABLE}{shown} is not understood.", hint=f"It is default or anonymous. {_FILE_HINT}"
+        )
     return Anonymous() if wanted == "anonymous" else GoogleTokens()
 
 
@@ -154,6 +160,10 @@ def _default_credentials() -> Any:
     import google.auth
 
     named = os.environ.get(_FILE_VARIABLE)
+    if named and not _PATH.fullmatch(named):
+        raise ConfigError(
+            f"{_FILE_VARIABLE} is not the path of a file.", hint=f"{_FILE_HINT} The key itself does not fit."
+        )
     path = Path(named) if named else _login_path()
     if named or os.path.isfile(path):  # noqa: PTH113 - Path's raises where the home may not be searched
         return _credentials_of(path, f"{_FILE_VARIABLE} names" if named else "The login is in")

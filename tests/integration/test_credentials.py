@@ -268,6 +268,15 @@ def test_a_setting_that_is_not_understood_or_dangerous_is_one_sentence(tmp_path:
     told({"CKPTMIRROR_GCS_ENDPOINT": "http://elsewhere.example"}, 10, "without encryption")
 
 
+@pytest.mark.parametrize("variable", ["CKPTMIRROR_GCS_CREDENTIALS", "GOOGLE_APPLICATION_CREDENTIALS"])
+def test_a_key_in_place_of_its_file_is_not_repeated(variable: str) -> None:
+    key = json.dumps({"type": "service_account", "private_key": "-----BEGIN hush"}, indent=1)
+    for value in (key, key.replace("\n", ""), "-----BEGIN hush\nhush"):
+        ended = run("ls", URL, env={"CKPTMIRROR_GCS_ENDPOINT": "http://127.0.0.1:9", variable: value})
+        assert_tells(ended, 10, variable, "names the file")
+        assert "hush" not in ended.stderr
+
+
 # -- tokens that end -----------------------------------------------------------------------------------------
 
 
