@@ -26,12 +26,10 @@ from ckptmirror.core.model import Digest
 from ckptmirror.formats.nesting_limit import TooDeep, too_deep
 from ckptmirror.formats.shards import read_pieces
 from ckptmirror.formats.tensor_bytes import compact
-from ckptmirror.formats.tensor_files import load_bytes, load_pt, refused_as_usage
+from ckptmirror.formats.tensor_files import load_pt, refused_as_usage
 from ckptmirror.local.checksummed_writer import ArtifactWriter
 
 __all__ = ["ArtifactStream", "new_file", "stream_to", "write_json", "write_pt"]
-
-_SHOWN_LETTERS = 100
 
 
 class ArtifactStream(io.RawIOBase):
@@ -97,7 +95,7 @@ def write_pt(tree: Any, path: Path, *, save_id: str, publish: bool = False) -> D
         except Exception as error:
             raise CkptMirrorError(f"{path.name} could not be written: {error}") from error
         digest = writer.seal()
-        _read_back(writer.temporary, tree, path.name)
+        _read_back(writer.temporary, tree)
         return writer.publish() if publish else digest
 
 
@@ -108,54 +106,14 @@ def write_json(value: Any, path: Path, *, save_id: str, publish: bool = False) -
         return writer.publish() if publish else writer.seal()
 
 
-def _read_back(written: Path, tree: Any, name: str) -> None:
+def _read_back(written: Path, tree: Any) -> None:
     try:
         with refused_as_usage():
             read_pieces(load_pt(written, mmap=True))  # so only what is looked at is read
     except UsageError as error:
         if isinstance(error.__cause__, TooDeep):
             raise too_deep(tree, "") from error
-        if (found := _unloadable(tree, "")) is None:
-            raise
-        place, why = found
-        raise UsageError(
-            f"{place} could not be loaded back, so it is not saved (in {name}): {why}",
-            hint="Leave it out of the state, or save numbers, text, lists, dicts and tensors, or an object with "
-            "state_dict() and load_state_dict().",
-        ) from error
-
-
-def _unloadable(tree: Any, where: str) -> tuple[str, str] | None:
-    """Return the place and the type of the first value in ``tree`` that no load takes, and why; looking one by one."""
-    if isinstance(tree, torch.Tensor):
-        return None
-    if isinstance(tree, dict):
-        pairs = [(f"{where}.{key}".lstrip("."), key, item) for key, item in tree.items()]
-    elif isinstance(tree, (list, tuple)):
-        pairs = [(f"{where}[{index}]", None, item) for index, item in enumerate(tree)]
-    else:
-        why = _refusal(tree)
-        return None if why is None else (f"{where}, a {type(tree).__qualname__},", why)
-    for place, key, item in pairs:
-        if (why := _refusal({key: None})) is not None:
-            return f"A key of {where or 'the state'}, {_short(repr(key))},", why
-        if (found := _unloadable(item, place)) is not None:
-            return found
-    return None
-
-
-def _refusal(value: Any) -> str | None:
-    stream = io.BytesIO()
-    try:
-        torch.save(value, stream)
-        load_bytes(stream.getvalue(), "it")
-    except Exception as error:  # noqa: BLE001 - whatever goes wrong, it is the value that is looked for
-        return error.message if isinstance(error, CkptMirrorError) else f"{type(error).__name__}: {error}"
-    return None
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}…"
+        raise
 
 
 @contextmanager

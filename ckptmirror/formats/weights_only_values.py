@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals
 
-from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.read_budget import Budget
 from ckptmirror.formats.tensor_bytes import is_wrapper
@@ -172,6 +172,10 @@ def _key(key: Any, where: str) -> Any:
     if kind in _PLAIN and kind is not bytearray:
         return key
     if kind is tuple:
+        try:
+            Budget().check_keys([key])
+        except UnsafePickle as error:
+            raise UsageError(f"{where} has a key that a load would refuse: {error.message}") from error
         return tuple(_key(item, where) for item in key)
     if _is_numpy(key, "generic"):
         return _key(key.item(), where)

@@ -239,11 +239,8 @@ def test_a_value_that_the_encoder_lets_through_and_no_load_takes_is_not_committe
         state.extra = {"value": Unloadable(3)}
     else:
         state.optimizer.param_groups[0]["value"] = [Unloadable(3), torch.ones(2)]
-    with pytest.raises(UsageError, match="could not be loaded back, so it is not saved") as caught:
+    with pytest.raises(UsageError, match="could not be loaded back, so it is not saved.*Unloadable"):
         save(kind, tmp_path, state)
-    if part == "extra" or kind != "dcp":  # in a DCP directory the message names the entry
-        place = r"extra\.value" if part == "extra" else r"param_groups\[0\]\.value\[0\]"
-        assert re.search(rf"{place}, a Unloadable, could not be .*rank0\.pt\)", caught.value.message)
     assert [path for path in files_below(tmp_path) if ".tmp" not in str(path.relative_to(tmp_path))] == []
 
 

@@ -104,5 +104,5 @@ def test_a_key_that_no_load_takes_is_named_with_the_reason(tmp_path: Path) -> No
     key: Any = ()
     for _ in range(20):
         key = (key,)
-    with pytest.raises(BackgroundSaveFailed, match=r"A key of extra\.table, .*a key that holds too much, or too deep"):
+    with pytest.raises(UsageError, match=r"extra\.table has a key .*: It has a key that holds too much, or too deep"):
         save(tmp_path, {"table": {key: 1}})
