@@ -23,7 +23,7 @@ import torch
 
 from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.core.model import Digest
-from ckptmirror.formats.nesting_limit import TooDeep, too_deep
+from ckptmirror.formats.read_limits import TooDeep, too_deep
 from ckptmirror.formats.shards import read_pieces
 from ckptmirror.formats.tensor_bytes import compact
 from ckptmirror.formats.tensor_files import load_pt, refused_as_usage

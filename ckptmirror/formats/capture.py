@@ -24,15 +24,14 @@ from torch.distributed.tensor import DTensor
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats.base import Snapshot
-from ckptmirror.formats.dataloader_state import knows_its_position, position_of, warn_left_alone
 from ckptmirror.formats.extra_aliases import KEY as ALIASES
 from ckptmirror.formats.extra_aliases import aliases_of
 from ckptmirror.formats.names import bare, live_parameters, live_values
-from ckptmirror.formats.nesting_limit import too_deep
 from ckptmirror.formats.optimizer_state import capture_optimizer
+from ckptmirror.formats.read_limits import too_deep
 from ckptmirror.formats.rng import capture_rng
 from ckptmirror.formats.shards import region_of
-from ckptmirror.formats.state_tree import state_of
+from ckptmirror.formats.state_tree import knows_its_position, position_of, state_of, warn_left_alone
 from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.train_state import PARTS, TrainState, check_state
 from ckptmirror.formats.versions import KEY, clean_versions, to_text

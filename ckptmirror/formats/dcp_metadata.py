@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.pickles import Made, Name, read_pickle, shown
-from ckptmirror.formats.read_budget import Budget
+from ckptmirror.formats.read_limits import Budget
 from ckptmirror.formats.tensor_files import named
 
 __all__ = ["loads_metadata"]

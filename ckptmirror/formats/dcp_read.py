@@ -29,8 +29,8 @@ from ckptmirror.formats.dcp_metadata import loads_metadata
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.names import live_values
-from ckptmirror.formats.nesting_limit import max_depth
 from ckptmirror.formats.optimizer_state import owners_of
+from ckptmirror.formats.read_limits import max_depth
 from ckptmirror.formats.shards import Piece, Region, Stored, fill, fills, local_of, region_of
 from ckptmirror.formats.tensor_files import check_regular, load_bytes, load_part, open_regular, refused_as_usage
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text

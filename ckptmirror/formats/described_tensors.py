@@ -24,7 +24,7 @@ from torch.storage import _dtype_to_storage_type_map
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.pickles import Made, Name, shown
-from ckptmirror.formats.read_budget import Budget
+from ckptmirror.formats.read_limits import Budget
 
 __all__ = ["is_known", "make"]
 

@@ -10,7 +10,7 @@ Rules:
   writes is :class:`IntegrityError`.
 * Names are mapped from Python 2 to Python 3 as torch maps them, before any rule looks at them.
 * A state is given once, and only to what this pickle has made.
-* No limit is one of size alone: what is held, copied or shared may grow with the bytes (``read_budget``).
+* No limit is one of size alone: what is held, copied or shared may grow with the bytes (``read_limits``).
 * Time and memory are linear in the length of the pickle.
 """
 
@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats.nesting_limit import TooDeep, max_depth
-from ckptmirror.formats.read_budget import BYTES_PER_BYTE, FREE_BYTES, Budget
+from ckptmirror.formats.read_limits import BYTES_PER_BYTE, FREE_BYTES, Budget, TooDeep, max_depth
 
 __all__ = ["Made", "Name", "read_pickle", "shown"]
 

@@ -26,7 +26,6 @@ from ckptmirror.formats.already_filled import Taken, same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
-from ckptmirror.formats.dataloader_state import has_position, knows_its_position, warn_left_alone
 from ckptmirror.formats.extra_aliases import aliases_in
 from ckptmirror.formats.learning_rates import follow_schedulers
 from ckptmirror.formats.load_model import warn_missing, warn_unused
@@ -36,7 +35,7 @@ from ckptmirror.formats.rank_files import RankFiles, files_of
 from ckptmirror.formats.restore import Restorer
 from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import cut, piece_of
-from ckptmirror.formats.state_tree import state_of
+from ckptmirror.formats.state_tree import has_position, knows_its_position, state_of, warn_left_alone
 from ckptmirror.formats.tensor_bytes import digest32, has_plain_bytes
 from ckptmirror.formats.tree_queries import any_leaf, takes_state
 from ckptmirror.formats.versions import versions_in

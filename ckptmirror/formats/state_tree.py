@@ -3,22 +3,28 @@
 Rules:
 * A save and a load walk the same containers (see ``formats.restore``).
 * The versions of a module are collected too, to be saved beside its values.
+* A data loader without ``state_dict`` and ``load_state_dict`` is not changed, and the log names it once. In a saved
+  sequence its place holds None; in a saved mapping it is left out.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
 
 from ckptmirror.core.errors import UsageError
-from ckptmirror.formats.containers import TreePath, changed, place
+from ckptmirror.formats.containers import TreePath, changed, is_mapping, is_sequence, leaves, place, rebuilt
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import state_by_key
 from ckptmirror.formats.tree_queries import has, takes_state
 from ckptmirror.formats.versions import clean_versions, to_text
 
-__all__ = ["state_of"]
+__all__ = ["has_position", "knows_its_position", "position_of", "state_of", "warn_left_alone"]
+
+log = logging.getLogger(__name__)
 
 FoundVersions = list[list[Any]]
 
@@ -56,3 +62,41 @@ def state_of(part: Any, where: str, *, versions: FoundVersions | None = None, pa
         return leaf
 
     return changed(part, state_at)
+
+
+def has_position(loader: Any) -> bool:
+    """Whether a data loader has ``state_dict`` and ``load_state_dict``."""
+    return has(loader, "state_dict") and takes_state(loader)
+
+
+def knows_its_position(dataloader: Any) -> bool:
+    """Whether a data loader, or any loader in a container, has a position."""
+    return any(map(has_position, leaves(dataloader)))
+
+
+def position_of(dataloader: Any, where: str) -> Any:
+    """Return the position of a data loader, or of each loader in a container that has one."""
+    if has_position(dataloader):
+        return state_of(dataloader, where)
+    if is_mapping(dataloader):
+        known = {key: loader for key, loader in dataloader.items() if knows_its_position(loader)}
+        return rebuilt(dataloader, {key: position_of(loader, f"{where}.{key}") for key, loader in known.items()})
+    if is_sequence(dataloader):
+        return rebuilt(dataloader, [position_of(loader, f"{where}[{i}]") for i, loader in enumerate(dataloader)])
+    return None
+
+
+def warn_left_alone(dataloader: Any) -> None:
+    """Log, once per set of classes, which data loaders have no position to save."""
+    kinds = {type(loader).__qualname__ for loader in leaves(dataloader) if not has_position(loader)}
+    if dataloader is not None and kinds:
+        _warn(", ".join(sorted(kinds)))
+
+
+@functools.cache
+def _warn(kinds: str) -> None:
+    log.warning(
+        "dataloader: %s has no state_dict() and load_state_dict(), so its position is not saved: a resumed run reads "
+        "from the beginning",
+        kinds,
+    )

@@ -24,7 +24,7 @@ from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 from ckptmirror.formats.archives import ReadAt, records_of
 from ckptmirror.formats.described_tensors import is_known, make
 from ckptmirror.formats.pickles import read_pickle
-from ckptmirror.formats.read_budget import Budget
+from ckptmirror.formats.read_limits import Budget
 from ckptmirror.formats.tensor_bytes import byte_view
 
 __all__ = ["check_regular", "load_bytes", "load_part", "load_pt", "named", "open_regular", "refused_as_usage"]

@@ -24,7 +24,7 @@ from torch.serialization import get_safe_globals
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 from ckptmirror.formats.containers import leaves
-from ckptmirror.formats.read_budget import Budget
+from ckptmirror.formats.read_limits import Budget
 from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.tensor_files import load_bytes
 from ckptmirror.formats.versions import VERSION_TYPES, attached, checked

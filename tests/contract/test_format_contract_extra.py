@@ -239,7 +239,7 @@ def test_a_value_that_the_encoder_lets_through_and_no_load_takes_is_not_committe
         state.extra = {"value": Unloadable(3)}
     else:
         state.optimizer.param_groups[0]["value"] = [Unloadable(3), torch.ones(2)]
-    with pytest.raises(UsageError, match="could not be loaded back, so it is not saved.*Unloadable"):
+    with pytest.raises(UsageError, match=r"could not be loaded back, so it is not saved.*Unloadable"):
         save(kind, tmp_path, state)
     assert [path for path in files_below(tmp_path) if ".tmp" not in str(path.relative_to(tmp_path))] == []
 

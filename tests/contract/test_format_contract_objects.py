@@ -12,7 +12,7 @@ from torch import nn
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats import LoadReport, TrainState
-from ckptmirror.formats.dataloader_state import _warn
+from ckptmirror.formats.state_tree import _warn
 from tests.kit.formats import KINDS, load, save
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)

@@ -21,7 +21,7 @@ import torch
 
 from ckptmirror import load_checkpoint
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
-from ckptmirror.formats import LoadTarget, TrainState, pickles, read_budget
+from ckptmirror.formats import LoadTarget, TrainState, pickles, read_limits
 from ckptmirror.formats.legacy import load_legacy, read_legacy
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.rng import capture_rng, load_rng
@@ -191,7 +191,7 @@ def test_what_is_nested_as_deep_as_is_allowed_is_loaded_and_decoded(tmp_path: Pa
 )
 def test_no_limit_is_one_of_size_alone(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Honest values of any number are loaded: beyond what is free, each comes with enough bytes of its own."""
-    for module in (pickles, read_budget):
+    for module in (pickles, read_limits):
         monkeypatch.setattr(module, "FREE_BYTES", 40_000)  # the first 256 are shorter
     assert load_bytes(_saved(value).getvalue(), "here") == value
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats import nesting_limit, read_budget
+from ckptmirror.formats import read_limits
 from ckptmirror.formats.pickles import read_pickle
 from ckptmirror.formats.tensor_files import load_bytes
 from tests.kit.hostile_files import (
@@ -148,7 +148,7 @@ def test_what_is_just_within_a_limit_is_let_through(body: bytes, monkeypatch: py
 
 
 def test_storages_count_as_containers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_budget, "FREE_BYTES", 10)
+    monkeypatch.setattr(read_limits, "FREE_BYTES", 10)
     body = storage("0", 1)[:-1] + put(0) + tuple_(b"h\x00Q" * 2000)
     with pytest.raises(UnsafePickle, match="far more memory than its"):
         load_bytes(pt(body, s0=bytes(4)), "here")
@@ -158,7 +158,7 @@ def test_the_depth_has_an_end_whatever_python_was_told() -> None:
     before = sys.getrecursionlimit()
     try:
         sys.setrecursionlimit(1_000_000)
-        assert nesting_limit.max_depth() == 3_000
+        assert read_limits.max_depth() == 3_000
     finally:
         sys.setrecursionlimit(before)
 
