@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,9 @@ from typing import Any, Protocol
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName
 
-__all__ = ["Format", "LoadReport", "LoadTarget", "Snapshot", "WriteContext"]
+__all__ = ["Format", "LoadReport", "LoadTarget", "Missing", "Snapshot", "WriteContext"]
+
+_log = logging.getLogger("ckptmirror.formats")
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,27 @@ class LoadReport:
     step: int
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
+
+    def __add__(self, rest: LoadReport) -> LoadReport:
+        return LoadReport(self.step, self.loaded + rest.loaded, self.missing + rest.missing)
+
+
+class Missing(list[str]):
+    """A line for each part of the state that a load does not restore, logged as it is added."""
+
+    def lacks(self, part: str, what: str = "state; it stays as it is") -> None:
+        """Add that the save lacks a part."""
+        self.append(f"{part}: {what}")
+        _log.warning("The save holds no %s", self[-1])
+
+    def unused(self, part: str) -> None:
+        """Add that nothing here takes a part of the save."""
+        self.say(f"{part}: the save has state for it, and your TrainState has nothing that takes it; it was not loaded")
+
+    def say(self, line: str, but: str = "") -> None:
+        """Add a line; ``but`` is for the log alone."""
+        self.append(line)
+        _log.warning("%s%s", line, but)
 
 
 class Format(Protocol):

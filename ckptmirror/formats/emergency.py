@@ -141,7 +141,7 @@ class EmergencyFormat:
             is_scheduled=lambda: takes_schedule(target, saved["extra"]),
         )
         rest = load_extra(source.below("extra"), target, step=meta.step, own=target.rank in files)
-        return LoadReport(meta.step, parts.loaded + rest.loaded, parts.missing + rest.missing)
+        return parts + rest
 
 
 FORMAT = EmergencyFormat()

@@ -21,7 +21,7 @@ import torch
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 from ckptmirror.core.model import Kind
-from ckptmirror.formats.base import LoadReport, LoadTarget
+from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
 from ckptmirror.formats.capture import HAS_OPTIMIZER
 from ckptmirror.formats.dcp_read import read_tree
 from ckptmirror.formats.legacy_optimizers import (
@@ -31,7 +31,7 @@ from ckptmirror.formats.legacy_optimizers import (
     is_optimizer_key,
     joined,
 )
-from ckptmirror.formats.load_model import load_model, warn_missing, warn_unused
+from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.rank_files import RankFiles, moved
 from ckptmirror.formats.sidecars import load_extra, takes_schedule
@@ -141,13 +141,12 @@ def load_legacy(found: LegacyState, path: Path, target: LoadTarget, step: int) -
     """
     state = target.state
     extra, unused = _by_part(found.extra, state)
-    left: list[str] = []
+    left, missing = Missing(), Missing()
 
     def optimizer() -> Mapping[str, Any] | str:
         saved, lines = find_optimizer(found.optimizers, found.model, state)
         for line in lines:
-            left.append(f"optimizer: {line}")
-            _log.warning("%s", left[-1])
+            left.say(f"optimizer: {line}")
         return saved
 
     parts = load_parts(
@@ -161,12 +160,11 @@ def load_legacy(found: LegacyState, path: Path, target: LoadTarget, step: int) -
     rest = load_extra(
         source, replace(target, exclude=target.exclude | frozenset({"rng"})), step=step, own=target.rank == 0
     )
-    missing = [*left, *parts.missing, *rest.missing]
     if "rng" not in target.exclude:
-        missing.append(warn_missing("rng", "random generators of each rank; they stay as they are"))
-    if "extra" not in target.exclude:
-        missing += [warn_unused(key) for key in unused]
-    return LoadReport(step, parts.loaded + rest.loaded, tuple(missing))
+        missing.lacks("rng", "random generators of each rank; they stay as they are")
+    for key in unused if "extra" not in target.exclude else ():
+        missing.unused(key)
+    return LoadReport(step, (), tuple(left)) + parts + rest + LoadReport(step, (), tuple(missing))
 
 
 def _by_part(extra: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], list[str]]:

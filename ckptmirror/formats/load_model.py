@@ -26,7 +26,7 @@ from ckptmirror.formats.shards import Piece, fill, fills, local_of, region_of, s
 from ckptmirror.formats.tied_weights import refuse_two_values
 from ckptmirror.formats.versions import Versions, attached, for_live, migrating
 
-__all__ = ["Check", "load_model", "warn_missing", "warn_unused"]
+__all__ = ["Check", "load_model"]
 
 log = logging.getLogger(__name__)
 
@@ -174,17 +174,3 @@ def _raised_in(module: torch.nn.Module, error: BaseException) -> str:
             found = f"The model's {names[id(first)]}, a {type(first).__qualname__},"
         trace = trace.tb_next
     return found
-
-
-def warn_missing(part: str, what: str) -> str:
-    """Warn that the save lacks a part of the state; return the line for the report."""
-    line = f"{part}: {what}"
-    log.warning("The save holds no %s", line)
-    return line
-
-
-def warn_unused(part: str) -> str:
-    """Warn that nothing here takes a part of the save; return the line for the report."""
-    line = f"{part}: the save has state for it, and your TrainState has nothing that takes it; it was not loaded"
-    log.warning("%s", line)
-    return line

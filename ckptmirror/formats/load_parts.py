@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ckptmirror.core.errors import UsageError
-from ckptmirror.formats.base import LoadReport, LoadTarget
-from ckptmirror.formats.load_model import warn_missing, warn_unused
+from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import load_optimizer, plan_optimizer
 
@@ -46,19 +45,20 @@ def load_parts(
         UsageError: Model or optimizer do not fit.
     """
     state = target.state
-    loaded, missing = [], []
+    loaded: list[str] = []
+    missing = Missing()
     saved: Mapping[str, Any] | str = ""
     dtypes: Mapping[str, torch.dtype] = {}
     if "optimizer" not in target.exclude and state.optimizer is not None:
         live_values(state.model)  # asked for its state, FSDP2 reshards what a forward without a backward left unsharded
         saved = optimizer() if optimizer is not None else "state"
         if isinstance(saved, str):
-            missing.append(warn_missing("optimizer", f"{saved}; it starts without history"))
+            missing.lacks("optimizer", f"{saved}; it starts without history")
         else:
             plans = plan_optimizer(state.model, state.optimizer, saved)
             _refuse_other_order(plans, saved, is_scheduled)
     elif "optimizer" not in target.exclude and optimizer is not None:
-        missing.append(warn_unused("optimizer"))
+        missing.unused("optimizer")
     if "model" not in target.exclude:
         dtypes = model()
         loaded.append("model")

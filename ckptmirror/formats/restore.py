@@ -18,10 +18,9 @@ Rules:
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,10 +29,11 @@ from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.formats.already_filled import Taken, holds, same
+from ckptmirror.formats.base import Missing
 from ckptmirror.formats.buffers import fill_buffer, is_buffer
 from ckptmirror.formats.containers import TreePath, is_mapping, is_sequence, rebuilt
-from ckptmirror.formats.extra_aliases import in_order
-from ckptmirror.formats.load_model import Check, load_model, warn_missing, warn_unused
+from ckptmirror.formats.extra_aliases import aliases_in, in_order
+from ckptmirror.formats.load_model import Check, load_model
 from ckptmirror.formats.names import live_parameters
 from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like
 from ckptmirror.formats.rank_files import RankFiles
@@ -50,11 +50,9 @@ from ckptmirror.formats.tree_queries import (
     takes_values,
     unlike_pieces,
 )
-from ckptmirror.formats.versions import Versions
+from ckptmirror.formats.versions import versions_in
 
 __all__ = ["Restorer"]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -65,17 +63,13 @@ class Restorer:
         source: The files.
         taken: What already has its values; shared by everything that one load restores.
         all_here: The whole live state, to see whether any of it is sharded.
-        versions: Returns the layout versions of the modules at a path, if the save has them.
-        aliased: Whether the value at a path shared memory with an earlier one when it was saved.
         missing: Lines for the report: what could not be restored.
     """
 
     source: RankFiles
     taken: Taken
     all_here: Any
-    versions: Callable[[TreePath], Versions | None]
-    aliased: Callable[[TreePath], bool]
-    missing: list[str] = field(default_factory=list)
+    missing: Missing
 
     def restore(self, now: Any, path: TreePath, where: str) -> Any:
         """Return ``now`` with the values saved at ``path``: the same object if possible, otherwise a new one.
@@ -97,9 +91,9 @@ class Restorer:
         if (alive := kind_alive(now)) is not None:
             raise _cannot_take(where, alive, saved)
         if dist.is_available() and dist.is_initialized() and any_leaf(saved, _is_piece):
-            line = f"{where} was saved sharded; nothing here says how to shard it, so every rank holds all of it"
-            log.warning("%s", line)
-            self.missing.append(line)
+            self.missing.say(
+                f"{where} was saved sharded; nothing here says how to shard it, so every rank holds all of it"
+            )
         return self._replaced(now, self.source.full_value(path), where)
 
     def restore_values(self, now: dict[str, Any], path: TreePath, where: str) -> None:
@@ -110,7 +104,7 @@ class Restorer:
         for key in in_order(now, saved):
             now[key] = self.restore(now.get(key), (*path, key), f"{where}.{key}")
         for key in [key for key in now if key not in saved]:
-            self.lacks(f"{where}.{key}")
+            self.missing.lacks(f"{where}.{key}")
 
     def restore_objects(self, now: Any, path: TreePath, where: str, takes: Callable[[Any], bool] | None = None) -> None:
         """Restore the state of the object ``now``, or of the objects in a container; the containers do not change.
@@ -134,9 +128,9 @@ class Restorer:
                 if key in saved:
                     self.restore_objects(value, (*path, key), f"{where}.{key}", takes)
                 elif any_leaf(value, takes):
-                    self.lacks(f"{where}.{key}")
+                    self.missing.lacks(f"{where}.{key}")
             for key in [key for key in saved if key not in now]:
-                self.unused(f"{where}.{key}")
+                self.missing.unused(f"{where}.{key}")
         elif is_sequence(now) and is_sequence(saved):
             if len(now) != len(saved):
                 raise _other_number(where, len(saved), len(now), kind_alive(now))
@@ -144,15 +138,15 @@ class Restorer:
                 if item is not None:
                     self.restore_objects(value, (*path, index), f"{where}[{index}]", takes)
                 elif any_leaf(value, takes):
-                    self.lacks(f"{where}[{index}]")
+                    self.missing.lacks(f"{where}[{index}]")
         elif any_leaf(now, takes):
             raise _cannot_take(where, kind_alive(now), saved)
         elif saved is not None:
-            self.unused(where)
+            self.missing.unused(where)
 
     def _restore_object(self, target: Any, saved: Any, path: TreePath, where: str) -> None:
         if isinstance(target, torch.amp.GradScaler) and saved and not target.is_enabled():
-            self.unused(where)  # a disabled scaler would ignore it silently
+            self.missing.unused(where)  # a disabled scaler would ignore it silently
             return
         if not isinstance(target, torch.nn.Module):  # modules are tracked by their memory
             if self.taken.knows(target):
@@ -180,7 +174,7 @@ class Restorer:
                 saved,
                 lambda name: self.source.others((*path, name)),
                 self._memory_check(target, path, where),
-                self.versions(path),
+                versions_in(self.source.tree(), path),
             )
         elif isinstance(target, torch.optim.Optimizer) and (keyed := parameters_by_key(target, saved)) is not None:
             load_by_key(target, self.source.full_value(path, sharded_like(keyed, saved)), where)
@@ -198,7 +192,7 @@ class Restorer:
             if owner is None:
                 return
             others = self.source.others((*path, saved_name)) if name not in parameters else iter(())
-            if self.aliased(path) and (
+            if self._aliased(path) and (
                 holds(local_of(now), region_of(now), pieces, name)
                 # each rank has buffers of its own, and the model those of rank 0
                 or any(isinstance(other, torch.Tensor) and same(now, other) for other in others)
@@ -211,6 +205,10 @@ class Restorer:
             )
 
         return check
+
+    def _aliased(self, path: TreePath) -> bool:
+        """Whether the value at a path shared memory with an earlier one when it was saved."""
+        return aliases_in(self.source.tree(), path)
 
     def _check_shards(self, saved: Any, like: Any, where: str) -> None:
         """Refuse to load sharded values as full ones into an object whose own state does not show how to shard them."""
@@ -233,7 +231,7 @@ class Restorer:
                 fill(local_of(now), region_of(now), pieces, where)
                 self.taken.take(now, where)
                 return now
-            if self.aliased(path) and holds(local_of(now), region_of(now), pieces, where):
+            if self._aliased(path) and holds(local_of(now), region_of(now), pieces, where):
                 return now
         if isinstance(now, DTensor) and tuple(now.shape) != first.region.shape:
             raise UsageError(
@@ -245,7 +243,7 @@ class Restorer:
     def _restore_buffer(self, now: Any, saved: Any, path: TreePath, where: str) -> Any:
         """Fill a set, an array or a byte array."""
         if self.taken.knows(now) or self.taken.owner_of_buffer(now) is not None:
-            return now if self.aliased(path) and same(now, saved) else self._fresh(now, path)
+            return now if self._aliased(path) and same(now, saved) else self._fresh(now, path)
         if not same(now, saved) and not fill_buffer(now, saved):
             return self._replaced(now, self._fresh(now, path), where)
         self.taken.remember(now, saved)
@@ -256,9 +254,10 @@ class Restorer:
         """Return ``value``, and report it if other objects may hold a reference to the one that it replaces."""
         if is_mutable(now) and not same(now, value):
             kind = type(now).__qualname__
-            line = f"{where}: the {kind} here cannot hold what was saved, another object takes its place"
-            log.warning("%s; what else holds the %s does not see it", line, kind)
-            self.missing.append(line)
+            self.missing.say(
+                f"{where}: the {kind} here cannot hold what was saved, another object takes its place",
+                f"; what else holds the {kind} does not see it",
+            )
         return value
 
     def _fresh(self, now: Any, path: TreePath) -> Any:
@@ -269,7 +268,7 @@ class Restorer:
         if not isinstance(now, tuple):
             if self.taken.knows(now):
                 holds_objects = any_leaf(now, takes_state)  # which can only be filled
-                if (self.aliased(path) or holds_objects) and self.taken.was_given(now, saved):
+                if (self._aliased(path) or holds_objects) and self.taken.was_given(now, saved):
                     return now
                 if holds_objects:
                     raise _saved_as_two(where, now)
@@ -285,7 +284,7 @@ class Restorer:
         named = type(now) in (dict, OrderedDict)
         for key, value in now.items():
             if key not in saved and ((named and type(key) is str) or kind_alive(value) is not None):
-                self.lacks(f"{where}.{key}")
+                self.missing.lacks(f"{where}.{key}")
                 given[key] = value
         now.clear()
         for key, value in given.items():
@@ -314,14 +313,6 @@ class Restorer:
         now.clear()
         now.extend(given)
         return now
-
-    def lacks(self, where: str) -> None:
-        """Report that the save lacks what is at ``where``."""
-        self.missing.append(warn_missing(where, "state; it stays as it is"))
-
-    def unused(self, where: str) -> None:
-        """Report that nothing here takes what the save has at ``where``."""
-        self.missing.append(warn_unused(where))
 
 
 def _cannot_take(where: str, alive: str | None, saved: Any) -> UsageError:

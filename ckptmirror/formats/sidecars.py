@@ -12,7 +12,6 @@ Rules:
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,9 @@ from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.already_filled import Taken, same
 from ckptmirror.formats.artifacts import write_json, write_pt
-from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
+from ckptmirror.formats.base import LoadReport, LoadTarget, Missing, Snapshot, WriteContext
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
-from ckptmirror.formats.extra_aliases import aliases_in
 from ckptmirror.formats.learning_rates import follow_schedulers
-from ckptmirror.formats.load_model import warn_missing, warn_unused
 from ckptmirror.formats.names import some
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.rank_files import RankFiles, files_of
@@ -38,11 +35,8 @@ from ckptmirror.formats.shards import cut, piece_of
 from ckptmirror.formats.state_tree import has_position, knows_its_position, state_of, warn_left_alone
 from ckptmirror.formats.tensor_bytes import digest32, has_plain_bytes
 from ckptmirror.formats.tree_queries import any_leaf, takes_state
-from ckptmirror.formats.versions import versions_in
 
 __all__ = ["is_scheduled", "load_extra", "load_sidecars", "takes_schedule", "tensor_list", "write_sidecars"]
-
-log = logging.getLogger(__name__)
 
 
 def write_sidecars(snapshot: Snapshot, context: WriteContext) -> tuple[list[Artifact], list[dict[str, Any]]]:
@@ -103,8 +97,9 @@ def load_sidecars(root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
     paths = files_of(root, meta, SaveName(meta.step, meta.tag).extra)
     if not paths:
         own = SaveName(meta.step, meta.tag).extra(target.rank)
-        missing = (warn_missing("extra", f"{own}: nothing but model and optimizer can be loaded"),)
-        return LoadReport(meta.step, (), missing)
+        missing = Missing()
+        missing.lacks("extra", f"{own}: nothing but model and optimizer can be loaded")
+        return LoadReport(meta.step, (), tuple(missing))
     return load_extra(RankFiles(paths, target.rank), target, step=meta.step, own=target.rank in paths)
 
 
@@ -153,7 +148,7 @@ class _Loader:
         self.source, self.target, self.state, self.own = source, target, target.state, own
         self.tree = self._tree(None)
         self.loaded: list[str] = []
-        self.missing: list[str] = []
+        self.missing = Missing()
         self.taken = Taken()
         self.taken.take(self.state.model, "the model")
         for one in optimizers_of(self.state.optimizer):
@@ -171,21 +166,21 @@ class _Loader:
             return
         if target is None:
             if self.tree.get(name):  # an empty state has nothing to load
-                self.missing.append(warn_unused(name))
+                self.missing.unused(name)
             return
         if name == "dataloader":
             warn_left_alone(target)
         if name == "dataloader" and not knows_its_position(target):
             if self.own and name in self.tree:
-                self.missing.append(warn_unused(name))
+                self.missing.unused(name)
         elif name == "dataloader" and not self.own:
-            self._lacks(name, "position of this rank; it starts where it is")
+            self.missing.lacks(name, "position of this rank; it starts where it is")
         elif name == "scaler" and self.tree.get(name) == {}:
             if state_of(target, name) == {}:
                 return  # it is disabled here too
-            self._lacks(name, "state, it was disabled; it starts at its default")
+            self.missing.lacks(name, "state, it was disabled; it starts at its default")
         elif name == "scaler" and self.tree.get(name) and state_of(target, name) == {}:
-            self.missing.append(warn_unused(name))  # it is disabled here and would ignore the state
+            self.missing.unused(name)  # it is disabled here and would ignore the state
         elif name in self.tree or (name == "ema" and name in self._tree(0)):
             self._take(name, target)
             self.loaded.append(name)
@@ -194,15 +189,12 @@ class _Loader:
             elif name == "extra":
                 self._compare_ranks()
         else:
-            self._lacks(name, "state; it stays as it is")
+            self.missing.lacks(name)
 
     def _take(self, name: str, target: Any) -> None:
         here = [self.state.model, self.state.ema, self.state.extra]
         source = self.source if name in self.tree else self.source.of(0)
-        tree = self.tree if name in self.tree else self._tree(0)
-        restorer = Restorer(
-            source, self.taken, here, lambda path: versions_in(tree, path), lambda path: aliases_in(tree, path)
-        )
+        restorer = Restorer(source, self.taken, here, self.missing)
         try:
             if name == "extra":
                 self.taken.take(state_of(self.state.ema, "ema"), "the average")  # the extra may share memory with it
@@ -216,24 +208,24 @@ class _Loader:
                 f"The saved {name} is nested too deep to be loaded from here, below what else this thread has called.",
                 hint=f"Call sys.setrecursionlimit(n) first: it is {sys.getrecursionlimit()}.",
             ) from error
-        self.missing += restorer.missing
 
     def _count_positions(self) -> None:
         if dropped := self._dropped():
             which = some(dropped)
-            line = f"dataloader: the positions of ranks {which} of the save are dropped, as this job has no such ranks"
-            log.warning("%s; what those ranks had read of the data is not known here", line)
-            self.missing.append(line)
+            self.missing.say(
+                f"dataloader: the positions of ranks {which} of the save are dropped, as this job has no such ranks",
+                "; what those ranks had read of the data is not known here",
+            )
 
     def _compare_ranks(self) -> None:
         """Report it if the number of ranks changed and the ranks of the save had different values in extra."""
         first, *others = self.source.ranks
         if not self.own and any(self._differs(first, rank) for rank in others):
-            self._report(
+            self.missing.say(
                 f"extra: the ranks of the save had different values; this rank is new and takes rank {first}'s"
             )
         if lost := [rank for rank in self._dropped() if self._differs(first, rank)]:
-            self._report(
+            self.missing.say(
                 f"extra: the values of ranks {some(lost)} of the save, which differ from rank {first}'s, are dropped, "
                 "as this job has no such ranks"
             )
@@ -245,15 +237,11 @@ class _Loader:
     def _dropped(self) -> list[int]:
         return [rank for rank in self.source.ranks if rank >= self.target.world_size]
 
-    def _report(self, line: str) -> None:
-        log.warning("%s", line)
-        self.missing.append(line)
-
     def rng(self) -> None:
         if "rng" in self.target.exclude:
             return
         if not self.own:
-            self._lacks("rng", "random generators of this rank; they stay as they are")
+            self.missing.lacks("rng", "random generators of this rank; they stay as they are")
             return
         absent = load_rng(self.source.full_value(("rng",)))
         self.loaded.append("rng")
@@ -268,6 +256,3 @@ class _Loader:
             self.missing += follow_schedulers(
                 self.state.scheduler, lambda one: any(one is other for other in loaded) or self.taken.knows(one)
             )
-
-    def _lacks(self, name: str, what: str) -> None:
-        self.missing.append(warn_missing(name, what))

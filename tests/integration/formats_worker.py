@@ -154,7 +154,7 @@ def load(root: Path, kind: Kind, meta: Meta, state: TrainState, rank: int, world
     if kind == "emergency":
         return tensors
     rest = load_sidecars(root, meta, target)
-    return LoadReport(STEP, tensors.loaded + rest.loaded, tensors.missing + rest.missing)
+    return tensors + rest
 
 
 def round_trip(how: str, directory: Path, group: Any) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def load(
     if kind == "emergency":
         return tensors
     rest = load_sidecars(root, meta, target)
-    return LoadReport(meta.step, tensors.loaded + rest.loaded, tensors.missing + rest.missing)
+    return tensors + rest
 
 
 def same_bits(first: Any, second: Any, where: str = "") -> None:

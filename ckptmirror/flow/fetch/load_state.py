@@ -115,7 +115,7 @@ def load_kind(
 ) -> LoadReport:
     """Load one kind of a verified save in ``root`` into the state, including its sidecars."""
     from ckptmirror.formats import get_format
-    from ckptmirror.formats.base import LoadReport, LoadTarget
+    from ckptmirror.formats.base import LoadTarget
     from ckptmirror.formats.sidecars import load_sidecars
 
     target = LoadTarget(state, ranks.rank, ranks.world_size, exclude)
@@ -123,7 +123,7 @@ def load_kind(
     if kind == "emergency":
         return tensors  # its files hold everything
     sidecars = load_sidecars(root, meta, target)
-    return LoadReport(meta.step, tensors.loaded + sidecars.loaded, tensors.missing + sidecars.missing)
+    return tensors + sidecars
 
 
 def _resolve(root: Path, reference: Reference) -> CheckpointReference:
