@@ -26,7 +26,7 @@ from ckptmirror.formats.capture import capture_local
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.model import full_optimizer
-from ckptmirror.formats.rank_files import RankFiles, files_of
+from ckptmirror.formats.rank_files import RankFiles, rank_files
 from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import load_extra, takes_schedule, tensor_list
 from ckptmirror.formats.train_state import TrainState
@@ -114,8 +114,9 @@ class EmergencyFormat:
         if len(names) != 1:
             raise IntegrityError(f"The meta names {len(names)} directories of an emergency snapshot.")
         directory = root / names.pop()
-        files = files_of(root, meta, lambda rank: f"{directory.name}/{names_of_rank(rank)[0]}")
-        source = RankFiles(files, target.rank)
+        source = rank_files(root, meta, lambda rank: f"{directory.name}/{names_of_rank(rank)[0]}", target.rank)
+        if source is None:
+            raise IntegrityError(f"The meta names no file of {directory.name}.")
         saved = _snapshot(source, directory)
         sharded = saved.get("sharded") is True
         if sharded and saved.get("world_size") != target.world_size:
@@ -140,7 +141,7 @@ class EmergencyFormat:
             optimizer=(lambda: full_optimizer(shared.below("optimizer"), module)) if has_optimizer else None,
             is_scheduled=lambda: takes_schedule(target, saved["extra"]),
         )
-        rest = load_extra(source.below("extra"), target, step=meta.step, own=target.rank in files)
+        rest = load_extra(source.below("extra"), target, meta.step)
         return parts + rest
 
 

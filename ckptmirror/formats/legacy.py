@@ -157,9 +157,7 @@ def load_legacy(found: LegacyState, path: Path, target: LoadTarget, step: int) -
         is_scheduled=lambda: takes_schedule(target, extra),
     )
     source = RankFiles({0: path}, 0, trees={0: {"step": step, **extra, HAS_OPTIMIZER: "optimizer" in parts.loaded}})
-    rest = load_extra(
-        source, replace(target, exclude=target.exclude | frozenset({"rng"})), step=step, own=target.rank == 0
-    )
+    rest = load_extra(source, replace(target, exclude=target.exclude | {"rng"}), step)
     if "rng" not in target.exclude:
         missing.lacks("rng", "random generators of each rank; they stay as they are")
     for key in unused if "extra" not in target.exclude else ():

@@ -26,7 +26,7 @@ from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteConte
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.optimizer_state import owners_of
-from ckptmirror.formats.rank_files import RankFiles, files_of
+from ckptmirror.formats.rank_files import RankFiles, rank_files
 from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import is_scheduled
 from ckptmirror.formats.tensor_files import check_regular, load_pt
@@ -77,7 +77,7 @@ class ModelFormat:
         """Load model and optimizer of ``meta``; see :class:`Format`."""
         name = SaveName(meta.step, meta.tag)
         module = target.state.model
-        files = files_of(root, meta, name.optim)
+        files = rank_files(root, meta, name.optim, target.rank)
 
         def model() -> dict[str, torch.dtype]:
             saved, versions = plain_model(load_pt(root / name.model, mmap=True), name.model)
@@ -87,7 +87,7 @@ class ModelFormat:
             target,
             meta.step,
             model=model,
-            optimizer=(lambda: full_optimizer(RankFiles(files, target.rank), module)) if files else None,
+            optimizer=(lambda: full_optimizer(files, module)) if files is not None else None,
             is_scheduled=lambda: is_scheduled(root, meta, target),
         )
 

@@ -20,23 +20,25 @@ from ckptmirror.formats.shards import read_pieces, spread
 from ckptmirror.formats.tensor_bytes import has_plain_bytes
 from ckptmirror.formats.tensor_files import load_pt
 
-__all__ = ["RankFiles", "files_of", "live_at", "moved"]
+__all__ = ["RankFiles", "live_at", "moved", "rank_files"]
 
 _ABSENT = object()
 _FREE_AGAIN_BYTES = 64 << 20  # of memory that a file shows more than once; beyond it
 _TIMES_AGAIN = 4  # times as much as the file holds
 
 
-def files_of(root: Path, meta: Meta, name_of: Callable[[int], str]) -> dict[int, Path]:
-    """Return the path of each rank's file in one role, of those that ``meta`` names.
+def rank_files(root: Path, meta: Meta, name_of: Callable[[int], str], rank: int = 0) -> RankFiles | None:
+    """Return the ranks' files in one role, of those that ``meta`` names; None if it names none.
 
     Args:
         root: The directory with the files of the save.
         meta: The save.
         name_of: Returns the file's name, for a rank.
+        rank: The rank that reads.
     """
     named = {artifact.path for artifact in meta.artifacts}
-    return {rank: root / name_of(rank) for rank in range(meta.world_size) if name_of(rank) in named}
+    paths = {one: root / name_of(one) for one in range(meta.world_size) if name_of(one) in named}
+    return RankFiles(paths, rank) if paths else None
 
 
 class RankFiles:
@@ -52,8 +54,6 @@ class RankFiles:
     def __init__(
         self, paths: Mapping[int, Path], rank: int, at: TreePath = (), trees: dict[int, Any] | None = None
     ) -> None:
-        if not paths:
-            raise IntegrityError("The save names no file to read.")
         self._paths = paths
         self._own = rank if rank in paths else min(paths)
         self._at = at

@@ -18,7 +18,7 @@ from ckptmirror.core.errors import KindMismatch
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.dcp_read import read_full_directory
-from ckptmirror.formats.rank_files import RankFiles, files_of, moved
+from ckptmirror.formats.rank_files import moved, rank_files
 from ckptmirror.formats.tensor_files import load_pt
 from ckptmirror.formats.versions import attached, plain_model
 from ckptmirror.formats.weights_only_values import decode
@@ -53,5 +53,5 @@ def read_extra(root: Path, meta: Meta, map_location: str = "cpu") -> dict[str, A
 
 
 def _full(root: Path, meta: Meta, name_of: Callable[[int], str]) -> Any:
-    paths = files_of(root, meta, name_of)
-    return RankFiles(paths, 0).full_value(()) if paths else None
+    files = rank_files(root, meta, name_of)
+    return None if files is None else files.full_value(())

@@ -28,7 +28,7 @@ from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
 from ckptmirror.formats.learning_rates import follow_schedulers
 from ckptmirror.formats.names import some
 from ckptmirror.formats.optimizer_state import optimizers_of
-from ckptmirror.formats.rank_files import RankFiles, files_of
+from ckptmirror.formats.rank_files import RankFiles, rank_files
 from ckptmirror.formats.restore import Restorer
 from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import cut, piece_of
@@ -94,19 +94,23 @@ def load_sidecars(root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
         IntegrityError: A file is missing, broken or hostile.
         UsageError: An object does not take its saved state.
     """
-    paths = files_of(root, meta, SaveName(meta.step, meta.tag).extra)
-    if not paths:
+    source = _extra_files(root, meta, target)
+    if source is None:
         own = SaveName(meta.step, meta.tag).extra(target.rank)
         missing = Missing()
         missing.lacks("extra", f"{own}: nothing but model and optimizer can be loaded")
         return LoadReport(meta.step, (), tuple(missing))
-    return load_extra(RankFiles(paths, target.rank), target, step=meta.step, own=target.rank in paths)
+    return load_extra(source, target, meta.step)
 
 
 def is_scheduled(root: Path, meta: Meta, target: LoadTarget) -> bool:
     """Whether :func:`load_sidecars` will load a scheduler."""
-    paths = files_of(root, meta, SaveName(meta.step, meta.tag).extra)
-    return bool(paths) and takes_schedule(target, RankFiles(paths, target.rank).tree())
+    source = _extra_files(root, meta, target)
+    return source is not None and takes_schedule(target, source.tree())
+
+
+def _extra_files(root: Path, meta: Meta, target: LoadTarget) -> RankFiles | None:
+    return rank_files(root, meta, SaveName(meta.step, meta.tag).extra, target.rank)
 
 
 def takes_schedule(target: LoadTarget, extra: Any) -> bool:
@@ -124,16 +128,9 @@ def takes_schedule(target: LoadTarget, extra: Any) -> bool:
     return "scheduler" not in exclude and state.scheduler is not None and "scheduler" in extra
 
 
-def load_extra(source: RankFiles, target: LoadTarget, *, step: int, own: bool) -> LoadReport:
-    """Load the extra state that ``source`` holds.
-
-    Args:
-        source: The extra state of each rank.
-        target: What to fill.
-        step: The step that the files must have.
-        own: Whether the save has this rank's own random generators and data position.
-    """
-    loader = _Loader(source, target, own)
+def load_extra(source: RankFiles, target: LoadTarget, step: int) -> LoadReport:
+    """Load the extra state that ``source`` holds of each rank; its files must have this step."""
+    loader = _Loader(source, target)
     if (saved := loader.tree.get("step")) != step:
         raise IntegrityError(f"The extra state is of step {saved}, not {step}.")
     for name in ("scheduler", "scaler", "ema", "dataloader", "extra"):
@@ -144,8 +141,9 @@ def load_extra(source: RankFiles, target: LoadTarget, *, step: int, own: bool) -
 
 
 class _Loader:
-    def __init__(self, source: RankFiles, target: LoadTarget, own: bool) -> None:
-        self.source, self.target, self.state, self.own = source, target, target.state, own
+    def __init__(self, source: RankFiles, target: LoadTarget) -> None:
+        self.source, self.target, self.state = source, target, target.state
+        self.own = target.rank in source.ranks  # whether the save has this rank's own generators and data position
         self.tree = self._tree(None)
         self.loaded: list[str] = []
         self.missing = Missing()
