@@ -34,8 +34,8 @@ from ckptmirror.core.model import Artifact, Digest, Kind, Meta
 from ckptmirror.core.names import SaveName, tmp_name
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.containers import leaves
-from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges
 from ckptmirror.formats.dcp_files import DirectoryWriter
+from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges
 from ckptmirror.formats.dcp_read import check_plain_values, load_directory, read_directory_metadata
 from ckptmirror.formats.sidecars import is_scheduled
 from ckptmirror.formats.tensor_bytes import compact

@@ -1,24 +1,32 @@
-"""Reads DCP's ``.metadata``: from the description of the pickle into torch's own records, field by field.
+"""Reads DCP's ``.metadata``, field by field, into torch's own records, and compares these with the files beside it.
 
 Rules:
 * Only the fields that a load needs are taken, each with its type; torch's classes are called here, never by the pickle.
 * What a newer torch adds is ignored as long as it consists of the names on the list.
+* Every name is one plain file name inside the directory, every range is inside its file, ranges do not overlap, every
+  file is referred to.
+* Every chunk of every tensor, and every plain value, has its range; chunks of a tensor are apart and cover it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import torch
-from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.pickles import Made, Name, read_pickle, shown
 from ckptmirror.formats.read_limits import Budget
+from ckptmirror.formats.shards import are_apart
 from ckptmirror.formats.tensor_files import named
 
-__all__ = ["loads_metadata"]
+__all__ = ["METADATA_NAME", "check_entries", "check_ranges", "file_names", "loads_metadata"]
+
+METADATA_NAME = ".metadata"
 
 _HERE = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -45,7 +53,7 @@ _FREE_PIECES = 100_000
 _MAX_DIMENSIONS = 64  # of torch; the product of many large numbers takes hours
 
 
-def loads_metadata(data: bytes, name: str) -> metadata.Metadata:
+def loads_metadata(data: bytes, name: str) -> dcp.Metadata:
     """Read the bytes of a ``.metadata`` file; ``name`` is for messages.
 
     Raises:
@@ -68,7 +76,7 @@ def loads_metadata(data: bytes, name: str) -> metadata.Metadata:
         pieces = sum(len(chunks) for entry in entries.values() if (chunks := _chunks(entry)) is not None)
         if pieces > len(indices) + _FREE_PIECES:  # pieces without values may have one place for all
             raise UnsafePickle(f"It describes {pieces} pieces, and stores {len(indices)}.")
-        return metadata.Metadata(
+        return dcp.Metadata(
             {key: _entry(entry, key, sizes) for key, entry in entries.items()},
             fields.get("planner_data"),
             {index: _info(info, index.fqn) for index, info in zip(indices, storage.values(), strict=True)},
@@ -84,11 +92,9 @@ def _fields(made: Any, kind: str) -> dict[str, Any]:
     return made.state
 
 
-def _entry(
-    made: Any, name: str, sizes: dict[int, torch.Size]
-) -> metadata.TensorStorageMetadata | metadata.BytesStorageMetadata:
+def _entry(made: Any, name: str, sizes: dict[int, torch.Size]) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
     if type(made) is Made and made.name == f"{_HERE}BytesStorageMetadata" and not made.arguments and not made.state:
-        return metadata.BytesStorageMetadata()
+        return dcp.BytesStorageMetadata()
     fields = _fields(made, "TensorStorageMetadata")
     chunks = _chunks(made)
     if chunks is None:
@@ -97,9 +103,9 @@ def _entry(
     for chunk in chunks:
         of = _fields(chunk, "ChunkStorageMetadata")
         pieces.append(
-            metadata.ChunkStorageMetadata(_size(of.get("offsets"), name, sizes), _size(of.get("sizes"), name, sizes))
+            dcp.ChunkStorageMetadata(_size(of.get("offsets"), name, sizes), _size(of.get("sizes"), name, sizes))
         )
-    return metadata.TensorStorageMetadata(
+    return dcp.TensorStorageMetadata(
         _properties(fields.get("properties"), name), _size(fields.get("size"), name, sizes), pieces
     )
 
@@ -109,11 +115,11 @@ def _chunks(made: Any) -> list[Any] | None:
     return chunks if type(chunks) is list else None
 
 
-def _properties(made: Any, name: str) -> metadata.TensorProperties:
+def _properties(made: Any, name: str) -> dcp.TensorProperties:
     if type(made) is Made and made.name == f"{_HERE}TensorProperties" and made.is_object and not made.arguments:
         state = made.state
         if type(state) is tuple and len(state) == 5 and type(state[0]) is Name and state[0] in _DTYPES:
-            return metadata.TensorProperties(dtype=_DTYPES[state[0]])  # the other four are deprecated, and not used
+            return dcp.TensorProperties(dtype=_DTYPES[state[0]])  # the other four are deprecated, and not used
     raise IntegrityError(f"It describes {name} without a dtype.")
 
 
@@ -129,12 +135,12 @@ def _size(made: Any, name: str, sizes: dict[int, torch.Size]) -> torch.Size:
     return sizes[id(made)]
 
 
-def _index(made: Any, sizes: dict[int, torch.Size]) -> metadata.MetadataIndex:
+def _index(made: Any, sizes: dict[int, torch.Size]) -> dcp.MetadataIndex:
     fields = _fields(made, "MetadataIndex")
     fqn, offset = fields.get("fqn"), fields.get("offset")
     if type(fqn) is not str:
         raise IntegrityError("It stores something without a name.")
-    return metadata.MetadataIndex(fqn, None if offset is None else _size(offset, fqn, sizes))
+    return dcp.MetadataIndex(fqn, None if offset is None else _size(offset, fqn, sizes))
 
 
 def _info(made: Any, name: str) -> _StorageInfo:
@@ -151,3 +157,94 @@ def _info(made: Any, name: str) -> _StorageInfo:
 
 def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 63
+
+
+def check_entries(metadata: dcp.Metadata, where: str) -> None:
+    """Check the names and the completeness of ``metadata``, without looking at any file.
+
+    Args:
+        metadata: torch's own, or what :func:`loads_metadata` returned.
+        where: For messages.
+
+    Raises:
+        IntegrityError: Names ``where`` and the entry.
+    """
+    entries, storage = metadata.state_dict_metadata, metadata.storage_data
+    for index, info in storage.items():
+        path = info.relative_path
+        if index.fqn not in entries:
+            raise IntegrityError(f"{where} stores something that it does not describe.")
+        if not path or path in (".", "..", METADATA_NAME) or any(c in path for c in "/\\\0"):
+            raise IntegrityError(f"{where}: {index.fqn} is at {path!r}, which is not a file name inside the directory.")
+    for name, entry in entries.items():
+        if isinstance(entry, dcp.TensorStorageMetadata):
+            _check_tensor(name, entry, storage, where)
+        elif dcp.MetadataIndex(name) not in storage:
+            raise IntegrityError(f"{where}: {name} was planned but not written.")
+
+
+def file_names(metadata: dcp.Metadata) -> set[str]:
+    """Return the names of the files that ``metadata`` refers to."""
+    return {info.relative_path for info in metadata.storage_data.values()}
+
+
+def check_ranges(
+    metadata: dcp.Metadata,
+    sizes_bytes: Mapping[str, int],
+    where: str,
+    *,
+    expected: Callable[[str], bool] = lambda _: True,
+) -> None:
+    """Check every range against the files' sizes.
+
+    Args:
+        metadata: Checked by :func:`check_entries`.
+        where: The directory's name, for messages.
+        sizes_bytes: The size of each file in the directory, except ``.metadata``.
+        expected: Whether a file that is referred to should be among them (it may be on another node's disk).
+
+    Raises:
+        IntegrityError: A file is missing, too short, or referred to by nothing; ranges overlap.
+    """
+    ranges: dict[str, list[tuple[int, int, str]]] = {}
+    for index, info in metadata.storage_data.items():
+        ranges.setdefault(info.relative_path, []).append((info.offset, info.length, index.fqn))
+    for file, items in ranges.items():
+        if file not in sizes_bytes:
+            if expected(file):
+                raise IntegrityError(f"{where}: the file {file}, which holds {items[0][2]}, is missing.")
+            continue
+        end = 0
+        for offset, length, name in sorted(items):
+            if offset < end:
+                raise IntegrityError(f"{where}: {name} overlaps another entry in {file}.")
+            end = offset + length
+            if end > sizes_bytes[file]:
+                raise IntegrityError(f"{where}: {name} ends at byte {end} of {file}, which has {sizes_bytes[file]}.")
+    if unknown := sorted(set(sizes_bytes) - set(ranges)):
+        raise IntegrityError(f"{where}: nothing refers to the file {unknown[0]}.")
+
+
+def _check_tensor(
+    name: str, entry: dcp.TensorStorageMetadata, storage: Mapping[dcp.MetadataIndex, Any], where: str
+) -> None:
+    size, item_bytes = entry.size, entry.properties.dtype.itemsize
+    volume = 0
+    boxes = []
+    for chunk in entry.chunks:
+        offsets, sizes = chunk.offsets, chunk.sizes
+        if not len(offsets) == len(sizes) == len(size) or any(
+            o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)
+        ):
+            raise IntegrityError(f"{where}: a piece of {name} is outside its shape {tuple(size)}.")
+        info = storage.get(dcp.MetadataIndex(name, offsets))
+        if info is None:
+            raise IntegrityError(f"{where}: the piece of {name} at {tuple(offsets)} was planned but not written.")
+        if info.length < math.prod(sizes) * item_bytes:
+            raise IntegrityError(f"{where}: the piece of {name} at {tuple(offsets)} is too short.")
+        volume += math.prod(sizes)
+        boxes.append((tuple(offsets), tuple(o + n for o, n in zip(offsets, sizes, strict=True))))
+    if volume != math.prod(size):
+        raise IntegrityError(f"{where}: the pieces of {name} hold {volume} of its {math.prod(size)} values.")
+    if not are_apart([box for box in boxes if all(begin < end for begin, end in zip(*box, strict=True))]):
+        raise IntegrityError(f"{where}: the pieces of {name} overlap, or lie in no grid that can be checked.")

@@ -24,8 +24,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.base import LoadReport, LoadTarget
-from ckptmirror.formats.dcp_check import METADATA_NAME, check_entries, check_ranges, file_names
-from ckptmirror.formats.dcp_metadata import loads_metadata
+from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges, file_names, loads_metadata
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.names import live_values

@@ -8,6 +8,8 @@ Rules:
 * All parts of a load share one record of the memory that already has its values, since several parts may own the same
   memory.
 * A part that the save lacks, or that the live state lacks, is reported and logged, never skipped silently.
+* A scheduler writes its rate into the optimizer's groups at each step, usually by scaling the current rate. So an
+  optimizer that was not loaded gets the rates of its scheduler that was; one that was loaded keeps its own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from ckptmirror.formats.already_filled import Taken, same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing, Snapshot, WriteContext
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
-from ckptmirror.formats.learning_rates import follow_schedulers
+from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.names import some
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.rank_files import RankFiles, rank_files
@@ -246,11 +248,28 @@ class _Loader:
         self.missing += [f"rng.{name}: the save has it, this process has not" for name in absent]
 
     def learning_rates(self) -> None:
-        """Set the learning rates of an optimizer that was not loaded from a scheduler that was."""
+        """Set the rates of each optimizer that was not loaded to those that its scheduler, which was, last set."""
         loaded = []
         if "optimizer" not in self.target.exclude and self.tree.get(HAS_OPTIMIZER, True):
             loaded = optimizers_of(self.state.optimizer)
-        if "scheduler" in self.loaded:
-            self.missing += follow_schedulers(
-                self.state.scheduler, lambda one: any(one is other for other in loaded) or self.taken.knows(one)
+        for one in leaves(self.state.scheduler) if "scheduler" in self.loaded else ():
+            optimizer, rates = getattr(one, "optimizer", None), getattr(one, "_last_lr", None)
+            groups = getattr(optimizer, "param_groups", None)
+            if not isinstance(groups, list) or not isinstance(rates, (list, tuple)) or len(groups) != len(rates):
+                continue
+            try:
+                was, now = [float(group["lr"]) for group in groups], list(map(float, rates))
+            except (KeyError, TypeError, ValueError):  # rates of a type of the user's own
+                continue
+            if was == now or any(optimizer is other for other in loaded) or self.taken.knows(optimizer):
+                continue
+            for group, rate in zip(groups, now, strict=True):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+            before, after = (", ".join(f"{rate:g}" for rate in each) for each in (was, now))
+            self.missing.say(
+                f"optimizer: it was not loaded, its learning rate is set from {before} to {after}, as the loaded "
+                "scheduler has it"
             )

@@ -59,7 +59,7 @@ from ckptmirror.flow.places.reference import locate
 from ckptmirror.flow.places.resolve import list_checkpoints, resolve_checkpoint_reference
 from ckptmirror.flow.retention.reconcile import BRINGING_NAME, being_brought
 from ckptmirror.flow.save.emergency_files import note_path, read_note
-from ckptmirror.formats import dcp_check, described_tensors
+from ckptmirror.formats import dcp_metadata, described_tensors
 from ckptmirror.formats.dcp_metadata import loads_metadata
 from ckptmirror.formats.dcp_read import read_full_directory
 from ckptmirror.formats.legacy import read_legacy
@@ -254,7 +254,7 @@ def _with_hashes(digest: Digest) -> Digest:
 def _demanding_signatures(data: bytes) -> None:
     before = signing.set_current(signing.Keys(is_signed=_is_signed))
     try:
-        meta_or_tombstone_from_bytes(data)
+        meta_from_bytes(data)
     finally:
         signing.set_current(before)
 
@@ -532,8 +532,8 @@ def _legacy_model(run: _Run) -> bytes:
 
 def _metadata(data: bytes) -> None:
     metadata = loads_metadata(data, "x")
-    dcp_check.check_entries(metadata, "x")
-    dcp_check.check_ranges(metadata, dict.fromkeys(dcp_check.file_names(metadata), 1 << 40), "x")
+    dcp_metadata.check_entries(metadata, "x")
+    dcp_metadata.check_ranges(metadata, dict.fromkeys(dcp_metadata.file_names(metadata), 1 << 40), "x")
 
 
 def _directory(source: Path, name: str) -> Callable[[bytes], Path]:

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptmirror.core.errors import IntegrityError
-from ckptmirror.formats.dcp_check import check_entries, check_ranges
-from ckptmirror.formats.dcp_metadata import loads_metadata
+from ckptmirror.formats.dcp_metadata import check_entries, check_ranges, loads_metadata
 from ckptmirror.formats.shards import are_apart
 
 FIRST, SECOND, NOTE = MetadataIndex("w", [0, 0]), MetadataIndex("w", [2, 0]), MetadataIndex("note")

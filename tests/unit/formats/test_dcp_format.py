@@ -23,9 +23,8 @@ from ckptmirror.core.model import Meta
 from ckptmirror.formats import LoadTarget, TrainState, get_format
 from ckptmirror.formats.artifacts import ArtifactStream
 from ckptmirror.formats.capture import capture
-from ckptmirror.formats.dcp_check import check_entries, check_ranges
 from ckptmirror.formats.dcp_files import DirectoryWriter
-from ckptmirror.formats.dcp_metadata import loads_metadata
+from ckptmirror.formats.dcp_metadata import check_entries, check_ranges, loads_metadata
 from ckptmirror.formats.dcp_read import read_directory_metadata, read_full_directory
 from tests.kit.formats import SAVE_ID, context, files_below, load, make_state, same_bits, save, train
 
