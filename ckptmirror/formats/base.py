@@ -42,6 +42,9 @@ class Snapshot:
             alone).
         buffers: The dotted names of the model's tensors that are neither parameters nor shards: rank 0's are saved.
         left_out: By dotted name, the live tensors of model and optimizer that rank 0 saves for this rank.
+        architecture: Hash of the full model's names, shapes and dtypes: equal on every rank, however it is sharded.
+        parameters: The same of the parameters alone, without prefixes of wrappers.
+        optimizer_holds: Hash of what the optimizer has state of; "" if it is sharded, or if there is none.
     """
 
     model: dict[str, Any]
@@ -51,6 +54,9 @@ class Snapshot:
     sharded: bool
     buffers: frozenset[str] = frozenset()
     left_out: Mapping[str, Any] = field(default_factory=dict)
+    architecture: str = ""
+    parameters: str = ""
+    optimizer_holds: str = ""
 
 
 @dataclass(frozen=True)

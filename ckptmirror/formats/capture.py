@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,20 +40,14 @@ from ckptmirror.formats.weights_only_values import encode, has_shards
 
 __all__ = [
     "HAS_OPTIMIZER",
-    "architecture_hash",
     "capture",
     "capture_local",
-    "optimizer_holdings",
-    "parameters_hash",
     "snapshot_from_tree",
     "snapshot_tree",
     "walk_tensors",
 ]
 
 HAS_OPTIMIZER = "has_optimizer"
-_ARCHITECTURE = "architecture_hash"
-_PARAMETERS = "parameters_hash"
-_HOLDINGS = "optimizer_holds"
 
 
 def capture(
@@ -107,14 +102,13 @@ def capture(
         "model": {name: value for name, value in snapshot.model.items() if name not in model},
         "optimizer": snapshot.optimizer if optimizer is None else None,
     }
-    return Snapshot(
-        model,
-        optimizer,
-        whole,
-        snapshot.extra,
-        snapshot.sharded,
-        frozenset(name for name, _ in walk_tensors({"model": buffers})),
-        dict(walk_tensors(rest)),
+    return replace(
+        snapshot,
+        model=model,
+        optimizer=optimizer,
+        full_model=whole,
+        buffers=frozenset(name for name, _ in walk_tensors({"model": buffers})),
+        left_out=dict(walk_tensors(rest)),
     )
 
 
@@ -165,11 +159,16 @@ def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
     extra = _capture_extra(state, step=step, with_ema=sharded or with_ema, model=model)
     if versions is not None:
         extra[KEY].append([["model"], to_text(versions)])
-    extra[_ARCHITECTURE] = _hash_of_shapes(model)
-    extra[_PARAMETERS] = _hash_of_shapes({bare(name): p for name, p in state.model.named_parameters()})
-    if optimizer is not None and not sharded:
-        extra[_HOLDINGS] = _hash_of_holdings(optimizer["state"])
-    return Snapshot(model, optimizer, None, extra, sharded or has_shards(extra))
+    return Snapshot(
+        model,
+        optimizer,
+        None,
+        extra,
+        sharded or has_shards(extra),
+        architecture=_hash_of_shapes(model),
+        parameters=_hash_of_shapes({bare(name): p for name, p in state.model.named_parameters()}),
+        optimizer_holds=_hash_of_holdings(optimizer["state"]) if optimizer is not None and not sharded else "",
+    )
 
 
 def snapshot_tree(snapshot: Snapshot) -> dict[str, Any]:
@@ -181,22 +180,6 @@ def snapshot_tree(snapshot: Snapshot) -> dict[str, Any]:
 def snapshot_from_tree(tree: Mapping[str, Any]) -> Snapshot:
     """Rebuild the snapshot from a copy of its :func:`snapshot_tree`."""
     return Snapshot(**{**tree, "buffers": frozenset(tree["buffers"])})
-
-
-def architecture_hash(snapshot: Snapshot) -> str:
-    """Return a hash of the full model's names, shapes and dtypes: equal on every rank, however it is sharded."""
-    known = snapshot.extra.get(_ARCHITECTURE)
-    return known if isinstance(known, str) else _hash_of_shapes(snapshot.model)
-
-
-def parameters_hash(snapshot: Snapshot) -> str:
-    """Return a hash of the parameters' names, full shapes and dtypes: equal on all ranks that hold the same model."""
-    return str(snapshot.extra.get(_PARAMETERS, ""))
-
-
-def optimizer_holdings(snapshot: Snapshot) -> str:
-    """Return a hash of what the optimizer has state of, "" where it is sharded; of one rank it is all if all agree."""
-    return str(snapshot.extra.get(_HOLDINGS, ""))
 
 
 def _hash_of_holdings(state: dict[str, Any]) -> str:

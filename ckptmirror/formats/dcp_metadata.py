@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
+from ckptmirror.formats.described_tensors import DTYPES
 from ckptmirror.formats.pickles import Made, Name, read_pickle, shown
 from ckptmirror.formats.read_limits import Budget
 from ckptmirror.formats.shards import are_apart
@@ -32,11 +33,10 @@ _HERE = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _OF_TENSORS = ("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties")
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _READ = frozenset(
     {
         *(_HERE + name for name in ("Metadata", "MetadataIndex", "BytesStorageMetadata", *_OF_TENSORS)),
-        *_DTYPES,
+        *DTYPES,
         _STORAGE_INFO,
         "torch.Size",
     }
@@ -118,8 +118,8 @@ def _chunks(made: Any) -> list[Any] | None:
 def _properties(made: Any, name: str) -> dcp.TensorProperties:
     if type(made) is Made and made.name == f"{_HERE}TensorProperties" and made.is_object and not made.arguments:
         state = made.state
-        if type(state) is tuple and len(state) == 5 and type(state[0]) is Name and state[0] in _DTYPES:
-            return dcp.TensorProperties(dtype=_DTYPES[state[0]])  # the other four are deprecated, and not used
+        if type(state) is tuple and len(state) == 5 and type(state[0]) is Name and state[0] in DTYPES:
+            return dcp.TensorProperties(dtype=DTYPES[state[0]])  # the other four are deprecated, and not used
     raise IntegrityError(f"It describes {name} without a dtype.")
 
 

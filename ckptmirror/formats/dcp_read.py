@@ -125,7 +125,7 @@ class _Reader:
                 continue
             info = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
             data = load_part(self._descriptor(info.relative_path), info.offset, info.length, key)
-            if not isinstance(data, torch.Tensor) or not fills(data) or data.is_quantized:
+            if not isinstance(data, torch.Tensor) or not fills(data):
                 what = f"tensor of layout {data.layout}" if isinstance(data, torch.Tensor) else type(data).__name__
                 raise IntegrityError(f"{self.path}: {key} holds a {what} that no DCP directory does.")
             if tuple(data.shape) != region.sizes or data.dtype != described.properties.dtype:

@@ -26,14 +26,14 @@ from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.pickles import Made, Name, shown
 from ckptmirror.formats.read_limits import Budget
 
-__all__ = ["is_known", "make"]
+__all__ = ["DTYPES", "is_known", "make"]
 
 Storage = Callable[[str, int], torch.UntypedStorage]
 
 _MAX_DIMENSIONS = 64  # of torch
 _END = 1 << 63
 _TENSOR_BYTES = 1_000  # of its objects in Python and in C++
-_BYTES_PER_CHANNEL = 16  # of a quantised tensor, whose scales are copied
+_NUMBER_BYTES = 16  # of a torch.Size
 _ATTRIBUTE_BYTES = 150
 _FREE_EXPANSION_BYTES = 64 << 20  # that expanded tensors may show beyond what the file holds
 _EXPANSION = 4  # times the bytes of the file
@@ -131,8 +131,8 @@ class _Maker:
         return keys
 
     def _constant(self, name: Name) -> Any:
-        if name in _CONSTANTS:
-            return _CONSTANTS[name]
+        if name in DTYPES:
+            return DTYPES[name]
         if name in (allowed := _allowed()):
             return allowed[name]
         raise UnsafePickle(f"It holds {name} as a value.")
@@ -216,32 +216,6 @@ class _Maker:
     ) -> torch.Tensor:
         return _finished(self._view(storage, dtype, offset, size, stride), grad, hooks, bits)
 
-    def quantized(
-        self, storage: Any, offset: Any, size: Any, stride: Any, scheme: Any, requires_grad: Any, hooks: Any
-    ) -> torch.Tensor:
-        _no_hooks(hooks)
-        del requires_grad
-        before = self._expansion_left
-        view = self._view(storage, None, offset, size, stride)
-        if self._expansion_left < before:
-            raise UnsafePickle("It makes a quantised tensor that shows the same bytes twice.")
-        name, *rest = self.value(scheme)
-        if name == torch.per_tensor_affine and list(map(type, rest)) == [float, int]:
-            result = torch._empty_affine_quantized(
-                view.shape, scale=rest[0], zero_point=rest[1], dtype=view.dtype, device="cpu"
-            )
-        elif name in (torch.per_channel_affine, torch.per_channel_affine_float_qparams) and len(rest) == 3:
-            scales, zeros, axis = rest
-            self._budget.spend(_BYTES_PER_CHANNEL * len(scales))
-            if not 0 <= axis < view.dim() or not scales.numel() == zeros.numel() == view.shape[axis]:
-                raise IntegrityError("It makes a quantised tensor with scales for other channels.")
-            result = torch._empty_per_channel_affine_quantized(
-                view.shape, scales=scales, zero_points=zeros, axis=axis, dtype=view.dtype, device="cpu"
-            )
-        else:
-            raise IntegrityError("It makes a quantised tensor of a scheme that is not known.")
-        return result.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-
     def parameter(self, data: Any, requires_grad: Any, hooks: Any, state: Any = None) -> torch.nn.Parameter:
         _no_hooks(hooks)
         result = torch.nn.Parameter(_tensor(self.value(data)), requires_grad is True)
@@ -303,7 +277,7 @@ class _Maker:
     def size(self, numbers: Any = ()) -> torch.Size:
         if type(numbers) not in (tuple, list) or any(type(number) is not int for number in numbers):
             raise IntegrityError("It makes a torch.Size of something else than numbers.")
-        self._budget.spend(_ATTRIBUTE_BYTES + _BYTES_PER_CHANNEL * len(numbers))
+        self._budget.spend(_ATTRIBUTE_BYTES + _NUMBER_BYTES * len(numbers))
         return torch.Size(numbers)
 
     def device(self, name: Any, index: Any = None) -> torch.device:
@@ -319,8 +293,6 @@ class _Maker:
 
 def _finished(view: torch.Tensor, requires_grad: Any = False, hooks: Any = None, bits: Any = None) -> torch.Tensor:
     _no_hooks(hooks)
-    if view.dtype in _QUANTIZED:
-        raise IntegrityError(f"It makes a tensor of {view.dtype} that does not say how it is quantised.")
     for name, is_set in (bits or {}).items():
         if name not in ("conj", "neg") or is_set is not True:
             raise IntegrityError(f"It makes a tensor with {shown(name)} {shown(is_set)}.")
@@ -371,14 +343,15 @@ def _first_line(error: BaseException) -> str:
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _LAYOUTS = {str(one): one for one in (torch.strided, torch.sparse_coo, *_COMPRESSED)}
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_SCHEMES = (torch.per_tensor_affine, torch.per_channel_affine, torch.per_channel_affine_float_qparams)
-_CONSTANTS: dict[str, Any] = {**_DTYPES, **{str(scheme): scheme for scheme in _SCHEMES}}
+DTYPES = {
+    str(value): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not str(value).startswith("torch.q")  # quantised: they need scales too
+}
 _NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
 _STORAGES: dict[str, torch.dtype | None] = {
-    **{f"torch.{_dtype_to_storage_type_map()[dtype]}": dtype for dtype in (*_NUMBERS, *_INTEGERS, *_QUANTIZED)},
+    **{f"torch.{_dtype_to_storage_type_map()[dtype]}": dtype for dtype in (*_NUMBERS, *_INTEGERS)},
     "torch.storage.UntypedStorage": None,
 }
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
@@ -389,7 +362,6 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _Maker.tensor,
     "torch._utils._rebuild_tensor_v2": _Maker.tensor,
     "torch._utils._rebuild_tensor_v3": _Maker.tensor_v3,
-    "torch._utils._rebuild_qtensor": _Maker.quantized,
     "torch._utils._rebuild_parameter": _Maker.parameter,
     "torch._utils._rebuild_parameter_with_state": _Maker.parameter,
     "torch._utils._rebuild_sparse_tensor": _Maker.sparse,
@@ -400,4 +372,4 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "torch.device": _Maker.device,
     "torch.serialization._get_layout": _Maker.layout,
 }
-_NAMES = frozenset({*_MAKERS, *_STORAGES, *_CONSTANTS, *_TENSOR_TYPES, _OF_PARTS})
+_NAMES = frozenset({*_MAKERS, *_STORAGES, *DTYPES, *_TENSOR_TYPES, _OF_PARTS})

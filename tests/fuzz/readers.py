@@ -499,8 +499,6 @@ def _zoo() -> bytes:
         "dtypes": [base.to(dtype)[:1] for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64)],
         "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
         "sparse": [base.relu().to_sparse(), base.relu().to_sparse_csr()],
-        "quantised": torch.quantize_per_tensor(base, 0.1, 3, torch.qint8),
-        "channels": torch.quantize_per_channel(base, torch.ones(4) / 8, torch.zeros(4), 0, torch.quint8),
         "meta": torch.empty(5, 6, device="meta"),
         "state": model.state_dict(),
         "parameter": model.weight,

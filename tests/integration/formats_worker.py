@@ -21,7 +21,7 @@ from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
 from ckptmirror.core.names import SaveName, tmp_name
 from ckptmirror.formats import LoadReport, LoadTarget, TrainState, WriteContext, get_format
 from ckptmirror.formats.artifacts import ArtifactStream
-from ckptmirror.formats.capture import architecture_hash, capture, snapshot_from_tree, snapshot_tree
+from ckptmirror.formats.capture import capture, snapshot_from_tree, snapshot_tree
 from ckptmirror.formats.emergency import write_emergency
 from ckptmirror.formats.sidecars import load_sidecars, write_sidecars
 from ckptmirror.local.directories import rename_noreplace
@@ -113,7 +113,7 @@ def save(root: Path, state: TrainState, here: WriteContext, *, host_copy: bool =
     for kind in KINDS:
         mine += get_format(kind).write(live, here)
     mine += write_sidecars(live, here)[0]
-    return finish(root, mine, here, architecture_hash(live))
+    return finish(root, mine, here, live.architecture)
 
 
 def finish(root: Path, mine: list[Artifact], here: WriteContext, architecture: str | None) -> Meta:

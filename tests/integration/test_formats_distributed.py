@@ -12,7 +12,7 @@ import torch
 from ckptmirror.core.errors import KindMismatch
 from ckptmirror.core.model import Kind
 from ckptmirror.formats import get_format
-from ckptmirror.formats.capture import architecture_hash, capture
+from ckptmirror.formats.capture import capture
 from ckptmirror.formats.sidecars import write_sidecars
 from tests.integration import formats_worker as worker
 from tests.kit import processes
@@ -76,7 +76,7 @@ def test_one_process_saves_and_two_ranks_load(how: str, tmp_path: Path) -> None:
     artifacts += write_sidecars(snapshot, here)[0]
     for name in sorted({artifact.path.partition("/")[0] for artifact in artifacts}):
         worker.rename_noreplace(tmp_path / worker.tmp_name(name, worker.SAVE_ID), tmp_path / name)
-    meta = worker.meta_of(KINDS, artifacts, architecture_hash(snapshot))
+    meta = worker.meta_of(KINDS, artifacts, snapshot.architecture)
     (tmp_path / "meta.pickle").write_bytes(pickle.dumps(meta))
     for rank, result in enumerate(run_ranks(f"foreign-{how}", tmp_path)):
         for kind in KINDS:

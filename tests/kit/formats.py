@@ -15,7 +15,7 @@ from ckptmirror.core.model import KINDS as ALL_KINDS
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
 from ckptmirror.core.names import SaveName, emergency_dir_name, tmp_name
 from ckptmirror.formats import LoadReport, LoadTarget, TrainState, WriteContext, get_format
-from ckptmirror.formats.capture import architecture_hash, capture
+from ckptmirror.formats.capture import capture
 from ckptmirror.formats.emergency import write_emergency
 from ckptmirror.formats.sidecars import load_sidecars, write_sidecars
 from ckptmirror.local.directories import rename_noreplace
@@ -124,7 +124,7 @@ def save(kind: Kind, root: Path, state: TrainState) -> Meta:
     artifacts = get_format(kind).write(snapshot, here) + write_sidecars(snapshot, here)[0]
     get_format(kind).check(here, artifacts)
     publish(root, artifacts)
-    return meta_of((kind,), artifacts, architecture_hash(snapshot))
+    return meta_of((kind,), artifacts, snapshot.architecture)
 
 
 def publish(root: Path, artifacts: list[Artifact]) -> None:

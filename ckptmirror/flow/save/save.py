@@ -385,7 +385,6 @@ class Saver:
         artifacts: list[Artifact],
     ) -> Meta:
         from ckptmirror.formats import get_format
-        from ckptmirror.formats.capture import architecture_hash
 
         for kind in context.kinds:
             get_format(kind).check(context, artifacts)
@@ -403,7 +402,7 @@ class Saver:
             artifacts=tuple(sorted(artifacts, key=lambda artifact: artifact.path)),
             tag=context.name.tag,
             training_config=copied.said.config,
-            architecture_hash=architecture_hash(copied.snapshot),
+            architecture_hash=copied.snapshot.architecture,
             metrics=copied.said.metrics,
             fields=copied.said.fields,
             created_at_utc=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -106,11 +106,9 @@ class Plan:
 
 def holdings_of(copied: object) -> Holdings:
     """Return the hashes of what a rank saves, to compare with the other ranks'."""
-    from ckptmirror.formats.capture import optimizer_holdings, parameters_hash
-
     if not isinstance(copied, Copied):
         return Holdings()
-    return Holdings(parameters_hash(copied.snapshot), optimizer_holdings(copied.snapshot))
+    return Holdings(copied.snapshot.parameters, copied.snapshot.optimizer_holds)
 
 
 def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteContext:
