@@ -133,9 +133,6 @@ def stream_to(writer: ArtifactWriter) -> Iterator[ArtifactStream]:
     stream = ArtifactStream(writer)
     try:
         yield stream
-    except BaseException as error:
-        if stream.error is not None and stream.error is not error:
-            raise stream.error from error
-        raise
-    if stream.error is not None:
-        raise stream.error
+    finally:
+        if stream.error is not None:
+            raise stream.error

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats.base import Snapshot
+from ckptmirror.formats.containers import placed_leaves
 from ckptmirror.formats.extra_aliases import KEY as ALIASES
 from ckptmirror.formats.extra_aliases import aliases_of
 from ckptmirror.formats.names import bare, live_parameters, live_values
@@ -35,6 +36,7 @@ from ckptmirror.formats.shards import region_of
 from ckptmirror.formats.state_tree import knows_its_position, position_of, state_of, warn_left_alone
 from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.train_state import PARTS, TrainState, check_state
+from ckptmirror.formats.tree_queries import is_sharded
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
 from ckptmirror.formats.weights_only_values import encode, has_shards
 
@@ -75,7 +77,7 @@ def capture(
     Raises:
         UsageError: Something in ``state`` could not be loaded back; the message names it.
     """
-    agree = before_collectives if "model" in kinds and _has_shards_to_gather(state.model) else None
+    agree = before_collectives if "model" in kinds and is_sharded(state.model) else None
     try:
         snapshot = capture_local(state, step=step, with_ema=rank == 0)
         if "dcp" in kinds:
@@ -188,12 +190,9 @@ def _hash_of_holdings(state: dict[str, Any]) -> str:
     return hashlib.sha256(repr(sorted(held)).encode()).hexdigest()
 
 
-def walk_tensors(tree: Any, name: str = "") -> list[tuple[str, Any]]:
+def walk_tensors(tree: Any) -> list[tuple[str, Any]]:
     """Return (dotted name, tensor) of every tensor in a tree."""
-    if isinstance(tree, torch.Tensor):
-        return [(name, tree)]
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    return [found for key, item in items for found in walk_tensors(item, f"{name}.{key}" if name else str(key))]
+    return [(".".join(map(str, path)), leaf) for path, leaf in placed_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _hash_of_shapes(model: Mapping[str, Any]) -> str:
@@ -226,12 +225,6 @@ def _gather(live: torch.nn.Module, model: Mapping[str, Any], *, keep: bool) -> d
     if failure is not None:
         raise failure
     return whole if keep else None
-
-
-def _has_shards_to_gather(model: Any) -> bool:
-    if not isinstance(model, torch.nn.Module):
-        return False
-    return any(isinstance(value, DTensor) for values in (model.parameters(), model.buffers()) for value in values)
 
 
 def _buffers(live: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, Any]:

@@ -238,10 +238,6 @@ class _Maker:
             indices, values, size = _tensor(parts[0]), _tensor(parts[1]), torch.Size(_shape(parts[2]))
             is_coalesced = len(parts) == 4 and parts[3] is True
             return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=is_coalesced)
-        if layout in _COMPRESSED and len(parts) == 4:
-            first, second, values = map(_tensor, parts[:3])
-            size = torch.Size(_shape(parts[3]))
-            return torch.sparse_compressed_tensor(first, second, values, size, layout=layout, check_invariants=True)
         raise IntegrityError(f"It makes a sparse tensor of layout {layout}.")
 
     def on_meta(self, dtype: Any, size: Any, stride: Any, requires_grad: Any) -> torch.Tensor:
@@ -341,8 +337,7 @@ def _first_line(error: BaseException) -> str:
 
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
-_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
-_LAYOUTS = {str(one): one for one in (torch.strided, torch.sparse_coo, *_COMPRESSED)}
+_LAYOUTS = {str(one): one for one in (torch.strided, torch.sparse_coo)}  # which a save takes
 DTYPES = {
     str(value): value
     for value in vars(torch).values()

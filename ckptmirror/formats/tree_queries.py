@@ -49,8 +49,8 @@ def takes_state(value: Any) -> bool:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a tensor, or any parameter of a module, is a DTensor."""
-    tensors = value.parameters() if isinstance(value, torch.nn.Module) else (value,)
+    """Whether a tensor, or any parameter or buffer of a module, is a DTensor."""
+    tensors = (*value.parameters(), *value.buffers()) if isinstance(value, torch.nn.Module) else (value,)
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 

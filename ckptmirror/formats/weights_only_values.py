@@ -297,10 +297,7 @@ def _encode_array(value: Any, where: str) -> dict[str, Any] | None:
     if value.dtype.kind not in "biufc":
         return None
     own = numpy.array(value, order="C", copy=True)
-    try:
-        data = torch.from_numpy(own.reshape(-1).view(numpy.uint8))
-    except TypeError as error:
-        raise UsageError(f"{where} is a NumPy array of type {value.dtype}, which cannot be saved.") from error
+    data = torch.from_numpy(own.reshape(-1).view(numpy.uint8))
     return {MARK: "array", "dtype": own.dtype.str, "shape": list(value.shape), "data": data}
 
 

@@ -498,7 +498,7 @@ def _zoo() -> bytes:
         "views": [base[1:3], base.t(), base[:, 2], torch.empty(0, 3), torch.tensor(3.5).expand(2, 2)],
         "dtypes": [base.to(dtype)[:1] for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64)],
         "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
-        "sparse": [base.relu().to_sparse(), base.relu().to_sparse_csr()],
+        "sparse": base.relu().to_sparse(),
         "meta": torch.empty(5, 6, device="meta"),
         "state": model.state_dict(),
         "parameter": model.weight,
