@@ -29,7 +29,7 @@ from ckptmirror.formats.tensor_bytes import compact
 from ckptmirror.formats.tensor_files import load_pt, refused_as_usage
 from ckptmirror.local.checksummed_writer import ArtifactWriter
 
-__all__ = ["ArtifactStream", "new_file", "stream_to", "write_json", "write_pt"]
+__all__ = ["ArtifactStream", "stream_to", "write_json", "write_pt"]
 
 
 class ArtifactStream(io.RawIOBase):
@@ -86,7 +86,7 @@ def write_pt(tree: Any, path: Path, *, save_id: str, publish: bool = False) -> D
         LocalStorageFull: The disk is full.
         UsageError: The tree holds something that a load refuses.
     """
-    with new_file(path, save_id) as writer:
+    with ArtifactWriter(path, save_id) as writer:
         try:
             with stream_to(writer) as stream:
                 torch.save(compact(tree), cast(IO[bytes], stream))
@@ -101,7 +101,7 @@ def write_pt(tree: Any, path: Path, *, save_id: str, publish: bool = False) -> D
 
 def write_json(value: Any, path: Path, *, save_id: str, publish: bool = False) -> Digest:
     """Write ``value`` as one line of ASCII JSON with sorted keys as ``path``, sealed or published."""
-    with new_file(path, save_id) as writer:
+    with ArtifactWriter(path, save_id) as writer:
         writer.write(json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n")
         return writer.publish() if publish else writer.seal()
 
@@ -113,17 +113,6 @@ def _read_back(written: Path, tree: Any) -> None:
     except UsageError as error:
         if isinstance(error.__cause__, TooDeep):
             raise too_deep(tree, "") from error
-        raise
-
-
-@contextmanager
-def new_file(path: Path, save_id: str) -> Iterator[ArtifactWriter]:
-    """Yield the writer of a new file, which is abandoned after an error."""
-    writer = ArtifactWriter(path, save_id)
-    try:
-        yield writer
-    except BaseException:
-        writer.abandon()
         raise
 
 

@@ -215,10 +215,7 @@ def _gather(live: torch.nn.Module, model: Mapping[str, Any], *, keep: bool) -> d
             full = value.full_tensor()
             try:
                 gathered[key] = full.cpu() if keep and failure is None else None
-            except (
-                RuntimeError,
-                MemoryError,
-            ) as error:  # out of memory, but the other ranks still wait in the next collectives
+            except (RuntimeError, MemoryError) as error:  # no memory; but the other ranks wait in the next collectives
                 gathered[key], failure = None, error
             del full
         whole[name] = gathered[key]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ckptmirror.core.errors import CkptMirrorError, NameTaken
 from ckptmirror.core.model import Digest
-from ckptmirror.formats.artifacts import new_file, stream_to
+from ckptmirror.formats.artifacts import stream_to
 from ckptmirror.local.checksummed_writer import ArtifactWriter
 from ckptmirror.local.directories import make_dirs
 
@@ -45,7 +45,7 @@ class ArtifactFileSystem(FileSystemBase):
             raise CkptMirrorError(f"A save does not open files with mode {mode!r}.")
         target = Path(path)
         name = target.name.removesuffix(_TEMPORARY)
-        with new_file(target.with_name(name), self.save_id) as writer:
+        with ArtifactWriter(target.with_name(name), self.save_id) as writer:
             with stream_to(writer) as stream:
                 yield stream
             if name != target.name:

@@ -129,18 +129,19 @@ class _Doubt(CkptMirrorError):
 
 
 def _check_no_doubt(taken: Sequence[Mapping[str, Any]], every: Sequence[Mapping[str, Any]]) -> None:
-    """Check that no other group of the save could be meant instead.
-
-    Raises:
-        _Doubt: Another group could be meant.
-    """
+    """Check that no other group of the save could be meant instead."""
     if not taken:
         raise _Doubt("no group is the state of an optimizer.")
-    listed = [key for group in every for key in _params(group) if isinstance(key, str)]
-    if len(set(listed)) < len(listed):
-        raise _Doubt("a parameter is in several groups of optimizer keys.")
+    _check_once(every)
     if len(taken) < len(every) and any(_is_positional(group) for group in every):
         raise _Doubt("the state is keyed by position, so it could belong to any of them.")
+
+
+def _check_once(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Check that no parameter is in two groups by its name."""
+    listed = [key for group in groups for key in _params(group) if isinstance(key, str)]
+    if len(set(listed)) < len(listed):
+        raise _Doubt("a parameter is in several groups of optimizer keys.")
 
 
 def _by_name(groups: Sequence[Group], model: Mapping[str, Any], state: Any) -> dict[str, Any]:
@@ -157,9 +158,7 @@ def _by_name(groups: Sequence[Group], model: Mapping[str, Any], state: Any) -> d
         _check_calls(groups, state.optimizer)
         pairs = zip(groups, live, strict=True)
         groups = [Group(group.name, _named(group.state, one, state.model)) for group, one in pairs]
-    listed = [key for group in groups for key in _params(group.state)]
-    if len(set(listed)) < len(listed):
-        raise _Doubt("a parameter is in several of the groups.")
+    _check_once(group.state for group in groups)
     return joined(groups) or {}
 
 

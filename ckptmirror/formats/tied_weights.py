@@ -7,14 +7,14 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.already_filled import Span, same, share_bytes, span_of
-from ckptmirror.formats.shards import Piece, Stored, fill, local_of, region_of
+from ckptmirror.formats.shards import Stored, fill, fills, local_of, region_of
 
 __all__ = ["refuse_two_values"]
 
@@ -54,9 +54,10 @@ def refuse_two_values(live: Mapping[str, torch.Tensor], saved: Mapping[str, Stor
     """
     for run in _sharing(live):
         names = [name for name in live if name in run]
-        held = [saved[name].held for name in names]
-        if all(_is_one(piece, held[0]) for piece in held) and _is_one_place(run):
-            continue  # one in the file too
+        held = [piece for name in names if (piece := saved[name].held) is not None and fills(piece.data)]
+        is_one_there = len(held) == len(names) and len({piece.region for piece in held}) == 1
+        if is_one_there and _is_one(piece.data for piece in held) and _is_one(span.tensor for span in run.values()):
+            continue
         views = _like(run)
         values = {name: torch.empty(views[name].shape, dtype=views[name].dtype, device="cpu") for name in names}
         for name, value in values.items():
@@ -88,20 +89,9 @@ def _those_that_share(run: dict[str, Span]) -> dict[str, Span]:
     }
 
 
-def _is_one(piece: Piece | None, other: Piece | None) -> bool:
-    if piece is None or other is None or piece.region != other.region:
-        return False
-    one, two = piece.data, other.data
-    return one.layout == torch.strided and (one.data_ptr(), one.stride(), one.dtype) == (
-        two.data_ptr(),
-        two.stride(),
-        two.dtype,
-    )
-
-
-def _is_one_place(run: Mapping[str, Span]) -> bool:
-    places = {(s.begin, s.end, tuple(s.tensor.shape), s.tensor.stride(), s.tensor.dtype) for s in run.values()}
-    return len(places) == 1
+def _is_one(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all show the same memory in the same way."""
+    return len({(t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for t in tensors}) == 1
 
 
 def _like(run: Mapping[str, Span]) -> dict[str, torch.Tensor]:
