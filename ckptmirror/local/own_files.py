@@ -23,8 +23,9 @@ from shlex import quote
 from ckptmirror.core.errors import LocalStorageUnwritable
 from ckptmirror.local.storage_errors import explained
 
-__all__ = ["check_own_file", "has_trusted_owner", "is_planted", "open_own_file", "refused", "sharing_of"]
+__all__ = ["check_own_file", "has_trusted_owner", "is_planted", "may_move", "open_own_file", "refused", "sharing_of"]
 
+OWN_DIRECTORY_HINT = "Stage into a directory of your own (`mkdir -p -m 700 ~/staged` makes one)."
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -83,6 +84,14 @@ def has_trusted_owner(facts: os.stat_result, place: os.stat_result) -> bool:
     return facts.st_uid in (os.geteuid(), 0, place.st_uid)
 
 
+def may_move(path: Path) -> bool:
+    """Whether this user may rename a file or directory that another owns into another directory."""
+    facts, place = path.lstat(), path.parent.stat()
+    if place.st_mode & stat.S_ISVTX and os.geteuid() not in (0, place.st_uid):
+        return False
+    return not stat.S_ISDIR(facts.st_mode) or os.access(path, os.W_OK, effective_ids=True)  # ".." in it changes
+
+
 def sharing_of(directory: Path) -> str | None:
     """Return who else may write to a directory or one above it, and what to do; None if it is not shared."""
     real = Path(os.path.realpath(directory))
@@ -91,9 +100,9 @@ def sharing_of(directory: Path) -> str | None:
             facts = place.stat()
             who = _others_in(facts, is_above=place not in (directory, real))
             if who is not None:
-                hint = "Stage into a directory of your own (`mkdir -p -m 700 ~/staged` makes one)"
+                hint = OWN_DIRECTORY_HINT
                 if facts.st_uid == os.geteuid():
-                    hint = f"Close it (`chmod go-w {quote(str(place))}`), or stage into another directory"
+                    hint = f"Close it (`chmod go-w {quote(str(place))}`), or stage into another directory."
                 return f"{who} may write to {place}. {hint}"
     return None
 

@@ -7,6 +7,8 @@ Rules:
 * The files that a meta in the trash names may be deleted ("condemned"), unless a meta outside the trash names them too.
   So the next call finishes an interrupted replacement. A file of another size is not the one it named, and stays.
 * In a training root only metas of the staged save itself condemn files: only rotation deletes other saves.
+* What another user owns (``own_files``) is not believed, be it a meta, a file or a directory. If it has a name of the
+  staged save, it is fetched again and replaced. A start believes everything in its own root.
 * All names of one save have the same tag.
 """
 
@@ -39,6 +41,7 @@ __all__ = [
     "is_training_root",
     "make_control_dir",
     "make_real_dirs",
+    "moved",
     "with_tag",
 ]
 
@@ -88,31 +91,52 @@ class Destination:
 
     Args:
         replaces: The save whose metas in the trash condemn files; None: those of any save do.
+        own_root: Whether it is a trainer's root and the caller acts for that trainer.
 
     Attributes:
         saves: Every save of the step whose meta is valid, whole or not.
+        planted: The same, where the meta is another user's.
         condemned: Names that only metas in the trash name, each with the paths that those name below it.
     """
 
-    def __init__(self, root: Path, step: int, *, replaces: str | None = None) -> None:
+    def __init__(self, root: Path, step: int, *, replaces: str | None = None, own_root: bool = False) -> None:
         self.root = root
         self.step = step
         self._replaces = replaces
+        self._own_root = own_root
+        self._place = root.stat()
         inventory = read_inventory(root)
         valid = [*inventory.saves, *inventory.incomplete]
-        self.saves: list[LocalSave] = [save for save in valid if save.meta.step == step]
+        here = [save for save in valid if save.meta.step == step]
+        self.planted: list[LocalSave] = [save for save in here if self.other_owner(save.meta_path) is not None]
+        self.saves: list[LocalSave] = [save for save in here if save not in self.planted]
         standing = {name for save in valid for name in self.names_of(save)}
         self.condemned = {name: below for name, below in self._named_by_trash() if name not in standing}
 
     def names_of(self, save: LocalSave) -> list[str]:
-        """Return the names directly below the root that a save occupies."""
-        return [*top_names(save.meta.artifacts), save.meta_path.relative_to(self.root).parts[0]]
+        """Return the names directly below the root that a save occupies; of a planted one, those that are not ours."""
+        occupied = [*top_names(save.meta.artifacts), save.meta_path.relative_to(self.root).parts[0]]
+        if save in self.planted:
+            return [name for name in occupied if self.other_owner(self.root / name) is not None]
+        return occupied
 
     def find(self, save_id: str) -> LocalSave | None:
         """Return the save with this id; of several, a whole one first, then one that was not staged."""
         mine = [save for save in self.saves if save.meta.save_id == save_id]
         mine.sort(key=lambda save: (save.why != "", save.meta.staged_from is not None))
         return mine[0] if mine else None
+
+    def other_owner(self, path: Path) -> int | None:
+        """Return the id of another user who may change a path, since it or a directory on the way to it is theirs."""
+        if self._own_root:
+            return None
+        for one in (path, *path.parents):
+            if one == self.root:
+                break
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if not has_trusted_owner(facts := one.lstat(), self._place):
+                    return facts.st_uid
+        return None
 
     def trashed_metas(self) -> Iterator[Meta]:
         """Yield the metas of this step that are in the trash."""
@@ -121,7 +145,7 @@ class Destination:
             return
         for entry in sorted(trash_dir.iterdir()):
             parsed = parsed_in_trash(entry)
-            if parsed is None or parsed.role != "meta":
+            if parsed is None or parsed.role != "meta" or self.other_owner(entry) is not None:
                 continue
             try:
                 meta = meta_from_bytes(files.read_limited(entry, META_LIMIT_BYTES))
@@ -148,13 +172,16 @@ class Destination:
 
     # -- names ----------------------------------------------------------------------------------------------
 
-    def choose_tag(self, save_id: str, arriving: ByTop, same: LocalSave | None) -> str:
+    def choose_tag(
+        self, save_id: str, arriving: ByTop, same: LocalSave | None, replaced: Sequence[LocalSave] = ()
+    ) -> str:
         """Choose the tag of the save's names: the one that it has here, else "" if that is free, else its digits.
 
         Args:
             save_id: The save's id.
             arriving: The files that the save will have, by untagged top name.
             same: The save as it is here now, if it is.
+            replaced: Other saves here whose names it may take.
 
         Raises:
             DestinationOccupied: Files that ckptmirror did not put there have all the names.
@@ -162,9 +189,10 @@ class Destination:
         tags = ["", save_id[:8]]
         here = [same.meta.tag] if same is not None else []
         begun = (tag for tag in tags if self._is_begun(save_id, tag, arriving))  # this reads files: only if necessary
+        own = {name for save in (*replaced, *([same] if same is not None else [])) for name in self.names_of(save)}
         in_the_way: list[str] = []
         for tag in chain(here, begun, tags):
-            in_the_way = list(self._in_the_way(save_id, tag, arriving, same))
+            in_the_way = list(self._in_the_way(save_id, tag, arriving, own))
             if not in_the_way:
                 return tag
         raise DestinationOccupied(f"{self.root} holds {', '.join(in_the_way[:5])}, which no valid meta explains.")
@@ -173,8 +201,7 @@ class Destination:
         """Whether an interrupted call has published part of the save under this tag."""
         return any(self.holds(with_tag(top, save_id, tag), artifacts) for top, artifacts in arriving.items())
 
-    def _in_the_way(self, save_id: str, tag: str, arriving: ByTop, same: LocalSave | None) -> Iterator[str]:
-        own = set(self.names_of(same)) if same is not None else set()
+    def _in_the_way(self, save_id: str, tag: str, arriving: ByTop, own: Collection[str]) -> Iterator[str]:
         wanted = {with_tag(top, save_id, tag): artifacts for top, artifacts in arriving.items()}
         for entry in sorted(os.scandir(self.root), key=lambda entry: entry.name):
             parsed = names.parse_name(entry.name)
@@ -192,15 +219,19 @@ class Destination:
             return False
         try:
             for artifact in artifacts:
-                verify_file(self.root / _moved(artifact, name), artifact.digest)
+                verify_file(self.root / moved(artifact, name), artifact.digest)
         except (FileNotFoundError, NotADirectoryError, IntegrityError):
             return False
         return True
 
     def has_sizes(self, name: str, artifacts: Sequence[Artifact]) -> bool:
-        """Whether each artifact is under a top name with exactly its size; links do not count."""
+        """Whether each artifact is under a top name with its size; no link counts, and nothing of another user."""
         listing = Listing(self.root)
-        return not any(listing.fault_of(_moved(a, name), a.digest.size_bytes) for a in artifacts)
+        return not any(
+            listing.fault_of(moved(a, name), a.digest.size_bytes)
+            or self.other_owner(self.root / moved(a, name)) is not None
+            for a in artifacts
+        )
 
     def strangers(self, name: str, below: Collection[str]) -> list[str]:
         """Return the files in a directory besides ``below``; ckptmirror did not put them there."""
@@ -215,7 +246,7 @@ class Destination:
         trash_dir = self.root / names.TRASH_DIR
         if not trash_dir.is_dir():
             return
-        condemned = Destination(self.root, self.step, replaces=self._replaces).condemned
+        condemned = Destination(self.root, self.step, replaces=self._replaces, own_root=self._own_root).condemned
         for name, below in sorted(condemned.items()):
             paths = sorted(f"{name}/{inner}" for inner in below) if self.strangers(name, below) else [name]
             for path in paths:
@@ -230,7 +261,7 @@ class Destination:
                 trash.remove_tree_in_trash(self.root, entry)
 
 
-def _moved(artifact: Artifact, name: str) -> str:
+def moved(artifact: Artifact, name: str) -> str:
     """Return the artifact's path under another top name."""
     _, slash, below = artifact.path.partition("/")
     return name + slash + below

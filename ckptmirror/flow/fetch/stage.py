@@ -176,7 +176,8 @@ def stage_save(
     """Bring the artifacts of some kinds of one save into ``dest`` and return the resulting meta there.
 
     ``meta`` is the mirror's; ``full`` also brings the optimizer, extra and tensors files. ``repair`` is ``refresh`` for
-    this save alone: all other saves of the step stay as they are. In a training root the caller holds the root lock.
+    this save alone, by a start in its own root: all other saves of the step stay as they are. In a training root the
+    caller holds the root lock.
     Raises what :func:`stage_checkpoint_step` raises.
     """
     _check_run(dest, meta, mirror, repair=repair)
@@ -185,7 +186,7 @@ def stage_save(
     lock_path = dest / names.CONTROL_DIR / f"stage_{names.SaveName(meta.step).stem}.lock"
     with exclusive(lock_path, timeout_s=_OTHER_STAGE_WAIT_S, on_held=_waiting(meta, dest)):
         bus = bus or events.EventBus()
-        staging = Staging(mirror, dest, refresh or repair, on_progress, bus)
+        staging = Staging(mirror, dest, refresh or repair, on_progress, bus, own_root=repair)
         try:
             return staging.bring(meta, wanted, kinds, replaces=refresh)
         except BaseException as error:

@@ -19,6 +19,8 @@ Rules:
 * Replacing loses nothing: another save is removed only if this mirror holds it, checksum by checksum, or if it was only
   a copy from this mirror. In a training root no other save is removed at all, and of this save only the files that a
   verified copy replaces.
+* What another user owns is fetched again and replaced (``destination``). If this user may not move it away, or in a
+  training root, the call is refused before anything is fetched.
 * A kind of this save that the mirror has lost since stays beside what is brought, under the meta that names it. If that
   meta cannot stay, the call is refused.
 """
@@ -53,6 +55,7 @@ from ckptmirror.flow.fetch.destination import (
     by_top,
     is_training_root,
     make_real_dirs,
+    moved,
     with_tag,
 )
 from ckptmirror.flow.fetch.stage_progress import OnProgress, StageProgress
@@ -62,6 +65,7 @@ from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.places.select import MAIN_ROLE, lineage_of
 from ckptmirror.local import directories, files, trash
 from ckptmirror.local.inventory import LocalSave
+from ckptmirror.local.own_files import OWN_DIRECTORY_HINT, may_move
 
 __all__ = ["Staging", "wanted_artifacts"]
 
@@ -104,10 +108,18 @@ class Staging:
         refresh: Whether files of a save in the directory are verified by checksum, not by size.
         on_progress: Called now and then, from other threads, one at a time.
         bus: Receives events when a download starts and ends, and for each broken copy in the directory.
+        own_root: Whether the directory is a trainer's root and the caller acts for that trainer.
     """
 
     def __init__(
-        self, mirror: Mirror, dest: Path, refresh: bool, on_progress: OnProgress | None, bus: events.EventBus
+        self,
+        mirror: Mirror,
+        dest: Path,
+        refresh: bool,
+        on_progress: OnProgress | None,
+        bus: events.EventBus,
+        *,
+        own_root: bool = False,
     ) -> None:
         self._mirror = mirror
         self._dest = dest
@@ -115,6 +127,7 @@ class Staging:
         self._refresh = refresh
         self._on_progress = on_progress
         self._bus = bus
+        self._own_root = own_root
 
     def bring(self, meta: Meta, wanted: Sequence[Artifact], kinds: Sequence[Kind], *, replaces: bool = False) -> Meta:
         """Bring ``wanted`` into the directory, whole, under one meta with the save's files that are there already.
@@ -128,7 +141,8 @@ class Staging:
         Returns:
             The save's meta in the directory.
         """
-        place = Destination(self._dest, meta.step, replaces=meta.save_id if self._in_training else None)
+        only = meta.save_id if self._in_training else None
+        place = Destination(self._dest, meta.step, replaces=only, own_root=self._own_root)
         stale, others = self._judged(place, meta) if replaces else ([], [])
         staged = self._bring(place, meta, wanted, kinds, stale)
         place.finish_replacing()
@@ -183,6 +197,8 @@ class Staging:
         if self._refresh or not self._in_training:  # on refresh the remaining one is verified
             twins = [save for save in place.saves if save.meta.save_id == meta.save_id and save is not same]
             stale = [*stale, *twins]  # of two metas of one save, remove one
+        planted = [save for save in place.planted if save.meta.save_id == meta.save_id]
+        stale = [*stale, *planted]
         on_mirror = _untagged(meta)
         held = same.meta if same is not None else place.interrupted(meta.save_id)
         lost = _only_in(held, on_mirror)
@@ -190,7 +206,7 @@ class Staging:
             held = held.narrowed(held.kinds_without(lost))
             lost = []
         artifacts = _with_held(wanted, on_mirror, held)
-        tag = place.choose_tag(meta.save_id, by_top([*artifacts, *lost]), same)
+        tag = place.choose_tag(meta.save_id, by_top([*artifacts, *lost]), same, planted)
         standing = same if same is not None and same.meta.tag == tag else None
         self._check_only_copies(place, meta, on_mirror, standing)
         missing = {}
@@ -201,6 +217,8 @@ class Staging:
                 if strangers := place.strangers(name, below_top(below)):
                     what = f"{self._dest / name} holds {strangers[0]}"
                     raise DestinationOccupied(f"{what}, which is not part of the checkpoint.")
+        files_here = [self._dest / moved(a, name) for name, below in missing.items() for a in below]
+        self._check_planted(place, [*files_here, *(save.meta_path for save in planted)])
         for top, below in by_top(lost).items():
             self._is_here(place, with_tag(top, meta.save_id, tag), below, standing)  # reports a broken one, which stays
         new = self._new_meta(meta, [*artifacts, *lost], kinds, held, tag)
@@ -243,6 +261,23 @@ class Staging:
                         f"{self._dest} holds {path} of save {meta.save_id[:8]}, which {self._mirror.url} has lost.",
                         hint="Stage into another directory, or move the file away.",
                     )
+
+    def _check_planted(self, place: Destination, paths: Sequence[Path]) -> None:
+        """Check that what another user has under the save's names can be replaced, and say so.
+
+        Raises:
+            DestinationOccupied: This user may not move it away, or a trainer saves here.
+        """
+        theirs = [(path, owner) for path in paths if (owner := place.other_owner(path)) is not None]
+        for path, owner in theirs:
+            what = f"{path} belongs to user id {owner}"
+            if self._in_training:
+                raise DestinationOccupied(f"{what}, and a trainer saves there.", hint=OWN_DIRECTORY_HINT)
+            top = self._dest / path.relative_to(self._dest).parts[0]
+            if place.other_owner(top) is not None and os.path.lexists(top) and not may_move(top):
+                raise DestinationOccupied(f"{what}, who alone may move it away.", hint=OWN_DIRECTORY_HINT)
+        if theirs:
+            _log.warning("%s belongs to user id %d: it is not believed, and is fetched again", *theirs[0])
 
     def _is_here(self, place: Destination, name: str, artifacts: Sequence[Artifact], same: LocalSave | None) -> bool:
         """Whether the files under a top name may stay: those of ``same`` by size, others or on refresh by checksum."""

@@ -216,7 +216,7 @@ def _sealed_only(root: Path, temporaries: Iterable[Path]) -> list[Meta]:
 
 def _finish_replacement(root: Path, staged: Meta) -> None:
     """Delete what a crash left of a broken copy that ``staged``, of the same save, has replaced."""
-    place = Destination(root, staged.step, replaces=staged.save_id)
+    place = Destination(root, staged.step, replaces=staged.save_id, own_root=True)
     if any(meta.save_id == staged.save_id for meta in place.trashed_metas()):
         place.finish_replacing()
 
