@@ -213,7 +213,8 @@ def test_i11_a_fenced_attempt_commits_nothing_more(tmp_path: Path) -> None:
         assert start.step == 1
         zombie = old.save(2, state).wait()  # committed on its disk; it does not know yet
         new.save(2, state).wait("mirrored", timeout_s=30)
-        assert not old._wait_mirrored(zombie.save_id, 30.0)
+        with pytest.raises(AttemptFenced):
+            old._wait_mirrored(zombie.save_id, 30.0)
         with pytest.raises(AttemptFenced) as fenced:
             old.save(3, state)
         assert fenced.value.exit_code == 7
