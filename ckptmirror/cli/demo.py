@@ -52,7 +52,7 @@ def command(mirror: str | None, keep: bool, timeline: Path | None) -> int:
     if place is not None:
         place.check_empty()
         print(f"Everything is under {place.url}. Nothing else there is touched.", flush=True)
-    folder = Path(tempfile.mkdtemp(prefix="ckptmirror-demo-"))
+    folder = Path(tempfile.mkdtemp(prefix="ckptmirror-demo-"))  # mode 0700, whatever the umask: all users share /tmp
     told = False
     again = "the same command starts over" + (f", elsewhere; {place.left}" if place is not None else "")
     with told_when_interrupted(again):

@@ -21,6 +21,8 @@ from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.flow.drain import drain
 from ckptmirror.local import crashpoints
+from ckptmirror.stores import open_store
+from ckptmirror.testing import GcsServerProcess
 from tests.kit.cli import run as cli
 from tests.kit.processes import Pipe, clean_process
 from tests.kit.training import new_state, running, saved_run, train
@@ -155,6 +157,19 @@ def test_a_temporary_that_is_too_wide_until_it_is_narrowed_is_seen(tmp_path: Pat
     _, too_wide = _lived(tmp_path, 0o077, _create_wider)
     assert any("/root/model_000001.pt." in path for path in too_wide)
     assert any("/mirror/model_000001.pt." in path for path in too_wide)
+
+
+def test_the_strict_server_keeps_objects_under_the_umask_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0o027)
+    try:
+        with GcsServerProcess(tmp_path / "place", buckets=["bucket"]) as server:
+            for name, value in server.environment.items():
+                monkeypatch.setenv(name, value)
+            open_store("gs://bucket/run").write("object", b"content", if_generation=0)
+    finally:
+        os.umask(before)
+    found = {str(path): stat.S_IMODE(facts.st_mode) for path, facts in _entries(tmp_path / "place")}
+    assert set(found.values()) == {0o750, 0o640}, found
 
 
 # -- two users -----------------------------------------------------------------------------------------------

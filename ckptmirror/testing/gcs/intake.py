@@ -33,7 +33,7 @@ class Intake:
     def __init__(self, path: Path, *, md5: bool) -> None:
         self._path = path
         self._with_md5 = md5
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0
         self._batch: asyncio.Future[None] | None = None
