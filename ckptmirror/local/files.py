@@ -15,10 +15,11 @@ from pathlib import Path
 from types import TracebackType
 
 from ckptmirror.core.errors import IntegrityError
-from ckptmirror.core.names import tmp_name
+from ckptmirror.core.names import CONTROL_DIR, tmp_name
 from ckptmirror.local import crashpoints, direct_io
 from ckptmirror.local.checksummed_writer import create_temporary
 from ckptmirror.local.directories import fsync_dir, rename_noreplace
+from ckptmirror.local.own_files import check_own_dir
 from ckptmirror.local.storage_errors import explained
 
 __all__ = ["FileSource", "read_limited", "write_bytes"]
@@ -38,8 +39,10 @@ def write_bytes(path: Path, data: bytes, *, save_id: str, replace: bool = False)
     Raises:
         NameTaken: The name exists (without ``replace``); the file was not touched.
         LocalStorageFull: No space or no inodes are left; the temporary is removed.
-        LocalStorageUnwritable: Read-only, no permission, no directory.
+        LocalStorageUnwritable: Read-only, no permission, no directory; or the control directory is not one of ours.
     """
+    if path.parent.name == CONTROL_DIR:
+        check_own_dir(path.parent, "write to")
     temporary = path.with_name(tmp_name(path.name, save_id))
     descriptor = create_temporary(temporary)
     try:

@@ -3,6 +3,7 @@
 Rules:
 * Such a file is regular and has one name, and neither it nor its directory is a link: otherwise another file would be
   written.
+* A directory that ckptmirror makes below a root (the control directory, the trash, that of a snapshot) is a real one.
 * In a directory that everyone may write to, it belongs to this user, to root, or to the owner of that directory. If
   only some may write there, the owner has chosen them.
 * A temporary that is continued belongs to one of these three in any directory, because its owner can still change it
@@ -21,9 +22,20 @@ from pathlib import Path
 from shlex import quote
 
 from ckptmirror.core.errors import LocalStorageUnwritable
+from ckptmirror.local.directories import make_dirs
 from ckptmirror.local.storage_errors import explained
 
-__all__ = ["check_own_file", "has_trusted_owner", "is_planted", "may_move", "open_own_file", "refused", "sharing_of"]
+__all__ = [
+    "check_own_dir",
+    "check_own_file",
+    "has_trusted_owner",
+    "is_planted",
+    "make_own_dir",
+    "may_move",
+    "open_own_file",
+    "refused",
+    "sharing_of",
+]
 
 OWN_DIRECTORY_HINT = "Stage into a directory of your own (`mkdir -p -m 700 ~/staged` makes one)."
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -56,6 +68,30 @@ def open_own_file(path: Path, flags: int, action: str) -> int:
     finally:
         os.close(directory)
     return descriptor
+
+
+def make_own_dir(path: Path) -> None:
+    """Make a directory below a root, or check the one that is there.
+
+    Raises:
+        LocalStorageUnwritable: It cannot be made, or it is not one that ckptmirror may write to.
+    """
+    if not path.is_symlink():
+        make_dirs(path)
+    check_own_dir(path, "write to")
+
+
+def check_own_dir(path: Path, action: str) -> None:
+    """Check a directory below a root.
+
+    Raises:
+        LocalStorageUnwritable: It is not one that ckptmirror may write to, or it is not there.
+    """
+    with explained(action, path):
+        facts, place = path.lstat(), path.parent.stat()
+    if stat.S_ISLNK(facts.st_mode):
+        raise refused(action, path, "it is a symbolic link, and links are not followed")
+    _check_owner(path, facts, place, action)
 
 
 def check_own_file(path: Path, action: str) -> None:

@@ -21,10 +21,11 @@ from ckptmirror.core import names
 from ckptmirror.core.errors import NameTaken, UsageError
 from ckptmirror.core.model import new_id
 from ckptmirror.local import crashpoints
-from ckptmirror.local.directories import make_dirs, rename_noreplace
+from ckptmirror.local.directories import rename_noreplace
+from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.storage_errors import explained
 
-__all__ = ["empty_trash", "move_to_trash", "remove_temporaries", "remove_tree_in_trash"]
+__all__ = ["empty_trash", "make_trash", "move_to_trash", "remove_temporaries", "remove_tree_in_trash"]
 
 _TRIES = 3
 _MAX_DEPTH = 64
@@ -39,14 +40,12 @@ def move_to_trash(root: Path, path: Path) -> Path:
     Raises:
         FileNotFoundError: There is no such path.
         UsageError: It is not below the root, or it belongs to the control directory.
+        LocalStorageUnwritable: The trash is not one that ckptmirror may write to.
     """
     below = _below_root(root, path)
     if not os.path.lexists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    trash = root / names.TRASH_DIR
-    if trash.is_symlink():
-        raise UsageError(f"{trash} is a symbolic link: nothing is moved through it.", hint="Remove the link.")
-    make_dirs(trash)
+    trash = make_trash(root)
     for _ in range(_TRIES):
         target = trash / f"{below.name[:200]}.{new_id()[:16]}"
         try:
@@ -55,6 +54,18 @@ def move_to_trash(root: Path, path: Path) -> Path:
             continue
         return target
     raise NameTaken(f"No free name for {path.name} in {trash}.")
+
+
+def make_trash(root: Path) -> Path:
+    """Make the root's trash, if it is missing, and return its path.
+
+    Raises:
+        LocalStorageUnwritable: It cannot be made, or is not one that ckptmirror may write to.
+    """
+    trash = root / names.TRASH_DIR
+    make_own_dir(trash.parent)
+    make_own_dir(trash)
+    return trash
 
 
 def _below_root(root: Path, path: Path) -> Path:

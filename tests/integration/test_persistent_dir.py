@@ -14,7 +14,7 @@ import pytest
 
 from ckptmirror import CheckpointManager, Retention
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
-from ckptmirror.core.errors import ConfigError, DestinationOccupied, LocalStorageFull, Temporary
+from ckptmirror.core.errors import ConfigError, DestinationOccupied, LocalStorageFull, LocalStorageUnwritable, Temporary
 from ckptmirror.flow.save import emergency, persistent_dir
 from ckptmirror.flow.save.persistent_dir import snapshots_in
 from ckptmirror.flow.start import bring as bringing
@@ -102,6 +102,39 @@ def test_a_copy_stays_where_the_newer_save_is_on_no_mirror(place: Place) -> None
     place.snapshot(5)
     saved_run(place.root, (6,), persistent_dir=place.kept, retention=Retention(keep_last=1))
     assert snapshots_in(place.kept)
+
+
+@pytest.mark.parametrize("planted", ["root", "kept"])
+def test_a_link_in_place_of_a_snapshots_directory_is_not_written_through(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, planted: str
+) -> None:
+    """Somebody reads the name in the note, and is faster."""
+    elsewhere, note = tmp_path / "elsewhere", emergency.write_note
+    elsewhere.mkdir()
+
+    def write_note(root: Path, save_id: str, directory: str, persistent: Path | None) -> None:
+        note(root, save_id, directory, persistent)
+        (getattr(place, planted) / directory).symlink_to(elsewhere)
+
+    monkeypatch.setattr(emergency, "write_note", write_note)
+    if planted == "root":
+        with pytest.raises(LocalStorageUnwritable, match="symbolic link"):
+            place.snapshot(5)
+    else:
+        directory, _ = place.snapshot(5)
+        assert (directory / "meta_rank0.json").is_file()
+        assert "symbolic link" in caplog.text
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_copy_is_not_rotated_through_a_link(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    place.snapshot(5, place.mirror)
+    shutil.rmtree(place.kept / ".ckptmirror", ignore_errors=True)
+    (place.kept / ".ckptmirror").symlink_to(tmp_path / "elsewhere")
+    saved_run(place.root, (6, 7), place.mirror, persistent_dir=place.kept, retention=Retention(keep_last=1))
+    assert snapshots_in(place.kept)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_bits_that_rotted_on_this_disk_come_back_from_the_copy(place: Place) -> None:

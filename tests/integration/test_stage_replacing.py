@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import RefusedOnlyCopy, UsageError
+from ckptmirror.core.errors import LocalStorageUnwritable, RefusedOnlyCopy
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step, stage_save
@@ -120,7 +120,7 @@ def test_i10_nothing_is_moved_through_a_link_in_place_of_the_trash(place: Place,
     (tmp_path / "elsewhere").mkdir()
     (place.dest / names.TRASH_DIR).symlink_to(tmp_path / "elsewhere")
     flip_bit(place.dest / "model_000200.pt")
-    with pytest.raises(UsageError, match="symbolic link"):
+    with pytest.raises(LocalStorageUnwritable, match="symbolic link"):
         stage_model(place.mirror, place.dest, refresh=True)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 

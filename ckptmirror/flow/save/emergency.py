@@ -32,6 +32,7 @@ from ckptmirror.flow.save.emergency_files import note_path, read_note, write_not
 from ckptmirror.flow.save.handle import SaveHandle
 from ckptmirror.flow.save.persistent_dir import keep_copy
 from ckptmirror.local import directories, files, trash
+from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.save_logger import save_logger
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _write(
     parsed = names.parse_name(name)
     assert parsed is not None
     directory = home / name
-    directories.make_dirs(directory)
+    make_own_dir(directory)
     try:
         artifacts = write_emergency(
             state,

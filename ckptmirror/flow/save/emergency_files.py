@@ -19,6 +19,7 @@ from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Meta, new_id
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.local import directories, files, trash
+from ckptmirror.local.own_files import make_own_dir
 
 __all__ = [
     "delete_emergency",
@@ -82,7 +83,7 @@ def write_note(root: Path, save_id: str, directory: str, persistent_dir: Path | 
         NameTaken: It exists already.
     """
     facts = {"directory": directory} | ({"persistent_dir": str(persistent_dir)} if persistent_dir is not None else {})
-    directories.make_dirs(root / names.CONTROL_DIR)  # somebody may have deleted it
+    make_own_dir(root / names.CONTROL_DIR)  # somebody may have deleted it
     # A temporary of its own: the final name decides who is first.
     files.write_bytes(note_path(root, save_id), json.dumps(facts).encode(), save_id=new_id())
 

@@ -44,6 +44,7 @@ from ckptmirror.local.direct_io import kept_buffer
 from ckptmirror.local.file_systems import refuse_fuse
 from ckptmirror.local.hang_guard import beat, hang_guard
 from ckptmirror.local.listing import is_not_readable_now
+from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.save_logger import save_logger
 
 __all__ = ["bring_snapshot", "copy_of", "keep_copy", "open_persistent", "persistent_catalog", "snapshots_in"]
@@ -100,7 +101,7 @@ def keep_copy(root: Path, name: str, meta: Meta, rank: int, directory: Path) -> 
     """
     guard = hang_guard(directory)
     try:
-        guard.call(lambda: directories.make_dirs(directory / name), limit_s=_EMERGENCY_S)
+        guard.call(lambda: make_own_dir(directory / name), limit_s=_EMERGENCY_S)
         for artifact in meta.artifacts:
             copy = partial(_copy, root / artifact.path, directory / artifact.path, artifact, meta)
             guard.call(copy, limit_s=_EMERGENCY_S + artifact.digest.size_bytes / _EMERGENCY_BYTES_PER_S)
@@ -176,7 +177,7 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
     if os.path.lexists(temporary):  # an earlier start stopped here
         trash.move_to_trash(root, temporary)
         empty_trash(root)
-    directories.make_dirs(temporary)
+    make_own_dir(temporary)
     guard = hang_guard(directory)
 
     def bring(one: Artifact) -> None:

@@ -15,7 +15,7 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_to_bytes
 from ckptmirror.core.errors import NameTaken
 from ckptmirror.core.model import AttemptList, new_id
-from ckptmirror.local import directories, files
+from ckptmirror.local import files, trash
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import SHORT_VERBS, RootLock
 
@@ -50,5 +50,5 @@ def take_root_again(root: Path, lock: RootLock, known: AttemptList) -> bool:
 
     if not lock.retake(nobody_came, wait_s=_WAIT_S, wait_for_verbs=SHORT_VERBS):
         return False
-    directories.make_dirs(root / names.TRASH_DIR)
+    trash.make_trash(root)
     return True

@@ -57,7 +57,7 @@ from ckptmirror.flow.save.persistent_dir import open_persistent, persistent_cata
 from ckptmirror.flow.start.claim import RunClaim
 from ckptmirror.flow.start.control_directory import take_root_again
 from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
-from ckptmirror.local import directories
+from ckptmirror.local import trash
 from ckptmirror.local.lock import SHORT_VERBS, RootLock, exclusive
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.status_file import write_status_file
@@ -113,7 +113,7 @@ class Node:
         check_place(root, state_dir)
         self.persistent_is_new = open_persistent(root, persistent_dir)
         self.persistent: Catalog | None = None  # as the last start saw it
-        directories.make_dirs(root / names.TRASH_DIR)  # now: on a full disk a failed save goes there
+        trash.make_trash(root)  # now: on a full disk a failed save goes there
         self.lock = RootLock(root)
         owner = {"verb": verb} if verb is not None else {}
         self.lock.acquire(owner, wait_s=_SHORT_VERB_S, wait_for_verbs=SHORT_VERBS)

@@ -15,7 +15,10 @@ import pytest
 
 import ckptmirror
 from ckptmirror.core.errors import LocalStorageUnwritable, RootLocked, WaitTimeout
+from ckptmirror.core.model import new_id
+from ckptmirror.local.files import write_bytes
 from ckptmirror.local.lock import RankLock, RootLock, exclusive, read_owner
+from ckptmirror.local.status_file import write_status_file
 
 PACKAGE_PARENT = str(Path(ckptmirror.__file__).parent.parent)
 
@@ -243,6 +246,24 @@ def test_a_control_directory_that_is_a_link_is_not_locked(tmp_path: Path):
     with pytest.raises(LocalStorageUnwritable, match="symbolic link"):
         RootLock(tmp_path).acquire({})
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_control_directory_that_becomes_a_link_is_written_through_no_more(tmp_path: Path):
+    """The lock is held: only later a link is put into the directory's place."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "status.json").write_bytes(b"precious")
+    lock = RootLock(tmp_path)
+    lock.acquire({})
+    (tmp_path / ".ckptmirror").rename(tmp_path / "gone")
+    (tmp_path / ".ckptmirror").symlink_to(elsewhere)
+    with pytest.raises(LocalStorageUnwritable, match="symbolic link"):
+        write_bytes(tmp_path / ".ckptmirror" / "status.json", b"{}", save_id=new_id(), replace=True)
+    write_status_file(tmp_path, {"step": 3})  # which only logs it
+    with pytest.raises(LocalStorageUnwritable, match="symbolic link"):
+        lock.retake(lambda: True, wait_s=0.0, wait_for_verbs=())
+    assert [(path.name, path.read_bytes()) for path in elsewhere.iterdir()] == [("status.json", b"precious")]
+    lock.release()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")

@@ -103,6 +103,16 @@ def test_a_trash_that_is_a_link_is_not_emptied(root: Path, tmp_path: Path):
     assert (tmp_path / "outside" / "precious").exists()
 
 
+def test_a_control_directory_that_is_a_link_gets_no_trash(root: Path, tmp_path: Path):
+    (tmp_path / "outside").mkdir()
+    (root / ".ckptmirror").symlink_to(tmp_path / "outside")
+    with pytest.raises(LocalStorageUnwritable, match="symbolic link") as caught:
+        trash.move_to_trash(root, root / "model_000200.pt")
+    assert f"`mv {root}/.ckptmirror " in caught.value.hint
+    assert (root / "model_000200.pt").read_bytes() == b"m"
+    assert names(tmp_path / "outside") == []
+
+
 def test_a_rank_removes_its_own_temporaries_only(root: Path):
     mine = [tmp_name("optim_000200_rank1.pt", SAVE_ID), tmp_name("extra_000200_rank1.pt", SAVE_ID)]
     others = [
