@@ -37,15 +37,8 @@ from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
 from ckptmirror.stores.gs_answer import ANSWER_BYTES, PAGE_BYTES, AnswerTooLargeError
 from ckptmirror.stores.gs_auth import CREDENTIALS_VARIABLE, GoogleTokens, tokens_for
 from ckptmirror.stores.gs_download import download
-from ckptmirror.stores.gs_http import (
-    EMULATOR_VARIABLE,
-    ENDPOINT_VARIABLE,
-    Endpoint,
-    Limits,
-    Transport,
-    error_of,
-    read_json,
-)
+from ckptmirror.stores.gs_endpoint import EMULATOR_VARIABLE, ENDPOINT_VARIABLE, Endpoint, Limits
+from ckptmirror.stores.gs_http import Transport, error_of, read_json
 from ckptmirror.stores.locations import BucketLocation, is_object_name, parse_location
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ckptmirror.core.errors import ConfigError, NotAuthorised, StoreTemporary
+from ckptmirror.stores.gs_endpoint import CONNECTION_ERRORS, Endpoint, Limits, answer_on
 
 __all__ = ["CREDENTIALS_VARIABLE", "Anonymous", "GoogleTokens", "credentials_for_client", "token_errors", "tokens_for"]
 
@@ -220,8 +221,6 @@ def _ask_token_service(
     **_: object,
 ) -> _TokenAnswer:
     from google.auth.exceptions import TransportError
-
-    from ckptmirror.stores.gs_http import CONNECTION_ERRORS, Endpoint, Limits, answer_on
 
     try:
         parts = urlsplit(url)

@@ -30,7 +30,7 @@ from ckptmirror.stores import (
     throttled,
 )
 from ckptmirror.stores.base import Store, Upload
-from ckptmirror.stores.gs_http import Endpoint, Limits
+from ckptmirror.stores.gs_endpoint import Endpoint, Limits
 from ckptmirror.stores.locations import BucketLocation
 from ckptmirror.testing import GcsServerProcess
 from tests.kit.faulty_store import FaultyStore

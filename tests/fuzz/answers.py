@@ -20,7 +20,7 @@ from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.stores.base import Upload
 from ckptmirror.stores.gs import GsStore
 from ckptmirror.stores.gs_auth import GoogleTokens
-from ckptmirror.stores.gs_http import Endpoint, Limits
+from ckptmirror.stores.gs_endpoint import Endpoint, Limits
 from ckptmirror.stores.locations import BucketLocation
 from tests.fuzz.fuzzing import Reader
 from tests.kit.saves import BytesSource, digest_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core.errors import ConfigError
-from ckptmirror.stores.gs_http import Endpoint
+from ckptmirror.stores.gs_endpoint import Endpoint
 from ckptmirror.testing import GcsServerProcess
 from tests.kit.cli import IMPATIENT, assert_explains, assert_tells, run
 from tests.kit.roots import content, make_pending

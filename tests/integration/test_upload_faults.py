@@ -101,7 +101,7 @@ def test_one_refused_checksum_of_a_small_write_fails_nothing(
 def test_stalled_socket_times_out(server: GcsServerProcess, tmp_path: Path) -> None:
     """The service accepts everything and answers nothing: the record is back in the queue within the limit."""
     from ckptmirror.stores.gs import GsStore
-    from ckptmirror.stores.gs_http import Endpoint, Limits
+    from ckptmirror.stores.gs_endpoint import Endpoint, Limits
     from ckptmirror.stores.locations import BucketLocation
 
     url = bucket_url(BUCKET)
@@ -257,7 +257,7 @@ def test_token_expiry_refreshes_mid_queue(tmp_path: Path, monkeypatch: pytest.Mo
     from google.oauth2.credentials import Credentials
 
     from ckptmirror.stores.gs import GsStore
-    from ckptmirror.stores.gs_http import Endpoint
+    from ckptmirror.stores.gs_endpoint import Endpoint
     from ckptmirror.stores.locations import BucketLocation
 
     with GcsServerProcess(tmp_path / "gcs", options=["--require-auth", "--token", "root"]) as server:

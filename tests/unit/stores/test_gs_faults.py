@@ -22,7 +22,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.gs import GsStore
-from ckptmirror.stores.gs_http import Limits
+from ckptmirror.stores.gs_endpoint import Limits
 from ckptmirror.stores.retrying import RetryingStore
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.contract.stores_under_test import gs_store, server_with_bucket, upload_of
@@ -343,7 +343,7 @@ def test_a_kept_connection_that_the_server_closed_is_opened_again(tmp_path: Path
 
 @pytest.mark.parametrize("operation", [name for name in EVERY if name != "object.media"])
 def test_a_missing_bucket_is_said_to_be_missing(server: GcsServerProcess, operation: str) -> None:
-    from ckptmirror.stores.gs_http import Endpoint
+    from ckptmirror.stores.gs_endpoint import Endpoint
     from ckptmirror.stores.locations import BucketLocation
 
     store = GsStore(BucketLocation("gs", "not-there", ""), endpoint=Endpoint.parse(server.url))

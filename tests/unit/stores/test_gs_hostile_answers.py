@@ -14,7 +14,7 @@ from ckptmirror.core.errors import CkptMirrorError, NotAuthorised, StorePermanen
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.gs import GsStore
 from ckptmirror.stores.gs_answer import ANSWER_BYTES, LEAST_BYTES_PER_S, AnswerRefusedError, Pace
-from ckptmirror.stores.gs_http import Endpoint, Limits
+from ckptmirror.stores.gs_endpoint import Endpoint, Limits
 from ckptmirror.stores.locations import BucketLocation
 from tests.contract.stores_under_test import pattern_bytes, upload_of
 from tests.kit.saves import BytesSource

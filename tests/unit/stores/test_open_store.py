@@ -12,7 +12,7 @@ import pytest
 
 from ckptmirror.core.errors import ConfigError, NotAuthorised
 from ckptmirror.stores import normalise_url, open_store
-from ckptmirror.stores.gs_http import Endpoint
+from ckptmirror.stores.gs_endpoint import Endpoint
 from ckptmirror.stores.retrying import RetryingStore
 from ckptmirror.testing import GcsServerProcess
 from tests.contract.stores_under_test import server_with_bucket
