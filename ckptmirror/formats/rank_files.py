@@ -37,7 +37,8 @@ def rank_files(root: Path, meta: Meta, name_of: Callable[[int], str], rank: int 
         rank: The rank that reads.
     """
     named = {artifact.path for artifact in meta.artifacts}
-    paths = {one: root / name_of(one) for one in range(meta.world_size) if name_of(one) in named}
+    ranks = {artifact.rank for artifact in meta.artifacts if artifact.rank is not None}  # not each below world_size:
+    paths = {one: root / name_of(one) for one in ranks if one < meta.world_size and name_of(one) in named}  # 10**7 fit
     return RankFiles(paths, rank) if paths else None
 
 

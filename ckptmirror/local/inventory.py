@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 from ckptmirror.core import meta_merging, names
@@ -201,6 +202,8 @@ def _read_emergency(reading: _Reading, directory: str) -> None:
             reading.broken.append(Item(reading.root / path, f"holds the meta of a save of {meta.world_size} ranks"))
         elif others := {artifact.rank for artifact in meta.artifacts} - {rank}:
             reading.broken.append(Item(reading.root / path, f"holds the meta of rank {others.pop()}"))
+        elif elsewhere := {artifact.path.partition("/")[0] for artifact in meta.artifacts} - {directory}:
+            reading.broken.append(Item(reading.root / path, f"holds the meta of {elsewhere.pop()}"))
         else:
             by_save.setdefault(meta.save_id, {})[rank] = meta
     for metas in by_save.values():
@@ -214,11 +217,12 @@ def _add_emergency(reading: _Reading, directory: str, metas: dict[int, Meta]) ->
     except BrokenMeta as error:
         reading.broken += [Item(path, str(error)) for path in paths.values()]
         return
-    missing = [rank for rank in range(merged.world_size) if rank not in metas]
+    count = merged.world_size - len(metas)  # as the meta says, however many that are: no list of them all
     why = ""
-    if missing:
-        some = ", ".join(str(rank) for rank in missing[:_MAX_NAMED]) + (", ..." if len(missing) > _MAX_NAMED else "")
-        why = f"{len(missing)} of {merged.world_size} ranks left no meta (ranks {some})"
+    if count:
+        missing = islice((rank for rank in range(merged.world_size) if rank not in metas), _MAX_NAMED)
+        some = ", ".join(map(str, missing)) + (", ..." if count > _MAX_NAMED else "")
+        why = f"{count} of {merged.world_size} ranks left no meta (ranks {some})"
     reading.found.append(LocalSave(reading.root, merged, paths[min(metas)], why))
 
 

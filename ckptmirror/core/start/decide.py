@@ -52,7 +52,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.model import KINDS, Attempt, Kind
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start import explain
-from ckptmirror.core.start.attempts import Counted, count, is_own, rival_of
+from ckptmirror.core.start.attempts import Counted, count, is_own, others_of, rival_of
 from ckptmirror.core.start.evidence import (
     DISK,
     Evidence,
@@ -556,12 +556,8 @@ class _Start:
         shown = {one.attempt for one in self._counted.saves}  # a torn snapshot shows nothing of the saves beside it
         shown |= {one for row in mirrors for one in row.heard_as(Voice.COUNTS)}
         seen = self._evidence.heard_as(Voice.COUNTS) & shown & known.keys() - self._counted.apart
-        newer = [
-            one
-            for one in self._counted.heard.values()
-            if _age(one) > _age(this) and one.id not in seen and not is_own(self._evidence, one)
-        ]
-        return max(newer, key=_age, default=None)
+        others = others_of(self._evidence, self._counted.heard.values())
+        return max((one for one in others if _age(one) > _age(this) and one.id not in seen), key=_age, default=None)
 
     def _in_line(self) -> list[Problem]:
         """Return the problems that could be saves of the lineage, each with only the kinds in which it would count."""

@@ -251,8 +251,10 @@ class _Rows:
         if elsewhere := [copy for copy in copies if kind in copy.kinds]:
             return all({names.untagged(a.path) for a in other.artifacts_of(kind)} <= mine for other in elsewhere)
         name = names.SaveName(meta.step)
-        needed = {name.extra(rank) for rank in range(meta.world_size)}
-        return needed <= mine and (kind != "model" or name.optim(0) in mine)
+        needs_optim = kind == "model"
+        if meta.world_size > len(mine) or (needs_optim and name.optim(0) not in mine):
+            return False
+        return all(name.extra(rank) in mine for rank in range(meta.world_size))
 
     def _gone(self, catalog: Catalog) -> list[Problem]:
         """Return the saves that the table records as committed, but of which no answering place has anything left."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -238,6 +240,31 @@ def test_an_emergency_save_that_ranks_did_not_finish_says_which(tmp_path: Path):
     assert found.incomplete[0].why == "2 of 3 ranks left no meta (ranks 0, 2)"
     assert [path.name for path in found.temporaries] == ["state_rank0.pt.1f0c9a2e.tmp"]
     assert found.foreign == ()
+
+
+def test_an_emergency_save_of_more_ranks_than_anybody_has_costs_no_more_than_its_files(tmp_path: Path):
+    """Of 10,000,000 ranks, the list of those without a meta took 360 MiB."""
+    emergency(tmp_path, 200, [1], 10_000_000)
+    tracemalloc.start()
+    try:
+        found = read_inventory(tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    why = "9999999 of 10000000 ranks left no meta (ranks 0, 2, 3, 4, 5, 6, 7, 8, ...)"
+    assert found.incomplete[0].why == why
+    assert peak < 8 << 20
+
+
+def test_a_meta_of_an_emergency_save_counts_only_in_its_own_directory(tmp_path: Path):
+    """In another one, it was a second meta of the save, so that neither counted."""
+    directory = emergency(tmp_path, 200, [0], 1)
+    other = tmp_path / names.emergency_dir_name(200, "20270101T000000Z")
+    shutil.copytree(tmp_path / directory, other)
+    found = read_inventory(tmp_path)
+    assert steps(found) == [200]
+    assert [item.path.parent for item in found.broken] == [other]
+    assert whys(found.broken) == {"meta_rank0.json": f"holds the meta of {directory}"}
 
 
 def test_an_emergency_directory_without_metas_is_not_a_save(tmp_path: Path):

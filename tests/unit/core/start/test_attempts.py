@@ -11,6 +11,7 @@ from ckptmirror.core.model import Attempt
 from ckptmirror.core.start.attempts import claim_from, count, may_commit, may_drain, mirror_list, rival_of
 from ckptmirror.core.start.evidence import DISK, Heard, ListFound, Row, Voice
 from ckptmirror.core.start.lineage import SaveFacts
+from tests.kit.cost import calls_of, steps_of
 
 A1, A2, A3, B1 = save("a1", 100), save("a2", 200), save("a3", 300), save("b1", 200)
 A = Attempt("A", 0, None, root=ELSEWHERE)
@@ -159,3 +160,28 @@ def test_an_attempt_of_an_older_list_is_own_if_it_saved_here(saves_here: tuple[S
     older = Attempt("A", 0, None)
     seen = evidence(place(DISK, (older,), saves_here), silent("gs://a"), place("gs://b", (older,)))
     assert (rival_of(seen, count(seen), "A") is not None) is rival
+
+
+# -- lists that somebody filled ----------------------------------------------------------------------------------
+
+
+def test_the_work_grows_with_the_attempts_that_a_list_names_and_not_faster() -> None:
+    """8,000 persons' attempts are 1 MiB: each was compared with each, which took a start half a minute."""
+    work = []
+    for number in (100, 400):
+        listed = tuple(Attempt(f"P{one}", one + 1, None, by_person=True, required=BOTH) for one in range(number))
+        seen = evidence(place(DISK, (A, B, *listed), (B1,)), place("gs://a", (A, B, *listed), (A1,)), silent("gs://b"))
+        work.append(steps_of(lambda seen=seen: rival_of(seen, count(seen), "B")))
+    assert work[1] < 4.5 * work[0]
+
+
+def test_attempts_that_no_list_names_may_have_one_another_as_parents() -> None:
+    """A meta names each: nothing compares them, unless somebody continues from one. It never ended."""
+    x, y = Attempt("X", 5, ref(save("y1", 10)), root=ELSEWHERE), Attempt("Y", 6, ref(save("x1", 10)), root=ELSEWHERE)
+    here = place(DISK, (A, B), (B1,))
+    there = place("gs://a", (A, B), (A1,))
+    there = replace(there, heard=(*there.heard, *(Heard(one, frozenset({Voice.NAMED})) for one in (x, y))))
+    seen = evidence(here, there, silent("gs://b"))
+    counted = count(seen)
+    assert calls_of(lambda: rival_of(seen, counted, "X")) < 1000
+    assert rival_of(seen, counted, "X") == y
