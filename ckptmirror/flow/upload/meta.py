@@ -4,6 +4,7 @@ Rules:
 * A meta can be claimed only when the table has all artifacts of the save as verified there. It is written only after
   the mirror confirmed that this attempt is not fenced.
 * With several nodes, each publishes its part. A node that sees all parts writes the whole meta; all write the same.
+  No node believes that a part is its own because of its name.
 * If an object has the name already, it is read. If it is our own meta, the upload has succeeded. If it is another
   save's, the upload uses its other name. If it is a tombstone, the save is not uploaded.
 """
@@ -146,12 +147,13 @@ class MetaUpload(Sending):
 
         Raises:
             Temporary: A node's part is not there yet.
+            IntegrityError: The part that has this node's name lacks files of this node: somebody else wrote it.
         """
         if mine.is_whole:
             return mine
         part_names = [names.part_name(mine.step, mine.save_id, number + 1, mine.nodes) for number in range(mine.nodes)]
+        own = part_names[mine.node]
         with contextlib.suppress(PreconditionFailed):  # already published
-            own = part_names[mine.node]
             self._store.write(own, meta_to_bytes(mine), if_generation=0, metadata=self._metadata(mine))
         parts = []
         for name in part_names:
@@ -162,6 +164,11 @@ class MetaUpload(Sending):
                     f"{name} is not on {self._context.mirror.url} yet: its node has still to upload it."
                 ) from error
             parts.append(meta_from_bytes(data))
+        if not _covers(parts[mine.node], mine):
+            raise IntegrityError(
+                f"{own} on {self._context.mirror.url} does not name what this node saved: somebody else wrote it.",
+                hint="Delete it, then `ckptmirror retry`.",
+            )
         return merge_parts(parts)
 
     def _verify_meta(self, info: ObjectInfo, data: bytes) -> None:
