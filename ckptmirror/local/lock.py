@@ -374,6 +374,9 @@ def _with_defaults(owner: Mapping[str, object]) -> dict[str, object]:
 
 def _description(path: Path) -> str:
     facts = read_owner(path.parent.parent)
+    pids = _holders(path)
+    if pids and facts.get("pid") not in pids:  # whoever may read the file can lock it, and leave an earlier text there
+        return _named(pids)
     known = [f"{key} {facts[key]}" for key in ("pid", "host", "since") if key in facts]
     others = [f"{key} {value}" for key, value in facts.items() if key not in ("pid", "host", "since")]
     return ", ".join(known + others) or "its owner is not known yet"

@@ -73,6 +73,28 @@ def holder(root: Path, lock: str = "RootLock") -> Iterator[subprocess.Popen[str]
         yield started
 
 
+READER = """
+import fcntl, os, sys
+descriptor = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(descriptor, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_locks_the_file_without_writing_into_it_is_named_and_not_who_wrote_it(tmp_path: Path):
+    """Whoever may read the file can lock it. A person who is told another process id would stop that one."""
+    lock = RootLock(tmp_path)
+    lock.acquire({"pid": 4194304})
+    lock.release()
+    with process(READER, tmp_path / ".ckptmirror" / "lock") as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(RootLocked, match=rf"process ids: {other.pid}\.") as caught:
+            lock.acquire({})
+        assert "4194304" not in str(caught.value)
+
+
 def test_a_second_process_is_told_who_holds_the_root(tmp_path: Path):
     with holder(tmp_path) as other, pytest.raises(RootLocked) as caught:
         RootLock(tmp_path).acquire({})
@@ -213,9 +235,9 @@ def test_a_holder_sees_that_its_lock_file_was_taken_away(tmp_path: Path, how: st
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1]", b'{"pid": ', b"[" * 10_000])
 def test_an_unreadable_owner_still_locks(tmp_path: Path, content: bytes):
-    with holder(tmp_path):
+    with holder(tmp_path) as other:
         (tmp_path / ".ckptmirror" / "lock").write_bytes(content)
-        with pytest.raises(RootLocked, match="owner is not known"):
+        with pytest.raises(RootLocked, match=rf"process ids: {other.pid}\."):
             RootLock(tmp_path).acquire({})
 
 
