@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import IntegrityError, LocalStorageFull, RootLocked, WaitTimeout
+from ckptmirror.core.errors import BrokenMeta, IntegrityError, LocalStorageFull, RootLocked, WaitTimeout
 from ckptmirror.core.printable import printable_strings
+from ckptmirror.core.sealed_json import json_object
 from ckptmirror.local import crashpoints
 from ckptmirror.local.directories import make_dirs
 from ckptmirror.local.files import read_limited
@@ -356,10 +357,10 @@ def exclusive(path: Path, *, timeout_s: float, on_held: OnHeld | None = None) ->
 def read_owner(root: Path) -> dict[str, Any]:
     """Return what the last holder wrote about itself, not whether it still holds the lock; {} if it cannot be read."""
     try:
-        facts = printable_strings(json.loads(read_limited(root / names.LOCK_NAME, _OWNER_LIMIT_BYTES)))
-    except (OSError, IntegrityError, ValueError, RecursionError):
+        facts: dict[str, Any] = printable_strings(json_object(read_limited(root / names.LOCK_NAME, _OWNER_LIMIT_BYTES)))
+    except (OSError, BrokenMeta, IntegrityError):
         return {}
-    return facts if isinstance(facts, dict) else {}
+    return facts
 
 
 def is_held(path: Path) -> bool:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError
+from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, IntegrityError
 from ckptmirror.core.model import new_id
 from ckptmirror.core.printable import printable_strings
+from ckptmirror.core.sealed_json import json_object
 from ckptmirror.local import files
 from ckptmirror.local.processes import is_alive, started
 
@@ -40,10 +41,11 @@ def write_status_file(root: Path, facts: Mapping[str, Any]) -> None:
 def read_status_file(root: Path) -> dict[str, Any]:
     """Return what the trainer last wrote there; empty if there is none, or it cannot be read."""
     try:
-        facts = printable_strings(json.loads(files.read_limited(root / names.STATUS_NAME, _STATUS_LIMIT_BYTES)))
-    except (FileNotFoundError, ValueError, RecursionError, IntegrityError):
+        data = files.read_limited(root / names.STATUS_NAME, _STATUS_LIMIT_BYTES)
+        facts: dict[str, Any] = printable_strings(json_object(data))
+    except (FileNotFoundError, BrokenMeta, IntegrityError):
         return {}  # a broken status file must not prevent the rest of the report
-    return facts if isinstance(facts, dict) else {}
+    return facts
 
 
 def is_writer_alive(facts: Mapping[str, Any]) -> bool | None:

@@ -184,6 +184,7 @@ SHAPES: dict[str, Callable[[Path], object]] = {
     "a link out": lambda path: path.symlink_to("/etc/passwd"),
     "a link to a device": lambda path: path.symlink_to("/dev/zero"),
     "a directory": lambda path: path.mkdir(),
+    "numbers without end": lambda path: path.write_text('{"pid": 1e999, "last_step": NaN, "at_utc": [-Infinity]}'),
     "escapes": lambda path: path.write_text(json.dumps({"status": "\x1b[2J\x9b", "pid": "\x1b]0;x", "at_utc": "\r"})),
 }
 
@@ -198,6 +199,7 @@ def test_what_lies_in_the_control_directory_keeps_nobody_from_the_saves(shape: s
     assert being_brought(root) is None
     assert [line.standing for line in list_checkpoints(root)] == ["current"]
     assert run_limited("status", "--root", root).stdout.count(" 200 ") == 1
+    assert json.loads(run_limited("status", "--root", root, "--json").stdout)["saves"]
     assert_tells(run_limited("timeline", "--root", root), 0, stdout=None)
     remove_stale_notes(root)
     SHAPES[shape](root / names.TABLE_NOTE_NAME)
