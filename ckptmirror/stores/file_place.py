@@ -44,6 +44,7 @@ __all__ = ["LOCK_FILE", "Place", "explained", "fsync_found", "fsync_names", "lin
 LOCK_FILE = ".ckptmirror.lock"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_POLL_S = 0.02
+_MAX_DEPTH = 32
 _MOUNT_HINT = "Is its file system mounted? If you recreated the mirror on purpose, give it a new URL."
 _TYPO_HINT = (
     "Correct the mirror's URL, or mount its file system. The first process that saves there (a trainer, a push) "
@@ -322,7 +323,11 @@ class Place:
             time.sleep(_LOCK_POLL_S)
 
     def files(self, start: tuple[str, ...]) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the name and attributes of every regular file below ``start``, in any order; follow no link."""
+        """Yield the name and attributes of every regular file below ``start``, in any order; follow no link.
+
+        Directories that are deeper than any of ours are left out: each is reached from the root, so the time would grow
+        with the square of the depth.
+        """
         waiting = [start]
         while waiting:
             parts = waiting.pop()
@@ -331,7 +336,8 @@ class Place:
                     for entry in os.scandir(directory):
                         beat()
                         if entry.is_dir(follow_symlinks=False):
-                            waiting.append((*parts, entry.name))
+                            if len(parts) < _MAX_DEPTH:
+                                waiting.append((*parts, entry.name))
                         elif entry.is_file(follow_symlinks=False) and (found := _attributes(directory, entry.name)):
                             yield "/".join((*parts, entry.name)), found
             except (FileNotFoundError, NotADirectoryError):

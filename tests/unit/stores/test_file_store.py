@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores import file_place, normalise_url
 from ckptmirror.stores.file import FileStore
+from ckptmirror.stores.file_place import Place
 from tests.contract.stores_under_test import pattern_bytes, upload_of
 from tests.kit.saves import digest_of
 
@@ -96,6 +98,28 @@ def test_links_are_never_followed_nor_listed(store: FileStore, root: Path, tmp_p
         store.upload(upload_of("dir-link/new", b"1"))
     assert _files(outside) == ["secret"]
     assert (outside / "secret").read_bytes() == b"secret"
+
+
+def test_directories_within_directories_do_not_take_the_square_of_their_number(
+    store: FileStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("parts/a/b/x", b"1", if_generation=0)
+    here = os.open(root, os.O_RDONLY)
+    for _ in range(1000):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    entered, parent = [], Place.parent
+
+    def counted(place: Place, parts: tuple[str, ...], **more: Any) -> Any:
+        entered.append(len(parts))
+        return parent(place, parts, **more)
+
+    monkeypatch.setattr(Place, "parent", counted)
+    assert [info.name for info in store.list()] == ["parts/a/b/x"]
+    assert max(entered) <= 32
 
 
 def test_a_pipe_in_the_mirror_blocks_nobody(store: FileStore, root: Path) -> None:
