@@ -34,6 +34,7 @@ from ckptmirror.local import crashpoints
 from ckptmirror.local.directories import make_dirs
 from ckptmirror.local.files import read_limited
 from ckptmirror.local.own_files import open_own_file
+from ckptmirror.local.processes import lock_holders, named_processes
 from ckptmirror.local.storage_errors import explained
 
 __all__ = ["RANKS_LOCK_NAME", "SHORT_VERBS", "OnHeld", "RankLock", "RootLock", "exclusive", "is_held", "read_owner"]
@@ -134,7 +135,7 @@ def _locked(path: Path, operation: int, timeout_s: float, on_held: OnHeld | None
                 lock.close()
                 return None
             if on_held is not None and time.monotonic() >= tell_s:
-                on_held(_named(_holders(path)))
+                on_held(named_processes(lock_holders(path)))
                 on_held = None
             time.sleep(min(_POLL_S, remaining_s))
     except BaseException:
@@ -198,7 +199,7 @@ class RootLock:
         path = self.root / names.LOCK_NAME
         lock = self._lock_or_wait(path, wait_s, wait_for_verbs, on_held)
         if lock is None:
-            if os.getpid() in _holders(path) and "verb" not in read_owner(self.root):
+            if os.getpid() in lock_holders(path) and "verb" not in read_owner(self.root):
                 raise RootLocked(
                     f"This process already writes to {self.root}.", hint="Close the other CheckpointManager first."
                 )
@@ -277,7 +278,7 @@ class RootLock:
         ranks = _locked(path, fcntl.LOCK_EX, self._ranks_wait_s)
         if ranks is None:
             raise RootLocked(
-                f"Ranks of an earlier attempt still write to {self.root} ({_named(_holders(path))}); "
+                f"Ranks of an earlier attempt still write to {self.root} ({named_processes(lock_holders(path))}); "
                 f"waited {self._ranks_wait_s:g} s.",
                 hint="Stop those processes; their leader is gone.",
             )
@@ -345,9 +346,14 @@ def exclusive(path: Path, *, timeout_s: float, on_held: OnHeld | None = None) ->
     """
     lock = _locked(path, fcntl.LOCK_EX, timeout_s, on_held)
     if lock is None:
-        pids = _holders(path)
-        who = "another thread of this process" if pids == [os.getpid()] else f"another process ({_named(pids)})"
-        raise WaitTimeout(f"{path} is held by {who}; waited {timeout_s:g} s.")
+        pids = lock_holders(path)
+        who = (
+            "another thread of this process" if pids == [os.getpid()] else f"another process ({named_processes(pids)})"
+        )
+        raise WaitTimeout(
+            f"{path} is held by {who}; waited {timeout_s:g} s.",
+            hint="Try again in a moment; if it is held for longer, stop that process.",
+        )
     try:
         yield
     finally:
@@ -365,7 +371,7 @@ def read_owner(root: Path) -> dict[str, Any]:
 
 def is_held(path: Path) -> bool:
     """Whether a process holds a lock on ``path`` now, by the kernel's list. For messages: it may change at once."""
-    return bool(_holders(path))
+    return bool(lock_holders(path))
 
 
 def _with_defaults(owner: Mapping[str, object]) -> dict[str, object]:
@@ -375,25 +381,9 @@ def _with_defaults(owner: Mapping[str, object]) -> dict[str, object]:
 
 def _description(path: Path) -> str:
     facts = read_owner(path.parent.parent)
-    pids = _holders(path)
+    pids = lock_holders(path)
     if pids and facts.get("pid") not in pids:  # whoever may read the file can lock it, and leave an earlier text there
-        return _named(pids)
+        return named_processes(pids)
     known = [f"{key} {facts[key]}" for key in ("pid", "host", "since") if key in facts]
     others = [f"{key} {value}" for key, value in facts.items() if key not in ("pid", "host", "since")]
     return ", ".join(known + others) or "its owner is not known yet"
-
-
-def _named(pids: Collection[int]) -> str:
-    return f"process ids: {', '.join(map(str, pids)) or 'unknown'}"
-
-
-def _holders(path: Path) -> list[int]:
-    """Return the ids of the processes that hold a lock on ``path``, if the kernel lists them."""
-    try:
-        inode = str(os.lstat(path).st_ino)
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return []
-    fields = [line.split() for line in lines]
-    held = [f for f in fields if len(f) >= 6 and f[1] == "FLOCK" and f[5].rpartition(":")[2] == inode]
-    return sorted({int(f[4]) for f in held if f[4].isdigit() and int(f[4]) > 0})

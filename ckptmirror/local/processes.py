@@ -1,4 +1,4 @@
-"""Whether a process of this machine is alive.
+"""Whether a process of this machine is alive, and which hold a lock.
 
 Rules:
 * A killed process is dead at once, even before it is reaped: as a zombie it keeps its number until its parent (a
@@ -10,9 +10,10 @@ Rules:
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
-__all__ = ["is_alive", "started"]
+__all__ = ["is_alive", "lock_holders", "named_processes", "started"]
 
 _ENDED = ("Z", "X", "x")  # proc(5): a zombie; dead
 
@@ -39,6 +40,23 @@ def started(pid: int) -> str:
     """Return when a process started, in clock ticks since boot; "" if that cannot be read."""
     stat = _stat(pid)
     return stat[19] if stat else ""
+
+
+def lock_holders(path: Path) -> list[int]:
+    """Return the ids of the processes that hold a lock on ``path``, if the kernel lists them."""
+    try:
+        inode = str(os.lstat(path).st_ino)
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    fields = [line.split() for line in lines]
+    held = [f for f in fields if len(f) >= 6 and f[1] == "FLOCK" and f[5].rpartition(":")[2] == inode]
+    return sorted({int(f[4]) for f in held if f[4].isdigit() and int(f[4]) > 0})
+
+
+def named_processes(pids: Collection[int]) -> str:
+    """Return process ids as a message shows them."""
+    return f"process ids: {', '.join(map(str, pids)) or 'unknown'}"
 
 
 def _stat(pid: int) -> list[str]:

@@ -37,6 +37,7 @@ from shlex import quote
 from ckptmirror.core.errors import BucketNotFound, NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.local import crashpoints
 from ckptmirror.local.hang_guard import beat
+from ckptmirror.local.processes import lock_holders, named_processes
 from ckptmirror.stores.file_mounts import FSTAB, unmounted_point
 
 __all__ = ["LOCK_FILE", "Place", "explained", "fsync_found", "fsync_names", "link_new"]
@@ -319,7 +320,12 @@ class Place:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
                     raise StoreTemporary(f"{self._root}/{LOCK_FILE} cannot be locked: {error.strerror}.") from error
             if time.monotonic() >= deadline:
-                raise StoreTemporary(f"{self._root}/{LOCK_FILE} was locked by another for {self._lock_timeout_s:g} s.")
+                raise StoreTemporary(
+                    f"{self._root}/{LOCK_FILE} was locked by another process for {self._lock_timeout_s:g} s "
+                    f"({named_processes(lock_holders(self._root / LOCK_FILE))}).",
+                    hint="It is tried again; if that goes on, stop the process that holds the lock.",
+                )
+            beat()  # it is the lock that does not come, and not the file system that does not answer
             time.sleep(_LOCK_POLL_S)
 
     def files(self, start: tuple[str, ...]) -> Iterator[tuple[str, os.stat_result]]:

@@ -30,6 +30,7 @@ from ckptmirror.local import directories
 from ckptmirror.local.crashpoints import around
 from ckptmirror.local.file_systems import refuse_network_place
 from ckptmirror.local.own_files import refused
+from ckptmirror.local.processes import lock_holders, named_processes
 from ckptmirror.local.storage_errors import explained
 
 __all__ = ["LOGS", "create_in_place", "refuse_journal", "set_aside"]
@@ -51,7 +52,11 @@ def _directory_lock(directory: Path, timeout_s: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise TableLocked(f"another process creates or moves the table in {directory}") from None
+                    raise TableLocked(
+                        f"another process holds the lock with which a table is created or moved in {directory} "
+                        f"({named_processes(lock_holders(directory))})",
+                        hint="Try again in a moment; if it is held for longer, stop that process.",
+                    ) from None
                 time.sleep(_WAIT_STEP_S)
         yield
     finally:
@@ -69,6 +74,8 @@ def create_in_place(path: Path, build: Callable[[Path], None], *, timeout_s: flo
         TableLocked: Another process was creating one for longer than ``timeout_s``.
     """
     directory = path.parent
+    if path.exists():
+        return
     if not directory.is_dir():
         raise NoTable(f"the table cannot be created: {directory} does not exist")
     with explained("create", path):

@@ -268,7 +268,7 @@ def test_a_lock_that_is_held_too_long_is_temporary(root: Path) -> None:
     info = store.write("x", b"1", if_generation=0)
     with (root / ".ckptmirror.lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(StoreTemporary, match="locked by another"):
+        with pytest.raises(StoreTemporary, match=rf"locked by another process for .*process ids: {os.getpid()}\)"):
             store.write("x", b"2", if_generation=info.generation)
         store.write("y", b"2", if_generation=0)
     store.delete("x", generation=info.generation)

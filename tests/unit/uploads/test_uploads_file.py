@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import stat
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +133,32 @@ def test_creating_again_opens_what_is_there(table: UploadsTable, add: Add) -> No
     add(200)
     with UploadsTable.open(table.path, create=True) as again:
         assert len(again.records()) == 3
+
+
+LOCKS_A_DIRECTORY = """
+import fcntl, os, sys
+descriptor = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(descriptor, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_whoever_locks_the_directory_keeps_no_table_that_exists_from_being_opened_and_is_named(tmp_path: Path) -> None:
+    """Whoever may read a directory can lock it."""
+    (tmp_path / "new").mkdir()
+    UploadsTable.open(tmp_path / "uploads.db", create=True).close()
+    for directory in (tmp_path, tmp_path / "new"):
+        command = [sys.executable, "-c", LOCKS_A_DIRECTORY, str(directory)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
+            if directory == tmp_path:
+                UploadsTable.open(directory / "uploads.db", create=True).close()
+            else:
+                with pytest.raises(TableLocked, match=rf"process ids: {other.pid}\)"):
+                    UploadsTable.open(directory / "uploads.db", create=True, busy_timeout_s=0.1)
+            other.kill()
 
 
 def test_many_threads_that_create_at_once_get_one_table(tmp_path: Path) -> None:
