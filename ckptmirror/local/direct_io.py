@@ -110,18 +110,28 @@ def _forget_buffers_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_buffers_in_child)
 
 
-def open_regular(path: Path) -> int:
+def open_regular(path: Path, *, below: Path | None = None) -> int:
     """Open a regular file for reading; never follow a symbolic link, never block on a pipe.
+
+    Args:
+        path: The file.
+        below: A directory above it: nothing between the two may be a link either.
 
     Raises:
         FileNotFoundError: There is no such file.
-        IntegrityError: It is not a regular file.
+        IntegrityError: It is not a regular file, or a link is on the way to it.
     """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if below is None:
+            descriptor = os.open(path, flags)
+        else:
+            with _real_directory(below, path.parent) as directory:
+                descriptor = os.open(path.name, flags, dir_fd=directory)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise IntegrityError(f"{path} is a symbolic link, and links are not followed.") from error
+            what = "is a symbolic link" if below is None or path.is_symlink() else "is behind a symbolic link"
+            raise IntegrityError(f"{path} {what}, and links are not followed.") from error
         if error.errno == errno.ENOTDIR:  # a file is in the place of a directory, so nothing is below it
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
         if error.errno == errno.ENXIO:
@@ -131,6 +141,25 @@ def open_regular(path: Path) -> int:
         return descriptor
     os.close(descriptor)
     raise IntegrityError(f"{path} is not a regular file.")
+
+
+@contextmanager
+def _real_directory(root: Path, directory: Path) -> Iterator[int]:
+    """Lend a descriptor of a directory below ``root``, reached through real directories only."""
+    here = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in directory.relative_to(root).parts:
+            if stat.S_ISLNK(os.stat(part, dir_fd=here, follow_symlinks=False).st_mode):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            above, here = here, -1
+            try:
+                here = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+            finally:
+                os.close(above)
+        yield here
+    finally:
+        if here >= 0:
+            os.close(here)
 
 
 def open_for_reading(path: Path) -> int:

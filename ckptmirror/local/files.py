@@ -95,16 +95,20 @@ def read_limited(path: Path, limit_bytes: int) -> bytes:
 
 
 class FileSource:
-    """A file to upload, readable at any offset from any thread (the Source of ``stores.base``).
+    """A file of a save, readable at any offset from any thread (the Source of ``stores.base``).
+
+    Args:
+        root: The directory of the save.
+        path: The file's path below it, with no link in it.
 
     Raises:
         FileNotFoundError: There is no such file.
-        IntegrityError: It is not a regular file.
+        IntegrityError: It is not a regular file, or a link is on the way to it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._descriptor = direct_io.open_regular(path)
+    def __init__(self, root: Path, path: str) -> None:
+        self.path = root / path
+        self._descriptor = direct_io.open_regular(self.path, below=root)
         self._size_bytes = os.fstat(self._descriptor).st_size
         direct_io.allow_direct(self._descriptor)
 

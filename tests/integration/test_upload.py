@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -203,6 +204,21 @@ def test_i9_a_file_that_changed_since_the_commit_fails_loudly(
     place.upload()
     assert {step for step, _ in place.rotate().deleted} == set()
     assert meta.save_id in place.table.saves()[0].save_id
+
+
+def test_no_file_is_sent_through_a_link_that_took_the_place_of_a_saves_directory(
+    place: MirroredRoot, tmp_path: Path
+) -> None:
+    """The mirror's readers would see the first bytes of a file that only this user may read."""
+    meta = place.commit(100, kinds=("dcp",))
+    directory = place.root / "dcp_000100"
+    shutil.move(directory, tmp_path / "home")
+    directory.symlink_to(tmp_path / "home")
+    place.upload()
+    failed = place.records(state=RecordState.FAILED)
+    assert {record.path for record in failed} >= {a.path for a in meta.artifacts if "/" in a.path}
+    assert all("symbolic link" in record.reason for record in failed if "/" in record.path)
+    assert not [name for name in object_names(place.store) if name.startswith("dcp_")]
 
 
 def test_a_lost_local_meta_fails_its_records(place: MirroredRoot) -> None:

@@ -103,7 +103,7 @@ def keep_copy(root: Path, name: str, meta: Meta, rank: int, directory: Path) -> 
     try:
         guard.call(lambda: make_own_dir(directory / name), limit_s=_EMERGENCY_S)
         for artifact in meta.artifacts:
-            copy = partial(_copy, root / artifact.path, directory / artifact.path, artifact, meta)
+            copy = partial(_copy, root, directory / artifact.path, artifact, meta)
             guard.call(copy, limit_s=_EMERGENCY_S + artifact.digest.size_bytes / _EMERGENCY_BYTES_PER_S)
         final = directory / name / names.emergency_meta_name(rank)
         write = partial(files.write_bytes, final, meta_to_bytes(meta), save_id=meta.save_id)
@@ -181,7 +181,7 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
     guard = hang_guard(directory)
 
     def bring(one: Artifact) -> None:
-        copy = partial(_copy, directory / one.path, temporary / Path(one.path).name, one, meta)
+        copy = partial(_copy, directory, temporary / Path(one.path).name, one, meta)
         guard.call(copy, size_bytes=one.digest.size_bytes)
 
     try:
@@ -215,11 +215,11 @@ def _stray(root: Path, name: str, meta: Meta) -> str | None:
     return stray_below(root, [name], {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)})
 
 
-def _copy(source: Path, target: Path, artifact: Artifact, meta: Meta) -> None:
-    """Copy a file. It gets its name only if every byte is what was saved."""
+def _copy(place: Path, target: Path, artifact: Artifact, meta: Meta) -> None:
+    """Copy a file from a place. It gets its name only if every byte is what was saved."""
     with (
         kept_buffer() as buffer,
-        files.FileSource(source) as read,
+        files.FileSource(place, artifact.path) as read,
         checksummed_writer.ArtifactWriter(target, meta.save_id) as writer,
     ):
         while count := read.read_into(writer.tell(), buffer):
@@ -229,9 +229,9 @@ def _copy(source: Path, target: Path, artifact: Artifact, meta: Meta) -> None:
         beat()
         if (found.size_bytes, found.crc32c) != (artifact.digest.size_bytes, artifact.digest.crc32c):
             raise IntegrityError(
-                f"{source} has crc32c {found.crc32c:08x} over {found.size_bytes} bytes, but "
+                f"{read.path} has crc32c {found.crc32c:08x} over {found.size_bytes} bytes, but "
                 f"{artifact.digest.crc32c:08x} over {artifact.digest.size_bytes} bytes was saved."
             )
         if found.hashes and artifact.digest.hashes and found.hashes != artifact.digest.hashes:
-            raise IntegrityError(f"{source}: its crc32c is right, and its SHA-256 is not: somebody has changed it.")
+            raise IntegrityError(f"{read.path}: its crc32c is right, and its SHA-256 is not: somebody has changed it.")
         writer.publish()

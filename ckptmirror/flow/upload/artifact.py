@@ -67,7 +67,7 @@ class ArtifactUpload(Sending):
     def _create(self, name: str, digest: Digest, meta: Meta) -> ObjectInfo:
         path = self._context.root / self._record.path
         try:
-            source = files.FileSource(path)
+            source = files.FileSource(self._context.root, self._record.path)
         except FileNotFoundError as error:
             raise StorePermanent(
                 f"{path} is gone, and {self._context.mirror.url} has no copy of it.",

@@ -248,7 +248,7 @@ def test_a_directory_whose_control_directory_is_a_file_is_listed_without_it(tmp_
 def test_a_file_source_reads_any_range_and_is_short_only_at_the_end(tmp_path: Path):
     data = random.Random(1).randbytes(100_000)
     (tmp_path / "f").write_bytes(data)
-    with files.FileSource(tmp_path / "f") as source:
+    with files.FileSource(tmp_path, "f") as source:
         assert source.size_bytes == len(data)
         for offset, size in ((0, 10), (99_990, 10), (12_345, 50_000), (99_990, 100), (100_000, 5)):
             buffer = memoryview(bytearray(size))
@@ -259,8 +259,28 @@ def test_a_file_source_reads_any_range_and_is_short_only_at_the_end(tmp_path: Pa
 def test_a_file_source_follows_no_link(tmp_path: Path):
     (tmp_path / "f").write_bytes(b"x")
     (tmp_path / "link").symlink_to("f")
-    with pytest.raises(IntegrityError, match="symbolic link"):
-        files.FileSource(tmp_path / "link")
+    with pytest.raises(IntegrityError, match="is a symbolic link"):
+        files.FileSource(tmp_path, "link")
+
+
+def test_a_file_source_follows_no_link_on_the_way_but_its_root_may_be_one(tmp_path: Path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "id_rsa").write_bytes(b"secret")
+    (tmp_path / "root" / "dcp_000200" / "below").mkdir(parents=True)
+    (tmp_path / "root" / "dcp_000200" / "below" / "x").write_bytes(b"x")
+    (tmp_path / "link").symlink_to("root")
+    with files.FileSource(tmp_path / "link", "dcp_000200/below/x") as source:
+        assert source.size_bytes == 1
+    for planted in ("dcp_000200/below", "dcp_000200"):
+        (tmp_path / "root" / planted).rename(tmp_path / "root" / "moved")
+        (tmp_path / "root" / planted).symlink_to(tmp_path / "home")
+        with pytest.raises(IntegrityError, match="is behind a symbolic link"):
+            files.FileSource(tmp_path / "root", f"{planted}/id_rsa")
+        (tmp_path / "root" / planted).unlink()
+        (tmp_path / "root" / "moved").rename(tmp_path / "root" / planted)
+    for missing in ("dcp_000200/y", "dcp_000201/x", "dcp_000200/below/x/y"):
+        with pytest.raises(FileNotFoundError):
+            files.FileSource(tmp_path / "root", missing)
 
 
 ORDER = """
