@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.names import MAX_STEP
+from ckptmirror.core.sealed_json import check_bounds
 
 __all__ = ["LegacyMeta", "legacy_meta_from_bytes"]
 
@@ -55,6 +56,7 @@ def legacy_meta_from_bytes(data: bytes) -> LegacyMeta:
     Raises:
         BrokenMeta: It is not a JSON object, or its step is not valid.
     """
+    check_bounds(data)
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:

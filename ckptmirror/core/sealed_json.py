@@ -21,7 +21,17 @@ from typing import Any, NoReturn
 
 from ckptmirror.core.errors import BrokenMeta, NewerFormat
 
-__all__ = ["LIMIT_BYTES", "MAX_DEPTH", "VERSION", "check_plain", "json_object", "open_sealed", "printable", "seal"]
+__all__ = [
+    "LIMIT_BYTES",
+    "MAX_DEPTH",
+    "VERSION",
+    "check_bounds",
+    "check_plain",
+    "json_object",
+    "open_sealed",
+    "printable",
+    "seal",
+]
 
 VERSION = 1
 LIMIT_BYTES = 64 * 1024 * 1024
@@ -49,7 +59,7 @@ def seal(
         document["signature"] = base64.b64encode(sign(_canonical(document))).decode("ascii")
     document["checksum"] = _checksum(document)
     data = _canonical(document) + b"\n"
-    _check_bounds(data)
+    check_bounds(data)
     return data
 
 
@@ -111,7 +121,7 @@ def json_object(data: bytes) -> dict[str, Any]:
     Raises:
         BrokenMeta: The bytes are not one, or one that is not worth its memory; the message says why.
     """
-    _check_bounds(data)
+    check_bounds(data)
     document = _parse(data)
     if not isinstance(document, dict):
         raise BrokenMeta("It is JSON, but not an object.")
@@ -156,7 +166,12 @@ def printable(text: str) -> str:
     return ascii(text[:60])[1:-1]
 
 
-def _check_bounds(data: bytes) -> None:
+def check_bounds(data: bytes) -> None:
+    """Check, before JSON is parsed, that it is worth its memory.
+
+    Raises:
+        BrokenMeta: It is too large, or holds too many values.
+    """
     if len(data) > LIMIT_BYTES:
         raise BrokenMeta(f"It has {len(data)} bytes; the limit is {LIMIT_BYTES}.")
     if data.count(b"[") + data.count(b"{") > _MAX_CONTAINERS or data.count(b",") > _MAX_COMMAS:

@@ -27,6 +27,7 @@ from ckptmirror.core.errors import BrokenMeta, CkptMirrorError
 from ckptmirror.core.legacy_meta import LegacyMeta, legacy_meta_from_bytes
 from ckptmirror.core.model import Kind
 from ckptmirror.local.files import read_limited
+from ckptmirror.local.listing import Listing
 
 __all__ = ["OlderCheckpoint", "find_older"]
 
@@ -157,7 +158,7 @@ def _judged(root: Path, name: str, parsed: names.ParsedName, beside: _Beside) ->
         name=name,
         meta=meta or LegacyMeta(),
         extras=tuple(_extras(root, name, step, kind, beside)),
-        size_bytes=sum(map(_size_of, _files(root / name))),
+        size_bytes=sum(map(_size_of, _files(root, name))),
         why=why,
         is_broken=is_broken,
         is_told=is_told,
@@ -210,10 +211,10 @@ def _is_file(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    return [found for found in sorted(path.rglob("*")) if not found.is_symlink() and found.is_file()]
+def _files(root: Path, name: str) -> list[Path]:
+    listing = Listing(root)
+    found = [root / path for path in (listing.files_below(name) if listing.is_dir(name) else [name])]
+    return [path for path in found if _is_file(path)]
 
 
 def _size_of(path: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -30,6 +31,7 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.flow.drain import push
+from ckptmirror.local.legacy_listing import find_older
 from ckptmirror.stores import open_store
 from tests.kit.cli import run
 from tests.kit.legacy import make_training, named, save_dcp, save_legacy, write_meta
@@ -231,6 +233,36 @@ def test_no_link_of_an_older_writers_folder_is_followed(tmp_path: Path) -> None:
 
 
 # -- beside saves of ours, on mirrors, and by the verbs ----------------------------------------------------------------
+
+
+def test_directories_within_directories_of_an_older_writers_folder_end_no_listing(tmp_path: Path) -> None:
+    """1,500 of them were a RecursionError of every verb that names the folder."""
+    save_legacy(tmp_path, 200)
+    depth = 1500
+    here = os.open(tmp_path / "dist_ckpt_000200", os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    try:
+        assert load_checkpoint(tmp_path).meta.step == 200
+        assert find_local_checkpoint_steps(tmp_path) == [200]
+    finally:
+        for _ in range(depth):  # what deletes the folder afterwards goes no deeper than Python does
+            above = os.open("..", os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = above
+            os.rmdir("d", dir_fd=here)
+        os.close(here)
+
+
+def test_a_meta_of_an_older_writer_is_not_worth_gigabytes(tmp_path: Path) -> None:
+    """JSON of 6 MiB was 150 MiB of empty lists; 64 MiB are read."""
+    save_legacy(tmp_path, 200, inside=False)
+    (tmp_path / "meta.json").write_text('{"step": 200, "config": {"it": [' + "[]," * 2_000_001 + "[]]}}")
+    (found,) = find_older(tmp_path)
+    assert "too many values" in found.why
 
 
 def test_a_save_of_ours_comes_before_any_of_an_older_writer(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
