@@ -10,10 +10,11 @@ import pytest
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
-from ckptmirror.core.model import Meta, new_id
+from ckptmirror.core.model import Artifact, Meta, new_id
 from ckptmirror.flow.retention.reconcile import reconcile
 from ckptmirror.flow.save.commit import commit_save
 from ckptmirror.local import directories
+from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.table_place import open_table
 from ckptmirror.testing import GcsServerProcess
@@ -66,6 +67,18 @@ def test_sealed_temporaries_with_unreleased_records_go(place: MirroredRoot) -> N
     place.add(meta)
     start(place)
     assert_nothing_left_of(place, meta)
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "notes/thesis.txt", "meta_000300.json", "latest"])
+def test_a_row_of_the_table_that_names_a_file_of_the_users_removes_nothing(place: MirroredRoot, name: str) -> None:
+    """Somebody wrote it into the table, with the size and the checksum of the file."""
+    file = place.root / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"years of work")
+    digest = digest_file(file)
+    place.table.add_save("f" * 32, 300, ("model",), [Artifact(name, ("model",), None, digest)], [place.store.url])
+    start(place)
+    assert file.read_bytes() == b"years of work"
 
 
 @pytest.mark.parametrize("published", range(1, 6))

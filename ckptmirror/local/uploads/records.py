@@ -3,20 +3,25 @@
 Rules:
 * Every row of ``records``, ``saves`` and ``facts`` carries a CRC-32 of its canonical content: a JSON list of its
   columns in the schema's order, without the row number and the checksum. Every change writes it, every read checks it.
-* A row that has a wrong checksum or cannot be decoded is a ``BrokenRow``: it is reported and counts as no record.
+* A row that has a wrong checksum, cannot be decoded, or names what no save has, is a ``BrokenRow``: it is reported and
+  counts as no record. A start removes the files that the rows of an interrupted save name.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import KINDS, Kind
+from ckptmirror.core.names import check_relative_path, parse_artifact_path, parse_name
 
 __all__ = [
     "BrokenRow",
@@ -284,6 +289,7 @@ def record_from_row(row: Sequence[Value]) -> UploadRecord | BrokenRow:
         columns: dict[str, Any] = dict(zip(_RECORD_FIELDS, values, strict=True))
         columns["kinds"] = _kinds(columns["kinds"])
         columns["state"] = RecordState(columns["state"])
+        _check_names(columns["save_id"], columns["path"], columns["role"])
         return UploadRecord(id=cast(int, number), released=released == 1, **columns)
     except ValueError as error:
         return BrokenRow("records", cast(int, number), str(error), repr(_without_session(row)))
@@ -319,6 +325,7 @@ def save_from_row(row: Sequence[Value]) -> SaveRow | BrokenRow:
         columns: dict[str, Any] = dict(zip(_SAVE_FIELDS, values, strict=True))
         columns["kinds"] = _kinds(columns["kinds"])
         columns["released"] = columns["released"] == 1
+        _check_names(columns["save_id"], columns["meta_path"], "meta")
         return SaveRow(save_order=cast(int, number), **columns)
     except ValueError as error:
         return BrokenRow("saves", cast(int, number), str(error), repr(tuple(row)))
@@ -332,6 +339,21 @@ def _decoded(name: str, value: Value, *, integer: bool, nullable: bool) -> int |
     if not integer and isinstance(value, bytes):
         return value.decode("utf-8")
     raise ValueError(f"{name} has the wrong type")
+
+
+@lru_cache(maxsize=1024)
+def _check_names(save_id: str, path: str, role: str) -> None:
+    if not re.fullmatch("[0-9a-f]{32}", save_id):
+        raise ValueError("save_id is not one")
+    try:
+        check_relative_path(path)
+    except BrokenMeta as error:
+        raise ValueError(str(error)) from error
+    if role == "artifact" and parse_artifact_path(path) is not None:
+        return
+    named = parse_name(path) if role == "meta" else None
+    if named is None or named.role != "meta":
+        raise ValueError(f"{path[:80]!a} is not the name of a file of a save")
 
 
 def _kinds(text: str) -> tuple[Kind, ...]:
