@@ -202,6 +202,11 @@ class Meta:
         """Return the artifacts that any of ``kinds`` needs, in the meta's order."""
         return tuple(a for a in self.artifacts if set(a.kinds) & set(kinds))
 
+    @property
+    def paths(self) -> frozenset[str]:
+        """The paths of all artifacts."""
+        return frozenset(artifact.path for artifact in self.artifacts)
+
     def kinds_without(self, artifacts: Iterable[Artifact]) -> tuple[Kind, ...]:
         """Return the kinds that need none of ``artifacts``, in the meta's order."""
         needed = {kind for artifact in artifacts for kind in artifact.kinds}

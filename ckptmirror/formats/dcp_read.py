@@ -79,8 +79,9 @@ class _Reader:
         files: Keeps each file open that was read from in this context.
     """
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
+    def __init__(self, path: Path, metadata: Metadata, named: Container[str] | None = None) -> None:
         self.path = path
+        self._named = named  # what may be read, by its path in the root; None: whatever is here
         self.files = ExitStack()
         self._metadata = metadata
         self._open: dict[str, int] = {}
@@ -136,6 +137,7 @@ class _Reader:
             yield Piece(region, data.detach())
 
     def _descriptor(self, name: str) -> int:
+        _check_named(self.path, name, self._named)
         if not self._open:
             self.files.callback(self._open.clear)
         if name not in self._open:
@@ -143,10 +145,12 @@ class _Reader:
         return self._open[name]
 
 
-def load_directory(directory: Path, target: LoadTarget, step: int, *, is_scheduled: Callable[[], bool]) -> LoadReport:
-    """Load the model and the optimizer of a DCP directory; see :func:`load_parts`."""
+def load_directory(
+    directory: Path, target: LoadTarget, step: int, named: Container[str], *, is_scheduled: Callable[[], bool]
+) -> LoadReport:
+    """Load the model and the optimizer of a DCP directory, from files that its meta names; see :func:`load_parts`."""
     # Files of other nodes may be elsewhere, so a missing file shows only when this rank reads it.
-    entries, reader = _open(directory, all_here=False)
+    entries, reader = _open(directory, named, all_here=False)
     module = target.state.model
     own = [entry for entry in entries if entry.path[0] in _OPTIMIZER_KEYS and len(entry.path) > 1]
     return load_parts(
@@ -158,13 +162,13 @@ def load_directory(directory: Path, target: LoadTarget, step: int, *, is_schedul
     )
 
 
-def read_full_directory(directory: Path) -> dict[str, Any]:
+def read_full_directory(directory: Path, named: Container[str] | None = None) -> dict[str, Any]:
     """Return the whole state in host memory, without live objects: ``{"model": ..., "optimizer": ...}``, if there.
 
     Raises:
         IntegrityError: The directory is incomplete, broken or hostile.
     """
-    tree = read_tree(directory)
+    tree = read_tree(directory, named)
     if isinstance(tree, dict) and KEY in tree:
         tree.setdefault("model", {})  # a model without tensors leaves no entry
     if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
@@ -176,13 +180,17 @@ def read_full_directory(directory: Path) -> dict[str, Any]:
     return tree
 
 
-def read_tree(directory: Path) -> Any:
+def read_tree(directory: Path, named: Container[str] | None = None) -> Any:
     """Return everything in a DCP directory as it was passed to DCP: full tensors and plain values.
+
+    Args:
+        directory: The directory.
+        named: The paths that the save's meta names; None: there is no meta.
 
     Raises:
         IntegrityError: The directory is incomplete, broken or hostile.
     """
-    entries, reader = _open(directory, all_here=True)
+    entries, reader = _open(directory, named, all_here=True)
     return reader.value(entries)
 
 
@@ -208,13 +216,20 @@ def check_plain_values(directory: Path, metadata: Metadata, present: Container[s
             decode(_assemble(items))
 
 
-def _open(directory: Path, *, all_here: bool) -> tuple[list[_Entry], _Reader]:
+def _open(directory: Path, named: Container[str] | None, *, all_here: bool) -> tuple[list[_Entry], _Reader]:
+    _check_named(directory, METADATA_NAME, named)
     metadata = read_directory_metadata(directory)
     present = {
         name: check_regular(directory / name) for name in file_names(metadata) if os.path.lexists(directory / name)
     }
     check_ranges(metadata, present, str(directory), expected=lambda _: all_here)
-    return _entries(metadata), _Reader(directory, metadata)
+    return _entries(metadata), _Reader(directory, metadata, named)
+
+
+def _check_named(directory: Path, name: str, named: Container[str] | None) -> None:
+    """Refuse a file that the save's meta does not name: nobody has verified it."""
+    if named is not None and f"{directory.name}/{name}" not in named:
+        raise IntegrityError(f"{directory / name} is not read: the meta of the save does not name it.")
 
 
 def _entries(metadata: Metadata) -> list[_Entry]:

@@ -26,7 +26,7 @@ from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteConte
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.optimizer_state import owners_of
-from ckptmirror.formats.rank_files import RankFiles, rank_files
+from ckptmirror.formats.rank_files import RankFiles, named_file, rank_files
 from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import is_scheduled
 from ckptmirror.formats.tensor_files import check_regular, load_pt
@@ -80,7 +80,7 @@ class ModelFormat:
         files = rank_files(root, meta, name.optim, target.rank)
 
         def model() -> dict[str, torch.dtype]:
-            saved, versions = plain_model(load_pt(root / name.model, mmap=True), name.model)
+            saved, versions = plain_model(load_pt(named_file(root, meta, name.model), mmap=True), name.model)
             return load_model(module, {key: decode(value) for key, value in saved.items()}, versions=versions)
 
         return load_parts(

@@ -20,11 +20,22 @@ from ckptmirror.formats.shards import read_pieces, spread
 from ckptmirror.formats.tensor_bytes import has_plain_bytes
 from ckptmirror.formats.tensor_files import load_pt
 
-__all__ = ["RankFiles", "live_at", "moved", "rank_files"]
+__all__ = ["RankFiles", "live_at", "moved", "named_file", "rank_files"]
 
 _ABSENT = object()
 _FREE_AGAIN_BYTES = 64 << 20  # of memory that a file shows more than once; beyond it
 _TIMES_AGAIN = 4  # times as much as the file holds
+
+
+def named_file(root: Path, meta: Meta, path: str) -> Path:
+    """Return a file of a save. Only what its meta names has been verified, whatever else is in its directory.
+
+    Raises:
+        IntegrityError: The meta does not name it.
+    """
+    if path not in meta.paths:
+        raise IntegrityError(f"{root / path} is not read: the meta of the save does not name it.")
+    return root / path
 
 
 def rank_files(root: Path, meta: Meta, name_of: Callable[[int], str], rank: int = 0) -> RankFiles | None:

@@ -18,7 +18,7 @@ from ckptmirror.core.errors import KindMismatch
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.dcp_read import read_full_directory
-from ckptmirror.formats.rank_files import moved, rank_files
+from ckptmirror.formats.rank_files import moved, named_file, rank_files
 from ckptmirror.formats.tensor_files import load_pt
 from ckptmirror.formats.versions import attached, plain_model
 from ckptmirror.formats.weights_only_values import decode
@@ -37,11 +37,11 @@ def read_full(
     """
     name = SaveName(meta.step, meta.tag)
     if kind == "dcp":
-        tree = read_full_directory(root / name.dcp_dir)
+        tree = read_full_directory(root / name.dcp_dir, meta.paths)
         return moved(tree["model"], map_location), moved(tree.get("optimizer"), map_location)
     if kind != "model":
         raise KindMismatch(f"Kind {kind} is read by the ranks that wrote it: resume from it.")
-    model, versions = plain_model(load_pt(root / name.model), name.model)
+    model, versions = plain_model(load_pt(named_file(root, meta, name.model)), name.model)
     plain = {key: decode(value) for key, value in model.items()}
     return moved(attached(plain, versions), map_location), moved(_full(root, meta, name.optim), map_location)
 
