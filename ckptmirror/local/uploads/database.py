@@ -17,7 +17,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -221,8 +221,12 @@ class Database:
 
     # -- facts ----------------------------------------------------------------------------------------------
 
-    def read_fact(self, name: str) -> Any:
+    def read_fact(self, name: str, fits: Callable[[Any], bool]) -> Any:
         """Return a fact's JSON value, None if it was never written.
+
+        Args:
+            name: Its name.
+            fits: Whether a value is one that this fact may have.
 
         Raises:
             BrokenTable: The fact is damaged.
@@ -236,8 +240,11 @@ class Database:
             text = cast(bytes, value).decode("utf-8")
             if canonical_crc([name, text]) != row_crc:
                 raise ValueError("its checksum is wrong")
-            return json.loads(text)
-        except (ValueError, AttributeError) as error:
+            found = json.loads(text)
+            if not fits(found):
+                raise ValueError("it is not what was written there")
+            return found
+        except (ValueError, AttributeError, RecursionError) as error:
             raise BrokenTable(f"the fact {name!r} in {self.path} is broken: {error}") from error
 
     def write_fact(self, name: str, value: Any, *, replace: bool = True) -> None:

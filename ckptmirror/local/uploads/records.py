@@ -34,6 +34,9 @@ __all__ = [
     "Transition",
     "UploadRecord",
     "canonical_crc",
+    "is_line",
+    "is_list_of_mirrors",
+    "is_list_of_urls",
     "record_from_row",
     "record_to_columns",
     "save_from_row",
@@ -42,6 +45,7 @@ __all__ = [
     "transition_from_row",
 ]
 
+_LINE = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]*")
 Value = int | str | bytes | float | None
 Role = Literal["artifact", "meta"]
 
@@ -61,6 +65,12 @@ class RootIdentity:
     root: str
     device: int
     inode: int
+
+    @staticmethod
+    def is_one(value: object) -> bool:
+        """Whether a fact is an identity."""
+        kinds = {"run_id": str, "root": str, "device": int, "inode": int}
+        return isinstance(value, dict) and {name: type(one) for name, one in value.items()} == kinds
 
     @classmethod
     def of(cls, root: Path, run_id: str) -> RootIdentity:
@@ -290,6 +300,8 @@ def record_from_row(row: Sequence[Value]) -> UploadRecord | BrokenRow:
         columns["kinds"] = _kinds(columns["kinds"])
         columns["state"] = RecordState(columns["state"])
         _check_names(columns["save_id"], columns["path"], columns["role"])
+        if not is_line(columns["mirror"]):
+            raise ValueError("mirror is not a URL")
         return UploadRecord(id=cast(int, number), released=released == 1, **columns)
     except ValueError as error:
         return BrokenRow("records", cast(int, number), str(error), repr(_without_session(row)))
@@ -339,6 +351,23 @@ def _decoded(name: str, value: Value, *, integer: bool, nullable: bool) -> int |
     if not integer and isinstance(value, bytes):
         return value.decode("utf-8")
     raise ValueError(f"{name} has the wrong type")
+
+
+def is_line(value: object) -> bool:
+    """Whether a value is one line of text, as a URL or an identity is."""
+    return isinstance(value, str) and _LINE.fullmatch(value) is not None
+
+
+def is_list_of_urls(value: object) -> bool:
+    """Whether a fact is a list of URLs."""
+    return isinstance(value, list) and all(map(is_line, value))
+
+
+def is_list_of_mirrors(value: object) -> bool:
+    """Whether a fact is a list of URLs, each with whether the mirror is required."""
+    return isinstance(value, list) and all(
+        isinstance(row, list) and len(row) == 2 and is_line(row[0]) and isinstance(row[1], bool) for row in value
+    )
 
 
 @lru_cache(maxsize=1024)

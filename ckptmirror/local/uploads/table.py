@@ -50,6 +50,9 @@ from ckptmirror.local.uploads.records import (
     StateCount,
     Transition,
     UploadRecord,
+    is_line,
+    is_list_of_mirrors,
+    is_list_of_urls,
     record_to_columns,
     save_to_columns,
 )
@@ -136,7 +139,7 @@ class UploadsTable:
 
     def identity(self) -> RootIdentity | None:
         """Return the root and run that this table belongs to; None if it has none yet."""
-        value = self._database.read_fact("identity")
+        value = self._database.read_fact("identity", RootIdentity.is_one)
         return None if value is None else RootIdentity(**value)
 
     def claim_identity(self, identity: RootIdentity) -> None:
@@ -207,7 +210,7 @@ class UploadsTable:
     def _set_fact(self, name: str, wanted: Sequence[object], *, unset: Sequence[object] | None = None) -> None:
         """Write a fact, unless it has this value already; a fact that was never written has the value ``unset``."""
         with suppress(BrokenTable):
-            found = self._database.read_fact(name)
+            found = self._database.read_fact(name, lambda value: isinstance(value, list))
             if (unset if found is None else found) == wanted:
                 return
         self._database.write_fact(name, wanted)
@@ -218,7 +221,7 @@ class UploadsTable:
         Raises:
             BrokenTable: The list does not read back as it was written.
         """
-        return self._database.read_fact("mirrors") is not None
+        return self._database.read_fact("mirrors", is_list_of_mirrors) is not None
 
     def mirrors(self) -> list[MirrorRow]:
         """Return the mirrors in configured order; also empty if the list was never written (:meth:`knows_mirrors`).
@@ -226,8 +229,9 @@ class UploadsTable:
         Raises:
             BrokenTable: The list does not read back as it was written.
         """
-        pushed = self._database.read_fact("pushed") or ()
-        return [MirrorRow(url, required, url in pushed) for url, required in self._database.read_fact("mirrors") or ()]
+        pushed = self._database.read_fact("pushed", is_list_of_urls) or ()
+        found = self._database.read_fact("mirrors", is_list_of_mirrors) or ()
+        return [MirrorRow(url, required, url in pushed) for url, required in found]
 
     def set_unasked(self, mirrors: Collection[str]) -> None:
         """Store the mirrors that the running start has not yet asked about the files verified there."""
@@ -239,7 +243,7 @@ class UploadsTable:
         Raises:
             BrokenTable: The fact does not read back as it was written.
         """
-        return set(self._database.read_fact("unasked") or ())
+        return set(self._database.read_fact("unasked", is_list_of_urls) or ())
 
     def mirror_identity(self, url: str) -> str | None:
         """Return the identity that a mirror had at the first contact; None if there was no contact.
@@ -248,11 +252,11 @@ class UploadsTable:
             BrokenTable: The fact does not read back as it was written.
         """
         try:
-            found = self._database.read_fact(f"mirror {url}")
+            found: str | None = self._database.read_fact(f"mirror {url}", is_line)
         except BrokenTable as error:
             hint = "See that the mirror is mounted, then move the table away: the next start rebuilds it."
             raise BrokenTable(error.message, hint=hint) from error
-        return None if found is None else str(found)
+        return found
 
     def remember_mirror_identity(self, url: str, identity: str) -> str:
         """Store a mirror's identity unless one is stored already; return the stored one."""

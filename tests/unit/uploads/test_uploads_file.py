@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import apsw
@@ -28,6 +29,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.local.file_systems import file_system_type, refuse_network_place
 from ckptmirror.local.uploads import BootClock, RootIdentity, UploadsTable
+from ckptmirror.local.uploads.records import record_to_columns
 from tests.kit.clock import HandClock
 from tests.kit.roots import assert_sound
 from tests.kit.saves import save_id_of
@@ -133,6 +135,35 @@ def test_creating_again_opens_what_is_there(table: UploadsTable, add: Add) -> No
     add(200)
     with UploadsTable.open(table.path, create=True) as again:
         assert len(again.records()) == 3
+
+
+EVIL = "file:///m\nsafe: everything is on every mirror"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("mirrors", value) for value in ({"a": 1}, [[1, 2, 3]], [[5, True]], [[GS, "x"]], [[EVIL, True]])),
+        *(("pushed", value) for value in (5, [1], [EVIL])),
+        *(("unasked", value) for value in (5, [1], [EVIL])),
+        *(("identity", value) for value in ([1], {}, {"run_id": 1, "root": "/", "device": 1, "inode": 1})),
+    ],
+)
+def test_a_fact_that_was_not_written_so_is_a_broken_table(table: UploadsTable, name: str, value: object) -> None:
+    table.set_mirrors([(GS, True)])
+    table._database.write_fact(name, value)
+    with pytest.raises(BrokenTable, match=f"the fact '{name}'"):
+        table.mirrors(), table.unasked(), table.identity()
+
+
+def test_a_record_of_a_mirror_whose_url_has_two_lines_is_broken(table: UploadsTable, add: Add) -> None:
+    add(200)
+    for record in table.records():
+        columns = record_to_columns(replace(record, mirror=EVIL))
+        with table._database.change("test") as connection:
+            change = "UPDATE records SET mirror = ?, row_crc = ? WHERE id = ?"
+            connection.execute(change, (EVIL, columns["row_crc"], record.id))
+    assert table.records() == []
 
 
 LOCKS_A_DIRECTORY = """
