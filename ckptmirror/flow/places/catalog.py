@@ -3,6 +3,7 @@
 Rules:
 * A kind of a save is listed if and only if one valid meta exists and, in the same place, every artifact that the kind
   needs exists with exactly its size (I2). Everything else is reported with the reason, and never chosen.
+* A meta counts only under a name of its own save: elsewhere it would be a second one, or hide that save.
 * A save counts as a copy (to keep, to send, to let another be deleted) only if all of its kinds are listed: ``whole``.
 * Nothing is ordered by time. A place that does not answer raises; it is not empty.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_or_tombstone_from_bytes
 from ckptmirror.core.errors import (
+    BrokenMeta,
     CkptMirrorError,
     IntegrityError,
     NewerFormat,
@@ -164,6 +166,7 @@ def mirror_catalog(
     tombstones: dict[str, Tombstone] = {}
     meta_names: dict[str, str] = {}
     answers = _read_metas(mirror, [listed[name] for name in metas], cache if cache is not None else {})
+    answers = [_of_its_name(name, answer) for name, answer in zip(metas, answers, strict=True)]
     found = [(name, meta) for name, meta in zip(metas, answers, strict=True) if isinstance(meta, Meta)]
     for name, answer in zip(metas, answers, strict=True):
         if isinstance(answer, Tombstone):
@@ -193,6 +196,14 @@ def mirror_catalog(
     meta_names |= {meta.save_id: name for name, meta in torn}
     ids = frozenset(meta.save_id for _, meta in torn)
     return Catalog(mirror.url, attempts, saves, problems, tombstones, others, meta_names, ids)
+
+
+def _of_its_name(name: str, answer: Meta | Tombstone | CkptMirrorError) -> Meta | Tombstone | CkptMirrorError:
+    """Return what a meta's object holds; an error if that is the meta of a save that cannot have this name."""
+    if isinstance(answer, CkptMirrorError):
+        return answer
+    own = [names.SaveName(answer.step, tag).meta for tag in ("", answer.save_id[:8])]
+    return answer if name in own else BrokenMeta(f"It holds the meta of {own[0]}, save {answer.save_id[:8]}.")
 
 
 def _hindrance(error: CkptMirrorError) -> Hindrance:
