@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,26 @@ def test_a_link_in_place_of_a_snapshots_directory_is_not_written_through(
         assert (directory / "meta_rank0.json").is_file()
         assert "symbolic link" in caplog.text
     assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("planted", ["", "[]", '{"directory": "../x"}', '{"directory": "dcp_000005"}', "a pipe"])
+def test_a_note_that_somebody_planted_costs_no_snapshot(
+    place: Place, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    note = emergency.write_note
+
+    def write_note(root: Path, save_id: str, directory: str, persistent: Path | None) -> None:
+        path = emergency.note_path(root, save_id)
+        os.mkfifo(path) if planted == "a pipe" else path.write_text(planted)
+        note(root, save_id, directory, persistent)
+
+    monkeypatch.setattr(emergency, "write_note", write_note)
+    directory, left = place.snapshot(5)
+    assert directory.parent == place.root
+    monkeypatch.undo()
+    step, _, state = place.start()
+    assert step == 5
+    assert same(state, left)
 
 
 def test_a_copy_is_not_rotated_through_a_link(place: Place, tmp_path: Path) -> None:

@@ -184,11 +184,22 @@ def _agreed_name(root: Path, plan: Meta, persistent_dir: Path | None) -> str:
         if plan.world_size > 1:
             raise
     except NameTaken:
-        name = read_note(note_path(root, plan.save_id)).directory
-    parsed = names.parse_name(name)
-    if parsed is None or parsed.role != "emergency" or parsed.step != plan.step:
-        raise NameTaken(f"{note_path(root, plan.save_id)} does not name an emergency directory of step {plan.step}.")
+        noted = _noted_name(root, plan)
+        if noted is None and plan.world_size > 1:  # the ranks could not agree on another
+            note = note_path(root, plan.save_id)
+            raise NameTaken(f"{note} does not name an emergency directory of step {plan.step}.") from None
+        return noted or name
     return name
+
+
+def _noted_name(root: Path, plan: Meta) -> str | None:
+    """Return the directory that another rank, or an earlier try, has noted; None if the note is not one of ours."""
+    try:
+        name = read_note(note_path(root, plan.save_id)).directory
+    except (ValueError, CkptMirrorError, OSError):
+        return None
+    parsed = names.parse_name(name)
+    return name if parsed is not None and parsed.role == "emergency" and parsed.step == plan.step else None
 
 
 def _utc_second() -> str:
