@@ -11,15 +11,7 @@ from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._human_text import age_text, on_no_mirror, plain_reason, size
 from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import json_option, print_json, root_option
-from ckptmirror.cli._tables import (
-    SAVE_COLUMNS,
-    Cell,
-    Column,
-    is_for_people,
-    print_line,
-    print_table,
-    standing_style,
-)
+from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, is_for_people, print_line, print_table, standing_style
 from ckptmirror.core.errors import CkptMirrorError, DeadlinePassed, IntegrityError, RefusedOnlyCopy
 
 if TYPE_CHECKING:

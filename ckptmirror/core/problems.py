@@ -16,13 +16,7 @@ from ckptmirror.core import names
 from ckptmirror.core.model import Attempt, Kind, Meta, Tombstone
 from ckptmirror.core.start.lineage import SaveFacts, lineage
 
-__all__ = [
-    "Hindrance",
-    "Problem",
-    "facts_of",
-    "skipped_for",
-    "unexplained",
-]
+__all__ = ["Hindrance", "Problem", "facts_of", "skipped_for", "unexplained"]
 
 _PARTS_OF_SAVES: frozenset[names.Role] = frozenset({"model", "optim", "extra", "tensors", "dcp", "part"})
 _OF_OLDER_LAYOUTS: frozenset[names.Role] = frozenset(

@@ -40,14 +40,7 @@ from ckptmirror.formats.tree_queries import is_sharded
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
 from ckptmirror.formats.weights_only_values import encode, has_shards
 
-__all__ = [
-    "HAS_OPTIMIZER",
-    "capture",
-    "capture_local",
-    "snapshot_from_tree",
-    "snapshot_tree",
-    "walk_tensors",
-]
+__all__ = ["HAS_OPTIMIZER", "capture", "capture_local", "snapshot_from_tree", "snapshot_tree", "walk_tensors"]
 
 HAS_OPTIMIZER = "has_optimizer"
 

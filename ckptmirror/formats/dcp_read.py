@@ -29,6 +29,7 @@ from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import owners_of
+from ckptmirror.formats.rank_files import named_file
 from ckptmirror.formats.read_limits import max_depth
 from ckptmirror.formats.shards import Piece, Region, Stored, fill, fills, local_of, region_of
 from ckptmirror.formats.tensor_files import check_regular, load_bytes, load_part, open_regular, refused_as_usage
@@ -137,11 +138,11 @@ class _Reader:
             yield Piece(region, data.detach())
 
     def _descriptor(self, name: str) -> int:
-        _check_named(self.path, name, self._named)
         if not self._open:
             self.files.callback(self._open.clear)
         if name not in self._open:
-            self._open[name], _ = self.files.enter_context(open_regular(self.path / name))
+            path = named_file(self.path.parent, self._named, f"{self.path.name}/{name}")
+            self._open[name], _ = self.files.enter_context(open_regular(path))
         return self._open[name]
 
 
@@ -217,19 +218,13 @@ def check_plain_values(directory: Path, metadata: Metadata, present: Container[s
 
 
 def _open(directory: Path, named: Container[str] | None, *, all_here: bool) -> tuple[list[_Entry], _Reader]:
-    _check_named(directory, METADATA_NAME, named)
+    named_file(directory.parent, named, f"{directory.name}/{METADATA_NAME}")
     metadata = read_directory_metadata(directory)
     present = {
         name: check_regular(directory / name) for name in file_names(metadata) if os.path.lexists(directory / name)
     }
     check_ranges(metadata, present, str(directory), expected=lambda _: all_here)
     return _entries(metadata), _Reader(directory, metadata, named)
-
-
-def _check_named(directory: Path, name: str, named: Container[str] | None) -> None:
-    """Refuse a file that the save's meta does not name: nobody has verified it."""
-    if named is not None and f"{directory.name}/{name}" not in named:
-        raise IntegrityError(f"{directory / name} is not read: the meta of the save does not name it.")
 
 
 def _entries(metadata: Metadata) -> list[_Entry]:

@@ -24,13 +24,7 @@ from ckptmirror.core.model import Kind
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
 from ckptmirror.formats.capture import HAS_OPTIMIZER
 from ckptmirror.formats.dcp_read import read_tree
-from ckptmirror.formats.legacy_optimizers import (
-    Group,
-    find_optimizer,
-    groups_of,
-    is_optimizer_key,
-    joined,
-)
+from ckptmirror.formats.legacy_optimizers import Group, find_optimizer, groups_of, is_optimizer_key, joined
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.rank_files import RankFiles, moved

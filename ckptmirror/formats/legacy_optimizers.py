@@ -27,14 +27,7 @@ from ckptmirror.formats.names import live_parameters, match_names
 from ckptmirror.formats.optimizer_state import is_state, optimizers_of, owners_of, plan_optimizer
 from ckptmirror.formats.shards import spread
 
-__all__ = [
-    "Group",
-    "find_optimizer",
-    "groups_of",
-    "is_optimizer_key",
-    "joined",
-    "optimizer_key_counts",
-]
+__all__ = ["Group", "find_optimizer", "groups_of", "is_optimizer_key", "joined", "optimizer_key_counts"]
 
 # Groups of optimizer keys: AdamW, Muon and scheduler histories; AdamW and Muon; AdamW; none.
 optimizer_key_counts = [3, 2, 1, 0]

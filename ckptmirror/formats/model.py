@@ -80,7 +80,7 @@ class ModelFormat:
         files = rank_files(root, meta, name.optim, target.rank)
 
         def model() -> dict[str, torch.dtype]:
-            saved, versions = plain_model(load_pt(named_file(root, meta, name.model), mmap=True), name.model)
+            saved, versions = plain_model(load_pt(named_file(root, meta.paths, name.model), mmap=True), name.model)
             return load_model(module, {key: decode(value) for key, value in saved.items()}, versions=versions)
 
         return load_parts(

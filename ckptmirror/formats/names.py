@@ -22,16 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from ckptmirror.core.errors import UsageError
 
-__all__ = [
-    "LiveValues",
-    "bare",
-    "clean_names",
-    "live_parameters",
-    "live_values",
-    "makes_room",
-    "match_names",
-    "some",
-]
+__all__ = ["LiveValues", "bare", "clean_names", "live_parameters", "live_values", "makes_room", "match_names", "some"]
 
 _PREFIX = "module"
 _CHECKPOINTED = "_checkpoint_wrapped_module"

@@ -7,7 +7,7 @@ Rules:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,13 @@ _FREE_AGAIN_BYTES = 64 << 20  # of memory that a file shows more than once; beyo
 _TIMES_AGAIN = 4  # times as much as the file holds
 
 
-def named_file(root: Path, meta: Meta, path: str) -> Path:
-    """Return a file of a save. Only what its meta names has been verified, whatever else is in its directory.
+def named_file(root: Path, named: Container[str] | None, path: str) -> Path:
+    """Return a file of a save. Only what its meta names (all, if it has none) has been verified.
 
     Raises:
         IntegrityError: The meta does not name it.
     """
-    if path not in meta.paths:
+    if named is not None and path not in named:
         raise IntegrityError(f"{root / path} is not read: the meta of the save does not name it.")
     return root / path
 

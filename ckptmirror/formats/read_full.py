@@ -41,7 +41,7 @@ def read_full(
         return moved(tree["model"], map_location), moved(tree.get("optimizer"), map_location)
     if kind != "model":
         raise KindMismatch(f"Kind {kind} is read by the ranks that wrote it: resume from it.")
-    model, versions = plain_model(load_pt(named_file(root, meta, name.model)), name.model)
+    model, versions = plain_model(load_pt(named_file(root, meta.paths, name.model)), name.model)
     plain = {key: decode(value) for key, value in model.items()}
     return moved(attached(plain, versions), map_location), moved(_full(root, meta, name.optim), map_location)
 

@@ -21,14 +21,7 @@ from ckptmirror.stores.gs_answer import Answer, Pace
 from ckptmirror.stores.gs_proxy import login_headers, proxy_setting, without_login
 from ckptmirror.stores.gs_trust import tls_context
 
-__all__ = [
-    "CONNECTION_ERRORS",
-    "EMULATOR_VARIABLE",
-    "ENDPOINT_VARIABLE",
-    "Endpoint",
-    "Limits",
-    "answer_on",
-]
+__all__ = ["CONNECTION_ERRORS", "EMULATOR_VARIABLE", "ENDPOINT_VARIABLE", "Endpoint", "Limits", "answer_on"]
 
 CONNECTION_ERRORS = (OSError, http.client.HTTPException)
 EMULATOR_VARIABLE = "STORAGE_EMULATOR_HOST"  # Google's own name for it; gets no credentials

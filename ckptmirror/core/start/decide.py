@@ -53,15 +53,7 @@ from ckptmirror.core.model import KINDS, Attempt, Kind
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start import explain
 from ckptmirror.core.start.attempts import Counted, count, is_own, others_of, rival_of
-from ckptmirror.core.start.evidence import (
-    DISK,
-    Evidence,
-    ListFound,
-    Origin,
-    Problem,
-    Row,
-    Voice,
-)
+from ckptmirror.core.start.evidence import DISK, Evidence, ListFound, Origin, Problem, Row, Voice
 from ckptmirror.core.start.explain import Notice
 from ckptmirror.core.start.lineage import SaveFacts, lineage
 

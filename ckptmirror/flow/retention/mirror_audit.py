@@ -16,12 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import (
-    CheckpointNotFound,
-    CkptMirrorError,
-    IllegalTransition,
-    StoreTemporary,
-)
+from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, IllegalTransition, StoreTemporary
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.flow.places.mirrors import Mirror

@@ -28,13 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import (
-    AttemptFenced,
-    CkptMirrorError,
-    LocalStorageFull,
-    LocalStorageUnwritable,
-    StepBehind,
-)
+from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageFull, LocalStorageUnwritable, StepBehind
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.core.replica_agreement import Held, digests_of
 from ckptmirror.flow.save.commit import commit_save, free_tag, may_be_meta_of

@@ -19,18 +19,7 @@ from ckptmirror.core.errors import BrokenMeta, CheckpointNotFound, CkptMirrorErr
 from ckptmirror.core.model import Attempt, Kind, Meta, new_id
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.attempts import claim_from
-from ckptmirror.core.start.decide import (
-    MakeRoom,
-    Move,
-    Outcome,
-    Refuse,
-    Result,
-    Scratch,
-    Try,
-    Wish,
-    next_move,
-    run_of,
-)
+from ckptmirror.core.start.decide import MakeRoom, Move, Outcome, Refuse, Result, Scratch, Try, Wish, next_move, run_of
 from ckptmirror.core.start.evidence import DISK
 from ckptmirror.core.start.explain import Notice, with_root
 from ckptmirror.flow.fetch.stage import stage_save

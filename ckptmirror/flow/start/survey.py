@@ -15,30 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import (
-    BrokenMeta,
-    CkptMirrorError,
-    IntegrityError,
-    NewerFormat,
-    StoreHangs,
-    StorePermanent,
-)
+from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, IntegrityError, NewerFormat, StoreHangs, StorePermanent
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.problems import Problem as FoundProblem
 from ckptmirror.core.problems import facts_of, unexplained
 from ckptmirror.core.reach import Reach, reach_after
-from ckptmirror.core.start.evidence import (
-    DISK,
-    Copy,
-    Evidence,
-    Heard,
-    ListFound,
-    Origin,
-    Problem,
-    Row,
-    Voice,
-)
+from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Problem, Row, Voice
 from ckptmirror.core.start.lineage import attempts_of_metas
 from ckptmirror.flow.places.attempt_lists import met_here, read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.places.catalog import Catalog, MetaCache, local_catalog, mirror_catalog

@@ -27,15 +27,7 @@ from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound
 from ckptmirror.core.model import Artifact, Kind
 from ckptmirror.core.nearest_steps import nearest_steps
-from ckptmirror.core.verification import (
-    State,
-    Verdict,
-    delete_command,
-    kinds_to_stage,
-    outcome,
-    repair_command,
-    worst,
-)
+from ckptmirror.core.verification import State, Verdict, delete_command, kinds_to_stage, outcome, repair_command, worst
 from ckptmirror.flow.fetch.blocks import FileToRead, ObjectToRead, read_all
 from ckptmirror.flow.fetch.destination import is_training_root
 from ckptmirror.flow.places.mirrors import Mirror

@@ -26,13 +26,7 @@ from ckptmirror.local.uploads.records import (
 )
 from ckptmirror.local.uploads.statements import statement
 
-__all__ = [
-    "counts",
-    "history",
-    "may_be_sent",
-    "records",
-    "standing",
-]
+__all__ = ["counts", "history", "may_be_sent", "records", "standing"]
 
 
 def may_be_sent(connection: apsw.Connection, record: UploadRecord) -> bool:

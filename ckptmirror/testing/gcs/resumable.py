@@ -21,24 +21,14 @@ from urllib.parse import quote
 from aiohttp import web
 
 from ckptmirror.testing.gcs.answers import ApiError, bad_request, not_found
-from ckptmirror.testing.gcs.checks import (
-    ContentRange,
-    Preconditions,
-    declared_checksums,
-    parse_content_range,
-)
+from ckptmirror.testing.gcs.checks import ContentRange, Preconditions, declared_checksums, parse_content_range
 from ckptmirror.testing.gcs.exchange import Broken, Exchange
 from ckptmirror.testing.gcs.faults import Dropped, reset_connection
 from ckptmirror.testing.gcs.intake import GRANULE_BYTES, Intake
 from ckptmirror.testing.gcs.objects import answer_object
 from ckptmirror.testing.gcs.records import Session, StoredObject
 from ckptmirror.testing.gcs.state import State
-from ckptmirror.testing.gcs.uploads import (
-    checksums_to_json,
-    commit,
-    declare,
-    preconditions_to_json,
-)
+from ckptmirror.testing.gcs.uploads import checksums_to_json, commit, declare, preconditions_to_json
 
 __all__ = ["ResumableUploads", "is_status_query"]
 

@@ -29,14 +29,7 @@ from ckptmirror.testing.gcs.records import Bucket, StoredObject
 from ckptmirror.testing.gcs.resources import settable
 from ckptmirror.testing.gcs.state import State
 
-__all__ = [
-    "checksums_to_json",
-    "commit",
-    "declare",
-    "preconditions_to_json",
-    "upload_media",
-    "upload_multipart",
-]
+__all__ = ["checksums_to_json", "commit", "declare", "preconditions_to_json", "upload_media", "upload_multipart"]
 
 _MAX_HEAD_BYTES = 1024 * 1024
 
