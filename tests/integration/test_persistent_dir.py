@@ -16,11 +16,13 @@ import pytest
 from ckptmirror import CheckpointManager, Retention
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import ConfigError, DestinationOccupied, LocalStorageFull, LocalStorageUnwritable, Temporary
+from ckptmirror.core.names import TRASH_DIR, emergency_meta_name
 from ckptmirror.flow.save import emergency, persistent_dir
 from ckptmirror.flow.save.persistent_dir import snapshots_in
 from ckptmirror.flow.start import bring as bringing
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
+from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
 from tests.kit.cli import run as cli
 from tests.kit.faults import DiskFault, failing, flip_bit, of_a_later_version
@@ -411,6 +413,34 @@ def test_i8_a_persistent_directory_that_fails_takes_nothing_from_the_snapshot(
     assert [save.meta.step for save in read_inventory(place.root).saves] == [5]
     assert any("only on this disk" in r.message and r.levelno == logging.ERROR for r in caplog.records)
     assert read_status(place.root).emergency_copy is None
+
+
+@pytest.mark.parametrize("planted", ["too deep to delete", "a link in place of the trash"])
+def test_a_snapshot_goes_to_the_persistent_directory_whatever_is_in_the_trash_of_a_full_disk(
+    planted: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = files.write_bytes
+
+    def full(path: Path, data: bytes, **given: Any) -> None:
+        if path.name == emergency_meta_name(0) and path.is_relative_to(place.root):
+            raise LocalStorageFull("Cannot write: no space is left.")
+        write(path, data, **given)
+
+    with running(place.root, persistent_dir=place.kept) as manager:
+        state = new_state()
+        manager.resume(state)
+        train(state, 5)
+        trash = place.root / TRASH_DIR
+        if planted == "too deep to delete":
+            trash.joinpath("planted", *["d"] * 70).mkdir(parents=True)
+        else:
+            trash.rmdir()
+            (tmp_path / "home").mkdir()
+            trash.symlink_to(tmp_path / "home")
+        monkeypatch.setattr(files, "write_bytes", full)
+        directory = manager.save_emergency_checkpoint(5, state)
+    assert directory.parent == place.kept
+    assert [meta.step for meta in snapshots_in(place.kept).values()] == [5]
 
 
 @pytest.mark.parametrize("inside", ["root/kept", "."])

@@ -28,6 +28,7 @@ from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, NameTaken, WaitTimeout
 from ckptmirror.core.model import Attempt, Meta
 from ckptmirror.core.plain_values import plain_values
+from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.save.emergency_files import note_path, read_note, write_note
 from ckptmirror.flow.save.handle import SaveHandle
 from ckptmirror.flow.save.persistent_dir import keep_copy
@@ -162,10 +163,13 @@ def _write(
         meta = replace(plan, artifacts=tuple(artifacts), tag=parsed.tag)
         files.write_bytes(directory / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=plan.save_id)
     except LocalStorageFull:
-        for mine in names_of_rank(rank):
-            with contextlib.suppress(FileNotFoundError):
-                trash.move_to_trash(home, directory / mine)
-        trash.empty_trash(home)
+        try:
+            for mine in names_of_rank(rank):
+                with contextlib.suppress(FileNotFoundError):
+                    trash.move_to_trash(home, directory / mine)
+            empty_trash(home)
+        except CkptMirrorError as error:  # that the disk is full is what the caller must hear: it may have another
+            save_logger(_log, plan, rank=rank).error("what was written to %s stays there: %s", directory, error)
         if plan.world_size == 1:  # else another rank may be about to write there
             with contextlib.suppress(OSError):
                 directory.rmdir()
