@@ -18,7 +18,7 @@ from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.model import ALL_NODES, Artifact, Meta
 from ckptmirror.core.names import untagged
 
-__all__ = ["merge_emergency", "merge_parts", "missing_ranks"]
+__all__ = ["merge_emergency", "merge_parts"]
 
 _SAME = ("run_id", "attempt", "step", "save_id", "save_number", "kinds", "world_size", "nodes")
 
@@ -45,7 +45,7 @@ def merge_parts(parts: Sequence[Meta]) -> Meta:
 def merge_emergency(metas: Sequence[Meta]) -> Meta:
     """Merge the metas that ranks wrote for one emergency snapshot, on one node or several.
 
-    The grace period may end before every rank has written: :func:`missing_ranks` returns the missing ones.
+    The grace period may end before every rank has written: those that have not are not among the artifacts.
 
     Raises:
         BrokenMeta: The metas are not of one emergency save, or contradict one another.
@@ -59,11 +59,6 @@ def merge_emergency(metas: Sequence[Meta]) -> Meta:
     if len({meta.tag for meta in ordered}) == 1:
         return replace(first, node=node, artifacts=_merged_artifacts(ordered, keep_paths=True))
     return replace(first, node=node, tag="", artifacts=_merged_artifacts(ordered))
-
-
-def missing_ranks(meta: Meta) -> tuple[int, ...]:
-    """Return the ranks of the save that have no artifact in ``meta``."""
-    return tuple(sorted(set(range(meta.world_size)) - {artifact.rank for artifact in meta.artifacts}))
 
 
 def _check_same_save(metas: Sequence[Meta]) -> None:
