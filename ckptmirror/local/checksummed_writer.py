@@ -292,8 +292,12 @@ class ArtifactWriter(io.RawIOBase):
             raise self._failure
 
 
-def create_temporary(path: Path) -> int:
+def create_temporary(path: Path, *, dir_fd: int | None = None) -> int:
     """Create a temporary and return its descriptor. Its lock shows other processes that the writer is alive.
+
+    Args:
+        path: Its path.
+        dir_fd: Its directory, if that is open: then no link that takes the directory's place is followed.
 
     Raises:
         NameTaken: A live writer holds it.
@@ -301,14 +305,15 @@ def create_temporary(path: Path) -> int:
         LocalStorageUnwritable: Read-only, no permission, no directory.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    place = path if dir_fd is None else path.name
     with explained("create", path):
         try:
             with crashpoints.around("file.create"):
-                descriptor = os.open(path, flags, 0o666)
+                descriptor = os.open(place, flags, 0o666, dir_fd=dir_fd)
         except FileExistsError:
-            _remove_dead_temporary(path)
+            _remove_dead_temporary(place, dir_fd)
             with crashpoints.around("file.create"):
-                descriptor = os.open(path, flags, 0o666)
+                descriptor = os.open(place, flags, 0o666, dir_fd=dir_fd)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -319,26 +324,26 @@ def create_temporary(path: Path) -> int:
         return descriptor
 
 
-def _remove_dead_temporary(path: Path) -> None:
+def _remove_dead_temporary(place: Path | str, dir_fd: int | None) -> None:
     """Remove a temporary that no live writer holds.
 
     Raises:
         FileExistsError: A live writer holds it.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(place, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     except FileNotFoundError:
         return
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         with crashpoints.around("file.unlink"):
-            os.unlink(path)  # noqa: PTH108  (a link under a temporary's name is nobody's file)
+            os.unlink(place, dir_fd=dir_fd)
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with crashpoints.around("file.unlink"):
-            os.unlink(path)  # noqa: PTH108
+            os.unlink(place, dir_fd=dir_fd)
     except BlockingIOError as error:
         raise FileExistsError(errno.EEXIST, "another live writer holds it") from error
     finally:

@@ -41,10 +41,23 @@ def write_bytes(path: Path, data: bytes, *, save_id: str, replace: bool = False)
         LocalStorageFull: No space or no inodes are left; the temporary is removed.
         LocalStorageUnwritable: Read-only, no permission, no directory; or the control directory is not one of ours.
     """
+    temporary = path.with_name(tmp_name(path.name, save_id))
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     if path.parent.name == CONTROL_DIR:
         check_own_dir(path.parent, "write to")
-    temporary = path.with_name(tmp_name(path.name, save_id))
-    descriptor = create_temporary(temporary)
+        flags |= os.O_NOFOLLOW
+    with explained("create", temporary):
+        directory = os.open(path.parent, flags)
+    try:
+        _write_in(directory, path, temporary, data, replace=replace)
+    finally:
+        os.close(directory)
+    fsync_dir(path.parent)
+
+
+def _write_in(directory: int, path: Path, temporary: Path, data: bytes, *, replace: bool) -> None:
+    """Write and publish in an open directory: whoever puts a link in its place meanwhile gets nothing replaced."""
+    descriptor = create_temporary(temporary, dir_fd=directory)
     try:
         try:
             with explained("write", temporary):
@@ -56,16 +69,15 @@ def write_bytes(path: Path, data: bytes, *, save_id: str, replace: bool = False)
                 os.fsync(descriptor)
             if replace:
                 with explained("replace", path), crashpoints.around("file.replace"):
-                    os.rename(temporary, path)  # noqa: PTH104
+                    os.rename(temporary.name, path.name, src_dir_fd=directory, dst_dir_fd=directory)
             else:
                 rename_noreplace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError), crashpoints.around("file.unlink"):  # the first error counts
-                os.unlink(temporary)  # noqa: PTH108
+                os.unlink(temporary.name, dir_fd=directory)
             raise
     finally:
         os.close(descriptor)
-    fsync_dir(path.parent)
 
 
 def read_limited(path: Path, limit_bytes: int) -> bytes:

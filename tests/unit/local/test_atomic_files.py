@@ -15,7 +15,7 @@ import pytest
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorageUnwritable, NameTaken, UsageError
 from ckptmirror.core.model import new_id
-from ckptmirror.core.names import tmp_name
+from ckptmirror.core.names import CONTROL_DIR, tmp_name
 from ckptmirror.flow.places.resolve import list_checkpoints
 from ckptmirror.local import directories, files
 from tests.kit.saves import make_save
@@ -53,6 +53,28 @@ def test_a_control_file_is_replaced_whole(tmp_path: Path):
         files.write_bytes(tmp_path / "status.json", content, save_id=new_id(), replace=True)
         assert (tmp_path / "status.json").read_bytes() == content
     assert names(tmp_path) == ["status.json"]
+
+
+def test_a_link_that_takes_the_place_of_the_control_directory_meanwhile_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    control, home = tmp_path / "root" / CONTROL_DIR, tmp_path / "home"
+    control.mkdir(parents=True)
+    home.mkdir()
+    (home / "status.json").write_bytes(b"the user's")
+
+    check = files.check_own_dir
+
+    def check_then_swap(path: Path, action: str) -> None:
+        check(path, action)
+        control.rename(tmp_path / "moved")
+        control.symlink_to(home)
+
+    monkeypatch.setattr(files, "check_own_dir", check_then_swap)
+    with pytest.raises(LocalStorageUnwritable):
+        files.write_bytes(control / "status.json", b"{}", save_id=new_id(), replace=True)
+    assert names(home) == ["status.json"]
+    assert (home / "status.json").read_bytes() == b"the user's"
 
 
 def test_threads_may_replace_the_same_control_file(tmp_path: Path):
