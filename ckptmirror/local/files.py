@@ -24,6 +24,8 @@ from ckptmirror.local.storage_errors import explained
 
 __all__ = ["FileSource", "read_limited", "write_bytes"]
 
+_GROWS_BYTES = 1 << 16  # read at once of a file that grows meanwhile
+
 
 def write_bytes(path: Path, data: bytes, *, save_id: str, replace: bool = False) -> None:
     """Create a small file atomically and durably.
@@ -94,7 +96,7 @@ def read_limited(path: Path, limit_bytes: int) -> bytes:
             raise IntegrityError(f"{path} has {size_bytes} bytes; the limit is {limit_bytes}.")
         pieces = []
         remaining = limit_bytes + 1
-        while remaining and (piece := os.read(descriptor, min(remaining, size_bytes + 1))):
+        while remaining and (piece := os.read(descriptor, min(remaining, max(size_bytes + 1, _GROWS_BYTES)))):
             pieces.append(piece)
             remaining -= len(piece)
         if not remaining:
