@@ -94,11 +94,11 @@ def _public_key(path: Path) -> Ed25519PublicKey:
 
 
 def _parsed(parse: Any, path: Path, kind: str, hint: str) -> Any:
-    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.exceptions import InternalError, UnsupportedAlgorithm
 
     try:
         return parse()
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it is encrypted
+    except (ValueError, TypeError, UnsupportedAlgorithm, InternalError) as error:  # TypeError: it is encrypted
         why = "is encrypted, which is not supported" if isinstance(error, TypeError) else f"holds no {kind} key in PEM"
         raise ConfigError(f"{path} {why}.", hint=hint) from error
 

@@ -556,12 +556,17 @@ def test_a_key_that_is_none_or_is_open_to_others_is_refused_by_name(tmp_path: Pa
     locked.write_bytes(Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
     open_to_all = tmp_path / "open.pem"
     open_to_all.write_bytes(private.read_bytes())
-    for path in (other, locked):
+    short = tmp_path / "short.pem"  # 32 bytes where an X448 key has 56: OpenSSL calls it an error of its own
+    short.write_bytes(
+        b"-----BEGIN PRIVATE KEY-----\nMC4CAQAwBQYDK2VvBCIEI" + b"D" * 43 + b"\n-----END PRIVATE KEY-----\n"
+    )
+    for path in (other, locked, short):
         path.chmod(0o600)
     open_to_all.chmod(0o640)
     for path, why in (
         (tmp_path / "missing.pem", "there is no"),
         (nothing, "holds no private key"),
+        (short, "holds no private key"),
         (public, "may be read or changed by others"),
         (link, "symbolic link"),
         (pipe, "not a regular file"),
