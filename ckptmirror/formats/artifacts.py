@@ -31,6 +31,8 @@ from ckptmirror.local.checksummed_writer import ArtifactWriter
 
 __all__ = ["ArtifactStream", "stream_to", "write_json", "write_pt"]
 
+_SMALL_BYTES = 64 * 1024
+
 
 class ArtifactStream(io.RawIOBase):
     """An :class:`ArtifactWriter` in the form that torch writes to.
@@ -46,6 +48,7 @@ class ArtifactStream(io.RawIOBase):
         super().__init__()
         self.writer = writer
         self.error: Exception | None = None
+        self._small = bytearray()  # torch writes a tensor's header in 39 pieces
 
     def writable(self) -> bool:
         """Return True."""
@@ -54,16 +57,27 @@ class ArtifactStream(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write all of ``data``, or nothing of it once there was an error."""
         size_bytes = memoryview(data).nbytes
-        if self.error is None:
-            try:
-                self.writer.write(data)
-            except Exception as error:  # noqa: BLE001 - raised by whoever made this stream
-                self.error = _without_frames(error)
+        if size_bytes < _SMALL_BYTES:
+            self._small += data
+        else:
+            self.pass_on(data)
+        if len(self._small) >= _SMALL_BYTES:
+            self.pass_on()
         return size_bytes
+
+    def pass_on(self, data: Any = b"") -> None:
+        """Give the writer the small pieces so far, then ``data``."""
+        small, self._small = self._small, bytearray()
+        try:
+            if self.error is None:
+                self.writer.write(small)
+                self.writer.write(data)
+        except Exception as error:  # noqa: BLE001 - raised by whoever made this stream
+            self.error = _without_frames(error)
 
     def tell(self) -> int:
         """Return the number of bytes written."""
-        return self.writer.tell()
+        return self.writer.tell() + len(self._small)
 
     def flush(self) -> None:
         """Do nothing: torch calls this after every item, but the writer makes the bytes durable at the end."""
@@ -122,6 +136,7 @@ def stream_to(writer: ArtifactWriter) -> Iterator[ArtifactStream]:
     stream = ArtifactStream(writer)
     try:
         yield stream
+        stream.pass_on()
     finally:
         if stream.error is not None:
             raise stream.error

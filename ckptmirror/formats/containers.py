@@ -29,14 +29,19 @@ __all__ = [
 TreePath = tuple[Hashable, ...]
 
 
+_MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_SEQUENCES = frozenset({list, tuple, deque})
+_CONTAINERS = _MAPPINGS | _SEQUENCES
+
+
 def is_mapping(value: Any) -> bool:
     """Whether ``value`` is a container with keys."""
-    return type(value) in (dict, OrderedDict, defaultdict, Counter)
+    return type(value) in _MAPPINGS
 
 
 def is_sequence(value: Any) -> bool:
     """Whether ``value`` is a container with positions."""
-    return type(value) in (list, tuple, deque)
+    return type(value) in _SEQUENCES
 
 
 def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -46,21 +51,18 @@ def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Yield every leaf of ``tree``."""
-    if not (is_mapping(tree) or is_sequence(tree)):
-        yield tree
-    for _, item in items_of(tree):
-        if is_mapping(item) or is_sequence(item):
-            yield from leaves(item)
-        else:
-            yield item
+    return (leaf for _, leaf in placed_leaves(tree))
 
 
 def placed_leaves(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
     """Yield every leaf of ``tree`` after its path."""
-    if not (is_mapping(tree) or is_sequence(tree)):
+    if type(tree) not in _CONTAINERS:
         yield path, tree
     for key, item in items_of(tree):
-        yield from placed_leaves(item, (*path, key))
+        if type(item) in _CONTAINERS:
+            yield from placed_leaves(item, (*path, key))
+        else:  # most are leaves, and a generator for each would take most of the time
+            yield (*path, key), item
 
 
 def changed(tree: Any, change: Callable[[Any, TreePath], Any], path: TreePath = ()) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.described_tensors import DTYPES
-from ckptmirror.formats.pickles import Made, Name, read_pickle, shown
+from ckptmirror.formats.pickles import Made, Name, check_whole, read_pickle, shown
 from ckptmirror.formats.read_limits import Budget
 from ckptmirror.formats.shards import are_apart
 from ckptmirror.formats.tensor_files import named
@@ -66,7 +66,8 @@ def loads_metadata(data: bytes, name: str) -> dcp.Metadata:
             raise IntegrityError(f"It holds a {type(made).__name__}, not the metadata of a DCP directory.")
         fields = _fields(made, "Metadata")
         sizes: dict[int, torch.Size] = {}
-        entries, storage = fields.get("state_dict_metadata"), fields.get("storage_data")
+        entries, storage, paths = map(fields.get, ("state_dict_metadata", "storage_data", "planner_data"))
+        check_whole(paths, len(data))  # the rest is taken apart below, each level with its type
         if type(entries) is not dict or type(storage) is not dict:
             raise IntegrityError("It has no table of entries.")
         if any(type(key) is not str for key in entries):
@@ -78,7 +79,7 @@ def loads_metadata(data: bytes, name: str) -> dcp.Metadata:
             raise UnsafePickle(f"It describes {pieces} pieces, and stores {len(indices)}.")
         return dcp.Metadata(
             {key: _entry(entry, key, sizes) for key, entry in entries.items()},
-            fields.get("planner_data"),
+            paths,
             {index: _info(info, index.fqn) for index, info in zip(indices, storage.values(), strict=True)},
         )
 

@@ -11,7 +11,7 @@ Rules:
 * Names are mapped from Python 2 to Python 3 as torch maps them, before any rule looks at them.
 * A state is given once, and only to what this pickle has made.
 * No limit is one of size alone: what is held, copied or shared may grow with the bytes (``read_limits``).
-* Time and memory are linear in the length of the pickle.
+* Time and memory are linear in the length of the pickle. What is walked afterwards is first checked as a whole.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import _compat_pickle
 import pickle
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.read_limits import BYTES_PER_BYTE, FREE_BYTES, Budget, TooDeep, max_depth
 
-__all__ = ["Made", "Name", "read_pickle", "shown"]
+__all__ = ["Made", "Name", "check_whole", "read_pickle", "shown"]
 
 _MAX_MARKS = 10_000  # at once: one or two for each level that a container is in another
 _SHORT_BYTES = 80  # in memory: a list, a tuple, an empty dict, a description
@@ -84,11 +84,9 @@ def read_pickle(
     """
     reader = _Reader(data, is_known, persistent, budget or Budget(len(data)))
     try:
-        found = reader.run()
+        return reader.run()
     except (IndexError, KeyError, ValueError, TypeError, struct.error) as error:
         raise IntegrityError(f"The pickle is broken at byte {reader.at}.") from error
-    _check_whole(found, FREE_BYTES + BYTES_PER_BYTE * len(data))
-    return found
 
 
 def shown(value: Any) -> str:
@@ -415,58 +413,56 @@ _OPCODES: dict[int, Callable[[_Reader], None]] = {
 # -- the whole ----------------------------------------------------------------------------------------------
 
 
-def _check_whole(root: Any, limit_bytes: int) -> None:
-    """Refuse a value that is too deep, holds itself, or unfolds to too much; children first, without recursion."""
+def check_whole(root: Any, size_bytes: int) -> None:
+    """Check that a value of a pickle of ``size_bytes`` may be walked: children first, without recursion.
+
+    Raises:
+        UnsafePickle: It is too deep, holds itself, or unfolds to too much.
+    """
+    limit_bytes = FREE_BYTES + BYTES_PER_BYTE * size_bytes
     deepest = max_depth()
     known: dict[int, tuple[int, int]] = {}  # bytes, wherever it is copied, and depth of what is done
     under_way: set[int] = set()
-    waiting = [root]
+    waiting = [root] if type(root) in _CONTAINERS else []
     while waiting:
         value = waiting[-1]
         if id(value) in known:
             waiting.pop()
             continue
-        items = _parts(value)
-        below = [item for item in items if type(item) in _CONTAINERS]
-        if id(value) not in under_way:
-            under_way.add(id(value))
-            unknown = [item for item in below if id(item) not in known]
-            if any(id(item) in under_way for item in unknown):
+        below = [item for item in _parts(value) if type(item) in _CONTAINERS]
+        if unknown := [item for item in below if id(item) not in known]:
+            if id(value) in under_way:  # all that was met since is inside it
                 raise UnsafePickle("It holds something that holds itself.")
-            if unknown:
-                waiting += unknown
-                continue
-        under_way.discard(id(value))
+            under_way.add(id(value))
+            waiting += unknown
+            continue
         waiting.pop()
-        size_bytes = _size_bytes(value)
-        depth = 0
-        for item in below:
-            inner_bytes, deep = known[id(item)]
-            size_bytes += 0 if type(item) is Made else inner_bytes  # one object, wherever it is; nobody walks into it
-            depth = max(depth, deep)
-        if size_bytes > limit_bytes:
+        # A description is one object, wherever it is, and nobody walks into it.
+        total_bytes = _size_bytes(value) + sum(known[id(item)][0] for item in below if type(item) is not Made)
+        depth = max((known[id(item)][1] for item in below), default=0)
+        if total_bytes > limit_bytes:
             raise UnsafePickle("It holds the same values so often that they unfold to far more than its bytes.")
         if depth >= deepest:
             raise TooDeep(f"It is nested more than {deepest} deep.")
-        known[id(value)] = (size_bytes, depth + 1)
+        known[id(value)] = (total_bytes, depth + 1)
 
 
-def _parts(value: Any) -> list[Any]:
+def _parts(value: Any) -> Collection[Any]:
     kind = type(value)
+    if kind is Made:
+        return (*value.arguments, value.state)
     if kind in (dict, OrderedDict, Counter):
         own = vars(value).values() if kind is OrderedDict else ()
-        return [*value.keys(), *value.values(), *own]
-    if kind is Made:
-        return [*value.arguments, value.state]
-    return list(value) if kind in _CONTAINERS else []
+        return [*value, *value.values(), *own]
+    return cast(Collection[Any], value)
 
 
 def _size_bytes(value: Any) -> int:
     kind = type(value)
-    if kind not in _CONTAINERS or value == ():
-        return 0
     if kind is Made:
         return _SHORT_BYTES + _ITEM_BYTES[tuple] * len(value.arguments)
+    if value == ():
+        return 0
     return (_SHORT_BYTES if kind in (list, tuple, dict) else _LONG_BYTES) + _ITEM_BYTES[kind] * len(value)
 
 

@@ -23,7 +23,7 @@ import torch
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 from ckptmirror.formats.archives import ReadAt, records_of
 from ckptmirror.formats.described_tensors import is_known, make
-from ckptmirror.formats.pickles import read_pickle
+from ckptmirror.formats.pickles import check_whole, read_pickle
 from ckptmirror.formats.read_limits import Budget
 from ckptmirror.formats.tensor_bytes import byte_view
 
@@ -86,6 +86,7 @@ def _load(read_at: ReadAt, read_into: _Into, size_bytes: int, mapped: Any) -> An
     pickled = records["data.pkl"]
     budget = Budget(pickled.size_bytes)
     described = read_pickle(read_at(pickled.offset, pickled.size_bytes), is_known, persistent=True, budget=budget)
+    check_whole(described, pickled.size_bytes)
 
     def storage(key: str, count: int) -> torch.UntypedStorage:
         offset = records[f"data/{key}"].offset

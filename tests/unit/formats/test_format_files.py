@@ -15,7 +15,7 @@ import torch
 
 from ckptmirror.core.errors import IntegrityError, LocalStorageFull, UnsafePickle
 from ckptmirror.core.model import Kind
-from ckptmirror.formats.artifacts import ArtifactStream, write_pt
+from ckptmirror.formats.artifacts import ArtifactStream, stream_to, write_pt
 from ckptmirror.formats.capture import capture
 from ckptmirror.formats.read_full import read_extra
 from ckptmirror.formats.shards import Piece, Region, fill, read_pieces
@@ -23,6 +23,7 @@ from ckptmirror.formats.sidecars import tensor_list, write_sidecars
 from ckptmirror.formats.tensor_bytes import byte_view, compact, digest32, sum32_there
 from ckptmirror.formats.tensor_files import load_bytes, load_pt
 from ckptmirror.formats.weights_only_values import MARK, decode, encode
+from ckptmirror.local.checksummed_writer import ArtifactWriter
 from ckptmirror.local.checksums import crc32c, verify_file
 from tests.kit.formats import SAVE_ID, context, load, make_state, same_bits, save, train
 
@@ -163,6 +164,17 @@ def test_the_error_of_the_disk_is_raised_not_what_torch_makes_of_it(
     with pytest.raises(LocalStorageFull, match="no space left"):
         write_pt({"x": torch.zeros(10)}, tmp_path / "x.pt", save_id=SAVE_ID)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_small_and_large_pieces_stay_in_order(tmp_path: Path) -> None:
+    pieces = [bytes([number]) * size for number, size in enumerate((1, 100_000, 7, 65_536, 65_535, 1, 0, 3))]
+    with ArtifactWriter(tmp_path / "x.bin", SAVE_ID) as writer:
+        with stream_to(writer) as stream:
+            for number, piece in enumerate(pieces, start=1):
+                assert stream.write(memoryview(bytearray(piece))) == len(piece)
+                assert stream.tell() == sum(map(len, pieces[:number]))
+        writer.publish()
+    assert (tmp_path / "x.bin").read_bytes() == b"".join(pieces)
 
 
 def test_the_model_file_is_a_plain_state_dict(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats import read_limits
-from ckptmirror.formats.pickles import read_pickle
+from ckptmirror.formats.pickles import check_whole, read_pickle
 from ckptmirror.formats.tensor_files import load_bytes
 from tests.kit.hostile_files import (
     called,
@@ -34,7 +34,9 @@ from tests.kit.hostile_files import (
 
 def read(data: bytes) -> Any:
     """Read a pickle that may name anything."""
-    return read_pickle(data, lambda _: True)
+    found = read_pickle(data, lambda _: True)
+    check_whole(found, len(data))
+    return found
 
 
 WIDE = b"(" + b"K\x00" * 100_001 + b"t"
