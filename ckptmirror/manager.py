@@ -36,6 +36,7 @@ from ckptmirror.formats.train_state import check_is_state, check_state, checked_
 from ckptmirror.local.directories import absolute_dir
 from ckptmirror.local.keys import use_keys
 from ckptmirror.local.lock import RankLock
+from ckptmirror.local.root_probe import RootProbe
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.observe.journal import Journal
 from ckptmirror.observe.log import LogListener, log_failure
@@ -122,7 +123,7 @@ class CheckpointManager:
         self._freed = False
         self._left_pending: DeadlinePassed | None = None  # what close() raised, to raise again
         own_key, failure = node_key(self.root)
-        self.ranks: Ranks = open_ranks(process_group, node_key=own_key, timeout_s=limit_s)
+        self.ranks: Ranks = open_ranks(process_group, node_key=own_key, probe=RootProbe(self.root), timeout_s=limit_s)
         self._save_ranks = self.ranks.channel("save")
         try:
             if self.ranks.nodes > 1:

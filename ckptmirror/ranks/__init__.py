@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmirror.ranks.base import Ranks
+from ckptmirror.ranks.nodes import Probe
 from ckptmirror.ranks.single import SingleRank
 from ckptmirror.ranks.stop import StopRequest
 
@@ -22,13 +23,17 @@ DEFAULT_TIMEOUT_S = 600.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def open_ranks(process_group: Any = None, *, node_key: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Ranks:
+def open_ranks(
+    process_group: Any = None, *, node_key: str, probe: Probe | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Ranks:
     """Open the channel between the ranks of the job. All ranks of ``process_group`` call this, in the same order.
 
     Args:
         process_group: The ranks to talk to; None means all of them. The group itself carries no message.
         node_key: Ranks that pass the same text are one node, so it identifies the root that they write to
             (:func:`node_key_of` for a root on a local disk).
+        probe: How to find out whether ranks with different keys share a root after all; None if they do not. All ranks
+            give one, or none.
         timeout_s: The limit of every wait on this channel and on those opened from it.
 
     Returns:
@@ -37,19 +42,20 @@ def open_ranks(process_group: Any = None, *, node_key: str, timeout_s: float = D
     Raises:
         UsageError: This process is not in ``process_group``.
         WaitTimeout: Not all ranks called this in time.
+        CkptMirrorError: A root cannot be probed.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return SingleRank()
     from ckptmirror.ranks.gloo import GlooRanks
 
-    return GlooRanks.open(process_group, node_key=node_key, timeout_s=timeout_s)
+    return GlooRanks.open(process_group, node_key=node_key, probe=probe, timeout_s=timeout_s)
 
 
 def node_key_of(root: str | os.PathLike[str]) -> str:
-    """Return the node key of a root on a local disk: this boot of this host, and the directory's own identity.
+    """Return the node key of a root: this boot of this host, and the directory's own identity.
 
-    Ranks in different containers that mount one directory are one node; ranks on one host with different roots are not.
+    Ranks with one key share a root. Ranks on other hosts, or with another mount of the directory, have other keys.
     """
     found = Path(root).stat()
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else os.uname().nodename

@@ -21,7 +21,6 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -29,35 +28,21 @@ import torch
 import torch.distributed as dist
 
 from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError, WaitTimeout
+from ckptmirror.ranks.base import exchange_result
 from ckptmirror.ranks.messages import Answer, Report, decide, failure_of, pack_value, refusal
+from ckptmirror.ranks.nodes import NodeLayout, Probe, joined, layout_of
 
-__all__ = ["GlooRanks", "NodeLayout", "layout_of"]
+__all__ = ["GlooRanks"]
 
 T = TypeVar("T")
 
 _TAG = 7301
+_FIND_NODES = "find out who shares a root"
 _FRAME_BYTES = 4096
 _SIZE_BYTES = 8
 _REASON_LIMIT_S = 1.0
 _REASON_POLL_S = 0.02
 _STORE_LIMIT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class NodeLayout:
-    """A rank's node, and its place within the node."""
-
-    node: int
-    nodes: int
-    local_rank: int
-    local_world_size: int
-
-
-def layout_of(keys: Sequence[str], rank: int) -> NodeLayout:
-    """Return the layout of ``rank``, given every rank's node key; nodes are ordered by their lowest rank."""
-    order = list(dict.fromkeys(keys))
-    mine = [index for index, key in enumerate(keys) if key == keys[rank]]
-    return NodeLayout(order.index(keys[rank]), len(order), mine.index(rank), len(mine))
 
 
 class GlooRanks:
@@ -81,11 +66,28 @@ class GlooRanks:
         self._store = _store_of(self._group)
 
     @classmethod
-    def open(cls, process_group: Any, *, node_key: str, timeout_s: float) -> GlooRanks:
+    def open(cls, process_group: Any, *, node_key: str, probe: Probe | None, timeout_s: float) -> GlooRanks:
         """Open the first channel of a job, for :func:`ckptmirror.ranks.open_ranks`."""
         ranks = cls(process_group, name="first", timeout_s=timeout_s)
-        ranks._layout = layout_of(ranks.exchange(node_key, what="find out who shares a node"), ranks._rank)
+        try:
+            keys = ranks.exchange(node_key, what=_FIND_NODES)
+            if probe is not None and len(set(keys)) > 1:
+                keys = ranks._joined(keys, probe)
+        except BaseException:
+            ranks.close()
+            raise
+        ranks._layout = layout_of(keys, ranks._rank)
         return ranks
+
+    def _joined(self, keys: list[str], probe: Probe) -> list[str]:
+        """Return the keys with one key for each root, found by tokens in the roots."""
+        asks = keys.index(keys[self._rank]) == self._rank
+        try:
+            tokens = exchange_result(self, lambda: probe.leave() if asks else "", what=_FIND_NODES)
+            seen = exchange_result(self, lambda: probe.seen(tokens) if asks else [], what=_FIND_NODES)
+        finally:
+            probe.remove()
+        return joined(keys, seen)
 
     @property
     def rank(self) -> int:

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+import ckptmirror.ranks
 from ckptmirror import CheckpointManager
 from ckptmirror.core.errors import ConfigError
 from tests.kit.processes import outcome, run_ranks
+from tests.kit.roots import leftovers
+from tests.kit.training import everything, new_state, same, train
 
 pytestmark = pytest.mark.long
 
@@ -29,6 +32,49 @@ def test_a_job_of_several_nodes_is_refused_on_every_rank(tmp_path: Path) -> None
     for kind, message, code in found:
         assert (kind, code) == (ConfigError.__name__, ConfigError.exit_code)
         assert "several nodes" in message
+
+
+def on_host(number: int, base: Path) -> None:
+    """Let this process be on a host of its own, as far as its roots tell."""
+    boot_id = base / f"boot-{number}"
+    boot_id.write_text(f"host {number}")
+    ckptmirror.ranks._BOOT_ID = boot_id
+
+
+def open_on_hosts(rank: int, base: str, roots: list[str]) -> tuple[str, str, int]:
+    on_host(rank, Path(base))
+    return open_and_close(rank, roots)
+
+
+def test_ranks_on_three_hosts_with_one_shared_root_are_one_node(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    found = run_ranks(3, open_on_hosts, str(tmp_path), [str(root)] * 3)
+    assert [(kind, message) for kind, message, _ in found] == [("value", "1")] * 3
+    assert leftovers(root) == []
+
+
+def test_a_root_shared_by_two_of_three_hosts_makes_two_nodes(tmp_path: Path) -> None:
+    found = run_ranks(3, open_on_hosts, str(tmp_path), [str(tmp_path / name) for name in ("one", "two", "one")])
+    assert all("2 nodes" in message for _, message, _ in found)
+    assert [leftovers(tmp_path / name) for name in ("one", "two")] == [[], []]
+
+
+def save_then_resume(rank: int, base: str) -> tuple[int, bool]:
+    on_host(rank, Path(base))
+    state = new_state()
+    with CheckpointManager(Path(base) / "root", timeout_s=30.0) as manager:
+        manager.resume(state)
+        train(state)
+        manager.save(1, state).wait()
+    saved = everything(state)
+    fresh = new_state(seed=1)
+    with CheckpointManager(Path(base) / "root", timeout_s=30.0) as manager:
+        info = manager.resume(fresh)
+    return info.step if info is not None else 0, same(everything(fresh), saved)
+
+
+def test_hosts_with_one_shared_root_save_and_resume_together(tmp_path: Path) -> None:
+    assert run_ranks(2, save_then_resume, str(tmp_path)) == [(1, True)] * 2
 
 
 @pytest.mark.parametrize("exists", [True, False])

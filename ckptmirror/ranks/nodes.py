@@ -1,0 +1,66 @@
+"""Which ranks are one node: those whose roots are one directory.
+
+Rules:
+* Ranks with one key share a root. Of those with different keys, the ones that see each other's tokens do: one rank of
+  each key leaves a token in its root and looks for the tokens of the others.
+* That one of two saw the other is enough, since a network file system may show a new file late.
+* Nodes are ordered by their lowest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["NodeLayout", "Probe", "joined", "layout_of"]
+
+
+class Probe(Protocol):
+    """The root of one rank, as far as the other ranks see it."""
+
+    def leave(self) -> str:
+        """Leave a token in the root and return its name, or "" if there is no room for one."""
+        ...
+
+    def seen(self, tokens: Iterable[str]) -> list[int]:
+        """Return which of the tokens are in the root, by position."""
+        ...
+
+    def remove(self) -> None:
+        """Remove the token."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLayout:
+    """A rank's node, and its place within the node."""
+
+    node: int
+    nodes: int
+    local_rank: int
+    local_world_size: int
+
+
+def layout_of(keys: Sequence[str], rank: int) -> NodeLayout:
+    """Return the layout of ``rank``, given every rank's node key."""
+    order = list(dict.fromkeys(keys))
+    mine = [index for index, key in enumerate(keys) if key == keys[rank]]
+    return NodeLayout(order.index(keys[rank]), len(order), mine.index(rank), len(mine))
+
+
+def joined(keys: Sequence[str], seen: Sequence[Collection[int]]) -> list[str]:
+    """Return every rank's node key, given that rank ``i`` saw the tokens of the ranks ``seen[i]``."""
+    name = {key: key for key in keys}  # of a key: one that its node has too; in the end, that of its lowest rank
+
+    def first(key: str) -> str:
+        while name[key] != key:
+            key = name[key]
+        return key
+
+    order = {key: index for index, key in reversed(list(enumerate(keys)))}
+    for index, others in enumerate(seen):
+        for other in others:
+            lower, higher = sorted((first(keys[index]), first(keys[other])), key=order.__getitem__)
+            name[higher] = lower
+    return [first(key) for key in keys]
