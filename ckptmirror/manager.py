@@ -273,10 +273,12 @@ class CheckpointManager:
         """Write this rank's part of an emergency snapshot to local disk, durable on return, without any collective.
 
         Every rank calls it at the same step, after :meth:`StopRequest.check` returned True on all of them. If the disk
-        has no room, the snapshot goes only to ``persistent_dir``.
+        has no room, or fails, the snapshot goes only to ``persistent_dir``.
 
         Raises:
-            LocalStorageFull: There is no room; earlier saves are unchanged.
+            LocalStorageFull: There is no room, and no ``persistent_dir``; earlier saves are unchanged.
+            LocalStorageUnwritable: The disk is read-only or gone, and there is no ``persistent_dir``.
+            IntegrityError: It reported an I/O error, and there is no ``persistent_dir``.
         """
         saver = self._started()
         check_is_state(state)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,18 @@ import pytest
 
 from ckptmirror import CheckpointManager, Retention
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
-from ckptmirror.core.errors import ConfigError, DestinationOccupied, LocalStorageFull, LocalStorageUnwritable, Temporary
+from ckptmirror.core.errors import (
+    CkptMirrorError,
+    ConfigError,
+    DestinationOccupied,
+    IntegrityError,
+    LocalStorageFull,
+    LocalStorageUnwritable,
+    Temporary,
+)
 from ckptmirror.core.names import TRASH_DIR, emergency_meta_name
 from ckptmirror.flow.save import emergency, persistent_dir
+from ckptmirror.flow.save.emergency import emergency_save_id
 from ckptmirror.flow.save.persistent_dir import snapshots_in
 from ckptmirror.flow.start import bring as bringing
 from ckptmirror.flow.start.leader import Node
@@ -26,6 +36,7 @@ from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
 from tests.kit.cli import run as cli
 from tests.kit.faults import DiskFault, failing, flip_bit, of_a_later_version
+from tests.kit.processes import run_ranks
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
 
@@ -120,13 +131,10 @@ def test_a_link_in_place_of_a_snapshots_directory_is_not_written_through(
         (getattr(place, planted) / directory).symlink_to(elsewhere)
 
     monkeypatch.setattr(emergency, "write_note", write_note)
-    if planted == "root":
-        with pytest.raises(LocalStorageUnwritable, match="symbolic link"):
-            place.snapshot(5)
-    else:
-        directory, _ = place.snapshot(5)
-        assert (directory / "meta_rank0.json").is_file()
-        assert "symbolic link" in caplog.text
+    directory, _ = place.snapshot(5)
+    assert directory.parent == (place.kept if planted == "root" else place.root)
+    assert (directory / "meta_rank0.json").is_file()
+    assert "symbolic link" in caplog.text
     assert list(elsewhere.iterdir()) == []
 
 
@@ -441,6 +449,100 @@ def test_a_snapshot_goes_to_the_persistent_directory_whatever_is_in_the_trash_of
         directory = manager.save_emergency_checkpoint(5, state)
     assert directory.parent == place.kept
     assert [meta.step for meta in snapshots_in(place.kept).values()] == [5]
+
+
+FAILURES = [
+    LocalStorageFull("Cannot write: no space is left."),
+    LocalStorageUnwritable("Cannot write: the file system is mounted read-only."),
+    IntegrityError("Cannot write: the device reported an I/O error."),
+]
+NO_FILE, NO_DIRECTORY, NO_NOTE = "write_bytes", "make_own_dir", "write_note"  # where a disk fails, from the last change
+
+
+def fail_below(root: Path, at: str, error: CkptMirrorError, set_to: Callable[[Any, str, Any], None]) -> None:
+    """Let every change of the root fail that a snapshot makes before ``at``, and ``at`` itself."""
+    module: Any = files if at == NO_FILE else emergency
+    real = getattr(module, at)
+
+    def fails(path: Path, *args: Any, **given: Any) -> Any:
+        if path.is_relative_to(root) and (at != NO_FILE or path.name.startswith("meta_rank")):
+            raise error
+        return real(path, *args, **given)
+
+    set_to(module, at, fails)
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("at", [(NO_FILE,), (NO_DIRECTORY,), (NO_DIRECTORY, NO_NOTE)], ids=lambda at: at[-1])
+def test_a_snapshot_that_this_disk_does_not_take_is_resumed_from_the_persistent_directory(
+    at: tuple[str, ...], error: CkptMirrorError, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(place.root, persistent_dir=place.kept) as manager:
+        state = new_state()
+        manager.resume(state)
+        train(state, 5)
+        for change in at:
+            fail_below(place.root, change, error, monkeypatch.setattr)
+        assert manager.save_emergency_checkpoint(5, state).parent == place.kept
+        left = everything(state)
+    monkeypatch.undo()
+    place.root = tmp_path / "another disk"
+    step, kind, found = place.start()
+    assert (step, kind) == (5, "emergency")
+    assert same(found, left)
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_a_disk_that_fails_without_a_persistent_directory_is_an_error(
+    error: CkptMirrorError, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(place.root) as manager:
+        state = new_state()
+        manager.resume(state)
+        fail_below(place.root, NO_FILE, error, monkeypatch.setattr)
+        with pytest.raises(type(error), match=str(error.message)):
+            manager.save_emergency_checkpoint(5, state)
+    assert list(place.root.glob("emergency_*")) == []
+
+
+def leave_snapshot(rank: int, base: str, at: tuple[str, ...], planted: str) -> str:
+    """One rank of two leaves its part of a snapshot on a disk that fails."""
+    place = Place(Path(base))
+    with running(place.root, persistent_dir=place.kept) as manager:
+        state = new_state()
+        manager.resume(state)
+        train(state, 5)
+        for change in at:
+            fail_below(place.root, change, FAILURES[1], setattr)
+        if planted and rank == 0:
+            save_id = emergency_save_id(manager._started().attempt, 1, 5)
+            emergency.note_path(place.root, save_id).write_text(planted)
+        manager.ranks.exchange(None, what="both are ready")
+        return str(manager.save_emergency_checkpoint(5, state).relative_to(base))
+
+
+def resume_snapshot(rank: int, base: str) -> tuple[int, str]:
+    """Start again, without the disk if it failed."""
+    place = Place(Path(base))
+    root = place.root if list(place.root.glob("emergency_*/meta_rank*")) else place.root.with_name("another disk")
+    with running(root, persistent_dir=place.kept) as manager:
+        info = manager.resume(new_state())
+        return (info.step, info.kind) if info is not None else (0, "")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("at", "planted", "home"),
+    [((NO_NOTE,), "", "root"), ((NO_DIRECTORY, NO_NOTE), "", "kept"), ((), "[]", "root")],
+    ids=["no room for the note", "read-only", "a planted note"],
+)
+def test_ranks_that_cannot_note_a_name_leave_one_snapshot(
+    at: tuple[str, ...], planted: str, home: str, tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, leave_snapshot, str(tmp_path), at, planted)
+    assert first == second
+    assert Path(first).parent == Path(home)
+    assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(5, "emergency")] * 2
 
 
 @pytest.mark.parametrize("inside", ["root/kept", "."])

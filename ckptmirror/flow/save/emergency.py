@@ -8,7 +8,7 @@ Rules:
 * It goes to local disk first, and is never uploaded to a mirror. With ``persistent_dir``, each rank then copies its
   part there.
 * If the disk is full, this rank removes what it wrote. It tries once more when the save in flight is over, which may
-  have freed space. If that fails too, only ``persistent_dir`` gets the snapshot.
+  have freed space. If that fails too, or the disk is read-only or broken, only ``persistent_dir`` gets the snapshot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_to_bytes
-from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, NameTaken, WaitTimeout
+from ckptmirror.core.errors import (
+    CkptMirrorError,
+    IntegrityError,
+    LocalStorageFull,
+    LocalStorageUnwritable,
+    NameTaken,
+    WaitTimeout,
+)
 from ckptmirror.core.model import Attempt, Meta
 from ckptmirror.core.plain_values import plain_values
 from ckptmirror.flow.places.trash import empty_trash
@@ -42,6 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["emergency_save_id", "save_emergency"]
 
 _IN_FLIGHT_WAIT_S = 15.0  # the grace period runs
+_NO_TIME = "19700101T000000Z"
+_DISK_FAILURES = (LocalStorageFull, LocalStorageUnwritable, IntegrityError)  # full; read-only or lost; broken
 _log = logging.getLogger("ckptmirror.emergency")
 
 
@@ -75,6 +84,8 @@ def save_emergency(
 
     Raises:
         LocalStorageFull: The disk is full; earlier saves are untouched.
+        LocalStorageUnwritable: It is read-only, or gone.
+        IntegrityError: It reported an I/O error.
     """
     started = time.monotonic()
     save_id = emergency_save_id(attempt, number, step)
@@ -102,7 +113,7 @@ def save_emergency(
             with contextlib.suppress(WaitTimeout):
                 in_flight.wait_over(_IN_FLIGHT_WAIT_S)
             name, meta = _write(root, home, state, plan, rank, persistent_dir, apart=apart)
-    except LocalStorageFull as error:
+    except _DISK_FAILURES as error:
         if persistent_dir is None:
             raise
         save_logger(_log, plan, rank=rank).error(
@@ -142,7 +153,7 @@ def _write(
     *,
     apart: bool,
 ) -> tuple[str, Meta]:
-    """Write this rank's files below ``home`` and its meta last. If the disk is full, remove all of it."""
+    """Write this rank's files below ``home`` and its meta last. If the disk is full or fails, remove all of it."""
     from ckptmirror.formats.emergency import names_of_rank, write_emergency
 
     name = _agreed_name(root, plan, persistent_dir)
@@ -162,13 +173,13 @@ def _write(
         )
         meta = replace(plan, artifacts=tuple(artifacts), tag=parsed.tag)
         files.write_bytes(directory / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=plan.save_id)
-    except LocalStorageFull:
+    except _DISK_FAILURES:
         try:
             for mine in names_of_rank(rank):
                 with contextlib.suppress(FileNotFoundError):
                     trash.move_to_trash(home, directory / mine)
             empty_trash(home)
-        except CkptMirrorError as error:  # that the disk is full is what the caller must hear: it may have another
+        except (CkptMirrorError, OSError) as error:  # the caller must hear of the first one: it may have another disk
             save_logger(_log, plan, rank=rank).error("what was written to %s stays there: %s", directory, error)
         if plan.world_size == 1:  # else another rank may be about to write there
             with contextlib.suppress(OSError):
@@ -178,21 +189,20 @@ def _write(
 
 
 def _agreed_name(root: Path, plan: Meta, persistent_dir: Path | None) -> str:
-    """Let the first rank of the node name the directory; the others read the name."""
+    """Let the first rank of the node name the directory; the others read the name.
+
+    Where no rank can note a name, they use one that each computes alike, without a time.
+    """
+    alike = names.emergency_dir_name(plan.step, _NO_TIME, plan.save_id[:8])
+    if os.path.lexists(root / alike):
+        return alike
     name = names.emergency_dir_name(plan.step, _utc_second())
     if os.path.lexists(root / name):  # another snapshot of the same second has it
         name = names.emergency_dir_name(plan.step, _utc_second(), plan.save_id[:8])
     try:
         write_note(root, plan.save_id, name, persistent_dir)
-    except LocalStorageFull:
-        if plan.world_size > 1:
-            raise
-    except NameTaken:
-        noted = _noted_name(root, plan)
-        if noted is None and plan.world_size > 1:  # the ranks could not agree on another
-            note = note_path(root, plan.save_id)
-            raise NameTaken(f"{note} does not name an emergency directory of step {plan.step}.") from None
-        return noted or name
+    except (NameTaken, *_DISK_FAILURES):
+        return _noted_name(root, plan) or (name if plan.world_size == 1 else alike)
     return name
 
 
