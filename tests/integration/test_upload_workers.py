@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import CkptMirrorError, NotAuthorised, StorePermanent, StoreTemporary
+from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.mirrors import Mirror
@@ -46,6 +46,22 @@ def test_i5_a_worker_that_was_overtaken_changes_nothing(place: MirroredRoot) -> 
     upload_module.upload_claimed(place.context(), fast)
     assert [r.state for r in place.records() if r.role == "artifact"] == [RecordState.VERIFIED]
     assert len([name for name in object_names(place.store) if name.startswith("model")]) == 1
+
+
+def test_i11_a_fenced_worker_whose_record_another_has_is_told_that_it_is_fenced(place: MirroredRoot) -> None:
+    place.commit(100, sidecars=False)
+    url = place.mirrors[0].url
+
+    def fenced(_mirror: Mirror, _meta: Meta | None) -> None:
+        place.clock.pass_s(11)
+        assert place.table.claim("fast", url, lease_s=10) is not None
+        raise AttemptFenced("A newer attempt has started.")
+
+    slow = place.table.claim("slow", url, lease_s=10)
+    assert slow is not None
+    with pytest.raises(AttemptFenced):
+        upload_module.upload_claimed(place.context(confirm=fenced), slow)
+    assert place.records(state=RecordState.UPLOADING)[0].claimed_by == "fast"
 
 
 def test_a_lease_that_ran_out_frees_the_record(place: MirroredRoot) -> None:

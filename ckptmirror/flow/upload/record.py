@@ -8,6 +8,8 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
+
 from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ClaimLost
 from ckptmirror.core.reach import Reach, reach_after
@@ -28,7 +30,7 @@ def upload_claimed(context: UploadContext, claim: Claim) -> None:
     """Upload one claimed record as far as possible now; its new state is durable on return.
 
     Raises:
-        AttemptFenced: A newer attempt has claimed the run; the record is pending again.
+        AttemptFenced: A newer attempt has claimed the run; the record is pending again, or another worker has it.
     """
     record = claim.record
     try:
@@ -39,7 +41,8 @@ def upload_claimed(context: UploadContext, claim: Claim) -> None:
     except ClaimLost:
         return  # the lease expired and another worker has the record; it finds what we sent
     except AttemptFenced as error:
-        context.table.put_back(claim, str(error), not_before_s=_LONGEST_DELAY_S)
+        with contextlib.suppress(ClaimLost):
+            context.table.put_back(claim, str(error), not_before_s=_LONGEST_DELAY_S)
         raise
     except CkptMirrorError as error:
         if reach_after(error) is not Reach.ANSWERED:
