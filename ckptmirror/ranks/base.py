@@ -52,6 +52,11 @@ class Ranks(Protocol):
         ...
 
     @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """All ranks on this node, ascending; the first leads it. Ranks of other nodes may be between them."""
+        ...
+
+    @property
     def is_leader(self) -> bool:
         """Whether this process owns the table, the meta and the uploads of its node (``local_rank == 0``)."""
         ...

@@ -54,7 +54,6 @@ class GlooRanks:
         self._parent = process_group
         self._timeout_s = timeout_s
         self._name = name
-        self._layout = NodeLayout(0, 1, 0, 1)
         self._number = 0
         self._busy = threading.Lock()
         self._broken: CkptMirrorError | None = None
@@ -63,6 +62,7 @@ class GlooRanks:
         self._torch_group = _new_group(process_group, f"ckptmirror:{name}:torch", timeout_s)
         self._rank: int = self._group.rank()
         self._size: int = self._group.size()
+        self._layout = NodeLayout(0, 1, tuple(range(self._size)), self._rank)
         self._store = _store_of(self._group)
 
     @classmethod
@@ -117,7 +117,12 @@ class GlooRanks:
     @property
     def local_world_size(self) -> int:
         """Number of ranks on this node."""
-        return self._layout.local_world_size
+        return len(self._layout.ranks)
+
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """All ranks on this node."""
+        return self._layout.ranks
 
     @property
     def is_leader(self) -> bool:

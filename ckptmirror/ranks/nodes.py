@@ -34,19 +34,31 @@ class Probe(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """A rank's node, and its place within the node."""
+    """A rank's node, and its place within the node.
+
+    Attributes:
+        node: The node, from 0.
+        nodes: How many there are.
+        ranks: All ranks of the node, ascending. Other nodes may have ranks between them.
+        rank: The rank itself.
+    """
 
     node: int
     nodes: int
-    local_rank: int
-    local_world_size: int
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def local_rank(self) -> int:
+        """The rank's place within its node, from 0."""
+        return self.ranks.index(self.rank)
 
 
 def layout_of(keys: Sequence[str], rank: int) -> NodeLayout:
     """Return the layout of ``rank``, given every rank's node key."""
     order = list(dict.fromkeys(keys))
-    mine = [index for index, key in enumerate(keys) if key == keys[rank]]
-    return NodeLayout(order.index(keys[rank]), len(order), mine.index(rank), len(mine))
+    mine = tuple(index for index, key in enumerate(keys) if key == keys[rank])
+    return NodeLayout(order.index(keys[rank]), len(order), mine, rank)
 
 
 def joined(keys: Sequence[str], seen: Sequence[Collection[int]]) -> list[str]:

@@ -23,6 +23,7 @@ class SingleRank:
     nodes = 1
     local_rank = 0
     local_world_size = 1
+    node_ranks = (0,)
     is_leader = True
     torch_group = None
 

@@ -341,7 +341,10 @@ class Saver:
         return agreed_context(plans, self.root, self._ranks), copied
 
     def _write_all(self, copied: Copied, context: WriteContext) -> list[Artifact]:
-        """Write and seal this rank's files. Second exchange: ranks report their files and compare what they hold."""
+        """Write and seal this rank's files, and return this node's.
+
+        Second exchange: ranks report their files, and compare what they hold.
+        """
         mine: list[Artifact] = []
         held: list[Held] = []
         failure: BaseException | None = None
@@ -352,7 +355,7 @@ class Saver:
         what = f"report the files of step {context.name.step}"
         reports = self._ranks.exchange((mine, digests_of(held)), what=what, error=failure)
         self.replicas.compare(self._ranks, held, [digests for _, digests in reports], context)
-        return [artifact for artifacts, _ in reports for artifact in artifacts]
+        return [artifact for rank in self._ranks.node_ranks for artifact in reports[rank][0]]
 
     def _commit(
         self, request: SaveRequest, copied: Copied, context: WriteContext, artifacts: list[Artifact]

@@ -143,7 +143,7 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteCont
             hint='Pass this optimizer as TrainState(extra={"optimizer": …}): extra is saved for each rank.',
         )
     save_id = plans[0].save_id
-    leader_of_node = plans[rank - ranks.local_rank]
+    leader_of_node = plans[ranks.node_ranks[0]]
     return WriteContext(
         root=root,
         name=SaveName(ours.step, "" if leader_of_node.free else save_id[:8]),

@@ -1,0 +1,158 @@
+"""Ranks on several nodes, each with a disk of its own, save together; the mirror has one save, whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ckptmirror import TrainState, load_checkpoint
+from ckptmirror.core import events
+from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.core.model import ALL_NODES, Kind
+from ckptmirror.flow.fetch.stage import stage_save
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import MirrorSpec
+from ckptmirror.flow.save.save import LeaderSide, Saver, SaveRequest
+from ckptmirror.ranks import open_ranks
+from tests.kit.processes import run_ranks
+from tests.kit.roots import MirroredRoot, leftovers
+from tests.kit.saves import FIRST_ATTEMPT, RUN_ID
+from tests.kit.training import same
+
+pytestmark = pytest.mark.long
+
+WAIT_S = 30.0
+
+
+def url_of(base: Path) -> str:
+    """The mirror of all nodes."""
+    return f"file://{base}/mirror"
+
+
+def trained(rank: int) -> TrainState:
+    """A sharded model after one step, with something that each rank has for itself."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 5))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return TrainState(model=model, optimizer=optimizer, extra={"rank": rank})
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """Let every file of more than 100 bytes that this process writes find the disk full."""
+    real = os.pwrite
+
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        if offset + len(data) > 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, offset)
+
+    os.pwrite = pwrite
+    try:
+        yield
+    finally:
+        os.pwrite = real
+
+
+def save_together(
+    rank: int, base: str, nodes: str, kinds: tuple[Kind, ...], full: str = ""
+) -> tuple[dict[str, torch.Tensor], str]:
+    """One rank's part in the saves of steps 1 and 2; return the whole model of step 2, and why step 1 failed.
+
+    Args:
+        full: The node whose disk has no room for step 1.
+    """
+    root = Path(base) / nodes[rank]
+    root.mkdir(exist_ok=True)
+    ranks = open_ranks(node_key=nodes[rank], timeout_s=WAIT_S)
+    place = MirroredRoot(root, [url_of(Path(base))]) if ranks.is_leader else None
+    leader = None
+    if place is not None:
+        leader = LeaderSide(place.table, [MirrorSpec(url_of(Path(base)))], lambda: None, lambda _meta: None)
+    saver = Saver(root, RUN_ID, FIRST_ATTEMPT, ranks.channel("save"), events.EventBus(), leader, [])
+    state = trained(rank)
+    why = ""
+    for step in (1, 2):
+        with torch.no_grad():
+            for parameter in state.model.parameters():
+                parameter.add_(1.0)
+        with no_room() if (step, nodes[rank]) == (1, full) else contextlib.nullcontext():
+            handle = saver.save(SaveRequest(step, kinds), state)
+            try:
+                handle.wait("committed", timeout_s=WAIT_S)
+            except CkptMirrorError as error:
+                why = str(error)
+    whole = {
+        name: value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
+        for name, value in state.model.state_dict().items()
+    }
+    saver.settle(WAIT_S)
+    ranks.exchange(None, what="all have saved")
+    if place is not None:
+        place.close()
+    ranks.close()
+    return whole, why
+
+
+BOTH: tuple[Kind, ...] = ("dcp", "model")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "taken", "kinds"),
+    [("ab", "", ("dcp",)), ("ab", "", ("model",)), ("aba", "", BOTH), ("aba", "a", BOTH), ("aba", "b", BOTH)],
+)
+def test_nodes_save_together_and_the_last_to_upload_commits(
+    nodes: str, taken: str, kinds: tuple[Kind, ...], tmp_path: Path
+) -> None:
+    """Also where ranks of another node are between a node's own, and where one node has the names already."""
+    if taken:
+        (tmp_path / taken).mkdir()
+        (tmp_path / taken / "model_000002.pt").write_bytes(b"another's")
+    ((whole, _), *_) = run_ranks(len(nodes), save_together, str(tmp_path), nodes, kinds)
+    places = {name: MirroredRoot(tmp_path / name, [url_of(tmp_path)]) for name in sorted(set(nodes))}
+    first, last = places.values()
+    first.upload(limit=60)
+    assert mirror_catalog(first.mirrors[0]).saves == {}
+    last.upload()
+    saves = sorted(mirror_catalog(last.mirrors[0]).saves.values(), key=lambda meta: meta.step)
+    assert [(meta.step, meta.node, meta.kinds) for meta in saves] == [(step, ALL_NODES, kinds) for step in (1, 2)]
+    first.upload()
+    for place in places.values():
+        assert place.states() == {"verified"}
+        place.close()
+    for kind in kinds:
+        dest = tmp_path / f"staged-{kind}"
+        dest.mkdir()
+        stage_save(first.mirrors[0], saves[1], dest, kinds=(kind,), full=True)
+        loaded = load_checkpoint(dest)
+        assert same(loaded.model, whole)
+        assert loaded.optimizer is not None
+
+
+@pytest.mark.parametrize("full", ["a", "b"])
+def test_a_disk_that_is_full_on_one_node_fails_the_save_on_all_and_no_other(full: str, tmp_path: Path) -> None:
+    found = run_ranks(3, save_together, str(tmp_path), "aba", BOTH, full)
+    for _, why in found:
+        assert "no space is left" in why
+        assert str(tmp_path / full) in why
+    places = [MirroredRoot(tmp_path / name, [url_of(tmp_path)]) for name in "ab"]
+    for place in places:
+        assert leftovers(place.root) == []
+        assert list(place.root.glob("*_000001*")) == []
+        place.upload()
+    assert [meta.step for meta in mirror_catalog(places[0].mirrors[0]).saves.values()] == [2]
+    for place in places:
+        place.close()
