@@ -65,7 +65,8 @@ def parse_location(url: str, bucket_pattern: str) -> BucketLocation:
     """
     scheme, separator, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
-    if "@" in (rest if ":" in bucket else bucket) or any(mark in rest for mark in "?#"):
+    user = rest if ":" in bucket else bucket
+    if "@" in user or "%40" in user or any(mark in rest for mark in "?#"):
         raise ConfigError(f"A {scheme}:// URL is a bucket and a prefix, without user, query or fragment.")
     if not separator or not re.fullmatch(bucket_pattern, bucket):
         raise ConfigError(f"{url!r} does not name a valid bucket.", hint=f"Write {scheme}://bucket/prefix.")

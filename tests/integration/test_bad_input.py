@@ -224,6 +224,7 @@ def test_a_wrong_retention_is_refused_when_it_is_made(policy: dict[str, int]):
         ("gs://user:hush@bucket/x", "without user"),
         ("gs://bucket/x?token=hush", "without user, query or fragment"),
         ("s3://key:hush/of+40@bucket/x", "without user, query or fragment"),
+        ("s3://key:hush%40bucket/x", "without user, query or fragment"),
         ("file://user:hush@host/x", "without host, query or fragment"),
         ("gs://bucket/a/../b", ".."),
         ("s3cret://bucket/x", "There is no store for s3cret:// URLs"),
