@@ -49,7 +49,9 @@ def _check_range(response: Answer, what: str, offset: int, last: int) -> None:
         if offset or response.length != last + 1:
             raise StoreTemporary(f"{what}: the whole object was answered instead of bytes {offset} to {last}.")
         return
-    found = re.fullmatch(r"bytes ([0-9]+)-([0-9]+)/([0-9]+|\*)", response.headers.get("Content-Range", ""))
+    found = re.fullmatch(
+        r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)", response.headers.get("Content-Range", "")
+    )
     if found is None or int(found[1]) != offset or int(found[2]) > last:
         raise StoreTemporary(f"{what}: bytes {offset} to {last} were asked, another range was answered.")
     if int(found[2]) < last:

@@ -175,10 +175,10 @@ class _Sending:
     def _received(self, header: str | None) -> int:
         if header is None:
             return 0
-        first, _, last = header.removeprefix("bytes=").partition("-")
-        if first != "0" or not last.isdigit() or int(last) >= self._size_bytes:
-            raise StoreTemporary(f"The service says that it has {header!r} of {self._upload.name}.")
-        return int(last) + 1
+        found = re.fullmatch(r"(?:bytes=)?0-([0-9]{1,19})", header)
+        if found is None or int(found[1]) >= self._size_bytes:
+            raise StoreTemporary(f"The service says that it has {header!r:.80} of {self._upload.name}.")
+        return int(found[1]) + 1
 
 
 def _target_of(session: str) -> str:

@@ -79,10 +79,12 @@ def test_what_a_dead_process_held_is_free_at_the_next_start(place: MirroredRoot)
     import socket
 
     place.commit(100)
+    place.commit(200)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     url, host = place.mirrors[0].url, socket.gethostname()
-    names_of_workers = [f"{host}:{ended.pid}:0", f"{host}:{os.getpid()}:0", f"elsewhere:{ended.pid}:0"]
+    odd = [f"{host}:{pid}:0" for pid in ("\xb3", "9" * 5000, "9" * 30, "-1", "")]  # of a table that somebody wrote
+    names_of_workers = [f"{host}:{ended.pid}:0", f"{host}:{os.getpid()}:0", f"elsewhere:{ended.pid}:0", *odd]
     for worker in names_of_workers:
         assert place.table.claim(worker, url, lease_s=300) is not None
     assert free_dead_workers(place.table) == 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -33,6 +34,7 @@ from ckptmirror.local.uploads import UploadsTable
 __all__ = ["IDLE_S", "UploadWorkers", "free_dead_workers", "held_elsewhere", "still_moving", "upload_save"]
 
 IDLE_S = 2.0
+_PID = re.compile(r"[0-9]{1,9}")
 _MOVING = (RecordState.PENDING, RecordState.UPLOADING)
 _log = logging.getLogger("ckptmirror.upload")
 
@@ -100,7 +102,7 @@ def _holder(worker: str) -> str:
 def _is_dead(worker: str) -> bool:
     """Whether the process is certainly dead. A wrong answer does no harm, since a lost claim's token is refused."""
     host, pid, _, began = [*worker.split(":"), "", "", ""][:4]
-    return host == socket.gethostname() and pid.isdigit() and not is_alive(int(pid), began)
+    return host == socket.gethostname() and bool(_PID.fullmatch(pid)) and not is_alive(int(pid), began)
 
 
 class UploadWorkers:

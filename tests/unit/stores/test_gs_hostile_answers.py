@@ -371,6 +371,22 @@ def test_a_service_that_keeps_next_to_nothing_of_each_part_ends_the_upload(grows
             store_on(server).write("x", bytes(9 * MIB), if_generation=0)
 
 
+@pytest.mark.parametrize("said", ["bytes=0-\xb3", "bytes=0-" + "9" * 5000, "bytes=0--1", "bytes=1-5", "0x5", "bytes="])
+def test_an_offset_that_is_no_number_is_a_temporary_error(said: str) -> None:
+    def script(asked: Asked) -> Iterable[bytes]:
+        return [answer(200, Location="/u?upload_id=1") if asked.method == "POST" else answer(308, Range=said)]
+
+    with hostile_server(script) as server, pytest.raises(StoreTemporary, match="says that it has") as told:
+        store_on(server).upload(upload_of("x", bytes(MIB), session="/u?upload_id=1"))
+    assert len(str(told.value)) < 300
+
+
+@pytest.mark.parametrize("said", ["bytes 0-\xb3/1000", "bytes 0-99/" + "9" * 5000, "bytes 0-" + "9" * 5000 + "/*"])
+def test_a_range_that_is_no_number_is_a_temporary_error(said: str) -> None:
+    error, _ = ask(lambda _asked: [answer(206, b"x" * 100, Content_Range=said)], "download")
+    assert isinstance(error, StoreTemporary)
+
+
 def test_a_part_after_one_that_was_kept_in_part_is_no_larger_than_what_was_kept() -> None:
     kept = 0
 
