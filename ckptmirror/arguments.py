@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ckptmirror.core import events
@@ -14,7 +14,7 @@ from ckptmirror.core.setting_checks import WrongValue, above_0
 from ckptmirror.local import directories
 from ckptmirror.ranks import StopRequest, node_key_of
 
-__all__ = ["checked_kinds", "checked_limit", "checked_step", "node_key", "stop_event"]
+__all__ = ["check_alike", "checked_kinds", "checked_limit", "checked_step", "node_key", "stop_event"]
 
 
 def node_key(root: Path) -> tuple[str, BaseException | None]:
@@ -27,6 +27,26 @@ def node_key(root: Path) -> tuple[str, BaseException | None]:
         return node_key_of(root), None
     except (OSError, CkptMirrorError) as error:
         return str(root), error
+
+
+def check_alike(settings: Sequence[Mapping[str, str] | None]) -> None:
+    """Check that the nodes of a job have the same settings.
+
+    Args:
+        settings: Of each rank that leads a node: texts by name; None of the others.
+
+    Raises:
+        ConfigError: They differ; the message has both values.
+    """
+    of_nodes = [one for one in settings if one is not None]
+    for node, theirs in enumerate(of_nodes):
+        for name, first in of_nodes[0].items():
+            if theirs.get(name) != first:
+                raise ConfigError(
+                    f"The nodes of this job differ in {name}: node 0 has {first or 'none'}, node {node} has "
+                    f"{theirs.get(name) or 'none'}.",
+                    hint="Start all nodes with the same ckptmirror and the same settings.",
+                )
 
 
 def stop_event(stop: StopRequest, rank: int) -> events.StopRequested:

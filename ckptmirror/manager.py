@@ -17,7 +17,8 @@ from shlex import quote
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ckptmirror.arguments import checked_kinds, checked_limit, checked_step, node_key, stop_event
+from ckptmirror import __version__
+from ckptmirror.arguments import check_alike, checked_kinds, checked_limit, checked_step, node_key, stop_event
 from ckptmirror.core import events, signing
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
 from ckptmirror.core.model import SAVED_KINDS, Kind
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("ckptmirror")
+_NODES_LIMIT = 1
 _POLL_S, _LEAVING_SAVE_S, _LEAVING_TELL_S = 0.2, 60.0, 10.0
 
 
@@ -126,7 +128,7 @@ class CheckpointManager:
         self.ranks: Ranks = open_ranks(process_group, node_key=own_key, probe=RootProbe(self.root), timeout_s=limit_s)
         self._save_ranks = self.ranks.channel("save")
         try:
-            if self.ranks.nodes > 1:
+            if self.ranks.nodes > _NODES_LIMIT:
                 raise ConfigError(
                     f"This job has {self.ranks.nodes} nodes; several nodes with separate disks are not supported yet.",
                     hint="Run the ranks of a job on one node, all with the same root on its local disk.",
@@ -144,7 +146,13 @@ class CheckpointManager:
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error
         try:
-            self.ranks.exchange(None, what="open the root", error=failure)
+            said = {
+                "version": __version__,
+                "mirrors": ", ".join(f"{one.url}{'' if one.required else ' (optional)'}" for one in self._specs),
+                "kinds": ", ".join(self.kinds),
+            }
+            mine = said if self.ranks.is_leader else None
+            check_alike(self.ranks.exchange(mine, what="open the root", error=failure))
             if self._node is None:
                 self._rank_lock = RankLock(self.root)
                 self._rank_lock.acquire()
@@ -289,8 +297,7 @@ class CheckpointManager:
             attempt=saver.attempt,
             number=saver.next_number(),
             step=checked_step(step),
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
+            ranks=self.ranks,
             bus=self.events,
             persistent_dir=self._persistent_dir,
             apart=saver.replicas.differ,

@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.model import ALL_NODES, Artifact, Meta
 from ckptmirror.core.names import untagged
 
-__all__ = ["merge_emergency", "merge_parts"]
+__all__ = ["merge_emergency", "merge_parts", "plain"]
 
 _SAME = ("run_id", "attempt", "step", "save_id", "save_number", "kinds", "world_size", "nodes")
 
@@ -40,6 +41,12 @@ def merge_parts(parts: Sequence[Meta]) -> Meta:
     if first.nodes == 1:
         return first
     return replace(first, node=ALL_NODES, tag="", artifacts=_merged_artifacts(ordered))
+
+
+def plain(meta: Meta) -> Meta:
+    """Return the meta of a whole save with its files under their plain names, as on no disk in particular."""
+    artifacts = tuple(replace(one, path=names.plain(one.path)) for one in _merged_artifacts([meta]))
+    return replace(meta, tag="", artifacts=artifacts, staged_from=None)
 
 
 def merge_emergency(metas: Sequence[Meta]) -> Meta:

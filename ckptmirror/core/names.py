@@ -24,6 +24,7 @@ __all__ = [
     "LATEST_NAME",
     "LOCK_NAME",
     "MAX_STEP",
+    "NO_TIME",
     "OLDER_EVENTS_NAME",
     "PARTS_DIR",
     "PINS_DIR",
@@ -45,6 +46,7 @@ __all__ = [
     "parse_name",
     "parse_step",
     "part_name",
+    "plain",
     "pp_dir",
     "tagged",
     "tmp_name",
@@ -65,6 +67,8 @@ LATEST_NAME = "latest"
 WRITER_NAME = "writer.json"  # on a mirror
 PARTS_DIR = "parts"  # on a mirror
 PINS_DIR = "pins"  # on a mirror
+
+NO_TIME = "19700101T000000Z"  # in the name of a snapshot's directory that has no time
 
 MAX_STEP = 10**18 - 1
 
@@ -324,6 +328,15 @@ def untagged(path: str) -> str:
         UsageError: The path has no valid step.
     """
     return _with_tag(path, "")
+
+
+def plain(path: str) -> str:
+    """Return ``path`` (of an artifact) as every node can name it: without a tag, and without a snapshot's time."""
+    top, slash, below = untagged(path).partition("/")
+    parsed = parse_name(top)
+    if parsed is not None and parsed.role == "emergency" and parsed.step is not None:
+        top = emergency_dir_name(parsed.step, NO_TIME)
+    return top + slash + below
 
 
 def parse_step(text: str) -> int:

@@ -153,7 +153,7 @@ def plan_rotation(
         elif (successor := _successor_of(save, counted)) is not None:
             plan.delete[save.save_id] = f"a newer save, of step {successor.step}, is on every required mirror"
             plan.successors[save.save_id] = successor.save_id
-        elif save.skipped:
+        elif save.skipped and save.save_id not in abandoned:
             plan.delete[save.save_id] = f"{not_wanted}; it was left out on the mirrors by policy"
         elif save.save_id in abandoned and save.standing == "superseded" and successor_is_safe:
             plan.delete[save.save_id] = (

@@ -205,7 +205,7 @@ def push(
         ConfigError: The mirror holds another run.
     """
     (spec,) = mirror_specs([mirror])
-    here = local_catalog(root)
+    here = local_catalog(root).with_parts()
     mirrored = [meta for meta in here.whole.values() if not is_emergency(meta)]
     found = [meta for meta in mirrored if step is None or meta.step == step]
     metas = [meta for meta in found if not meta.partial or meta.staged_from == spec.url]
@@ -432,7 +432,7 @@ class _Work:
         table, urls = self._table, self._urls
         given_up = [record for record in table.records(state=RecordState.FAILED) if record.mirror in urls]
         failed = [f"{record.mirror}: {record.path}: {record.last_error}" for record in given_up]
-        here = local_catalog(self._root)
+        here = local_catalog(self._root).with_parts()
         unasked = self._unasked()  # first, as durability() does
         now = Durability(tuple(open_saves(table, here.whole.values(), urls, save_ids)))
         wanted = [record for record in given_up if save_ids is None or record.save_id in save_ids]

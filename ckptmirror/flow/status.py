@@ -110,7 +110,7 @@ def is_mirrored(
     with open_known_table(root, state_dir, read_only=True) as table:
         if not table.knows_mirrors():
             return False  # it is being rebuilt at this moment
-        metas = local_catalog(root).whole.values()
+        metas = local_catalog(root).with_parts().whole.values()
         rows = [row for row in table.mirrors() if configured is None or row.url in configured]
         if save_id is None:
             return durability(table, metas, counting_rows(rows)).is_safe
@@ -128,7 +128,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         mirrors = [(row.url, row.required) for row in rows]
         required = [url for url, is_required in mirrors if is_required]
         records = table.records()
-        catalog = local_catalog(root)
+        catalog = local_catalog(root).with_parts()
         now = durability(table, catalog.whole.values(), counting_rows(rows))
         pushed = {row.url: count_lacking(table, catalog.whole.values(), row.url) for row in rows if row.pushed}
     gaps: dict[str, dict[str, str]] = {}

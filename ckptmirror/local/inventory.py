@@ -6,7 +6,8 @@ Rules:
 * Nothing is unpickled, no link is followed, nothing is written.
 * A link or a directory in place of an artifact makes the save incomplete; in place of a meta, a broken meta.
 * Two metas of one save, or two saves that claim one path with different bytes, cannot both be right: none is whole.
-* An emergency save has one meta per rank; it is whole if those of all ranks exist.
+* An emergency save has one meta per rank; it is whole if those of all ranks exist. Of a job of several nodes, each has
+  a part: whether all of its ranks left a meta shows only when the parts are put together.
 * A kind of an incomplete save is whole if all files that it needs are whole. If the meta itself is disputed, none is.
 * A file that no meta names is not part of a save: extra files in its directory are foreign and do no harm.
 * A save that cannot be read now, or not by this version, is marked as unreadable: it may be whole.
@@ -217,7 +218,8 @@ def _add_emergency(reading: _Reading, directory: str, metas: dict[int, Meta]) ->
     except BrokenMeta as error:
         reading.broken += [Item(path, str(error)) for path in paths.values()]
         return
-    count = merged.world_size - len(metas)  # as the meta says, however many that are: no list of them all
+    # As the meta says, however many that is: no list of them all. The other ranks of a part are on other nodes.
+    count = merged.world_size - len(metas) if merged.is_whole else 0
     why = ""
     if count:
         missing = islice((rank for rank in range(merged.world_size) if rank not in metas), _MAX_NAMED)

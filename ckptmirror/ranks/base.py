@@ -80,6 +80,22 @@ class Ranks(Protocol):
         """
         ...
 
+    def send(self, data: memoryview, to: int) -> None:
+        """Send bytes to one rank, which receives as many with :meth:`receive`.
+
+        Raises:
+            RankFailed: The other rank is gone, or did not take them within the channel's limit.
+        """
+        ...
+
+    def receive(self, into: memoryview, source: int) -> None:
+        """Receive bytes from one rank, which sends as many with :meth:`send`.
+
+        Raises:
+            RankFailed: The other rank is gone, or sent nothing within the channel's limit.
+        """
+        ...
+
     def channel(self, name: str) -> Ranks:
         """Open another channel between the same ranks (all ranks call this in the same order)."""
         ...

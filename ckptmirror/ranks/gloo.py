@@ -20,7 +20,7 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -166,6 +166,23 @@ class GlooRanks:
             raise error
         raise refused
 
+    def send(self, data: memoryview, to: int) -> None:
+        """Send bytes to one rank. See :class:`Ranks`."""
+        self._pass(self._group.send, data, to)
+
+    def receive(self, into: memoryview, source: int) -> None:
+        """Receive bytes from one rank. See :class:`Ranks`."""
+        self._pass(self._group.recv, into, source)
+
+    def _pass(self, call: Callable[[list[torch.Tensor], int, int], Any], data: memoryview, peer: int) -> None:
+        if self._broken is not None:
+            raise self._broken
+        try:
+            _wait(call([_over(data)], peer, _TAG), time.monotonic() + self._timeout_s)
+        except RuntimeError as error:
+            self._broken = RankFailed(f"rank {peer} is gone: {self._why_gone(peer, error)}")
+            raise self._broken from error
+
     def channel(self, name: str) -> GlooRanks:
         """Open another channel between the same ranks (all ranks call this in the same order)."""
         other = GlooRanks(self._parent, name=name, timeout_s=self._timeout_s)
@@ -302,7 +319,7 @@ def _wait(work: Any, deadline: float) -> None:
     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
 
-def _over(memory: bytearray) -> torch.Tensor:
+def _over(memory: bytearray | memoryview) -> torch.Tensor:
     """Return a tensor over ``memory`` for gloo to send or fill. It does not need NumPy, which may not be installed."""
     return torch.frombuffer(memory, dtype=torch.uint8)
 

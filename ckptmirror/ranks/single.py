@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from ckptmirror.core.errors import UsageError
+
 __all__ = ["SingleRank"]
 
 T = TypeVar("T")
@@ -32,6 +34,14 @@ class SingleRank:
         if error is not None:
             raise error
         return [value]
+
+    def send(self, data: memoryview, to: int) -> None:  # noqa: ARG002  as in Ranks
+        """Raise UsageError: there is no other rank."""
+        raise UsageError("There is no other rank.")
+
+    def receive(self, into: memoryview, source: int) -> None:  # noqa: ARG002  as in Ranks
+        """Raise UsageError: there is no other rank."""
+        raise UsageError("There is no other rank.")
 
     def channel(self, name: str) -> SingleRank:  # noqa: ARG002  as in Ranks
         """Return another channel of one."""

@@ -29,18 +29,16 @@ def plant(place: Any, name: str, value: Any) -> None:
 
 
 def the_meta_is_written_first() -> None:
-    def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[Any], meta: Meta) -> None:
-        meta_path = names.SaveName(meta.step, meta.tag).meta
-        urls = [mirror.url for mirror in mirrors]
-        table.add_save(meta.save_id, meta.step, meta.kinds, meta.artifacts, urls, meta_path=meta_path)
-        files.write_bytes(root / meta_path, meta_to_bytes(meta), save_id=meta.save_id)
+    def publish(this: commit.SaveCommit) -> None:
+        root, meta = this._root, this.meta
+        files.write_bytes(this._meta_path, meta_to_bytes(meta), save_id=meta.save_id)
         for name in top_names(meta.artifacts):
             directories.rename_noreplace(root / names.tmp_name(name, meta.save_id), root / name, label="save.publish")
         directories.fsync_dir(root)
-        table.release_save(meta.save_id)
+        this._table.release_save(meta.save_id)
         directories.replace_link(root / names.LATEST_NAME, commit.latest_target(meta))
 
-    plant(save, "commit_save", commit_save)
+    plant(commit.SaveCommit, "publish", publish)
 
 
 def a_save_replaces_another() -> None:
@@ -55,14 +53,14 @@ def a_save_replaces_another() -> None:
 
 
 def latest_is_swapped_before_the_commit() -> None:
-    honest = commit.commit_save
+    honest = commit.SaveCommit.publish
 
-    def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[Any], meta: Meta) -> None:
-        for name in top_names(meta.artifacts)[:1]:
-            directories.replace_link(root / names.LATEST_NAME, name)
-        honest(root, table, mirrors, meta)
+    def publish(this: commit.SaveCommit) -> None:
+        for name in top_names(this.meta.artifacts)[:1]:
+            directories.replace_link(this._root / names.LATEST_NAME, name)
+        honest(this)
 
-    plant(save, "commit_save", commit_save)
+    plant(commit.SaveCommit, "publish", publish)
 
 
 def nothing_of_a_cut_short_save_is_removed() -> None:

@@ -29,6 +29,7 @@ from ckptmirror.local import directories, files
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import exclusive
 from ckptmirror.local.uploads import UploadsTable
+from ckptmirror.ranks import SingleRank
 from tests.kit.faults import DiskFault, failing
 from tests.kit.roots import MirroredRoot, two_saves, whole
 from tests.kit.saves import FIRST_ATTEMPT, RUN_ID
@@ -253,8 +254,7 @@ def snapshot(place: MirroredRoot, step: int, attempt: Attempt = FIRST_ATTEMPT) -
         attempt=attempt,
         number=step,
         step=step,
-        rank=0,
-        world_size=1,
+        ranks=SingleRank(),
         bus=place.bus,
     )
 

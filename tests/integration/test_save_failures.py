@@ -27,7 +27,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.mirrors import MirrorSpec
-from ckptmirror.flow.save import commit, save
+from ckptmirror.flow.save import commit
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import memory
 from tests.integration.save_ranks_job import no_large_files
@@ -357,16 +357,16 @@ def test_a_save_that_failed_does_not_make_lower_steps_a_rewind(tmp_path: Path) -
 def test_a_save_that_exists_although_its_commit_failed_keeps_lower_steps_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = commit.commit_save
+    honest = commit.SaveCommit.publish
 
-    def commit_and_fail(*arguments: Any) -> None:
-        honest(*arguments)
+    def publish_and_fail(this: commit.SaveCommit) -> None:
+        honest(this)
         raise OSError(5, "after the meta has its name (the test's)")
 
     with running(tmp_path, kinds=("model",)) as manager:
         state = new_state()
         manager.resume(state)
-        monkeypatch.setattr(save, "commit_save", commit_and_fail)
+        monkeypatch.setattr(commit.SaveCommit, "publish", publish_and_fail)
         with pytest.raises(BackgroundSaveFailed):
             manager.save(5, state).wait()
         monkeypatch.undo()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -498,7 +499,8 @@ def test_a_rank_that_left_no_meta_is_missing_whatever_is_copied_to_its_name(
     root, _, _ = places
     as_process(**keys)
     attempt, bus = Attempt(new_id(), 1, None), EventBus()
-    save_emergency(root, new_state(), run_id=new_id(), attempt=attempt, number=1, step=1, rank=0, world_size=2, bus=bus)
+    ranks: Any = SimpleNamespace(rank=0, world_size=2, node=0, nodes=1, node_ranks=(0, 1))
+    save_emergency(root, new_state(), run_id=new_id(), attempt=attempt, number=1, step=1, ranks=ranks, bus=bus)
     (meta,) = root.glob("emergency_*/meta_rank0.json")
     meta.with_name("meta_rank1.json").write_bytes(meta.read_bytes())
     found = read_inventory(root)

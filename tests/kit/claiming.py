@@ -12,6 +12,7 @@ from ckptmirror.core.start.decide import Refuse, Scratch, Try, Wish, next_move, 
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.start.bring import Bringer
 from ckptmirror.flow.start.claim import DrainConfirmation, RunClaim
+from ckptmirror.flow.start.disk_facts import look_at_disk
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import survey
 from ckptmirror.local import directories
@@ -43,7 +44,7 @@ def table_of(root: Path) -> UploadsTable:
 def claim_run(root: Path, *mirrors: Mirror, wish: Wish = _AUTO) -> RunClaim:
     """Decide as a start does, load nothing, and claim."""
     table = table_of(root)
-    seen = survey(root, mirrors, table, keep_root_id(root))
+    seen = survey([look_at_disk(root, table, keep_root_id(root))], mirrors)
     move = next_move(seen.evidence, wish)
     if isinstance(move, Refuse):
         raise move.error

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ckptmirror import TrainState, load_checkpoint
+from ckptmirror import TrainState, list_checkpoints, load_checkpoint
 from ckptmirror.core import events
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import ALL_NODES, Kind
@@ -126,6 +126,9 @@ def test_nodes_save_together_and_the_last_to_upload_commits(
     first, last = places.values()
     first.upload(limit=60)
     assert mirror_catalog(first.mirrors[0]).saves == {}
+    listed = [(line.step, line.standing, line.why) for line in list_checkpoints(url_of(tmp_path))]
+    waits = "2 nodes saved it, and it waits for node 1: `ckptmirror drain` there finishes it"
+    assert listed == [(step, "incomplete", waits) for step in (1, 2)]
     last.upload()
     saves = sorted(mirror_catalog(last.mirrors[0]).saves.values(), key=lambda meta: meta.step)
     assert [(meta.step, meta.node, meta.kinds) for meta in saves] == [(step, ALL_NODES, kinds) for step in (1, 2)]

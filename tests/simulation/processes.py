@@ -15,7 +15,7 @@ from ckptmirror.core import events, names
 from ckptmirror.core.errors import AttemptFenced, IntegrityError, NoTable, Temporary
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.core.retention import Retention
-from ckptmirror.core.start.decide import Wish
+from ckptmirror.core.start.decide import Result, Wish
 from ckptmirror.flow.drain import _reconcile_if_free
 from ckptmirror.flow.places.attempt_lists import met_here, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror
@@ -119,7 +119,7 @@ class Trainer:
                 for artifact in proposal.meta.artifacts_of(proposal.kind):
                     verify_file(self.host.root / artifact.path, artifact.digest)
             except (IntegrityError, FileNotFoundError) as error:
-                bringer.reject(proposal, str(error), touched=False)
+                bringer.reject(proposal, str(error), Result.BROKEN)
                 continue
             return proposal
 

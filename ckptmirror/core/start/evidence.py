@@ -29,6 +29,7 @@ __all__ = [
     "Heard",
     "ListFound",
     "Origin",
+    "Part",
     "Problem",
     "Row",
     "Sort",
@@ -98,6 +99,33 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one of several nodes wrote of a save, on the disk of a node. ``disks`` joins the parts of a save.
+
+    Attributes:
+        save: The whole save.
+        kinds: The kinds in which this part is whole.
+        shares: Which shares of the save it has, from 0: that of one node; of an emergency snapshot, those of ranks.
+        of: How many shares the save has.
+        origin: How the part got to its disk.
+        name: The path of its meta.
+        why: What is wrong with it; "" if it is whole in all kinds.
+        hindrance: As of a :class:`Problem`.
+        world_size: How many ranks saved the whole save.
+    """
+
+    save: SaveFacts
+    kinds: tuple[Kind, ...]
+    shares: tuple[int, ...]
+    of: int
+    origin: Origin
+    name: str
+    why: str = ""
+    hindrance: Hindrance = ""
+    world_size: int = 1
+
+
+@dataclass(frozen=True)
 class Problem:
     """Something that looks like a save but cannot be resumed from in its place.
 
@@ -142,6 +170,9 @@ class Row:
         copies: The saves that this place can resume from.
         problems: What looks like a save here but cannot be resumed from.
         removed: The ids of the saves that retention removed here.
+        parts: On the disk of one node, its parts of saves of several nodes; on all disks together, those of saves of
+            which some part is missing.
+        parts_here: On a mirror, the parts of saves that are there: eight digits of the save's id, and which node's.
     """
 
     place: str
@@ -158,6 +189,8 @@ class Row:
     copies: tuple[Copy, ...] = ()
     problems: tuple[Problem, ...] = ()
     removed: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    parts_here: tuple[tuple[str, int], ...] = ()
 
     @property
     def answers(self) -> bool:

@@ -3,13 +3,14 @@
 It does not affect the run: it claims no attempt, writes no parent, and changes nothing in the directory.
 
 Rules:
-* The leader resolves the reference for all ranks. Every rank loads the same save, or none does.
+* The leader of a node resolves the reference for its ranks. Every rank loads the same save, or none does.
 * Each rank verifies a share of the bytes before anything is loaded. A legacy checkpoint has no checksums.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,7 +87,9 @@ def load_state(
         return found
 
     resolved = exchange_result(ranks, resolve, what="resolve a reference")
-    given = next(one for one in resolved if one is not None)
+    _check_same(resolved)
+    given = resolved[ranks.node_ranks[0]]
+    assert given is not None
     meta = _verified(ranks, given) if given.save_id is not None else None
     load = partial(_load, ranks, given, meta, state, exclude)
     report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
@@ -94,6 +97,22 @@ def load_state(
     for part in missing:
         save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", report.step, part)
     return ResumeInfo(given.step, given.save_id or "", given.kind, str(given.path), report.loaded, missing, ())
+
+
+def _check_same(resolved: Sequence[CheckpointReference | None]) -> None:
+    """Check that the reference names one save on all nodes.
+
+    Raises:
+        UsageError: It does not.
+    """
+    first, *others = [one for one in resolved if one is not None]
+    for node, other in enumerate(others, start=1):
+        if (other.save_id, other.step, other.kind) != (first.save_id, first.step, first.kind):
+            saves = [f"{one.kind} of step {one.step} (save {(one.save_id or 'none')[:8]})" for one in (first, other)]
+            raise UsageError(
+                f"The reference names {saves[0]} on node 0, and {saves[1]} on node {node}.",
+                hint="Stage the same step and kind on every node: `ckptmirror stage --step N --kind KIND`.",
+            )
 
 
 def check_share(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> Fault | None:

@@ -67,7 +67,7 @@ from ckptmirror.local import directories, files, trash
 from ckptmirror.local.inventory import LocalSave
 from ckptmirror.local.own_files import OWN_DIRECTORY_HINT, may_move
 
-__all__ = ["Staging", "wanted_artifacts"]
+__all__ = ["Staging", "check_space", "incoming_of", "wanted_artifacts"]
 
 _log = logging.getLogger("ckptmirror.stage")
 
@@ -97,6 +97,50 @@ def _untagged(meta: Meta) -> list[Artifact]:
 def _is_main(artifact: Artifact, kinds: Sequence[Kind]) -> bool:
     parsed = names.parse_artifact_path(artifact.path)
     return parsed is not None and parsed.top.role in {MAIN_ROLE[kind] for kind in kinds}
+
+
+def incoming_of(
+    mirror: Mirror, meta: Meta, artifacts: Sequence[Artifact], path_of: Callable[[str], Path]
+) -> list[Incoming]:
+    """Ask the mirror, now, for the objects of these artifacts of a save; ``path_of`` says where each is received.
+
+    Raises:
+        ObjectNotFound: One is gone.
+        IntegrityError: One is not what was saved.
+    """
+    asked = replace(meta, artifacts=tuple(artifacts))
+    objects = objects_of(mirror.store, asked)
+    missing = first_missing(asked, objects)
+    if missing is not None:
+        raise ObjectNotFound(missing)
+    incoming = []
+    for artifact in artifacts:
+        info = objects[artifact.object_name]
+        why = why_differs(artifact, info)
+        if why is not None:
+            raise IntegrityError(
+                f"{mirror.url}/{info.name} is not what was saved: it {why}.",
+                hint="Stage the step from another mirror, or another step: see `ckptmirror ls`.",
+            )
+        source = ObjectToRead(mirror.store, info.name, info.generation, artifact.digest)
+        incoming.append(Incoming(source, path_of(artifact.path)))
+    return incoming
+
+
+def check_space(dest: Path, incoming: Sequence[Incoming]) -> None:
+    """Check that the disk has room for what comes.
+
+    Raises:
+        LocalStorageFull: It has not.
+    """
+    needed = sum(max(0, one.source.digest.size_bytes - _allocated_bytes(one.path)) for one in incoming)
+    found = os.statvfs(dest)
+    free = found.f_bavail * found.f_frsize
+    if needed > free:
+        raise LocalStorageFull(
+            f"{dest} has {free} bytes free, and {needed} more are needed.",
+            hint="Free space there, or choose another --dest.",
+        )
 
 
 class Staging:
@@ -341,8 +385,8 @@ class Staging:
 
     def _receive(self, meta: Meta, artifacts: Sequence[Artifact]) -> None:
         try:
-            incoming = self._found_on_mirror(meta, artifacts)
-            self._check_space(incoming)
+            incoming = incoming_of(self._mirror, meta, artifacts, lambda path: self._tmp_of(path, meta.save_id))
+            check_space(self._dest, incoming)
             for directory in dict.fromkeys(one.path.parent for one in incoming):
                 make_real_dirs(self._dest, directory)
             receive(incoming, on_bytes=self._counter(meta.step, incoming))
@@ -352,36 +396,6 @@ class Staging:
                 hint="It has since been removed, perhaps by retention. List the saves with "
                 f"`ckptmirror ls {quote(self._mirror.url)}`.",
             ) from error
-
-    def _found_on_mirror(self, meta: Meta, artifacts: Sequence[Artifact]) -> list[Incoming]:
-        """Ask the mirror, now, for the objects of these artifacts."""
-        asked = replace(meta, artifacts=tuple(artifacts))
-        objects = objects_of(self._mirror.store, asked)
-        missing = first_missing(asked, objects)
-        if missing is not None:
-            raise ObjectNotFound(missing)
-        incoming = []
-        for artifact in artifacts:
-            info = objects[artifact.object_name]
-            why = why_differs(artifact, info)
-            if why is not None:
-                raise IntegrityError(
-                    f"{self._mirror.url}/{info.name} is not what was saved: it {why}.",
-                    hint="Stage the step from another mirror, or another step: see `ckptmirror ls`.",
-                )
-            source = ObjectToRead(self._mirror.store, info.name, info.generation, artifact.digest)
-            incoming.append(Incoming(source, self._tmp_of(artifact.path, meta.save_id)))
-        return incoming
-
-    def _check_space(self, incoming: Sequence[Incoming]) -> None:
-        needed = sum(max(0, one.source.digest.size_bytes - _allocated_bytes(one.path)) for one in incoming)
-        found = os.statvfs(self._dest)
-        free = found.f_bavail * found.f_frsize
-        if needed > free:
-            raise LocalStorageFull(
-                f"{self._dest} has {free} bytes free, and {needed} more are needed.",
-                hint="Free space there, or choose another --dest.",
-            )
 
     def _counter(self, step: int, incoming: Sequence[Incoming]) -> Callable[[int, int], None]:
         total = sum(one.source.digest.size_bytes for one in incoming)

@@ -5,6 +5,8 @@ Rules:
   needs exists with exactly its size (I2). Everything else is reported with the reason, and never chosen.
 * A meta counts only under a name of its own save: elsewhere it would be a second one, or hide that save.
 * A save counts as a copy (to keep, to send, to let another be deleted) only if all of its kinds are listed: ``whole``.
+* What one of several nodes wrote of a save is a part. Its node keeps and sends it like a save, and nobody reads it as
+  one: on a disk it is a problem for readers, until :meth:`Catalog.with_parts` takes it for a save.
 * Nothing is ordered by time. A place that does not answer raises; it is not empty.
 """
 
@@ -44,6 +46,7 @@ __all__ = [
     "facts_of",
     "local_catalog",
     "mirror_catalog",
+    "part_word",
     "read_mirror_meta",
     "rebuild_attempts",
 ]
@@ -64,7 +67,8 @@ class Catalog:
         problems: Broken metas, and saves with the kinds that are not whole, by name (on a disk: by path).
         tombstones: Saves that retention removed, by save id.
         meta_names: On a mirror, the name of each listed save's meta, by save id.
-        torn: The ids of the listed saves that have another kind which is not whole.
+        torn: The ids of the listed saves, and parts, that have another kind which is not whole.
+        parts: On a disk, this node's parts of saves of several nodes, by save id, as ``saves``.
         others: On a disk, the names that look like a save's and that no meta names; on a mirror, all names.
     """
 
@@ -76,11 +80,18 @@ class Catalog:
     others: tuple[str, ...] = ()
     meta_names: Mapping[str, str] = field(default_factory=dict)
     torn: frozenset[str] = frozenset()
+    parts: Mapping[str, Meta] = field(default_factory=dict)
 
     @property
     def whole(self) -> dict[str, Meta]:
         """The saves that are whole in all of their kinds, by save id."""
         return {save_id: meta for save_id, meta in self.saves.items() if save_id not in self.torn}
+
+    def with_parts(self) -> Catalog:
+        """Return the catalog in which parts are saves: for what keeps and sends them, not for what reads them."""
+        whole = self.parts.keys() - self.torn
+        problems = {name: one for name, one in self.problems.items() if one.save_id not in whole}
+        return replace(self, saves={**self.saves, **self.parts}, parts={}, problems=problems)
 
     def metas(self) -> list[Meta]:
         """Return every meta that could be read, also those of saves that are not whole."""
@@ -108,11 +119,23 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
         str(save.meta_path): _problem_in(save.meta, save.kinds, save.why, "unreadable" if save.unreadable else "")
         for save in inventory.incomplete
     }
+    problems |= {
+        str(save.meta_path): Problem.of(save.meta, part_word(save.meta))
+        for save in inventory.saves
+        if not save.meta.is_whole
+    }
     torn = {save.meta.save_id: save.meta.narrowed(save.kinds) for save in inventory.incomplete if save.kinds}
-    saves = {save.meta.save_id: save.meta for save in inventory.saves} | torn
+    found = {save.meta.save_id: save.meta for save in inventory.saves} | torn
+    saves = {save_id: meta for save_id, meta in found.items() if meta.is_whole}
+    parts = {save_id: meta for save_id, meta in found.items() if not meta.is_whole}
     others = [item.path.name for item in inventory.foreign if item.loose] + [path.name for path in inventory.legacy]
     attempts = listed_attempts(root) if with_attempts else None
-    return Catalog(str(root), attempts, saves, problems, others=tuple(others), torn=frozenset(torn))
+    return Catalog(str(root), attempts, saves, problems, others=tuple(others), torn=frozenset(torn), parts=parts)
+
+
+def part_word(meta: Meta) -> str:
+    """Say what a part is."""
+    return f"it is the part of node {meta.node + 1} of {meta.nodes}; the other nodes have the rest"
 
 
 def _problem_in(meta: Meta, whole: Sequence[Kind], why: str, hindrance: Hindrance = "") -> Problem:
@@ -180,7 +203,7 @@ def mirror_catalog(
     for name, meta in found:
         missing = _missing(meta, listed)
         if not meta.is_whole:
-            problems[name] = Problem.of(meta, "it names only one node's part of the save")
+            problems[name] = Problem.of(meta, part_word(meta))
         elif missing:
             kinds = meta.kinds_without(missing)
             problems[name] = _problem_in(meta, kinds, next(iter(missing.values())))

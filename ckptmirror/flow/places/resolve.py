@@ -29,6 +29,7 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.model import KINDS, Artifact, Kind, Meta, top_names
+from ckptmirror.core.problems import uncommitted
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, read_mirror_meta
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import CheckpointReference, Located, list_hint, locate
@@ -343,6 +344,10 @@ def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
             lines.append(_line(rest, "incomplete", why=problem.why, place=name))
         else:
             lines.append(ListedCheckpoint(step, (), "incomplete", why=problem.why, place=name))
+    known = [*catalog.tombstones, *(meta.save_id for meta in catalog.metas())]
+    for name, problem in uncommitted(catalog.others, known).items():
+        step = problem.step if problem.step is not None else -1
+        lines.append(ListedCheckpoint(step, (), "incomplete", why=problem.why, place=name))
     lines += [_listed_older(one) for one in (find_older(root) if root is not None else ())]
     for step, name in older_on_mirror(catalog.others) if root is None else ():
         lines.append(ListedCheckpoint(step, ("dcp",), "older", why="copy it to a disk to read it", place=name))

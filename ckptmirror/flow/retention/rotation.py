@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ def gather(
     persistent: Mapping[str, Meta] | None = None,
 ) -> tuple[list[SaveStatus], dict[str, Meta]]:
     """Collect the facts for the plan: every whole local save, and the snapshots in a persistent directory."""
-    catalog = local_catalog(root)
+    catalog = local_catalog(root).with_parts()
     catalog = replace(catalog, saves={**(persistent or {}), **catalog.whole}, torn=frozenset())
     order = catalog.lineage(attempts)
     standing = order.standing_by_save()
@@ -118,6 +118,7 @@ def rotate(
     dry_run: bool = False,
     snapshots: bool = False,
     persistent_dir: Path | None = None,
+    abandoned: Collection[str] = frozenset(),
 ) -> RotationReport:
     """Delete the saves that the plan names and the mirrors confirm, now, without waiting for uploads.
 
@@ -131,6 +132,7 @@ def rotate(
         dry_run: Delete nothing.
         snapshots: Delete emergency snapshots too. Only the running attempt does, after its claim.
         persistent_dir: The directory with copies of emergency snapshots.
+        abandoned: Saves of which this disk has a part, and which are whole nowhere.
 
     Raises:
         WaitTimeout: Another rotation of this root does not end.
@@ -141,7 +143,7 @@ def rotate(
             _finish(root, table, mirrors)
         copies = snapshots_in(persistent_dir) if persistent_dir is not None else {}
         statuses, metas = gather(root, table, mirrors, attempts, copies)
-        plan = plan_rotation(statuses, retention)
+        plan = plan_rotation(statuses, retention, abandoned=abandoned)
         refused = dict(plan.refuse)
         deleted = []
         absent = _required_and_absent(table, mirrors)
@@ -150,7 +152,10 @@ def rotate(
             successor = metas.get(plan.successors.get(save_id, save_id))
             assert successor is not None
             homes = _homes(root, persistent_dir, meta, copies)
-            touched = [why for home in homes if (why := _why_not_ours(root, home, meta)) is not None]
+            copy = copies.get(save_id, meta)  # it has the parts of all nodes
+            touched = [
+                why for home in homes if (why := _why_not_ours(root, home, meta if home == root else copy)) is not None
+            ]
             reason = absent or next(iter(touched), None) or _why_not_elsewhere(table, mirrors, successor)
             if reason is None and successor is not meta:
                 reason = _why_gone(table, mirrors, successor)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # code that only reads a mirror imports this file and needs n
 
 __all__ = [
     "NAMES_LOCK_NAME",
+    "SaveCommit",
     "claimed_by_others",
     "commit_save",
     "free_tag",
@@ -74,57 +75,96 @@ def free_tag(root: Path, step: int, save_id: str) -> str:
 
 
 def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], meta: Meta) -> None:
-    """Commit a sealed save, in the order that the module describes.
+    """Commit a sealed save of one node; see :class:`SaveCommit`."""
+    commit = SaveCommit(root, table, mirrors, meta)
+    commit.prepare()
+    commit.publish()
 
-    Raises:
-        IntegrityError: A sealed file does not have the size that was reported.
-        NameTaken: Another process created one of the names meanwhile; its files are untouched.
-        LocalStorageFull: The disk is full; nothing of the save is left.
+
+class SaveCommit:
+    """The commit of a sealed save, or of a node's part of one, in the order that the module describes.
+
+    Where a job has several nodes, all of them prepare before any publishes, so that only a crash leaves a save of which
+    some nodes have their part and others do not.
     """
-    _check_sizes(root, meta)
-    table.add_save(
-        meta.save_id,
-        meta.step,
-        meta.kinds,
-        meta.artifacts,
-        [mirror.url for mirror in mirrors],
-        meta_path=names.SaveName(meta.step, meta.tag).meta,
-    )
-    meta_path = root / names.SaveName(meta.step, meta.tag).meta
-    sealed: checksummed_writer.ArtifactWriter | None = None
-    try:
-        sealed = checksummed_writer.ArtifactWriter(meta_path, meta.save_id)
-        sealed.write(meta_to_bytes(meta))
-        sealed.seal()
-        with exclusive(root / NAMES_LOCK_NAME, timeout_s=_NAMES_WAIT_S):
+
+    def __init__(self, root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], meta: Meta) -> None:
+        self.meta = meta
+        self._root = root
+        self._table = table
+        self._mirrors = mirrors
+        self._meta_path = root / names.SaveName(meta.step, meta.tag).meta
+        self._sealed: checksummed_writer.ArtifactWriter | None = None
+
+    def prepare(self) -> None:
+        """Do the steps up to 2. A failure leaves nothing of the save.
+
+        Raises:
+            IntegrityError: A sealed file does not have the size that was reported.
+            LocalStorageFull: The disk is full.
+        """
+        meta = self.meta
+        _check_sizes(self._root, meta)
+        self._table.add_save(
+            meta.save_id,
+            meta.step,
+            meta.kinds,
+            meta.artifacts,
+            [mirror.url for mirror in self._mirrors],
+            meta_path=self._meta_path.name,
+        )
+        with self._taken_back_on_failure():
+            self._sealed = checksummed_writer.ArtifactWriter(self._meta_path, meta.save_id)
+            self._sealed.write(meta_to_bytes(meta))
+            self._sealed.seal()
+
+    def publish(self) -> None:
+        """Do the steps from 3. A failure before step 4 leaves nothing of the save.
+
+        Raises:
+            NameTaken: Another process created one of the names meanwhile; its files are untouched.
+            LocalStorageFull: The disk is full.
+        """
+        meta, root = self.meta, self._root
+        assert self._sealed is not None, "it was prepared"
+        with self._taken_back_on_failure(), exclusive(root / NAMES_LOCK_NAME, timeout_s=_NAMES_WAIT_S):
             for name in top_names(meta.artifacts):
                 directories.rename_noreplace(
                     root / names.tmp_name(name, meta.save_id), root / name, label="save.publish"
                 )
             directories.fsync_dir(root)
-            sealed.publish()
-    except BaseException:
-        if not may_be_meta_of(meta_path, meta.save_id):
-            _take_back(root, table, meta)
-        if sealed is not None:
-            sealed.abandon()
-        raise
-    try:
-        table.release_save(meta.save_id)
-    except CkptMirrorError as error:  # the save exists: the next reconcile releases its records
-        save_logger(_log, meta).error(
-            "step %d is committed, but its uploads are not released yet: %s; the next start releases them, or "
-            "`ckptmirror drain --root %s`",
-            meta.step,
-            error,
-            quote(str(root)),
-        )
-    try:
-        directories.replace_link(root / names.LATEST_NAME, latest_target(meta))
-    except CkptMirrorError as error:  # only a hint for people: the save exists without the link
-        save_logger(_log, meta).warning(
-            "step %d is committed, but %s does not name it: %s", meta.step, names.LATEST_NAME, error
-        )
+            self._sealed.publish()
+        try:
+            self._table.release_save(meta.save_id)
+        except CkptMirrorError as error:  # the save exists: the next reconcile releases its records
+            save_logger(_log, meta).error(
+                "step %d is committed, but its uploads are not released yet: %s; the next start releases them, or "
+                "`ckptmirror drain --root %s`",
+                meta.step,
+                error,
+                quote(str(root)),
+            )
+        try:
+            directories.replace_link(root / names.LATEST_NAME, latest_target(meta))
+        except CkptMirrorError as error:  # only a hint for people: the save exists without the link
+            save_logger(_log, meta).warning(
+                "step %d is committed, but %s does not name it: %s", meta.step, names.LATEST_NAME, error
+            )
+
+    def take_back(self) -> None:
+        """Remove what was done of a save that does not exist. The caller raises the reason."""
+        if not may_be_meta_of(self._meta_path, self.meta.save_id):
+            _take_back(self._root, self._table, self.meta)
+        if self._sealed is not None:
+            self._sealed.abandon()
+
+    @contextlib.contextmanager
+    def _taken_back_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.take_back()
+            raise
 
 
 def _take_back(root: Path, table: UploadsTable, meta: Meta) -> None:

@@ -45,11 +45,11 @@ from ckptmirror.local.save_logger import save_logger
 
 if TYPE_CHECKING:
     from ckptmirror.formats.train_state import TrainState
+    from ckptmirror.ranks.base import Ranks
 
 __all__ = ["emergency_save_id", "save_emergency"]
 
 _IN_FLIGHT_WAIT_S = 15.0  # the grace period runs
-_NO_TIME = "19700101T000000Z"
 _DISK_FAILURES = (LocalStorageFull, LocalStorageUnwritable, IntegrityError)  # full; read-only or lost; broken
 _log = logging.getLogger("ckptmirror.emergency")
 
@@ -68,8 +68,7 @@ def save_emergency(
     attempt: Attempt,
     number: int,
     step: int,
-    rank: int,
-    world_size: int,
+    ranks: Ranks,
     bus: events.EventBus,
     persistent_dir: Path | None = None,
     apart: bool = False,
@@ -78,6 +77,7 @@ def save_emergency(
     """Write this rank's part of the emergency snapshot, durable on return, and return its directory.
 
     Args:
+        ranks: All ranks; they are not talked to.
         persistent_dir: The directory for a copy, if any; a failure to copy is only logged.
         apart: Whether ranks hold different values under one name, so that each writes its own.
         in_flight: A save that is being written while the snapshot is taken.
@@ -88,6 +88,7 @@ def save_emergency(
         IntegrityError: It reported an I/O error.
     """
     started = time.monotonic()
+    rank = ranks.rank
     save_id = emergency_save_id(attempt, number, step)
     plan = Meta(
         run_id=run_id,
@@ -96,9 +97,9 @@ def save_emergency(
         save_id=save_id,
         save_number=number,
         kinds=("emergency",),
-        world_size=world_size,
-        nodes=1,
-        node=0,
+        world_size=ranks.world_size,
+        nodes=ranks.nodes,
+        node=ranks.node,
         artifacts=(),
         training_config=plain_values(state.training_config or {}),
         created_at_utc=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -122,7 +123,7 @@ def save_emergency(
         home = persistent_dir
         name, meta = _write(root, home, state, plan, rank, persistent_dir, apart=apart)
     directory = home / name
-    if home == root and all((directory / names.emergency_meta_name(other)).exists() for other in range(world_size)):
+    if home == root and all((directory / names.emergency_meta_name(other)).exists() for other in ranks.node_ranks):
         try:
             directories.replace_link(root / names.LATEST_NAME, name)
         except CkptMirrorError as error:  # only a hint for people: the snapshot is durable without it
@@ -191,10 +192,10 @@ def _write(
 def _agreed_name(root: Path, plan: Meta, persistent_dir: Path | None) -> str:
     """Let the first rank of the node name the directory; the others read the name.
 
-    Where no rank can note a name, they use one that each computes alike, without a time.
+    Where no rank can note a name, and on several nodes, they use one that each computes alike, without a time.
     """
-    alike = names.emergency_dir_name(plan.step, _NO_TIME, plan.save_id[:8])
-    if os.path.lexists(root / alike):
+    alike = names.emergency_dir_name(plan.step, names.NO_TIME, plan.save_id[:8])
+    if plan.nodes > 1 or os.path.lexists(root / alike):
         return alike
     name = names.emergency_dir_name(plan.step, _utc_second())
     if os.path.lexists(root / name):  # another snapshot of the same second has it

@@ -40,11 +40,12 @@ def is_emergency(meta: Meta) -> bool:
 
 
 def meta_paths(meta: Meta) -> list[str]:
-    """Return the paths of a local save's metas: one, or for an emergency snapshot one for each rank."""
+    """Return the paths of a local save's metas: one, or for an emergency snapshot one for each rank that is here."""
     if not is_emergency(meta):
         return [names.SaveName(meta.step, meta.tag).meta]
     directories = dict.fromkeys(artifact.path.partition("/")[0] for artifact in meta.artifacts)
-    return [f"{name}/{names.emergency_meta_name(rank)}" for name in directories for rank in range(meta.world_size)]
+    ranks = sorted({artifact.rank for artifact in meta.artifacts if artifact.rank is not None})
+    return [f"{name}/{names.emergency_meta_name(rank)}" for name in directories for rank in ranks]
 
 
 def delete_emergency(root: Path, meta: Meta) -> None:

@@ -31,7 +31,7 @@ from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageFull, LocalStorageUnwritable, StepBehind
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.core.replica_agreement import Held, digests_of
-from ckptmirror.flow.save.commit import commit_save, free_tag, may_be_meta_of
+from ckptmirror.flow.save.commit import SaveCommit, free_tag, may_be_meta_of
 from ckptmirror.flow.save.handle import SaveHandle, TurnLock
 from ckptmirror.flow.save.save_parts import (
     TABLE_BROKE,
@@ -360,27 +360,46 @@ class Saver:
     def _commit(
         self, request: SaveRequest, copied: Copied, context: WriteContext, artifacts: list[Artifact]
     ) -> Meta | None:
-        """Commit, on the leader. Third exchange: all ranks learn whether it did."""
+        """Commit, on each node's leader. Third exchange: all ranks learn whether they did.
+
+        Where there are several nodes, all learn before it whether every node is ready to.
+        """
+        commit: SaveCommit | None = None
         meta: Meta | None = None
         failure: BaseException | None = None
         if self._leader is not None:
             try:
-                meta = self._lead(self._leader, request, copied, context, artifacts)
+                commit = self._prepared(self._leader, request, copied, context, artifacts)
             except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
                 failure = error
-            if meta is not None or may_be_meta_of(self.root / context.name.meta, context.save_id):
-                self.last_step = request.step  # even if the exchange fails
+        if self._ranks.nodes > 1:
+            try:
+                self._ranks.exchange(None, what=f"prepare the commit of step {request.step}", error=failure)
+            except BaseException:
+                if commit is not None:
+                    commit.take_back()
+                raise
+        if commit is not None:
+            try:
+                commit.publish()
+                meta = commit.meta
+                self._stall_detector.look_at(meta)
+            except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+                failure = error
+        is_leader = self._leader is not None
+        if is_leader and (meta is not None or may_be_meta_of(self.root / context.name.meta, context.save_id)):
+            self.last_step = request.step  # even if the exchange fails
         self._ranks.exchange(None, what=f"commit step {request.step}", error=failure)
         return meta
 
-    def _lead(
+    def _prepared(
         self,
         leader: LeaderSide,
         request: SaveRequest,
         copied: Copied,
         context: WriteContext,
         artifacts: list[Artifact],
-    ) -> Meta:
+    ) -> SaveCommit:
         from ckptmirror.formats import get_format
 
         for kind in context.kinds:
@@ -406,13 +425,13 @@ class Saver:
         )
         if (fenced := leader.fenced()) is not None:
             raise AttemptFenced(fenced)
+        commit = SaveCommit(self.root, leader.table, leader.mirrors, meta)
         try:
-            commit_save(self.root, leader.table, leader.mirrors, meta)
+            commit.prepare()
         except TABLE_BROKE as error:  # no file has its final name yet: rebuild the table, once
             leader.recreate_table(error)
-            commit_save(self.root, leader.table, leader.mirrors, meta)
-        self._stall_detector.look_at(meta)
-        return meta
+            commit.prepare()
+        return commit
 
     def _remove_own_temporaries(self, context: WriteContext) -> None:
         """Remove this rank's temporaries, on the leader also the shared ones. An error here is only logged."""

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmirror.core import events
 from ckptmirror.core.errors import BrokenMeta, CheckpointNotFound, CkptMirrorError, IntegrityError, LocalStorageFull
+from ckptmirror.core.meta_merging import plain
 from ckptmirror.core.model import Attempt, Kind, Meta, new_id
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.attempts import claim_from
 from ckptmirror.core.start.decide import MakeRoom, Move, Outcome, Refuse, Result, Scratch, Try, Wish, next_move, run_of
+from ckptmirror.core.start.disks import never_whole
 from ckptmirror.core.start.evidence import DISK
 from ckptmirror.core.start.explain import Notice, with_root
 from ckptmirror.flow.fetch.stage import stage_save
@@ -28,10 +30,10 @@ from ckptmirror.flow.places.catalog import MetaCache
 from ckptmirror.flow.retention.reconcile import BRINGING_NAME, add_missing_records
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.flow.start.claim import RunClaim, StartOver
+from ckptmirror.flow.start.disk_facts import DiskFacts
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
-from ckptmirror.local.root_id import keep_root_id
 
 __all__ = ["Bringer", "Proposal"]
 
@@ -40,13 +42,22 @@ _log = logging.getLogger("ckptmirror.resume")
 
 @dataclass(frozen=True)
 class Proposal:
-    """What the ranks vote on: a save that is whole in the root, or a start at step 0 (no meta)."""
+    """What the ranks vote on: a save, or a start at step 0 (no meta).
+
+    Attributes:
+        meta: The save: in the root, where it is whole; or, where a job has several nodes, under its plain names, for
+            each node to gather what its ranks read.
+        mirror: The mirror that sends what nodes lack; "": only nodes have it.
+        on_mirror: The save's meta there.
+    """
 
     run_id: str
     meta: Meta | None = None
     kind: Kind = "dcp"
     place: str = DISK
     skipped: tuple[str, ...] = ()
+    mirror: str = ""
+    on_mirror: Meta | None = None
 
 
 class Bringer:
@@ -56,11 +67,20 @@ class Bringer:
         node: The leader's side of the root.
         wish: What the caller asked for.
         bus: Receives an event for each copy that cannot be used and each mirror that does not answer.
+        others: The disks of the job's other nodes; none: this node is the job.
         on_progress: Called with the progress of a download.
     """
 
-    def __init__(self, node: Node, wish: Wish, bus: events.EventBus, on_progress: OnProgress | None = None) -> None:
+    def __init__(
+        self,
+        node: Node,
+        wish: Wish,
+        bus: events.EventBus,
+        others: Sequence[DiskFacts] = (),
+        on_progress: OnProgress | None = None,
+    ) -> None:
         self._node = node
+        self._others = others
         self._wish = wish
         self._bus = bus
         self._on_progress = on_progress
@@ -75,7 +95,8 @@ class Bringer:
 
     def _survey(self) -> Survey:
         node = self._node
-        return survey(node.root, node.mirrors, node.table, keep_root_id(node.root), node.persistent, self._cache)
+        disks = [node.look_at_disk(), *self._others]
+        return survey(disks, node.mirrors, persistent=node.persistent, cache=self._cache)
 
     def _report_silent(self) -> None:
         for row in self.seen.evidence.mirrors():
@@ -87,6 +108,14 @@ class Bringer:
             self._log_once(
                 Notice(f"{self._node.persistent_dir}, which did not exist and was created: is a mount missing?")
             )
+
+    @property
+    def abandoned(self) -> dict[str, str]:
+        """The saves of which a crash left only some nodes' parts, by id, with the reason."""
+        return {
+            save.save_id: f"step {save.step} is abandoned: a crash came before all nodes had committed it"
+            for save in never_whole(self.seen.evidence)
+        }
 
     @property
     def chosen(self) -> Try | None:
@@ -116,10 +145,21 @@ class Bringer:
                     return Proposal(run_id, skipped=tuple(self._logged))
                 case Try():
                     self._say_of_other_kinds(move)
+                    if self._others:
+                        self._chosen = move
+                        return self._for_all_nodes(move)
                     meta = self._brought(move)
                     if meta is not None:
                         self._chosen = move
                         return Proposal(move.run_id or meta.run_id, meta, move.kind, move.place, tuple(self._logged))
+
+    def _for_all_nodes(self, move: Try) -> Proposal:
+        meta = plain(self.seen.metas[(move.save.save_id, move.place)])
+        has_it = [url for url, one in self.seen.seen.items() if one.catalog and meta.save_id in one.catalog.whole]
+        mirror = move.place if move.place in has_it else next(iter(has_it), "")
+        on_mirror = self.seen.metas.get((meta.save_id, mirror))
+        run_id = move.run_id or meta.run_id
+        return Proposal(run_id, meta, move.kind, move.place, tuple(self._logged), mirror, on_mirror)
 
     def _say_of_other_kinds(self, move: Try) -> None:
         for one in self.seen.evidence.disk.problems:
@@ -134,19 +174,18 @@ class Bringer:
             move.error.hint = with_root(move.error.hint, str(self._node.root))
         return move
 
-    def reject(self, proposal: Proposal, reason: str, *, touched: bool, unreadable: bool = False) -> None:
+    def reject(self, proposal: Proposal, reason: str, result: Result) -> None:
         """Record that a copy could not be used.
 
         Args:
             proposal: The proposal that the ranks voted on.
             reason: Why it cannot be used.
-            touched: Whether a rank had begun to load it.
-            unreadable: Whether a rank could not read it because of an I/O error or a permission, so it may be whole.
+            result: The same for the decision; an emergency snapshot that is not for this number of ranks is not broken.
         """
         if proposal.meta is None:
             return
-        result = Result.TOUCHED if touched else Result.UNREADABLE if unreadable else Result.BROKEN
-        if proposal.kind == "emergency" and proposal.meta.world_size != self._wish.world_size and not unreadable:
+        is_other = proposal.kind == "emergency" and proposal.meta.world_size != self._wish.world_size
+        if is_other and result in (Result.BROKEN, Result.TOUCHED):
             result = Result.OTHER_RANKS
         self._tried.append(Outcome(proposal.meta.save_id, proposal.kind, proposal.place, result, reason))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,9 +42,10 @@ from ckptmirror.core.start.explain import with_root
 from ckptmirror.flow.places.attempt_lists import attempts_here, check_run, not_one_run, note_met, read_mirror_attempts
 from ckptmirror.flow.places.catalog import MetaCache, rebuild_attempts
 from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.start.disk_facts import look_at_disk
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
-from ckptmirror.local.root_id import read_root_id
+from ckptmirror.local.root_id import RootId, read_root_id
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import UploadsTable
 
@@ -61,11 +62,19 @@ class StartOver(Exception):
 class _Places:
     """The places that a commit asks; each meta is read once."""
 
-    def __init__(self, root: Path, table: UploadsTable, mirrors: Sequence[Mirror], cache: MetaCache) -> None:
+    def __init__(
+        self,
+        root: Path,
+        table: UploadsTable,
+        mirrors: Sequence[Mirror],
+        cache: MetaCache,
+        identity: Callable[[], RootId] | None = None,
+    ) -> None:
         self._root = root
         self._table = table
         self._mirrors = mirrors
         self._cache = cache
+        self._identity = identity or (lambda: read_root_id(root))
         self._last: tuple[tuple[int | str, ...], Survey] | None = None
 
     def survey(self) -> Survey:
@@ -76,7 +85,8 @@ class _Places:
         return self._last[1]
 
     def _look(self) -> Survey:
-        return survey(self._root, self._mirrors, self._table, read_root_id(self._root), cache=self._cache)
+        here = look_at_disk(self._root, self._table, self._identity())
+        return survey([here], self._mirrors, cache=self._cache)
 
     def check_drained(self, mirror: Mirror, meta: Meta, seen: Survey | None = None) -> None:
         """Check that a save of an earlier attempt may be committed.
@@ -139,7 +149,8 @@ class RunClaim:
         self.fenced: str | None = None
         self._claim = claim
         self._mirrors = mirrors
-        self._places = _Places(root, table, mirrors, cache)
+        self._own_id = read_root_id(root).id
+        self._places = _Places(root, table, mirrors, cache, self._identity)
         self._begins = False
         self._may_commit: set[str] = set()
         self._lock = threading.Lock()
@@ -154,6 +165,25 @@ class RunClaim:
     def attempts(self) -> AttemptList:
         """Every attempt that this process knows, including its own."""
         return self._claim.root_list
+
+    @property
+    def record(self) -> Claim:
+        """What other nodes of the job record of this claim."""
+        return self._claim
+
+    def join(self, unclaimed: Mapping[str, str]) -> None:
+        """Record, on another node of the job, the claim that the job's leader made.
+
+        Args:
+            unclaimed: The mirrors that have not recorded it, as the leader says.
+        """
+        self.unclaimed.update(unclaimed)
+        self._write_here(self._claim.root_list)
+
+    def _identity(self) -> RootId:
+        """The identity of the job's roots, as long as this root is the one that it was."""
+        own = read_root_id(self.root)
+        return RootId(self.attempt.root, own.is_first) if own.id == self._own_id else own
 
     def make(self, seen: Survey) -> None:
         """Add the attempt to the root's list, then to the list of each answering mirror, in order.

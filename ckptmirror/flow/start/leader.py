@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
@@ -56,9 +56,11 @@ from ckptmirror.flow.retention.rotation_thread import RotationThread
 from ckptmirror.flow.save.persistent_dir import open_persistent, persistent_catalog
 from ckptmirror.flow.start.claim import RunClaim
 from ckptmirror.flow.start.control_directory import take_root_again
+from ckptmirror.flow.start.disk_facts import DiskFacts, look_at_disk
 from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
 from ckptmirror.local import trash
 from ckptmirror.local.lock import SHORT_VERBS, RootLock, exclusive
+from ckptmirror.local.root_id import keep_root_id
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.status_file import write_status_file
 from ckptmirror.local.table_place import check_place, note_place, open_table
@@ -109,6 +111,7 @@ class Node:
         self._last_step: int | None = None
         self._retaking = threading.Lock()
         self._meet_again = False
+        self._abandoned: frozenset[str] = frozenset()
         self._skipped: deque[dict[str, object]] = deque(maxlen=_SKIPPED_LISTED)
         check_place(root, state_dir)
         self.persistent_is_new = open_persistent(root, persistent_dir)
@@ -143,14 +146,27 @@ class Node:
         ask_patiently(self.mirrors)
         self.persistent = self._look_at_persistent()
 
+    def look_at_disk(self) -> DiskFacts:
+        """Return what this node knows of its disk."""
+        return look_at_disk(self.root, self.table, keep_root_id(self.root))
+
     def _look_at_persistent(self) -> Catalog | None:
         if self.persistent_dir is None:
             return None
         return persistent_catalog(self.persistent_dir, self.root, patience_s=total_s_of_environment())
 
-    def start(self, claim: RunClaim) -> None:
-        """Let uploads and rotation run for an attempt that has claimed the run."""
+    def start(self, claim: RunClaim, abandoned: Mapping[str, str] | None = None) -> None:
+        """Let uploads and rotation run for an attempt that has claimed the run.
+
+        Args:
+            claim: The claim.
+            abandoned: The saves of which this node may have a part and which can never be whole, with the reason.
+        """
         self.claim = claim
+        self._abandoned = frozenset(abandoned or ())
+        for save_id, reason in (abandoned or {}).items():
+            if self.table.skip(save_id, reason):
+                _log.warning("%s; this node's part is not uploaded", reason)
         self.table.claim_identity(RootIdentity.of(self.root, claim.run_id))
         self._start_services(claim)
         self.write_status("running")
@@ -314,7 +330,7 @@ class Node:
             add_missing_records(self.table, self.specs, chosen(self._whole()))
 
     def _whole(self) -> list[Meta]:
-        return list(local_catalog(self.root).whole.values())
+        return list(local_catalog(self.root).with_parts().whole.values())
 
     def recreate_table(self, error: CkptMirrorError) -> None:
         """Recreate the table after it broke or vanished while training runs; uploads continue with the new one.
@@ -384,6 +400,7 @@ class Node:
             dry_run=dry_run,
             snapshots=self.claim is not None and not self.lock.lost,
             persistent_dir=self.persistent_dir,
+            abandoned=self._abandoned,
         )
 
     def write_status(self, status: str, **more: object) -> None:

@@ -1,9 +1,11 @@
 """Resume: one vote of all ranks on where training continues.
 
-The leader finds a copy and proposes it (``flow/start/bring.py``). Every rank checks its share of the bytes before it
+The job's leader, rank 0, finds a copy and proposes it (``flow/start/bring.py``). Where the job has several nodes, each
+gathers the files that its ranks read (``flow/start/gather.py``). Every rank checks its share of the bytes before it
 votes. If any rank votes no, all ranks move on to the next copy of the same save, then to the next older save.
 
 Rules:
+* The leaders of the other nodes say what is on their disks, and record the claim that the job's leader made.
 * Nothing is loaded until the ranks together have verified its checksums on this disk.
 * Once a rank has begun to load, only other copies of the same save are tried: loading an older save would leave parts
   of the newer one behind.
@@ -14,27 +16,34 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import IntegrityError, KindMismatch, Temporary
 from ckptmirror.core.model import Attempt, Kind, Meta
-from ckptmirror.core.start.decide import Wish
+from ckptmirror.core.start.attempts import Claim
+from ckptmirror.core.start.decide import Result, Wish
+from ckptmirror.core.start.evidence import DISK
+from ckptmirror.core.start.sharing import Holding, transfers
 from ckptmirror.flow.fetch.load_state import ResumeInfo, check_share, load_kind
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
-from ckptmirror.flow.start.claim import StartOver
+from ckptmirror.flow.start.claim import RunClaim, StartOver
+from ckptmirror.flow.start.disk_facts import DiskFacts
+from ckptmirror.flow.start.gather import Gathered, View, discard_view, relay
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.resume_policy import Policy, settled_policy
 from ckptmirror.formats.train_state import left_out
 from ckptmirror.local.listing import Fault
 from ckptmirror.local.save_logger import save_logger
-from ckptmirror.ranks.base import Ranks
+from ckptmirror.ranks.base import Ranks, exchange_result
 
 if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadReport
@@ -45,6 +54,7 @@ __all__ = ["resume_run"]
 _log = logging.getLogger("ckptmirror.resume")
 _SIGN_OF_LIFE_S = 10.0
 _STARTS_LIMIT = 5
+T = TypeVar("T")
 
 
 def resume_run(
@@ -61,7 +71,7 @@ def resume_run(
     """Load the save that training continues from, on every rank.
 
     Args:
-        node: Set on the leader.
+        node: Set on the leader of each node.
         policy: ``"auto"``; ``"scratch"`` (with ``force`` if there are saves); a step; ``"latest"``; a save id; or the
             path of a save in the root.
         exclude: Parts of the state to leave unchanged.
@@ -75,13 +85,14 @@ def resume_run(
         Temporary: A required mirror that may hold more does not answer, or a newer save cannot be read now.
     """
     started = time.monotonic()
+    others = _disks_of_others(ranks, node) if ranks.nodes > 1 else []
     bringer: Bringer | None = None
     failure: BaseException | None = None
-    if node is not None:
+    if node is not None and ranks.rank == 0:
         try:
             reference, kind = settled_policy(node.root, policy)
             wish = Wish(reference, kind, force, ranks.world_size)
-            bringer = Bringer(node, wish, bus)
+            bringer = Bringer(node, wish, bus, others)
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error
     ranks.exchange(None, what="look at every place", error=failure)
@@ -114,49 +125,121 @@ def _load_first_sound(
         if proposal.meta is None:
             return proposal, None
         try:
-            _vote_on_bytes(root, ranks, proposal.meta, proposal.kind)
-            return proposal, _load_together(root, ranks, proposal, state, exclude)
+            place = _gather(root, ranks, node, proposal) if ranks.nodes > 1 else root
+            _vote_on_bytes(place, ranks, proposal.meta, proposal.kind)
+            return proposal, _load_together(place, ranks, proposal, state, exclude)
         except _CannotUse as found:
             if bringer is not None:
-                bringer.reject(proposal, found.reason, touched=found.touched, unreadable=found.unreadable)
+                bringer.reject(proposal, found.reason, found.result)
+            if node is not None and ranks.nodes > 1 and found.result is not Result.NOT_BROUGHT:
+                discard_view(root, proposal.meta)
 
 
 class _CannotUse(Exception):
     """The ranks agree that a copy cannot be used. Every rank raises this, since all see the same votes."""
 
-    def __init__(self, reason: str, *, touched: bool, unreadable: bool = False) -> None:
-        self.reason, self.touched, self.unreadable = reason, touched, unreadable
+    def __init__(self, reason: str, result: Result) -> None:
+        self.reason, self.result = reason, result
 
 
-class _AtWork:
-    """The leader's search for the next copy, in a thread, since a download may outlast every wait for a rank."""
+class _AtWork(Generic[T]):
+    """What a node's leader does in a thread, since a download may outlast every wait for a rank."""
 
-    def __init__(self, bringer: Bringer, node: Node) -> None:
+    def __init__(self, work: Callable[[], T], node: Node) -> None:
         self._done = threading.Event()
-        self._found: tuple[Proposal | None, BaseException | None] = (None, None)
-        node.bringing = threading.Thread(target=self._work, args=(bringer,), name="ckptmirror-propose", daemon=True)
+        self._found: tuple[T | None, BaseException | None] = (None, None)
+        node.bringing = threading.Thread(target=self._work, args=(work,), name="ckptmirror-bring", daemon=True)
         node.bringing.start()
 
-    def _work(self, bringer: Bringer) -> None:
+    def _work(self, work: Callable[[], T]) -> None:
         try:
-            self._found = (bringer.next(), None)
+            self._found = (work(), None)
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             self._found = (None, error)
         self._done.set()
 
-    def wait(self) -> tuple[Proposal | None, BaseException | None]:
-        """Return the copy or the error; neither if the search is still running."""
+    def wait(self) -> tuple[T | None, BaseException | None]:
+        """Return the result or the error; neither if the work is not over."""
         return self._found if self._done.wait(_SIGN_OF_LIFE_S) else (None, None)
 
 
-def _propose(ranks: Ranks, bringer: Bringer | None, node: Node | None) -> Proposal:
-    """Wait for the leader's proposal. All ranks meet every few seconds, so that none takes the leader for dead."""
-    work = _AtWork(bringer, node) if bringer is not None and node is not None else None
+def _meet_until_done(ranks: Ranks, work: Callable[[], T] | None, node: Node | None, what: str) -> dict[int, T]:
+    """Let leaders work, and return the results by rank. All ranks meet every few seconds: none takes another for dead.
+
+    Args:
+        work: What this rank does; None: nothing. It returns something other than None.
+        node: This rank's, if it works.
+    """
+    at_work = _AtWork(work, node) if work is not None and node is not None else None
     while True:
-        proposal, failure = work.wait() if work is not None else (None, None)
-        for given in ranks.exchange(proposal, what="propose a save", error=failure):
-            if given is not None:
-                return given
+        found, failure = at_work.wait() if at_work is not None else (None, None)
+        answers = ranks.exchange((at_work is not None, found), what=what, error=failure)
+        working = {rank: result for rank, (works, result) in enumerate(answers) if works}
+        if None not in working.values():
+            return {rank: result for rank, result in working.items() if result is not None}
+
+
+def _propose(ranks: Ranks, bringer: Bringer | None, node: Node | None) -> Proposal:
+    """Wait for the proposal of the job's leader."""
+    return _meet_until_done(ranks, bringer.next if bringer is not None else None, node, "propose a save")[0]
+
+
+def _disks_of_others(ranks: Ranks, node: Node | None) -> list[DiskFacts]:
+    """Return what the other nodes know of their disks, by node."""
+
+    def look() -> DiskFacts | None:
+        if node is None or ranks.rank == 0:
+            return None
+        node.prepare()
+        return node.look_at_disk()
+
+    return [disk for disk in exchange_result(ranks, look, what="look at the disks") if disk is not None]
+
+
+def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal) -> Path:
+    """Gather on each node the files that its ranks read, and return the directory that has them.
+
+    Raises:
+        _CannotUse: A node cannot get a file.
+    """
+    meta = proposal.meta
+    assert meta is not None
+    view = View(root, meta, proposal.kind, trusted=proposal.place == DISK)
+    mirror = next((one for one in node.mirrors if one.url == proposal.mirror), None) if node is not None else None
+    found = exchange_result(ranks, lambda: view.begin() if node is not None else None, what="gather a save")
+    holdings = {rank: holding for rank, holding in enumerate(found) if holding is not None}
+    if proposal.mirror and any(holding.lacks for holding in holdings.values()):
+
+        def fetch() -> Gathered:
+            assert mirror is not None
+            assert proposal.on_mirror is not None
+            return view.fetch(mirror, proposal.on_mirror, holdings[ranks.rank].lacks)
+
+        fetched = _meet_until_done(ranks, fetch if node is not None else None, node, "fetch a save")
+        failed = {rank: one for rank, one in fetched.items() if one.result is not None}
+        if failed and proposal.place != DISK:
+            raise _cannot_use(failed)
+        holdings = {rank: one if rank in failed else Holding(one.has) for rank, one in holdings.items()}
+    if any(holding.lacks for holding in holdings.values()):
+        sizes_bytes = {artifact.path: artifact.digest.size_bytes for artifact in meta.artifacts}
+        plan, absent = transfers(holdings, sizes_bytes)
+        if absent:
+            raise _CannotUse(f"no node has {absent[0]}", Result.BROKEN)
+        channel = ranks.channel("files")
+        try:
+            send = functools.partial(relay, channel, view, plan, sizes_bytes) if node is not None else None
+            sent = _meet_until_done(ranks, send, node, "send a save from node to node")
+        finally:
+            channel.close()
+        if failed := {rank: one for rank, one in sent.items() if one.result is not None}:
+            raise _cannot_use(failed)
+    return view.path
+
+
+def _cannot_use(failed: Mapping[int, Gathered]) -> _CannotUse:
+    rank, first = min(failed.items())
+    assert first.result is not None
+    return _CannotUse(f"rank {rank}: {first.reason}", first.result)
 
 
 def _vote_on_bytes(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> None:
@@ -174,7 +257,7 @@ def _vote_on_bytes(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> None:
     found = [vote for vote in ranks.exchange(reason, what="vote on a save", error=failure) if vote is not None]
     if found:
         worst = min(found, key=lambda fault: fault.unreadable)  # broken outweighs unreadable
-        raise _CannotUse(worst.why, touched=False, unreadable=worst.unreadable)
+        raise _CannotUse(worst.why, Result.UNREADABLE if worst.unreadable else Result.BROKEN)
 
 
 def _load_together(
@@ -202,29 +285,44 @@ def _load_together(
     reasons = [vote for vote in votes if vote is not None]
     if reasons:
         # If one rank refused, those that did load have changed state too.
-        raise _CannotUse(reasons[0][0], touched=any(touched for _, touched in reasons) or None in votes)
+        touched = any(touched for _, touched in reasons) or None in votes
+        raise _CannotUse(reasons[0][0], Result.TOUCHED if touched else Result.BROKEN)
     assert report is not None
     return report
 
 
 def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: Proposal) -> Attempt | None:
-    """Claim the run on the leader; return None on every rank if the start has to look again."""
-    claimed: tuple[Attempt | None, bool] | None = None
+    """Claim the run on the job's leader; return None on every rank if the start has to look again."""
+    claimed: tuple[Claim, dict[str, str], dict[str, str]] | tuple[()] | None = None
     failure: BaseException | None = None
     if node is not None and bringer is not None:
         try:
             try:
                 claim = bringer.claim(proposal)
                 forget_brought(node.root)
-                node.start(claim)
-                claimed = (claim.attempt, True)
+                node.start(claim, bringer.abandoned)
+                claimed = (claim.record, claim.unclaimed, bringer.abandoned)
             except StartOver as why:
                 bringer.start_over(why)
-                claimed = (None, True)
+                claimed = ()
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error
     votes = ranks.exchange(claimed, what="claim the run", error=failure)
-    return next(vote for vote in votes if vote is not None)[0]
+    made = next(vote for vote in votes if vote is not None)
+    if not made:
+        return None
+    record, unclaimed, abandoned = made
+    if ranks.nodes > 1:
+
+        def join() -> None:
+            if node is not None and bringer is None:
+                claim = RunClaim(node.root, node.table, node.mirrors, record, {})
+                claim.join(unclaimed)
+                forget_brought(node.root)
+                node.start(claim, abandoned)
+
+        exchange_result(ranks, join, what="record the claim")
+    return record.attempt
 
 
 def _warn_about_latest(root: Path, chosen: Meta) -> None:

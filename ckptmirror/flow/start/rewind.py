@@ -39,7 +39,7 @@ from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.rewinding import Fork, fork_at
 from ckptmirror.core.start.attempts import count
-from ckptmirror.core.start.decide import Refuse, Try, Wish, next_move, run_of
+from ckptmirror.core.start.decide import Refuse, Result, Try, Wish, next_move, run_of
 from ckptmirror.core.start.explain import unknown_reference
 from ckptmirror.core.start.lineage import SaveFacts
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
@@ -48,6 +48,7 @@ from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.save.commit import latest_target
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
+from ckptmirror.flow.start.disk_facts import look_at_disk
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import directories
@@ -120,7 +121,7 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
     if reference in _NO_SAVES:
         raise unknown_reference(str(reference))
     with _looking(root, mirrors) as (opened, table):
-        seen = survey(root, opened, table, read_root_id(root))
+        seen = survey([look_at_disk(root, table, read_root_id(root))], opened)
     if run_of(seen.evidence) is None:
         where = ", ".join([str(root), *(mirror.url for mirror in opened)])
         raise CheckpointNotFound(f"{where} names no run.", hint="Check --root and --mirror.")
@@ -264,7 +265,8 @@ def _first_sound(root: Path, bringer: Bringer, on_progress: OnBytes | None) -> t
         if not wrong:
             return proposal, meta
         path, fault = min(wrong, key=lambda one: one[1].state != "damaged")
-        bringer.reject(proposal, f"{path}: {fault.why}", touched=False, unreadable=fault.state != "damaged")
+        result = Result.BROKEN if fault.state == "damaged" else Result.UNREADABLE
+        bringer.reject(proposal, f"{path}: {fault.why}", result)
 
 
 def _point_latest_at(root: Path, meta: Meta) -> None:

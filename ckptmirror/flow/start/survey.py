@@ -2,45 +2,58 @@
 
 Rules:
 * Nothing is written. A place's error becomes a value here: silent, or refused for good.
-* Each mirror is asked once, all of them in parallel.
+* Each mirror is asked once for all nodes of the job, all of them in parallel.
 * A copy on the disk counts in a kind only if it has everything that a resume from that kind needs. A copy that
   ``stage`` brought for evaluation has no random state and no data position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, IntegrityError, NewerFormat, StoreHangs, StorePermanent
+from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat, StoreHangs, StorePermanent
 from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.meta_merging import merge_emergency, merge_parts
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.problems import Problem as FoundProblem
 from ckptmirror.core.problems import facts_of, unexplained
 from ckptmirror.core.reach import Reach, reach_after
-from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Problem, Row, Voice
+from ckptmirror.core.start.disks import identity_of, one_disk
+from ckptmirror.core.start.evidence import (
+    DISK,
+    Copy,
+    Evidence,
+    Heard,
+    ListFound,
+    Origin,
+    Part,
+    Problem,
+    Row,
+    Sort,
+    Voice,
+)
 from ckptmirror.core.start.lineage import attempts_of_metas
-from ckptmirror.flow.places.attempt_lists import met_here, read_local_attempts, read_mirror_attempts
-from ckptmirror.flow.places.catalog import Catalog, MetaCache, local_catalog, mirror_catalog
+from ckptmirror.flow.places.attempt_lists import read_mirror_attempts
+from ckptmirror.flow.places.catalog import Catalog, MetaCache, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, counting, counting_rows
-from ckptmirror.flow.retention.reconcile import REMOVED_REASON, being_brought
+from ckptmirror.flow.retention.reconcile import REMOVED_REASON
+from ckptmirror.flow.start.disk_facts import DiskFacts
 from ckptmirror.local.root_id import RootId
-from ckptmirror.local.uploads import UploadsTable
 
 __all__ = ["Survey", "survey"]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one place answered.
+    """What one mirror answered.
 
     Attributes:
         attempts: Its list; None if it has no list, or one that cannot be trusted.
         listed: The condition of the list.
-        generation: The generation of the list's object on a mirror; 0 if there is none.
+        generation: The generation of the list's object; 0 if there is none.
         catalog: The saves that it has; None if it did not answer.
         error: Why it did not answer, or why its list cannot be trusted.
     """
@@ -58,7 +71,7 @@ class Survey:
 
     Attributes:
         metas: Every meta, by save id and place.
-        seen: What each place answered, by name: ``DISK``, or a mirror's URL.
+        seen: What each mirror answered, by URL.
     """
 
     evidence: Evidence
@@ -67,31 +80,34 @@ class Survey:
 
 
 def survey(
-    root: Path,
+    disks: Sequence[DiskFacts],
     mirrors: Sequence[Mirror],
-    table: UploadsTable | None,
-    identity: RootId,
+    *,
+    identity: RootId | None = None,
     persistent: Catalog | None = None,
     cache: MetaCache | None = None,
 ) -> Survey:
     """Ask every place.
 
     Args:
-        root: The local root, under its lock.
+        disks: What each node of the job knows of its disk, by node.
         mirrors: The configured mirrors, in order.
-        table: The root's table; None if it has none.
-        identity: The root's identity.
+        identity: The identity of the job's roots; None: what follows from theirs.
         persistent: The contents of the persistent directory, if there is one.
         cache: Metas that were read from mirrors before.
 
     Raises:
         LineageError: A place without a list holds saves of several runs.
+        ConfigError: The disks of the nodes hold several runs.
         StorePermanent: A required mirror refuses for good: there is no such bucket.
     """
     with ThreadPoolExecutor(max_workers=max(1, len(mirrors))) as pool:
         answers = list(pool.map(lambda mirror: _ask(mirror, cache), mirrors))
-    seen = {DISK: _look_here(root)} | {mirror.url: one for mirror, one in zip(mirrors, answers, strict=True)}
-    return _Rows(root, mirrors, seen, table, identity, persistent).survey()
+    seen = {mirror.url: one for mirror, one in zip(mirrors, answers, strict=True)}
+    if identity is None:
+        own = [disk.identity for disk in disks]
+        identity = RootId(identity_of([one.id for one in own]), all(one.is_first for one in own))
+    return _Rows(disks, mirrors, seen, identity, persistent).survey()
 
 
 def _ask(mirror: Mirror, cache: MetaCache | None) -> Seen:
@@ -119,21 +135,6 @@ def _list_of(mirror: Mirror) -> tuple[AttemptList | None, int, ListFound, CkptMi
     return attempts, generation, ListFound.NONE if attempts is None else ListFound.SOUND, None
 
 
-def _look_here(root: Path) -> Seen:
-    attempts, listed = None, ListFound.SOUND
-    error: CkptMirrorError | None = None
-    try:
-        attempts = read_local_attempts(root)
-    except NewerFormat as failure:
-        listed, error = ListFound.NEWER, failure
-    except (IntegrityError, OSError) as failure:
-        listed, error = ListFound.BROKEN, BrokenMeta(f"{root / names.ATTEMPTS_NAME} is broken: {failure}")
-    catalog = local_catalog(root, with_attempts=False)
-    if attempts is None and listed is ListFound.SOUND:
-        listed = ListFound.LOST if catalog.metas() else ListFound.NONE
-    return Seen(attempts, listed, 0, catalog, error)
-
-
 def _why(error: CkptMirrorError | None) -> str:
     """Return why a place did not answer; for one that hangs, with what to look at."""
     if isinstance(error, StoreHangs):
@@ -146,47 +147,84 @@ class _Rows:
 
     def __init__(
         self,
-        root: Path,
+        disks: Sequence[DiskFacts],
         mirrors: Sequence[Mirror],
         seen: Mapping[str, Seen],
-        table: UploadsTable | None,
         identity: RootId,
         persistent: Catalog | None,
     ) -> None:
-        self._root = root
+        self._disks = disks
         self._mirrors = mirrors
         self._seen = seen
-        self._saves = table.saves() if table is not None else []
-        self._history = table.history() if table is not None else []
-        self._records = table.records() if table is not None else []
-        self._verified = [record for record in self._records if record.state is RecordState.VERIFIED]
-        self._known_mirrors = table.mirrors() if table is not None else []
         self._identity = identity
         self._persistent = persistent
-        self._catalogs = [one.catalog for one in seen.values() if one.catalog is not None]
+        self._remote = [one.catalog for one in seen.values() if one.catalog is not None]
+        self._catalogs = [*(disk.catalog for disk in disks), *self._remote]
         self._metas = [meta for catalog in self._catalogs for meta in catalog.metas()]
         self._tombstones = [stone for catalog in self._catalogs for stone in catalog.tombstones.values()]
-        self._save_ids = self._learned_save_ids()
+        self._sent = {
+            f"{record.mirror}/{record.object or record.path}": record.save_id
+            for disk in disks
+            for record in disk.metas_sent
+        }
         self._found: dict[tuple[str, str], Meta] = {}
 
     def survey(self) -> Survey:
-        rows = [self._disk_row(), *map(self._mirror_row, self._mirrors), *self._dropped_rows()]
+        disks = [self._labelled(number, self._disk_row(disk)) for number, disk in enumerate(self._disks)]
+        rows = [one_disk(self._joinable(disks)), *map(self._mirror_row, self._mirrors), *self._dropped_rows()]
         rows += self._persistent_rows()
         return Survey(Evidence(tuple(rows), self._identity.id), self._found, self._seen)
 
-    # -- the disk --------------------------------------------------------------------------------------------
+    # -- the disks -------------------------------------------------------------------------------------------
 
-    def _disk_row(self) -> Row:
-        seen = self._seen[DISK]
-        catalog = self._catalog(DISK)
-        run_id = self._run_id(seen, catalog)
-        unfinished = being_brought(self._root)
-        listed = {attempt.id: attempt for attempt in seen.attempts.attempts} if seen.attempts is not None else {}
+    def _joinable(self, rows: Sequence[Row]) -> list[Row]:
+        """Merge the metas of the parts, and mark the parts that contradict one another."""
+        metas: dict[str, dict[tuple[int, ...], Meta]] = {}
+        for disk in self._disks:
+            for problem in disk.catalog.problems.values():
+                if problem.meta is not None and _is_part(problem, disk.run_id):
+                    metas.setdefault(problem.meta.save_id, {})[_shares_of(problem.meta)[0]] = problem.meta
+        wrong: dict[str, str] = {}
+        for save_id, parts in metas.items():
+            of = max(_shares_of(meta)[1] for meta in parts.values())
+            if len({share for shares in parts for share in shares}) == of:
+                merge = merge_emergency if next(iter(parts.values())).kinds == ("emergency",) else merge_parts
+                try:
+                    self._found.setdefault((save_id, DISK), merge(list(parts.values())))
+                except BrokenMeta as error:
+                    wrong[save_id] = str(error)
+        return [
+            replace(
+                row,
+                parts=tuple(
+                    replace(one, kinds=(), why=wrong[one.save.save_id]) if one.save.save_id in wrong else one
+                    for one in row.parts
+                ),
+            )
+            for row in rows
+        ]
+
+    def _labelled(self, number: int, row: Row) -> Row:
+        """Name the node in front of what is on its disk, where there are several."""
+        if len(self._disks) == 1:
+            return row
+        where = f"node {number + 1}: "
+        return replace(
+            row,
+            why=where + row.why if row.why else "",
+            problems=tuple(replace(one, name=where + one.name) for one in row.problems),
+            parts=tuple(replace(one, name=where + one.name) for one in row.parts),
+        )
+
+    def _disk_row(self, disk: DiskFacts) -> Row:
+        catalog, run_id = disk.catalog, disk.run_id
+        listed = {attempt.id: attempt for attempt in disk.attempts.attempts} if disk.attempts is not None else {}
         copies, lacking = [], []
         for meta in self._of_run(catalog.saves.values(), run_id):
             kinds = tuple(kind for kind in meta.kinds if self._has_all(meta, kind))
             if kinds:
-                copies.append(self._copy(DISK, meta, self._origin(meta, listed), kinds, meta.save_id == unfinished))
+                origin = self._origin(disk, meta, listed)
+                copies.append(self._copy(DISK, meta, origin, kinds, meta.save_id == disk.bringing))
             else:
                 lacking.append(
                     Problem(
@@ -198,31 +236,56 @@ class _Rows:
                         facts_of(meta),
                     )
                 )
-        problems = [*self._problems(DISK, catalog, run_id), *lacking, *self._gone(catalog)]
-        completed = seen.attempts.completed if seen.attempts is not None else ()
+        parts = {name for name, one in catalog.problems.items() if _is_part(one, run_id)}
+        readable = replace(catalog, problems={n: one for n, one in catalog.problems.items() if n not in parts})
+        problems = [*self._problems(readable, run_id, self._learned_save_ids(disk), disk=True), *lacking]
+        problems += self._gone(disk)
+        completed = disk.attempts.completed if disk.attempts is not None else ()
         continued = {one.parent.save_id for one in listed.values() if one.id in completed and one.parent is not None}
+        metas = self._of_run(catalog.metas(), run_id)
         counts = {
             meta.attempt.id
-            for meta in self._of_run(catalog.metas(), run_id)
-            if meta.staged_from is None or meta.save_id in continued or seen.listed is not ListFound.SOUND
+            for meta in metas
+            if meta.is_whole
+            and (meta.staged_from is None or meta.save_id in continued or disk.listed is not ListFound.SOUND)
         }
-        uploaded = {record.save_id for record in self._verified if record.role == "meta"}
+        uploaded = {record.save_id for record in disk.metas_sent if record.state is RecordState.VERIFIED}
         heard = self._heard(
-            seen,
-            self._of_run(catalog.metas(), run_id),
-            counts,
-            {meta.attempt.id for meta in catalog.metas() if meta.save_id in uploaded and meta.run_id == run_id},
+            disk.attempts, metas, counts, {meta.attempt.id for meta in metas if meta.save_id in uploaded}
         )
-        if run_id is not None:
-            heard += [Heard(attempt, frozenset({Voice.FENCED_US})) for attempt in met_here(self._root, run_id).attempts]
-        row = self._row(DISK, "disk", seen, run_id)
-        return replace(row, heard=tuple(heard), copies=tuple(copies), problems=tuple(problems))
+        heard += [Heard(attempt, frozenset({Voice.FENCED_US})) for attempt in disk.met.attempts]
+        return replace(
+            self._row(DISK, "disk", disk.attempts, disk.listed, disk.why, run_id),
+            heard=tuple(heard),
+            copies=tuple(copies),
+            problems=tuple(problems),
+            parts=tuple(self._parts(disk, listed)),
+        )
 
-    def _origin(self, meta: Meta, listed: Mapping[str, Attempt]) -> Origin:
+    def _parts(self, disk: DiskFacts, listed: Mapping[str, Attempt]) -> Iterator[Part]:
+        catalog = disk.catalog
+        for name, problem in catalog.problems.items():
+            meta = problem.meta
+            if meta is None or not _is_part(problem, disk.run_id):
+                continue
+            kinds = catalog.parts[meta.save_id].kinds if meta.save_id in catalog.parts else ()
+            is_torn = kinds != meta.kinds
+            yield Part(
+                facts_of(meta),
+                kinds,
+                *_shares_of(meta),
+                self._origin(disk, meta, listed),
+                name,
+                problem.why if is_torn else "",
+                problem.hindrance,
+                meta.world_size,
+            )
+
+    def _origin(self, disk: DiskFacts, meta: Meta, listed: Mapping[str, Attempt]) -> Origin:
         if meta.staged_from is not None:
             return Origin.STAGED
         made_by = listed[meta.attempt.id].root if meta.attempt.id in listed else ""
-        ours = made_by == self._identity.id if made_by else self._identity.is_first
+        ours = made_by == self._identity.id if made_by else disk.identity.is_first
         return Origin.SAVED_HERE if ours else Origin.COPIED
 
     def _has_all(self, meta: Meta, kind: Kind) -> bool:
@@ -230,7 +293,7 @@ class _Rows:
         if not meta.partial or meta.staged_from is None:
             return True
         mine = {names.untagged(artifact.path) for artifact in meta.artifacts_of(kind)}
-        copies = [c.saves[meta.save_id] for c in self._catalogs[1:] if meta.save_id in c.saves]
+        copies = [c.saves[meta.save_id] for c in self._remote if meta.save_id in c.saves]
         if elsewhere := [copy for copy in copies if kind in copy.kinds]:
             return all({names.untagged(a.path) for a in other.artifacts_of(kind)} <= mine for other in elsewhere)
         name = names.SaveName(meta.step)
@@ -239,12 +302,13 @@ class _Rows:
             return False
         return all(name.extra(rank) in mine for rank in range(meta.world_size))
 
-    def _gone(self, catalog: Catalog) -> list[Problem]:
+    def _gone(self, disk: DiskFacts) -> list[Problem]:
         """Return the saves that the table records as committed, but of which no answering place has anything left."""
-        known = {row.save_id: (row.step, row.meta_path, row.kinds) for row in self._saves if row.released}
+        catalog = disk.catalog
+        known = {row.save_id: (row.step, row.meta_path, row.kinds) for row in disk.saves if row.released}
         forgotten: dict[str, tuple[int, str, tuple[Kind, ...]]] = {}
-        for moved in self._history:
-            if moved.new is None and moved.reason == REMOVED_REASON and moved.path.startswith("meta_"):
+        for moved in disk.metas_moved:
+            if moved.new is None and moved.reason == REMOVED_REASON:
                 forgotten.setdefault(moved.save_id, (moved.step, moved.path, ("dcp", "model")))
         there = {meta.save_id for meta in self._metas} | {stone.save_id for stone in self._tombstones}
         if self._persistent is not None:
@@ -263,18 +327,21 @@ class _Rows:
         if seen.catalog is None:
             is_refused = seen.error is not None and reach_after(seen.error) is Reach.REFUSED
             reach = Reach.REFUSED if is_refused else Reach.SILENT
-            return replace(self._row(mirror.url, "mirror", seen, None, reach), heard=tuple(self._heard(seen, (), ())))
+            row = self._row(mirror.url, "mirror", seen.attempts, seen.listed, _why(seen.error), None, reach)
+            return replace(row, heard=tuple(self._heard(seen.attempts, (), ())))
         catalog = seen.catalog
-        run_id = self._run_id(seen, catalog)
+        rebuilt = seen.attempts if seen.attempts is not None else attempts_of_metas(catalog.metas())
+        run_id = rebuilt.run_id if rebuilt is not None else None
         metas = self._of_run(catalog.metas(), run_id)
         saves = self._of_run(catalog.saves.values(), run_id)
-        row = self._row(mirror.url, "mirror", seen, run_id)
+        row = self._row(mirror.url, "mirror", seen.attempts, seen.listed, _why(seen.error), run_id)
         return replace(
             row,
-            heard=tuple(self._heard(seen, metas, {meta.attempt.id for meta in metas})),
+            heard=tuple(self._heard(seen.attempts, metas, {meta.attempt.id for meta in metas})),
             copies=tuple(self._copy(mirror.url, meta, Origin.REMOTE, meta.kinds) for meta in saves),
-            problems=tuple(self._problems(mirror.url, catalog, run_id)),
+            problems=tuple(self._problems(catalog, run_id, self._sent)),
             removed=tuple(catalog.tombstones),
+            parts_here=tuple(_parts_among(catalog.others)),
         )
 
     def _dropped_rows(self) -> list[Row]:
@@ -286,8 +353,7 @@ class _Rows:
 
     def _was_required(self) -> set[str]:
         """Return the mirrors that counted at the last start and have saves."""
-        used = {record.mirror for record in self._verified}
-        return set(counting_rows(self._known_mirrors)) & used
+        return {url for disk in self._disks for url in counting_rows(disk.mirrors) if url in disk.verified_on}
 
     # -- the persistent directory ----------------------------------------------------------------------------
 
@@ -305,56 +371,55 @@ class _Rows:
                     catalog.place,
                     "persistent",
                     run_id=run_id,
-                    heard=tuple(self._heard(Seen(), metas, {meta.attempt.id for meta in metas})),
+                    heard=tuple(self._heard(None, metas, {meta.attempt.id for meta in metas})),
                     copies=tuple(self._copy(catalog.place, meta, Origin.REMOTE, meta.kinds) for meta in saves),
                     problems=tuple(
-                        one
-                        for one in self._problems(catalog.place, catalog, run_id, loose=False)
-                        if one.save is not None
+                        one for one in self._problems(catalog, run_id, {}, loose=False) if one.save is not None
                     ),
                 )
             )
-        unknown = [one for one in self._problems(catalog.place, catalog, None, loose=False) if one.save is None]
+        unknown = [one for one in self._problems(catalog, None, {}, loose=False) if one.save is None]
         if unknown:
             rows.append(Row(catalog.place, "persistent", problems=tuple(unknown)))
         return rows
 
     # -- what the rows have in common ------------------------------------------------------------------------
 
-    def _row(self, place: str, sort: str, seen: Seen, run_id: str | None, reach: Reach = Reach.ANSWERED) -> Row:
+    def _row(
+        self,
+        place: str,
+        sort: Sort,
+        attempts: AttemptList | None,
+        listed: ListFound,
+        why: str,
+        run_id: str | None,
+        reach: Reach = Reach.ANSWERED,
+    ) -> Row:
         required = counting([(mirror.url, mirror.required) for mirror in self._mirrors])
-        attempts = seen.attempts
         return Row(
             place,
-            "disk" if sort == "disk" else "mirror",
+            sort,
             reach,
-            why=_why(seen.error),
+            why=why,
             required=place in required,
             was_required=place in self._was_required(),
-            listed=seen.listed,
+            listed=listed,
             run_id=run_id,
             names_required=attempts.required if attempts is not None else (),
             forgets=attempts.forgotten if attempts is not None else (),
         )
 
-    def _catalog(self, place: str) -> Catalog:
-        catalog = self._seen[place].catalog
-        assert catalog is not None
-        return catalog
-
-    def _run_id(self, seen: Seen, catalog: Catalog) -> str | None:
-        if seen.attempts is not None:
-            return seen.attempts.run_id
-        rebuilt = attempts_of_metas(catalog.metas())
-        return rebuilt.run_id if rebuilt is not None else None
-
     def _of_run(self, metas: Iterable[Meta], run_id: str | None) -> list[Meta]:
         return [meta for meta in metas if meta.run_id == run_id]
 
     def _heard(
-        self, seen: Seen, metas: Iterable[Meta], counts: Collection[str], uploaded: Collection[str] = ()
+        self,
+        attempts: AttemptList | None,
+        metas: Iterable[Meta],
+        counts: Collection[str],
+        uploaded: Collection[str] = (),
     ) -> list[Heard]:
-        listed = seen.attempts if seen.attempts is not None else AttemptList("")
+        listed = attempts if attempts is not None else AttemptList("")
         heard = {attempt.id: attempt for attempt in listed.attempts}
         voices: dict[str, set[Voice]] = {
             attempt.id: {Voice.CLAIMED if attempt.decided else Voice.UNDECIDED} for attempt in listed.attempts
@@ -376,15 +441,23 @@ class _Rows:
         self._found[(meta.save_id, place)] = meta
         return Copy(replace(facts_of(meta), kinds=kinds), origin, unfinished, meta.world_size)
 
-    def _problems(self, place: str, catalog: Catalog, run_id: str | None, *, loose: bool = True) -> list[Problem]:
+    def _problems(
+        self,
+        catalog: Catalog,
+        run_id: str | None,
+        save_ids: Mapping[str, str],
+        *,
+        loose: bool = True,
+        disk: bool = False,
+    ) -> list[Problem]:
         def named(name: str) -> str:
-            return name if place == DISK or not loose else f"{catalog.place}/{name}"
+            return name if disk or not loose else f"{catalog.place}/{name}"
 
         found = []
         for name, problem in catalog.problems.items():
             if problem.meta is not None and problem.meta.run_id != run_id:
                 continue  # below
-            found.append(_problem(named(name), problem, self._save_ids.get(named(name), "")))
+            found.append(_problem(named(name), problem, save_ids.get(named(name), "")))
         steps = {problem.step for problem in catalog.problems.values()}  # the files of a broken meta look loose
         if loose:
             left = unexplained(catalog.others, self._metas, self._tombstones)
@@ -400,21 +473,32 @@ class _Rows:
                     found.append(Problem(name, why, meta.step, meta.save_id, meta.kinds, facts_of(meta), is_save=False))
         return found
 
-    def _learned_save_ids(self) -> dict[str, str]:
-        """Return the save ids of metas that cannot be read, as far as the table knows them."""
-        here = self._catalog(DISK)
-        found = {f"{here.place}/{row.meta_path}": row.save_id for row in self._saves}
-        if any(not one.save_id and name not in found for name, one in here.problems.items()):
-            for moved in self._history:  # the save may have been brought under other names since
-                if moved.path.startswith("meta_"):
-                    found.setdefault(f"{here.place}/{moved.path}", moved.save_id)
-        if any(not one.save_id for there in self._catalogs[1:] for one in there.problems.values()):
-            found |= {
-                f"{record.mirror}/{record.object or record.path}": record.save_id
-                for record in self._records
-                if record.role == "meta"
-            }
+    def _learned_save_ids(self, disk: DiskFacts) -> dict[str, str]:
+        """Return the save ids of a disk's metas that cannot be read, as far as the table knows them."""
+        place = disk.catalog.place
+        found = {f"{place}/{row.meta_path}": row.save_id for row in disk.saves}
+        for moved in disk.metas_moved:  # the save may have been brought under other names since
+            found.setdefault(f"{place}/{moved.path}", moved.save_id)
         return found
+
+
+def _parts_among(listed: Iterable[str]) -> Iterator[tuple[str, int]]:
+    for name in listed:
+        parsed = names.parse_name(name)
+        if parsed is not None and parsed.role == "part":
+            yield parsed.tag, parsed.part - 1
+
+
+def _is_part(problem: FoundProblem, run_id: str | None) -> bool:
+    """Whether it is what one of several nodes wrote of a save of this run."""
+    return problem.meta is not None and not problem.meta.is_whole and problem.meta.run_id == run_id
+
+
+def _shares_of(meta: Meta) -> tuple[tuple[int, ...], int]:
+    """Return which shares of a save a part has, and how many the save has."""
+    if meta.kinds != ("emergency",):
+        return (meta.node,), meta.nodes
+    return tuple(sorted({one.rank for one in meta.artifacts if one.rank is not None})), meta.world_size
 
 
 def _problem(name: str, found: FoundProblem, save_id: str) -> Problem:

@@ -137,7 +137,7 @@ def look_at_root(root: Path, step: int | None, notes: MutableSequence[str]) -> l
     """
     if not root.is_dir():
         raise CheckpointNotFound(f"{root} is not a directory.", hint="Give the directory that the trainer saves to.")
-    catalog = local_catalog(root)
+    catalog = local_catalog(root).with_parts()
     _note_strays(catalog, step, notes)
     subjects = _subjects(catalog, step, lambda name: os.path.lexists(root / name))
     listing = Listing(root)

@@ -1,0 +1,168 @@
+"""The disks of a job's nodes, as the one disk that a start decides about.
+
+Rules:
+* A save of several nodes is whole on their disks if each of its parts is whole on one of them, whichever node that is
+  now. It is whole in the kinds in which all parts are.
+* Its attempt has committed it only if every part is there: a crash may have left some of them.
+* Lists only grow, so the union of the nodes' lists is the list. Where one node's is sound, no other is missed.
+* All nodes are of one run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from ckptmirror.core.errors import ConfigError
+from ckptmirror.core.model import KINDS, Kind
+from ckptmirror.core.start.evidence import Copy, Evidence, Heard, ListFound, Origin, Part, Problem, Row, Voice
+from ckptmirror.core.start.lineage import SaveFacts
+
+__all__ = ["identity_of", "never_whole", "one_disk"]
+
+_NAMED = 8  # as many numbers are named
+_BEST_LIST = (ListFound.NEWER, ListFound.SOUND, ListFound.BROKEN, ListFound.LOST, ListFound.NONE)
+_BEST_ORIGIN = (Origin.SAVED_HERE, Origin.STAGED, Origin.COPIED, Origin.REMOTE)
+
+
+def identity_of(roots: Sequence[str]) -> str:
+    """Return the identity of a job's roots: that of its root, or one that only these roots together have.
+
+    A job on other nodes is another root for the rules of claiming: its disks need not know all that these know.
+
+    Args:
+        roots: The identity of each node's root, in any order.
+    """
+    if len(roots) == 1 or not all(roots):
+        return roots[0] if len(roots) == 1 else ""
+    return hashlib.sha256(" ".join(["roots", *sorted(roots)]).encode()).hexdigest()[:32]
+
+
+def one_disk(rows: Sequence[Row]) -> Row:
+    """Return the row of all nodes' disks together, given the row of each.
+
+    Raises:
+        ConfigError: They hold several runs.
+    """
+    _check_one_run(rows)
+    best = min((row.listed for row in rows), key=_BEST_LIST.index)
+    parts: dict[str, list[Part]] = {}
+    for part in (one for row in rows for one in row.parts):
+        parts.setdefault(part.save.save_id, []).append(part)
+    copies = _copies([copy for row in rows for copy in row.copies], parts)
+    committed = {found[0].save.attempt for found in parts.values() if not _absent(found)}
+    whole = {copy.save.save_id: copy.save.kinds for copy in copies}
+    return replace(
+        rows[0],
+        why=next((row.why for row in rows if row.listed is best), ""),
+        listed=best,
+        run_id=next((row.run_id for row in rows if row.run_id is not None), None),
+        names_required=tuple(dict.fromkeys(url for row in rows for url in row.names_required)),
+        forgets=tuple(dict.fromkeys(url for row in rows for url in row.forgets)),
+        heard=_heard(rows, committed),
+        copies=copies,
+        problems=(*(one for row in rows for one in row.problems), *_problems(parts, whole)),
+        parts=tuple(part for found in parts.values() if _absent(found) for part in found),
+    )
+
+
+def never_whole(evidence: Evidence) -> list[SaveFacts]:
+    """Return the saves that this job has parts of, and that nothing can make whole: a crash came between their nodes.
+
+    A part is gone for good if the nodes that saved it are those of this job, on the disks that they had, and neither
+    these disks nor any mirror has it, nor has a disk a meta that cannot be read and may be its.
+    """
+    if not all(row.answers for row in evidence.mirrors()):
+        return []
+    parts: dict[str, list[Part]] = {}
+    for part in evidence.disk.parts:
+        parts.setdefault(part.save.save_id, []).append(part)
+    unknown = {one.step for one in evidence.disk.problems if one.save is None}  # a meta that cannot be read
+    roots = {heard.attempt.id: heard.attempt.root for heard in evidence.disk.heard}
+    whole = {copy.save.save_id for row in evidence.rows for copy in row.copies}
+    there = {one for row in evidence.mirrors() for one in row.parts_here}
+    return [
+        found[0].save
+        for save_id, found in parts.items()
+        if save_id not in whole
+        and not unknown & {None, found[0].save.step}
+        and roots.get(found[0].save.attempt) == evidence.root
+        and any((save_id[:8], share) not in there for share in _absent(found))
+    ]
+
+
+def _check_one_run(rows: Sequence[Row]) -> None:
+    runs = {row.run_id: number for number, row in reversed(list(enumerate(rows))) if row.run_id is not None}
+    if len(runs) > 1:
+        held = "; ".join(
+            f"node {node} holds run {run[:8]}" for run, node in sorted(runs.items(), key=lambda one: one[1])
+        )
+        raise ConfigError(
+            f"The disks of this job's nodes belong to several runs: {held}.",
+            hint="Give each run a root of its own, on every node.",
+        )
+
+
+def _heard(rows: Sequence[Row], committed: Iterable[str]) -> tuple[Heard, ...]:
+    found: dict[str, Heard] = {}
+    for heard in (one for row in rows for one in row.heard):
+        before = found.setdefault(heard.attempt.id, heard)
+        said = before.attempt if before.attempt.decided else heard.attempt
+        by_person = before.attempt.by_person or heard.attempt.by_person
+        said = replace(said, by_person=by_person, root=said.root or heard.attempt.root)
+        required = said.required or heard.attempt.required
+        found[said.id] = Heard(replace(said, required=required), before.voices | heard.voices)
+    for one in committed:
+        found[one] = replace(found[one], voices=found[one].voices | {Voice.COUNTS})
+    return tuple(found.values())
+
+
+def _copies(copies: Sequence[Copy], parts: Mapping[str, Sequence[Part]]) -> tuple[Copy, ...]:
+    found: dict[str, Copy] = {}
+    joined = [_joined(of_save) for of_save in parts.values()]
+    for copy in (*copies, *(one for one in joined if one.save.kinds)):
+        before = found.setdefault(copy.save.save_id, copy)
+        kinds = {*before.save.kinds, *copy.save.kinds}
+        found[copy.save.save_id] = replace(
+            before,
+            save=replace(copy.save, kinds=tuple(kind for kind in KINDS if kind in kinds)),
+            origin=min(before.origin, copy.origin, key=_BEST_ORIGIN.index),
+            unfinished=before.unfinished or copy.unfinished,
+        )
+    return tuple(found.values())
+
+
+def _absent(found: Sequence[Part], kind: Kind | None = None) -> list[int]:
+    """Return shares of a save that are on no disk (in a kind, if given): all, or as many as are named, and one more."""
+    have = {share for part in found if kind is None or kind in part.kinds for share in part.shares}
+    if len(have) == found[0].of:
+        return []
+    return list(islice((share for share in range(found[0].of) if share not in have), _NAMED + 1))
+
+
+def _joined(found: Sequence[Part]) -> Copy:
+    """Return the save that these parts make up, in the kinds in which all its shares are there."""
+    first = found[0]
+    kinds = tuple(kind for kind in first.save.kinds if not _absent(found, kind))
+    own = all(part.origin is Origin.SAVED_HERE for part in found)
+    origin = Origin.SAVED_HERE if own else Origin.COPIED
+    return Copy(replace(first.save, kinds=kinds), origin, world_size=first.world_size)
+
+
+def _problems(parts: Mapping[str, Sequence[Part]], whole: Mapping[str, Iterable[Kind]]) -> Iterator[Problem]:
+    for save_id, found in parts.items():
+        save = found[0].save
+        kinds = tuple(kind for kind in save.kinds if kind not in whole.get(save_id, ()))
+        if not kinds:
+            continue
+        name, why, hindrance = found[0].name, "", found[0].hindrance
+        if absent := _absent(found):
+            unit = "ranks" if save.kinds == ("emergency",) else "nodes"
+            numbers = ", ".join(map(str, absent[:_NAMED])) + (", ..." if len(absent) > _NAMED else "")
+            why = f"{found[0].of} {unit} saved it, and no disk of this job has what {unit} {numbers} wrote"
+        else:
+            faulty = min((part for part in found if part.why), key=lambda part: part.hindrance, default=found[0])
+            name, why, hindrance = faulty.name, faulty.why, faulty.hindrance
+        yield Problem(name, why, save.step, save_id, kinds, save, "" if absent else hindrance)

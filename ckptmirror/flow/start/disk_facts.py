@@ -1,0 +1,103 @@
+"""Disk facts: what a node knows of its own disk, from its files, its list of attempts and its table.
+
+They are values that travel to the leader of the job, which makes the evidence of a start from those of all nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import IntegrityError, NewerFormat
+from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.core.model import AttemptList
+from ckptmirror.core.start.evidence import ListFound
+from ckptmirror.core.start.lineage import attempts_of_metas
+from ckptmirror.flow.places.attempt_lists import met_here, read_local_attempts
+from ckptmirror.flow.places.catalog import Catalog, local_catalog
+from ckptmirror.flow.retention.reconcile import being_brought
+from ckptmirror.local.root_id import RootId
+from ckptmirror.local.uploads import MirrorRow, SaveRow, Transition, UploadRecord, UploadsTable
+
+__all__ = ["DiskFacts", "look_at_disk"]
+
+
+@dataclass(frozen=True)
+class DiskFacts:
+    """What a node knows of its disk.
+
+    Attributes:
+        attempts: Its list; None if it has none, or one that cannot be trusted.
+        listed: The condition of the list.
+        why: Why the list cannot be trusted.
+        run_id: The run that the list names, or else its saves; None if neither does.
+        catalog: The saves and parts on it.
+        identity: The root's.
+        bringing: The save that an earlier start was bringing when it was killed.
+        met: The attempts that fenced one of this root.
+        saves: Every save that its table knows.
+        metas_moved: What the table has of the past of metas, oldest first.
+        metas_sent: The table's records of metas.
+        verified_on: The mirrors that have something verified.
+        mirrors: The mirrors that the table knows.
+    """
+
+    attempts: AttemptList | None
+    listed: ListFound
+    why: str
+    run_id: str | None
+    catalog: Catalog
+    identity: RootId
+    bringing: str | None
+    met: AttemptList
+    saves: tuple[SaveRow, ...] = ()
+    metas_moved: tuple[Transition, ...] = ()
+    metas_sent: tuple[UploadRecord, ...] = ()
+    verified_on: frozenset[str] = frozenset()
+    mirrors: tuple[MirrorRow, ...] = ()
+
+
+def look_at_disk(root: Path, table: UploadsTable | None, identity: RootId) -> DiskFacts:
+    """Look at a node's disk. Writes nothing.
+
+    Args:
+        root: The local root, under its lock.
+        table: The root's table; None if it has none.
+        identity: The root's identity.
+
+    Raises:
+        LineageError: There is no list, and there are saves of several runs.
+    """
+    attempts, listed, why = None, ListFound.SOUND, ""
+    try:
+        attempts = read_local_attempts(root)
+    except NewerFormat as failure:
+        listed, why = ListFound.NEWER, str(failure)
+    except (IntegrityError, OSError) as failure:
+        listed, why = ListFound.BROKEN, f"{root / names.ATTEMPTS_NAME} is broken: {failure}"
+    catalog = local_catalog(root, with_attempts=False)
+    if attempts is None and listed is ListFound.SOUND:
+        listed = ListFound.LOST if catalog.metas() else ListFound.NONE
+    rebuilt = attempts if attempts is not None else attempts_of_metas(catalog.metas())
+    run_id = rebuilt.run_id if rebuilt is not None else None
+    met = met_here(root, run_id) if run_id is not None else AttemptList("")
+    bringing = being_brought(root)
+    if table is None:
+        return DiskFacts(attempts, listed, why, run_id, catalog, identity, bringing, met)
+    records = table.records()
+    return DiskFacts(
+        attempts,
+        listed,
+        why,
+        run_id,
+        catalog,
+        identity,
+        bringing,
+        met,
+        saves=tuple(table.saves()),
+        metas_moved=tuple(moved for moved in table.history() if moved.path.startswith("meta_")),
+        metas_sent=tuple(record for record in records if record.role == "meta"),
+        verified_on=frozenset(record.mirror for record in records if record.state is RecordState.VERIFIED),
+        mirrors=tuple(table.mirrors()),
+    )

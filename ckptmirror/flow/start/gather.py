@@ -1,0 +1,212 @@
+"""Gather: where a job has several nodes, each gets the files that its ranks read of one save before they vote on it.
+
+Rules:
+* The files lie in a *view*: a temporary directory of the root, in which the save has its plain names. What the node
+  saved itself is linked there; the save on its disk is not changed, and is still what the node keeps and sends.
+* What a node lacks comes from a mirror, if one has the save; otherwise from the disks of the nodes that have it.
+* A note names the save, as for a save that is brought: if the start is killed, the next one goes on with the view, and
+  else removes it. After the claim it is removed.
+* A node that cannot get or send a file still takes part to the end, so that none waits for it. Every file is compared
+  with its checksum in the vote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from io import FileIO
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorageFull
+from ckptmirror.core.model import Artifact, Kind, Meta, new_id
+from ckptmirror.core.start.decide import Result
+from ckptmirror.core.start.sharing import Holding, Transfer
+from ckptmirror.flow.fetch.blocks import FileToRead, read_all, receive
+from ckptmirror.flow.fetch.destination import make_real_dirs
+from ckptmirror.flow.fetch.staging import check_space, incoming_of
+from ckptmirror.flow.places.catalog import local_catalog
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.trash import empty_trash
+from ckptmirror.flow.retention.reconcile import BRINGING_NAME
+from ckptmirror.local import files, trash
+from ckptmirror.local.checksummed_writer import create_temporary
+from ckptmirror.local.own_files import make_own_dir
+from ckptmirror.local.storage_errors import disk_error, explained
+from ckptmirror.ranks.base import Ranks
+
+__all__ = ["Gathered", "View", "discard_view", "relay"]
+
+_PIECE_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What came of a node's part in gathering a save.
+
+    Attributes:
+        result: Why it has not all files; None if it has.
+        reason: The same in words.
+    """
+
+    result: Result | None = None
+    reason: str = ""
+
+
+def discard_view(root: Path, meta: Meta) -> None:
+    """Remove what a node gathered of a save that cannot be used."""
+    with contextlib.suppress(FileNotFoundError):
+        trash.move_to_trash(root, _view_of(root, meta))
+    empty_trash(root)
+
+
+def _view_of(root: Path, meta: Meta) -> Path:
+    """Return the view's path: that of a temporary of the save, which a reconcile knows by its name."""
+    return root / names.CONTROL_DIR / names.tmp_name(names.SaveName(meta.step).dcp_dir, meta.save_id)
+
+
+class View:
+    """The files of one save that a node's ranks will read, by their plain names.
+
+    Args:
+        root: The node's root.
+        meta: The whole save, under its plain names.
+        kind: The kind that will be loaded.
+        trusted: Whether the node's own files are taken as they are, for the vote to check. After that found one that is
+            damaged, they are compared with their checksums here, so that only those that are whole are used.
+    """
+
+    def __init__(self, root: Path, meta: Meta, kind: Kind, *, trusted: bool) -> None:
+        self._root = root
+        self._meta = meta
+        self._trusted = trusted
+        self.path = _view_of(root, meta)
+        self.needs: dict[str, Artifact] = {artifact.path: artifact for artifact in meta.artifacts_of(kind)}
+        self.has: set[str] = set()
+
+    def begin(self) -> Holding:
+        """Make the view with what this node saved itself, and say what it has and lacks.
+
+        Raises:
+            CkptMirrorError: The disk cannot be used.
+        """
+        note = json.dumps({"save_id": self._meta.save_id}).encode()
+        files.write_bytes(self._root / BRINGING_NAME, note, save_id=new_id(), replace=True)
+        with explained("link the save in", self.path):
+            make_own_dir(self.path)
+            for artifact in self.needs.values():
+                make_real_dirs(self._root, (self.path / artifact.path).parent)
+            self._link_own()
+        return Holding(frozenset(self.has), tuple(path for path in self.needs if path not in self.has))
+
+    def _link_own(self) -> None:
+        metas = local_catalog(self._root, with_attempts=False).metas()
+        mine = {
+            path: FileToRead(self._root / artifact.path, artifact.digest)
+            for meta in metas
+            if meta.save_id == self._meta.save_id
+            for artifact in meta.artifacts
+            if (path := names.plain(artifact.path)) in self.needs and self.needs[path].digest == artifact.digest
+        }
+        found = [None] * len(mine) if self._trusted else read_all(list(mine.values()))
+        for (path, own), wrong in zip(mine.items(), found, strict=True):
+            with contextlib.suppress(FileNotFoundError):
+                if wrong is None and own.path.lstat().st_size == own.digest.size_bytes:
+                    _link(own.path, self.path / path)
+                    self.has.add(path)
+
+    def fetch(self, mirror: Mirror, on_mirror: Meta, lacks: Sequence[str]) -> Gathered:
+        """Fetch from a mirror what this node lacks."""
+        try:
+            self._fetch(mirror, on_mirror, lacks)
+        except CkptMirrorError as error:
+            return _gathered(error)
+        return Gathered()
+
+    def _fetch(self, mirror: Mirror, on_mirror: Meta, lacks: Sequence[str]) -> None:
+        objects = {names.plain(artifact.path): artifact for artifact in on_mirror.artifacts}
+        wanted = [replace(objects[path], path=path, object=objects[path].object_name) for path in lacks]
+        for artifact in wanted:
+            if artifact.digest != self.needs[artifact.path].digest:
+                raise IntegrityError(f"{mirror.url}/{artifact.object_name} is not what the nodes saved.")
+        incoming = incoming_of(mirror, on_mirror, wanted, lambda path: self.path / path)
+        check_space(self.path, incoming)
+        receive(incoming, on_bytes=lambda _received, _kept: None)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file another name, or copy it where the file system has no links."""
+    with contextlib.suppress(FileNotFoundError):
+        if target.samefile(source):
+            return
+        target.unlink()
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target, follow_symlinks=False)
+
+
+def relay(channel: Ranks, view: View, plan: Sequence[Transfer], sizes_bytes: Mapping[str, int]) -> Gathered:
+    """Take part in sending files from node to node; the leaders of all nodes call this with the same plan."""
+    failures: list[CkptMirrorError] = []
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    for transfer in plan:
+        size, path = sizes_bytes[transfer.path], view.path / transfer.path
+        pieces = [buffer[: min(_PIECE_BYTES, size - start)] for start in range(0, size, _PIECE_BYTES)]
+        if channel.rank == transfer.source:
+            failures += _send(channel, path, transfer.to, pieces)
+        elif channel.rank in transfer.to:
+            failures += _receive(channel, path, transfer.source, pieces)
+    return _gathered(failures[0]) if failures else Gathered()
+
+
+def _send(channel: Ranks, path: Path, to: Sequence[int], pieces: Sequence[memoryview]) -> list[CkptMirrorError]:
+    """Send a file; where it cannot be read, as many other bytes, which its checksum gives away."""
+    failures: list[CkptMirrorError] = []
+    with contextlib.ExitStack() as opened:
+        file: FileIO | None = None
+        for piece in pieces:
+            try:
+                if not failures:
+                    file = file or opened.enter_context(path.open("rb", buffering=0))
+                    if file.readinto(piece) != len(piece):
+                        failures.append(IntegrityError(f"{path} is shorter than it was saved."))
+            except OSError as error:
+                failures.append(disk_error(error, "read", path))
+            for rank in to:
+                channel.send(piece, rank)
+    return failures
+
+
+def _receive(channel: Ranks, path: Path, source: int, pieces: Sequence[memoryview]) -> list[CkptMirrorError]:
+    """Receive a file; where it cannot be written, to the end all the same."""
+    failures: list[CkptMirrorError] = []
+    with contextlib.ExitStack() as opened:
+        try:
+            path.unlink(missing_ok=True)
+            descriptor = create_temporary(path)
+            opened.callback(os.close, descriptor)
+        except CkptMirrorError as error:
+            failures.append(error)
+        for piece in pieces:
+            channel.receive(piece, source)
+            try:
+                written = len(piece) if failures else 0
+                while written < len(piece):
+                    written += os.write(descriptor, piece[written:])
+            except OSError as error:
+                failures.append(disk_error(error, "write", path))
+    return failures
+
+
+def _gathered(error: CkptMirrorError) -> Gathered:
+    """Return what an error means for the copy that was being gathered."""
+    if isinstance(error, LocalStorageFull):
+        return Gathered(Result.NO_ROOM, str(error))
+    return Gathered(Result.BROKEN if isinstance(error, IntegrityError) else Result.NOT_BROUGHT, str(error))

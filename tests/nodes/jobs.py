@@ -1,0 +1,166 @@
+"""A job of several nodes, each a directory and an uploads table of its own: what its ranks do, and what they find."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptmirror import CheckpointManager, Retention, TrainState
+from ckptmirror import manager as manager_module
+from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull
+from ckptmirror.flow.save.commit import SaveCommit
+from ckptmirror.local import crashpoints
+from tests.kit.processes import run_ranks
+from tests.kit.training import same
+
+WAIT_S = 30.0
+
+
+def built(wrapped: str) -> TrainState:
+    """A fresh model, equal on all ranks, and its optimizer."""
+    torch.manual_seed(7)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 5))
+    if wrapped == "fsdp":
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
+    return TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1), extra={})
+
+
+def train(state: TrainState, rank: int, step: int) -> None:
+    """One step, on data that differs by rank and step."""
+    torch.manual_seed(1000 * step + rank)
+    state.model(torch.rand(2, 8)).sum().backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.extra = {"seen": (rank, step)}
+
+
+def whole(state: TrainState) -> dict[str, torch.Tensor]:
+    """The model's values, as each rank sees them."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in state.model.state_dict().items()
+    }
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job does.
+
+    Attributes:
+        base: The directory that has a root for each node, and the mirror.
+        nodes: The node of each rank, a letter each.
+        steps: The steps that are trained and saved.
+        mirrored: Whether there is a mirror.
+        snapshot: The step of an emergency snapshot after that; 0: none.
+        dies: The rank that is killed in the commit of the last save; -1: none.
+        full: The rank whose node has no room for the records of the last save; -1: none.
+        waits: Whether ranks wait, before the last save, until somebody has opened and closed their FIFOs.
+    """
+
+    base: Path
+    nodes: str
+    steps: tuple[int, ...] = ()
+    wrapped: str = "fsdp"
+    mirrored: bool = True
+    snapshot: int = 0
+    dies: int = -1
+    full: int = -1
+    waits: bool = False
+
+    def fifo(self, rank: int) -> Path:
+        return self.base / f"go-{rank}"
+
+    def run(self) -> list[Found]:
+        dead = (self.dies,) if self.dies >= 0 else ()
+        return run_ranks(len(self.nodes), take_part, self, dead=dead)
+
+    @property
+    def url(self) -> str:
+        return f"file://{self.base}/mirror"
+
+
+@dataclass
+class Found:
+    """What a rank found: where it began and with what, and what it ended with."""
+
+    step: int | None
+    place: str
+    began: dict[str, torch.Tensor]
+    extra: dict[str, Any]
+    passed_over: str
+    ended: dict[str, torch.Tensor] = field(default_factory=dict)
+    failed: str = ""
+
+
+def take_part(rank: int, job: Job) -> Found:
+    """Resume, then train and save."""
+    manager_module._NODES_LIMIT = 8
+    state = built(job.wrapped)
+    manager: CheckpointManager | None = None
+    try:
+        manager = CheckpointManager(
+            job.base / job.nodes[rank],
+            [job.url] if job.mirrored else [],
+            retention=Retention(keep_last=2),
+            timeout_s=WAIT_S,
+        )
+        info = manager.resume(state)
+    except CkptMirrorError as error:
+        if manager is not None:
+            manager.close(timeout_s=0.0)
+        return Found(None, "", {}, {}, "", failed=str(error))
+    found = Found(None, "", whole(state), state.extra, "")
+    if info is not None:
+        found = Found(info.step, info.place, whole(state), state.extra, "; ".join(info.passed_over))
+    try:
+        for step in job.steps:
+            train(state, rank, step)
+            if step == job.steps[-1]:
+                _before_last(manager, job, rank)
+            manager.save(step, state)
+        if job.steps:
+            manager.wait("mirrored" if job.mirrored else "committed", timeout_s=WAIT_S)
+        found.ended = whole(state)
+        if job.snapshot:
+            train(state, rank, job.snapshot)
+            manager.save_emergency_checkpoint(job.snapshot, state)
+            found.ended = whole(state)
+    except CkptMirrorError as error:
+        found.failed = str(error)
+    with contextlib.suppress(CkptMirrorError):
+        manager.close(timeout_s=0.0 if found.failed else WAIT_S)
+    return found
+
+
+def _before_last(manager: CheckpointManager, job: Job, rank: int) -> None:
+    if job.dies >= 0 or job.full >= 0 or job.waits:
+        manager.wait("mirrored", timeout_s=WAIT_S)
+    if rank == job.dies:
+        crashpoints.arm("save.publish:before")
+    if rank == job.full:
+        SaveCommit.prepare = _no_room  # type: ignore[method-assign]
+    if job.waits:
+        job.fifo(rank).read_text()
+
+
+def _no_room(_commit: SaveCommit) -> None:
+    raise LocalStorageFull("this disk has no room for records")
+
+
+def expect(found: Sequence[Found], step: int, place: str, like: Found) -> None:
+    """Check that all ranks began at a step, with the values that a rank ended with."""
+    for one in found:
+        assert (one.step, one.place) == (step, place), one.passed_over
+        assert same(one.began, like.ended)

@@ -1,0 +1,125 @@
+"""What nodes must agree on, and what one of them cannot do to the others or to the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ckptmirror import CheckpointManager, stage_checkpoint_step
+from ckptmirror import manager as manager_module
+from ckptmirror.core.errors import ConfigError, UsageError
+from ckptmirror.core.model import Kind
+from tests.kit.processes import outcome, run_ranks
+from tests.kit.roots import leftovers
+from tests.nodes.jobs import WAIT_S, Job, built, expect, whole
+
+pytestmark = pytest.mark.long
+
+
+def open_with(rank: int, base: str, mirrors: list[list[str]], kinds: list[tuple[Kind, ...]]) -> tuple[str, str, int]:
+    manager_module._NODES_LIMIT = 8
+
+    def job() -> None:
+        root = Path(base) / "ab"[rank]
+        CheckpointManager(root, mirrors[rank], kinds=kinds[rank], timeout_s=WAIT_S).close()
+
+    return outcome(job)
+
+
+@pytest.mark.parametrize(
+    ("mirrors", "kinds", "both"),
+    [
+        (["file:///one", "file:///two"], [("dcp",)] * 2, ("mirrors", "file:///one", "file:///two")),
+        (["file:///one", ""], [("dcp",)] * 2, ("mirrors", "file:///one", "none")),
+        (["", ""], [("dcp",), ("dcp", "model")], ("kinds", "node 0 has dcp,", "node 1 has dcp, model")),
+    ],
+)
+def test_nodes_with_other_settings_are_refused_with_both_values(
+    mirrors: list[str], kinds: list[tuple[Kind, ...]], both: tuple[str, ...], tmp_path: Path
+) -> None:
+    given = [[one.replace("file://", f"file://{tmp_path}")] if one else [] for one in mirrors]
+    for kind, message, _ in run_ranks(2, open_with, str(tmp_path), given, kinds):
+        assert kind == ConfigError.__name__
+        assert all(one.replace("file://", f"file://{tmp_path}") in message for one in both)
+
+
+def test_a_node_whose_root_is_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
+    for node in "ab":
+        Job(tmp_path, node, (1,), "ddp", mirrored=False).run()
+    for one in Job(tmp_path, "ab", (2,), mirrored=False).run():
+        assert "node 0 holds run" in one.failed
+        assert "node 1 holds run" in one.failed
+    assert list(tmp_path.glob("[ab]/meta_000002.json")) == []
+
+
+def test_a_root_that_was_copied_to_another_node_is_not_that_nodes_part(tmp_path: Path) -> None:
+    first = Job(tmp_path, "ac", (1,)).run()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for one in Job(tmp_path, "ab", (2,)).run():
+        assert f"{tmp_path / 'b'}/.ckptmirror/uploads.db is the table of {tmp_path / 'a'}" in one.failed
+    for path in (tmp_path / "b/.ckptmirror").glob("uploads.db*"):
+        path.unlink()
+    job = Job(tmp_path, "ab", (2,))
+    second = job.run()
+    expect(second, 1, job.url, first[0])
+    expect(Job(tmp_path, "ab").run(), 2, "disk", second[0])
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_node_that_cannot_commit_leaves_no_part_on_any(full: int, tmp_path: Path) -> None:
+    for one in Job(tmp_path, "ab", (1, 2), full=full).run():
+        assert "no room for records" in one.failed
+    for node in "ab":
+        assert list((tmp_path / node).glob("*_000002*")) == []
+        assert leftovers(tmp_path / node) == []
+    assert [one.step for one in Job(tmp_path, "ab").run()] == [1, 1]
+
+
+def test_nodes_that_wake_after_the_run_went_on_elsewhere_commit_nothing(tmp_path: Path) -> None:
+    old = Job(tmp_path, "ab", (1, 2), waits=True)
+    for rank in (0, 1):
+        os.mkfifo(old.fifo(rank))
+    with ThreadPoolExecutor(1) as pool:
+        slept = pool.submit(old.run)
+        gates = [old.fifo(rank).open("w") for rank in (0, 1)]  # both have saved step 1, and wait
+        second = Job(tmp_path, "cd", (2, 3)).run()
+        for gate in gates:
+            gate.close()
+        for one in slept.result():
+            assert "has started and is listed" in one.failed
+    new = Job(tmp_path, "ce")
+    expect(new.run(), 3, new.url, second[0])
+    names = sorted(path.name for path in (tmp_path / "mirror").glob("meta_*"))
+    assert names == ["meta_000001.json", "meta_000002.json", "meta_000003.json"]
+    assert len(list((tmp_path / "mirror/parts").iterdir())) == 6
+
+
+def load_on(rank: int, base: str, places: list[str]) -> tuple[str, str, int]:
+    manager_module._NODES_LIMIT = 8
+    state = built("fsdp")
+
+    def job() -> tuple[int, float]:
+        with CheckpointManager(Path(base) / "fresh" / "ab"[rank], timeout_s=WAIT_S) as manager:
+            info = manager.load(state, places[rank])
+            return info.step, float(whole(state)["1.weight"].sum())
+
+    return outcome(job)
+
+
+def test_each_node_loads_the_same_save_from_a_copy_of_its_own(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1, 2))
+    first = job.run()
+    for node, step in (("a", 1), ("b", 1), ("c", 2)):
+        stage_checkpoint_step(job.url, step=step, dest=tmp_path / "staged" / node, full=True)
+    expected = repr((2, float(first[0].ended["1.weight"].sum())))
+    same = [str(tmp_path / "staged" / "c")] * 2
+    assert [value for _, value, _ in run_ranks(2, load_on, str(tmp_path), same)] == [expected] * 2
+    others = [str(tmp_path / "staged" / node) for node in "ac"]
+    for kind, message, _ in run_ranks(2, load_on, str(tmp_path), others):
+        assert kind == UsageError.__name__
+        assert "dcp of step 1" in message
+        assert "on node 1" in message

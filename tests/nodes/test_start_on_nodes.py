@@ -1,0 +1,99 @@
+"""A job of several nodes stops, or is killed, and starts again: from the disks, from the mirror, or from both."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.kit.roots import leftovers
+from tests.nodes.jobs import Job, expect
+
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize("wrapped", ["fsdp", "ddp"])
+@pytest.mark.parametrize("lost", ["", "a", "b", "ab"])
+def test_a_job_goes_on_from_what_its_nodes_and_the_mirror_have(wrapped: str, lost: str, tmp_path: Path) -> None:
+    first = Job(tmp_path, "ab", (1, 2), wrapped).run()
+    assert [one.step for one in first] == [None, None]
+    for node in lost:
+        shutil.rmtree(tmp_path / node)
+    job = Job(tmp_path, "ab", (3,), wrapped)
+    second = job.run()
+    expect(second, 2, "disk" if not lost else job.url, first[0])
+    assert [one.extra for one in second] == [{"seen": (rank, 2)} for rank in (0, 1)]
+    expect(Job(tmp_path, "ab", wrapped=wrapped).run(), 3, "disk", second[0])
+    for node in "ab":
+        assert leftovers(tmp_path / node) == []
+
+
+@pytest.mark.parametrize("wrapped", ["fsdp", "ddp"])
+def test_without_a_mirror_nodes_send_one_another_what_they_read(wrapped: str, tmp_path: Path) -> None:
+    first = Job(tmp_path, "ab", (1, 2), wrapped, mirrored=False).run()
+    second = Job(tmp_path, "ab", (), wrapped, mirrored=False).run()
+    expect(second, 2, "disk", first[0])
+    assert [one.extra for one in second] == [{"seen": (rank, 2)} for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "place"),
+    [
+        ("ab", "ba", "disk"),
+        ("ab", "abc", "disk"),
+        ("aab", "ab", "disk"),
+        ("ab", "a", ""),
+        ("ab", "cd", ""),
+        ("a", "ab", "disk"),
+    ],
+)
+def test_other_nodes_and_ranks_go_on(before: str, after: str, place: str, tmp_path: Path) -> None:
+    first = Job(tmp_path, before, (1, 2)).run()
+    job = Job(tmp_path, after, (3,))
+    second = job.run()
+    expect(second, 2, place or job.url, first[0])
+    expect(Job(tmp_path, after).run(), 3, "disk", second[0])
+
+
+def test_a_node_that_returns_with_an_old_disk_goes_on_with_the_others(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1,)).run()
+    second = Job(tmp_path, "ac", (2, 3)).run()
+    job = Job(tmp_path, "ab", (4,))
+    third = job.run()
+    expect(third, 3, job.url, second[0])
+    expect(Job(tmp_path, "ab").run(), 4, "disk", third[0])
+
+
+@pytest.mark.parametrize("wrapped", ["fsdp", "ddp"])
+def test_an_emergency_snapshot_of_several_nodes_is_resumed_from(wrapped: str, tmp_path: Path) -> None:
+    first = Job(tmp_path, "ab", (1,), wrapped, snapshot=2).run()
+    job = Job(tmp_path, "ab", (3,), wrapped)
+    second = job.run()
+    expect(second, 2, "disk", first[0])
+    assert [one.extra for one in second] == [{"seen": (rank, 2)} for rank in (0, 1)]
+    assert list(tmp_path.glob("[ab]/emergency_*")) == []  # a newer save is on the mirror
+
+
+def test_an_emergency_snapshot_of_which_a_node_is_lost_is_passed_over(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1,), snapshot=2).run()
+    shutil.rmtree(tmp_path / "b")
+    job = Job(tmp_path, "ab")
+    for one in job.run():
+        assert (one.step, one.place) == (1, job.url)
+        assert "no disk of this job has what ranks 1 wrote" in one.passed_over
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_save_that_a_crash_left_on_some_nodes_is_passed_over_and_goes(dies: int, tmp_path: Path) -> None:
+    first = Job(tmp_path, "ab", (1, 2), dies=dies).run()
+    assert "gone" in first[1 - dies].failed
+    (left,) = tmp_path.glob("[ab]/meta_000002.json")
+    assert left.parent.name == "ab"[1 - dies]
+    second = Job(tmp_path, "ab", (3, 4)).run()
+    for one in second:
+        assert one.step == 1
+        assert f"no disk of this job has what nodes {dies} wrote" in one.passed_over
+        assert one.failed == ""
+    assert not left.exists()
+    expect(Job(tmp_path, "ab").run(), 4, "disk", second[0])

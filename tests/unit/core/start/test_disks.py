@@ -1,0 +1,171 @@
+"""Several disks as the one disk of a start: which saves are whole on them, what counts, and what can never be whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptmirror.core.errors import ConfigError
+from ckptmirror.core.model import Attempt, Kind
+from ckptmirror.core.start.decide import Try, Wish, next_move
+from ckptmirror.core.start.disks import identity_of, never_whole, one_disk
+from ckptmirror.core.start.evidence import (
+    DISK,
+    Copy,
+    Evidence,
+    Heard,
+    ListFound,
+    Origin,
+    Part,
+    Problem,
+    Row,
+    Voice,
+    evidence_from_json,
+    evidence_to_json,
+)
+from ckptmirror.core.start.lineage import SaveFacts
+from tests.unit.core.start.start_rows import BOTH, HERE, place, save
+
+A = Attempt("A", 0, None, root=HERE)
+BOTH_KINDS: tuple[Kind, ...] = ("dcp", "model")
+ONE, TWO = (replace(save(name, step), kinds=BOTH_KINDS) for name, step in (("a1", 100), ("a2", 200)))
+
+
+def part(facts: SaveFacts, share: int, of: int = 2, kinds: Sequence[Kind] = BOTH_KINDS, why: str = "") -> Part:
+    return Part(facts, tuple(kinds), (share,), of, Origin.SAVED_HERE, f"node's {facts.save_id}.{share}", why)
+
+
+def disk(*parts: Part, listed: ListFound = ListFound.SOUND, run: str | None = "run", by_person: bool = False) -> Row:
+    heard = (Heard(replace(A, by_person=by_person), frozenset({Voice.CLAIMED})),) if run else ()
+    return Row(DISK, "disk", listed=listed, run_id=run, names_required=BOTH, heard=heard, parts=parts)
+
+
+def held(row: Row) -> dict[str, tuple[Kind, ...]]:
+    return {copy.save.save_id: copy.save.kinds for copy in row.copies}
+
+
+def counts(row: Row) -> bool:
+    return "A" in row.heard_as(Voice.COUNTS)
+
+
+@given(
+    of=st.integers(1, 4),
+    lies=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sets(st.sampled_from(BOTH_KINDS))), max_size=12),
+)
+def test_a_save_is_whole_in_the_kinds_that_all_its_parts_have(of: int, lies: list[tuple[int, int, set[Kind]]]) -> None:
+    """``lies``: on which disk, whose part, whole in which kinds. The order of the disks changes nothing."""
+    lies = [one for one in lies if one[1] < of]
+    rows = [
+        disk(*(part(ONE, share, of, sorted(kinds)) for at, share, kinds in lies if at == number)) for number in range(4)
+    ]
+    there = {share for _, share, _ in lies}
+    whole = {kind for kind in BOTH_KINDS if {share for _, share, kinds in lies if kind in kinds} == set(range(of))}
+    for order in (rows, rows[::-1]):
+        found = one_disk(order)
+        assert set(held(found).get("a1", ())) == whole
+        assert counts(found) == (there == set(range(of)))
+        lacking = [kind for one in found.problems for kind in one.kinds]
+        assert set(lacking) == (set(BOTH_KINDS) - whole if there else set())
+        assert bool(found.parts) == (0 < len(there) < of)
+
+
+def test_a_part_that_is_missing_is_named_by_its_node() -> None:
+    (found,) = one_disk([disk(part(ONE, 0, 3)), disk()]).problems
+    assert "3 nodes saved it, and no disk of this job has what nodes 1, 2 wrote" in found.why
+    assert (found.step, found.save_id, found.save) == (100, "a1", ONE)
+
+
+def test_a_torn_part_says_why_and_a_whole_copy_elsewhere_ends_the_problem() -> None:
+    torn = [disk(part(ONE, 0)), disk(part(ONE, 1, kinds=("model",), why="a file is short"))]
+    found = one_disk(torn)
+    assert held(found) == {"a1": ("model",)}
+    assert [(one.kinds, one.why) for one in found.problems] == [(("dcp",), "a file is short")]
+    staged = replace(disk(), copies=(Copy(ONE, Origin.STAGED),))
+    assert one_disk([*torn, staged]).problems == ()
+
+
+def test_what_nodes_list_and_know_is_put_together() -> None:
+    order = (ListFound.NEWER, ListFound.SOUND, ListFound.BROKEN, ListFound.LOST, ListFound.NONE)
+    for first, second in itertools.combinations(order, 2):
+        rows = [disk(listed=second), disk(listed=first, by_person=True)]
+        for row in (one_disk(rows), one_disk(rows[::-1])):
+            assert row.listed is first
+            assert row.heard[0].attempt.by_person
+    unlisted = replace(disk(run=None), listed=ListFound.NONE)
+    assert one_disk([unlisted, disk(part(ONE, 0, 1))]).run_id == "run"
+
+
+def test_disks_of_two_runs_are_refused_by_node_and_run() -> None:
+    with pytest.raises(ConfigError, match="node 0 holds run run; node 2 holds run other"):
+        one_disk([disk(), disk(run=None), disk(run="other")])
+
+
+def test_one_disk_alone_is_what_it_was() -> None:
+    row = place(DISK, [A], [save("a1", 100)], uploaded="A", completed="A")
+    row = replace(row, problems=(Problem("x", "broken"),))
+    assert one_disk([row]) == row
+
+
+def test_a_job_is_the_same_root_only_on_the_same_disks() -> None:
+    assert identity_of(["one"]) == "one"
+    assert identity_of(["one", "two"]) == identity_of(["two", "one"])
+    others = [["one"], ["two"], ["one", "three"], ["one", "two", "three"]]
+    assert len({identity_of(roots) for roots in [*others, ["one", "two"]]}) == 5
+    assert identity_of(["one", ""]) == ""
+
+
+def test_parts_survive_json() -> None:
+    row = replace(disk(part(ONE, 0)), parts_here=(("a1", 1),))
+    seen = Evidence((row,), HERE)
+    assert evidence_from_json(evidence_to_json(seen)) == seen
+
+
+# -- what a start does with it -------------------------------------------------------------------------------
+
+
+def mirrors(*saves: SaveFacts) -> list[Row]:
+    return [place(url, [A], saves) for url in BOTH]
+
+
+@pytest.mark.parametrize(
+    ("disks", "on_mirrors", "chosen"),
+    [
+        ([[part(TWO, 0)], [part(TWO, 1)]], (ONE,), (TWO, DISK)),
+        ([[part(TWO, 1)], [part(TWO, 0)]], (ONE,), (TWO, DISK)),
+        ([[part(TWO, 0)], []], (ONE, TWO), (TWO, BOTH[0])),
+        ([[part(TWO, 0)], []], (ONE,), (ONE, BOTH[0])),
+        ([[part(TWO, 0), part(ONE, 0)], [part(ONE, 1)]], (ONE,), (ONE, DISK)),
+    ],
+)
+def test_a_start_takes_the_newest_save_that_is_whole_somewhere(
+    disks: list[list[Part]], on_mirrors: tuple[SaveFacts, ...], chosen: tuple[SaveFacts, str]
+) -> None:
+    here = one_disk([disk(*parts) for parts in disks])
+    move = next_move(Evidence((here, *mirrors(*on_mirrors)), HERE), Wish())
+    assert isinstance(move, Try), move
+    assert (move.save, move.place) == chosen
+    passed = [notice.line for notice in move.notices if notice.step == TWO.step]
+    assert bool(passed) == (chosen[0] is ONE)
+    assert all("no disk of this job has what nodes 1 wrote" in line for line in passed)
+
+
+def test_a_part_alone_is_given_up_only_if_no_other_place_can_have_the_rest() -> None:
+    here = one_disk([disk(part(TWO, 0)), disk()])
+    seen = Evidence((here, *mirrors(ONE)), HERE)
+    assert never_whole(seen) == [TWO]
+    silent = replace(seen.rows[1], reach=seen.rows[1].reach.SILENT)
+    uploaded = replace(seen.rows[1], parts_here=((TWO.save_id[:8], 1),))
+    unread = replace(here, problems=(*here.problems, Problem("meta_000200.json", "it is damaged", 200)))
+    for rows, root in (
+        ((here, silent, seen.rows[2]), HERE),  # it may be on the mirror that does not answer
+        ((here, uploaded, seen.rows[2]), HERE),  # the other node's part is on a mirror
+        ((here, *mirrors(ONE, TWO)), HERE),  # a mirror has the whole save
+        ((unread, *mirrors(ONE)), HERE),  # the damaged meta may be the other part's
+        (seen.rows, "other disks"),  # the disk of the other node may come back
+    ):
+        assert never_whole(Evidence(tuple(rows), root)) == []
