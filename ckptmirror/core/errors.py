@@ -38,6 +38,7 @@ __all__ = [
     "NewerFormat",
     "NewerTable",
     "NoTable",
+    "NodeBehind",
     "NotAuthorised",
     "NotSigned",
     "ObjectNotFound",
@@ -259,6 +260,12 @@ class Temporary(CkptMirrorError):
     exit_code = 5
     temporary = True
     hint = "Try the same command again."
+
+
+class NodeBehind(Temporary):
+    """Another node has not uploaded its part of a save yet."""
+
+    hint = "It does so by itself; if that node is gone, the save is never whole, and the run goes on from another."
 
 
 class WaitTimeout(Temporary):

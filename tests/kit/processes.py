@@ -53,7 +53,14 @@ def _process(
     dist.destroy_process_group()
 
 
-def run_ranks(size: int, job: Job, *args: Any, dead: tuple[int, ...] = (), store_in_rank_0: bool = False) -> list[Any]:
+def run_ranks(
+    size: int,
+    job: Job,
+    *args: Any,
+    dead: tuple[int, ...] = (),
+    store_in_rank_0: bool = False,
+    limit_s: float = LIMIT_S,
+) -> list[Any]:
     """Run ``job(rank, *args)`` in ``size`` processes; return what each returned, None for those expected to die."""
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
@@ -73,7 +80,7 @@ def run_ranks(size: int, job: Job, *args: Any, dead: tuple[int, ...] = (), store
             if rank in dead:
                 results.append(None)
                 continue
-            assert mine.poll(LIMIT_S), f"rank {rank} said nothing within {LIMIT_S} s"
+            assert mine.poll(limit_s), f"rank {rank} said nothing within {limit_s} s"
             results.append(mine.recv())
         for rank, (mine, _) in enumerate(pipes):
             if rank not in dead:

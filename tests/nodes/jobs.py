@@ -21,7 +21,7 @@ from ckptmirror.local import crashpoints
 from tests.kit.processes import run_ranks
 from tests.kit.training import same
 
-WAIT_S = 30.0
+WAIT_S = 120.0  # nothing takes so long, but on a machine with much else to do
 
 
 def built(wrapped: str) -> TrainState:
@@ -64,8 +64,10 @@ class Job:
         steps: The steps that are trained and saved.
         mirrored: Whether there is a mirror.
         snapshot: The step of an emergency snapshot after that; 0: none.
-        dies: The rank that is killed in the commit of the last save; -1: none.
+        dies: The rank that is killed in the last save; -1: none.
+        crash_at: The point at which it dies, from that save on; "0": none, but the points are counted.
         full: The rank whose node has no room for the records of the last save; -1: none.
+        kept: Whether snapshots are also kept in a directory that all nodes see.
         waits: Whether ranks wait, before the last save, until somebody has opened and closed their FIFOs.
     """
 
@@ -76,15 +78,17 @@ class Job:
     mirrored: bool = True
     snapshot: int = 0
     dies: int = -1
+    crash_at: str = "save.publish:before"
     full: int = -1
     waits: bool = False
+    kept: bool = False
 
     def fifo(self, rank: int) -> Path:
         return self.base / f"go-{rank}"
 
     def run(self) -> list[Found]:
-        dead = (self.dies,) if self.dies >= 0 else ()
-        return run_ranks(len(self.nodes), take_part, self, dead=dead)
+        dead = (self.dies,) if self.dies >= 0 and self.crash_at != "0" else ()
+        return run_ranks(len(self.nodes), take_part, self, dead=dead, limit_s=3 * WAIT_S)
 
     @property
     def url(self) -> str:
@@ -93,7 +97,7 @@ class Job:
 
 @dataclass
 class Found:
-    """What a rank found: where it began and with what, and what it ended with."""
+    """What a rank found: where it began and with what, what it saved, and what it ended with."""
 
     step: int | None
     place: str
@@ -101,7 +105,9 @@ class Found:
     extra: dict[str, Any]
     passed_over: str
     ended: dict[str, torch.Tensor] = field(default_factory=dict)
+    saved: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     failed: str = ""
+    points: int = 0
 
 
 def take_part(rank: int, job: Job) -> Found:
@@ -114,6 +120,7 @@ def take_part(rank: int, job: Job) -> Found:
             job.base / job.nodes[rank],
             [job.url] if job.mirrored else [],
             retention=Retention(keep_last=2),
+            persistent_dir=job.base / "kept" if job.kept else None,
             timeout_s=WAIT_S,
         )
         info = manager.resume(state)
@@ -127,6 +134,7 @@ def take_part(rank: int, job: Job) -> Found:
     try:
         for step in job.steps:
             train(state, rank, step)
+            found.saved[step] = whole(state)
             if step == job.steps[-1]:
                 _before_last(manager, job, rank)
             manager.save(step, state)
@@ -139,6 +147,7 @@ def take_part(rank: int, job: Job) -> Found:
             found.ended = whole(state)
     except CkptMirrorError as error:
         found.failed = str(error)
+    found.points = len(crashpoints.passed())
     with contextlib.suppress(CkptMirrorError):
         manager.close(timeout_s=0.0 if found.failed else WAIT_S)
     return found
@@ -148,7 +157,7 @@ def _before_last(manager: CheckpointManager, job: Job, rank: int) -> None:
     if job.dies >= 0 or job.full >= 0 or job.waits:
         manager.wait("mirrored", timeout_s=WAIT_S)
     if rank == job.dies:
-        crashpoints.arm("save.publish:before")
+        crashpoints.arm(job.crash_at if job.crash_at != "0" else None)
     if rank == job.full:
         SaveCommit.prepare = _no_room  # type: ignore[method-assign]
     if job.waits:

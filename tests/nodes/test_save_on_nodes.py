@@ -18,7 +18,7 @@ from ckptmirror.core import events
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import ALL_NODES, Kind
 from ckptmirror.flow.fetch.stage import stage_save
-from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.save.save import LeaderSide, Saver, SaveRequest
 from ckptmirror.ranks import open_ranks
@@ -90,7 +90,7 @@ def save_together(
             for parameter in state.model.parameters():
                 parameter.add_(1.0)
         with no_room() if (step, nodes[rank]) == (1, full) else contextlib.nullcontext():
-            handle = saver.save(SaveRequest(step, kinds), state)
+            handle = saver.save(SaveRequest(step, kinds, {"loss": float(rank)}), state)
             try:
                 handle.wait("committed", timeout_s=WAIT_S)
             except CkptMirrorError as error:
@@ -124,7 +124,11 @@ def test_nodes_save_together_and_the_last_to_upload_commits(
     ((whole, _), *_) = run_ranks(len(nodes), save_together, str(tmp_path), nodes, kinds)
     places = {name: MirroredRoot(tmp_path / name, [url_of(tmp_path)]) for name in sorted(set(nodes))}
     first, last = places.values()
+    for place in places.values():  # what nodes keep by a metric must be the same saves
+        parts = local_catalog(place.root).parts.values()
+        assert [dict(meta.metrics) for meta in parts] == [{"loss": 0.0}] * 2
     first.upload(limit=60)
+    assert not any(isinstance(one, events.MirrorUnreachable) for one in first.events)  # it waits for the other node
     assert mirror_catalog(first.mirrors[0]).saves == {}
     listed = [(line.step, line.standing, line.why) for line in list_checkpoints(url_of(tmp_path))]
     waits = "2 nodes saved it, and it waits for node 1: `ckptmirror drain` there finishes it"

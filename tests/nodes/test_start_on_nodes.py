@@ -84,6 +84,18 @@ def test_an_emergency_snapshot_of_which_a_node_is_lost_is_passed_over(tmp_path: 
         assert "no disk of this job has what ranks 1 wrote" in one.passed_over
 
 
+@pytest.mark.parametrize("lost", ["b", "ab"])
+def test_a_snapshot_that_all_nodes_kept_elsewhere_comes_back_to_each(lost: str, tmp_path: Path) -> None:
+    first = Job(tmp_path, "ab", (1,), snapshot=2, kept=True).run()
+    assert len(list((tmp_path / "kept").glob("emergency_*/meta_rank*.json"))) == 2
+    for node in lost:
+        shutil.rmtree(tmp_path / node)
+    second = Job(tmp_path, "ab", (3,), kept=True).run()
+    expect(second, 2, str(tmp_path / "kept"), first[0])
+    assert list(tmp_path.glob("*/emergency_*")) == []  # a newer save is on the mirror
+    expect(Job(tmp_path, "ab", kept=True).run(), 3, "disk", second[0])
+
+
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_save_that_a_crash_left_on_some_nodes_is_passed_over_and_goes(dies: int, tmp_path: Path) -> None:
     first = Job(tmp_path, "ab", (1, 2), dies=dies).run()

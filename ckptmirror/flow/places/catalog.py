@@ -135,7 +135,7 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
 
 def part_word(meta: Meta) -> str:
     """Say what a part is."""
-    return f"it is the part of node {meta.node + 1} of {meta.nodes}; the other nodes have the rest"
+    return f"it is what node {meta.node} of {meta.nodes} nodes wrote (from 0); the others have the rest"
 
 
 def _problem_in(meta: Meta, whole: Sequence[Kind], why: str, hindrance: Hindrance = "") -> Problem:

@@ -333,12 +333,18 @@ class Saver:
         except OSError as error:
             failure = LocalStorageUnwritable(f"{self.root} cannot be listed: {error.strerror}.")
         plans = self._ranks.exchange(
-            Plan(request.step, request.kinds, request.number, save_id, free, holdings_of(copied)),
+            Plan(request.step, request.kinds, request.number, save_id, free, holdings_of(copied), self._said(copied)),
             what=f"agree on a save (number {request.number})",
             error=failure,
         )
         assert isinstance(copied, Copied)
+        if self._ranks.is_leader and plans[0].said is not None:
+            copied = replace(copied, said=plans[0].said)
         return agreed_context(plans, self.root, self._ranks), copied
+
+    def _said(self, copied: Copied | BaseException) -> SaveMetadata | None:
+        is_for_all = self._ranks.nodes > 1 and self._ranks.rank == 0
+        return copied.said if is_for_all and isinstance(copied, Copied) else None
 
     def _write_all(self, copied: Copied, context: WriteContext) -> list[Artifact]:
         """Write and seal this rank's files, and return this node's.

@@ -94,7 +94,7 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks agree on before anything is written."""
+    """What the ranks agree on before anything is written. Rank 0 also says what stands in the meta of every node."""
 
     step: int
     kinds: tuple[Kind, ...]
@@ -102,6 +102,7 @@ class Plan:
     save_id: str
     free: bool
     holds: Holdings = Holdings()
+    said: SaveMetadata | None = None
 
 
 def holdings_of(copied: object) -> Holdings:

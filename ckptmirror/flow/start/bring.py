@@ -47,8 +47,8 @@ class Proposal:
     Attributes:
         meta: The save: in the root, where it is whole; or, where a job has several nodes, under its plain names, for
             each node to gather what its ranks read.
-        mirror: The mirror that sends what nodes lack; "": only nodes have it.
-        on_mirror: The save's meta there.
+        mirror: The mirror that sends what nodes lack; "": no mirror has the save.
+        at_place: The save's meta on that mirror, or in the persistent directory.
     """
 
     run_id: str
@@ -57,7 +57,7 @@ class Proposal:
     place: str = DISK
     skipped: tuple[str, ...] = ()
     mirror: str = ""
-    on_mirror: Meta | None = None
+    at_place: Meta | None = None
 
 
 class Bringer:
@@ -157,9 +157,9 @@ class Bringer:
         meta = plain(self.seen.metas[(move.save.save_id, move.place)])
         has_it = [url for url, one in self.seen.seen.items() if one.catalog and meta.save_id in one.catalog.whole]
         mirror = move.place if move.place in has_it else next(iter(has_it), "")
-        on_mirror = self.seen.metas.get((meta.save_id, mirror))
+        at_place = self.seen.metas.get((meta.save_id, mirror or move.place)) if mirror or move.place != DISK else None
         run_id = move.run_id or meta.run_id
-        return Proposal(run_id, meta, move.kind, move.place, tuple(self._logged), mirror, on_mirror)
+        return Proposal(run_id, meta, move.kind, move.place, tuple(self._logged), mirror, at_place)
 
     def _say_of_other_kinds(self, move: Try) -> None:
         for one in self.seen.evidence.disk.problems:

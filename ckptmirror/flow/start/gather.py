@@ -33,13 +33,14 @@ from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.retention.reconcile import BRINGING_NAME
+from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.local import files, trash
 from ckptmirror.local.checksummed_writer import create_temporary
 from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.storage_errors import disk_error, explained
 from ckptmirror.ranks.base import Ranks
 
-__all__ = ["Gathered", "View", "discard_view", "relay"]
+__all__ = ["Gathered", "View", "bring_back", "discard_view", "relay"]
 
 _PIECE_BYTES = 4 * 1024 * 1024
 
@@ -150,6 +151,15 @@ def _link(source: Path, target: Path) -> None:
         raise
     except OSError:
         shutil.copyfile(source, target, follow_symlinks=False)
+
+
+def bring_back(root: Path, directory: Path, meta: Meta) -> Gathered:
+    """Copy a whole emergency snapshot from the persistent directory to this node's disk."""
+    try:
+        bring_snapshot(root, directory, meta)
+    except CkptMirrorError as error:
+        return _gathered(error)
+    return Gathered()
 
 
 def relay(channel: Ranks, view: View, plan: Sequence[Transfer], sizes_bytes: Mapping[str, int]) -> Gathered:

@@ -37,7 +37,7 @@ from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.disk_facts import DiskFacts
-from ckptmirror.flow.start.gather import Gathered, View, discard_view, relay
+from ckptmirror.flow.start.gather import Gathered, View, bring_back, discard_view, relay
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.resume_policy import Policy, settled_policy
 from ckptmirror.formats.train_state import left_out
@@ -206,19 +206,23 @@ def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal) -> 
     assert meta is not None
     view = View(root, meta, proposal.kind, trusted=proposal.place == DISK)
     mirror = next((one for one in node.mirrors if one.url == proposal.mirror), None) if node is not None else None
+    at_place = proposal.at_place
+    if at_place is not None and not proposal.mirror:
+        copy_back = functools.partial(bring_back, root, Path(proposal.place), at_place)
+        _check_all(_meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
     found = exchange_result(ranks, lambda: view.begin() if node is not None else None, what="gather a save")
     holdings = {rank: holding for rank, holding in enumerate(found) if holding is not None}
     if proposal.mirror and any(holding.lacks for holding in holdings.values()):
 
         def fetch() -> Gathered:
             assert mirror is not None
-            assert proposal.on_mirror is not None
-            return view.fetch(mirror, proposal.on_mirror, holdings[ranks.rank].lacks)
+            assert at_place is not None
+            return view.fetch(mirror, at_place, holdings[ranks.rank].lacks)
 
         fetched = _meet_until_done(ranks, fetch if node is not None else None, node, "fetch a save")
         failed = {rank: one for rank, one in fetched.items() if one.result is not None}
-        if failed and proposal.place != DISK:
-            raise _cannot_use(failed)
+        if proposal.place != DISK:
+            _check_all(fetched)
         holdings = {rank: one if rank in failed else Holding(one.has) for rank, one in holdings.items()}
     if any(holding.lacks for holding in holdings.values()):
         sizes_bytes = {artifact.path: artifact.digest.size_bytes for artifact in meta.artifacts}
@@ -231,15 +235,19 @@ def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal) -> 
             sent = _meet_until_done(ranks, send, node, "send a save from node to node")
         finally:
             channel.close()
-        if failed := {rank: one for rank, one in sent.items() if one.result is not None}:
-            raise _cannot_use(failed)
+        _check_all(sent)
     return view.path
 
 
-def _cannot_use(failed: Mapping[int, Gathered]) -> _CannotUse:
-    rank, first = min(failed.items())
-    assert first.result is not None
-    return _CannotUse(f"rank {rank}: {first.reason}", first.result)
+def _check_all(found: Mapping[int, Gathered]) -> None:
+    """Check that every node got its files.
+
+    Raises:
+        _CannotUse: One did not.
+    """
+    for rank, one in sorted(found.items()):
+        if one.result is not None:
+            raise _CannotUse(f"rank {rank}: {one.reason}", one.result)
 
 
 def _vote_on_bytes(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> None:

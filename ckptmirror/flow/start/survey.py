@@ -208,7 +208,7 @@ class _Rows:
         """Name the node in front of what is on its disk, where there are several."""
         if len(self._disks) == 1:
             return row
-        where = f"node {number + 1}: "
+        where = f"node {number}: "
         return replace(
             row,
             why=where + row.why if row.why else "",

@@ -19,6 +19,7 @@ from ckptmirror.core.codec import meta_from_bytes, meta_or_tombstone_from_bytes,
 from ckptmirror.core.errors import (
     BrokenMeta,
     IntegrityError,
+    NodeBehind,
     ObjectNotFound,
     PreconditionFailed,
     StorePermanent,
@@ -160,7 +161,7 @@ class MetaUpload(Sending):
             try:
                 data, _ = self._store.read(name, limit_bytes=META_LIMIT_BYTES)
             except ObjectNotFound as error:
-                raise Temporary(
+                raise NodeBehind(
                     f"{name} is not on {self._context.mirror.url} yet: its node has still to upload it."
                 ) from error
             parts.append(meta_from_bytes(data))

@@ -2,6 +2,7 @@
 
 Rules:
 * ``artifact`` and ``meta`` decide what is sent and when it is verified; this file decides the record's next state.
+* A part that another node has still to upload is waited for, however long.
 * A temporary fault puts the record back with a growing, jittered delay. A permanent fault fails the record and is
   logged as an error. No record is dropped.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ClaimLost
+from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ClaimLost, NodeBehind
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.retry_delay import retry_delay_s
 from ckptmirror.flow.upload.artifact import ArtifactUpload
@@ -40,6 +41,11 @@ def upload_claimed(context: UploadContext, claim: Claim) -> None:
             ArtifactUpload(context, claim).send()
     except ClaimLost:
         return  # the lease expired and another worker has the record; it finds what we sent
+    except NodeBehind as error:  # the mirror answers, and nothing is wrong
+        delay_s = min(_FIRST_DELAY_S * (1 + record.attempts_made / 10), _LONGEST_DELAY_S)
+        with contextlib.suppress(ClaimLost):
+            context.table.put_back(claim, str(error), not_before_s=delay_s)
+        context.under_way.waits(record.mirror, delay_s, error)
     except AttemptFenced as error:
         with contextlib.suppress(ClaimLost):
             context.table.put_back(claim, str(error), not_before_s=_LONGEST_DELAY_S)

@@ -137,8 +137,13 @@ def look_at_root(root: Path, step: int | None, notes: MutableSequence[str]) -> l
     """
     if not root.is_dir():
         raise CheckpointNotFound(f"{root} is not a directory.", hint="Give the directory that the trainer saves to.")
-    catalog = local_catalog(root).with_parts()
+    found = local_catalog(root)
+    catalog = found.with_parts()
     _note_strays(catalog, step, notes)
+    parts = [meta for meta in found.parts.values() if step in (None, meta.step)]
+    if parts:
+        steps = ", ".join(str(at) for at in sorted({meta.step for meta in parts}))
+        notes.append(f"of step {steps}, {root} has only what one of several nodes wrote; the others have the rest")
     subjects = _subjects(catalog, step, lambda name: os.path.lexists(root / name))
     listing = Listing(root)
     for subject in subjects:
