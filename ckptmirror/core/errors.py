@@ -262,9 +262,10 @@ class Temporary(CkptMirrorError):
     hint = "Try the same command again."
 
 
-class NodeBehind(Temporary):
-    """Another node has not uploaded its part of a save yet."""
+class NodeBehind(CkptMirrorError):
+    """Another node has not uploaded its part of a save yet; the mirror answers."""
 
+    exit_code = 8
     hint = "It does so by itself; if that node is gone, the save is never whole, and the run goes on from another."
 
 

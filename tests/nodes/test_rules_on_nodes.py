@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager, stage_checkpoint_step
+from ckptmirror import CheckpointManager, list_checkpoints, stage_checkpoint_step
 from ckptmirror import manager as manager_module
 from ckptmirror.core.errors import ConfigError, UsageError
 from ckptmirror.core.model import Kind
+from ckptmirror.flow.drain import push
+from ckptmirror.flow.start.rewind import rewind
 from tests.kit.processes import outcome, run_ranks
 from tests.kit.roots import leftovers
+from tests.kit.training import same
 from tests.nodes.jobs import WAIT_S, Job, built, expect, whole
 
 pytestmark = pytest.mark.long
@@ -123,3 +126,27 @@ def test_each_node_loads_the_same_save_from_a_copy_of_its_own(tmp_path: Path) ->
         assert kind == UsageError.__name__
         assert "dcp of step 1" in message
         assert "on node 1" in message
+
+
+def test_a_person_goes_back_on_one_node_and_all_follow(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1, 2))
+    first = job.run()
+    rewound = rewind(tmp_path / "a", 1)
+    assert (rewound.step, rewound.place) == (1, job.url)
+    second = Job(tmp_path, "ab", (2, 3)).run()
+    for one in second:
+        assert (one.step, one.place) == (1, "disk")
+        assert same(one.began, first[0].saved[1])
+    expect(Job(tmp_path, "ab").run(), 3, "disk", second[0])
+
+
+def test_nodes_that_never_had_a_mirror_push_their_parts_to_one(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1,), mirrored=False)
+    first = job.run()
+    with ThreadPoolExecutor() as nodes:  # each returns only when the save is whole there
+        for report in nodes.map(lambda node: push(tmp_path / node, job.url), "ab"):
+            assert report.is_verified
+    assert [line.standing for line in list_checkpoints(job.url)] == ["current"]
+    shutil.rmtree(tmp_path / "a")
+    shutil.rmtree(tmp_path / "b")
+    expect(Job(tmp_path, "ab").run(), 1, job.url, first[0])

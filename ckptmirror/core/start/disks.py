@@ -17,6 +17,7 @@ from itertools import islice
 
 from ckptmirror.core.errors import ConfigError
 from ckptmirror.core.model import KINDS, Kind
+from ckptmirror.core.start.attempts import count
 from ckptmirror.core.start.evidence import Copy, Evidence, Heard, ListFound, Origin, Part, Problem, Row, Voice
 from ckptmirror.core.start.lineage import SaveFacts
 
@@ -74,7 +75,7 @@ def never_whole(evidence: Evidence) -> list[SaveFacts]:
     A part is gone for good if the nodes that saved it are those of this job, on the disks that they had, and neither
     these disks nor any mirror has it, nor has a disk a meta that cannot be read and may be its.
     """
-    if not all(row.answers for row in evidence.mirrors()):
+    if count(evidence).silent or not all(row.answers for row in evidence.mirrors()):
         return []
     parts: dict[str, list[Part]] = {}
     for part in evidence.disk.parts:

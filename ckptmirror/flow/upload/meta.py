@@ -147,7 +147,7 @@ class MetaUpload(Sending):
         """Publish this node's part, and merge the parts once all nodes' parts are there. Any node may do it.
 
         Raises:
-            Temporary: A node's part is not there yet.
+            NodeBehind: A node's part is not there yet.
             IntegrityError: The part that has this node's name lacks files of this node: somebody else wrote it.
         """
         if mine.is_whole:

@@ -165,6 +165,7 @@ def test_a_part_alone_is_given_up_only_if_no_other_place_can_have_the_rest() -> 
         ((here, silent, seen.rows[2]), HERE),  # it may be on the mirror that does not answer
         ((here, uploaded, seen.rows[2]), HERE),  # the other node's part is on a mirror
         ((here, *mirrors(ONE, TWO)), HERE),  # a mirror has the whole save
+        ((here, seen.rows[1]), HERE),  # a mirror that lists name as required is not configured
         ((unread, *mirrors(ONE)), HERE),  # the damaged meta may be the other part's
         (seen.rows, "other disks"),  # the disk of the other node may come back
     ):
