@@ -1,4 +1,4 @@
-"""Explorer: every history of a small world, shortest first, until a number of states was seen.
+"""Explorer: every history of a small world, shortest first, until a number of states was seen; and long random ones.
 
 Rules:
 * The order is always the same, and no clock has a say: the same world gives the same report.
@@ -7,13 +7,14 @@ Rules:
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
 from tests.simulation.small_histories import Histories
-from tests.simulation.small_world import State, World
+from tests.simulation.small_world import State, Step, World
 
-__all__ = ["Report", "explore"]
+__all__ = ["Report", "explore", "wander"]
 
 
 @dataclass
@@ -69,6 +70,36 @@ def explore(world: World, limit: int, *, stop_at_first: bool = False) -> Report:
                 length[step.after] = length[state] + 1
                 waiting.append(step.after)
     report.complete = not waiting
+    return report
+
+
+def wander(world: World, histories: int, steps: int, seed: int) -> Report:
+    """Follow random histories, each until it has so many steps, and then let everybody come to rest.
+
+    Args:
+        histories: How many.
+        steps: The length of each.
+        seed: The same number gives the same histories.
+    """
+    found = Histories(world)
+    report = Report(steps=steps, complete=True)
+    for number in range(histories):
+        draw = random.Random(f"{seed} {number}")
+        state, told = found.beginning(), []
+        for _ in range(steps):
+            report.states += 1
+            kinds: dict[str, list[Step]] = {}
+            for step in found.steps(state):
+                kinds.setdefault(step.what.lstrip("0123456789 ").split(" ")[0], []).append(step)
+            if not kinds:
+                break
+            step = draw.choice(draw.choice(list(kinds.values())))
+            told.append(step.what)
+            state = step.after
+            wrong = step.wrong or found.wrong_at_rest(state._replace(actors=()))
+            if wrong:
+                report.wrong.setdefault(wrong, told)
+                break
     return report
 
 

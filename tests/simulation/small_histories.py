@@ -10,14 +10,16 @@ Rules:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
-from ckptmirror.core.model import Attempt, AttemptList
+from ckptmirror.core.model import Attempt
 from ckptmirror.core.start import attempts as rules
-from ckptmirror.core.start import decide
-from ckptmirror.core.start.decide import Refuse, Try, Wish
-from ckptmirror.core.start.evidence import Copy, Evidence, Origin
+from ckptmirror.core.start import decide, disks
+from ckptmirror.core.start.decide import Outcome, Refuse, Result, Try, Wish
+from ckptmirror.core.start.disks import identity_of
+from ckptmirror.core.start.evidence import DISK, Copy, Origin
 from ckptmirror.core.start.lineage import SaveFacts
+from tests.simulation.small_uploads import Uploads, left_by, root_of
 from tests.simulation.small_world import (
     AUTO,
     START_OVER,
@@ -33,58 +35,61 @@ from tests.simulation.small_world import (
     Step,
     World,
     a_save,
-    evidence_of,
     ids_of,
-    in_order,
-    list_of,
-    made_here,
     named,
+    part_name,
     put_at,
     put_disk,
     ref_of,
     restored,
-    standing_saves,
     step_of,
-    to_upload,
     with_actor,
+    with_save,
     without,
 )
 
 __all__ = ["Histories"]
 
 
-class Histories:
+class Histories(Uploads):
     """The steps of a world. Answers of ``core.start`` are kept: the same evidence comes again and again."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        super().__init__(world)
         kept = functools.cache
-        self._evidence: Callable[[Sight], Evidence] = kept(evidence_of)
         self._choice = kept(self._ask_for_choice)
+        self._given_up = kept(lambda sight: frozenset(one.save_id for one in disks.never_whole(self._evidence(sight))))
         self._heard = kept(lambda sight: frozenset(rules.count(self._evidence(sight)).heard))
         self._run_of = kept(lambda sight: decide.run_of(self._evidence(sight)))
         self._claimed = kept(self._write_root_list)
-        self._listed = kept(self._write_mirror_list)
-        self._may_commit = kept(lambda sight, attempt: rules.may_commit(self._evidence(sight), attempt))
-        self._may_drain = kept(lambda sight, url, save: rules.may_drain(self._evidence(sight), url, save))
-        self._drained = kept(self._list_for_drain)
-        self._standing = kept(standing_saves)
         self._settled = kept(self._drain_everything)
         self._at_rest = kept(self._judge_rest)
-        self._attempts: dict[Attempt, Attempt] = {}
 
     def beginning(self) -> State:
         """The first state."""
+        nodes = self.world.jobs[0]
+        empty = (Disk(),) * (1 + max(host for job in self.world.jobs for host in job))
+        required = URLS[: self.world.mirrors]
+        state = State(empty, (Mirror(), Mirror()), configured=required)
         if not self.world.begun:
-            return State((Disk(), Disk()), (Mirror(), Mirror()))
-        first = Attempt("1", 0, None, root="root of 1")
+            return state
+        roots = [root_of(Disk(), "1", host) for host in nodes]
+        first = Attempt("1", 0, None, root=identity_of(roots))
         save = a_save(first.id, 1, 1)
         listed = frozenset({first})
         one = frozenset({first.id})
-        disk = Disk(first.root, "run 1", listed, URLS, one, uploaded=one, copies=frozenset({made_here(save)}))
-        mirror = Mirror("run 1", listed, URLS, frozenset({save}))
-        runs = Actor("1", 0, "runs", AUTO, Choice(None, True, False), "run 1", one, for_mirrors=one, step=1)
-        return State((disk, Disk()), (mirror, mirror), actors=(runs,), started=1)
+        for share, (host, root) in enumerate(zip(nodes, roots, strict=True)):
+            disk = Disk(root, "run 1", listed, required, one, uploaded=one)
+            state = put_disk(state, host, with_save(disk, save, share, len(nodes)))
+        mirror = Mirror("run 1", listed, required, frozenset({save}))
+        if len(nodes) > 1:
+            shares = range(len(nodes))
+            parts = frozenset((part_name(save, share, len(nodes)), save, share) for share in shares)
+            mirror = mirror._replace(parts=parts, files=frozenset((save.save_id, share) for share in shares))
+        runs = Actor("1", nodes, "runs", AUTO, Choice(None, True, False), "run 1", one, for_mirrors=one)
+        runs = runs._replace(root=first.root, job=nodes, step=1, made=1)
+        mirrors = (mirror, mirror if len(required) > 1 else Mirror())
+        return with_actor(state._replace(mirrors=mirrors, started=1), runs)
 
     def steps(self, state: State) -> Iterator[Step]:
         """What may happen next."""
@@ -92,9 +97,11 @@ class Histories:
             yield from self._at_once(step)
 
     def _at_once(self, step: Step) -> Iterator[Step]:
-        """Go on with a claim that was begun, in every way, if nothing else is to happen in between."""
-        mid = [actor for actor in step.after.actors if actor.phase in ("chose", "claims")]
-        if not mid or not self.world.claims_at_once:
+        """Go on with a claim, or with a save, that was begun, in every way, if nothing else is to happen in between."""
+        phases = {"chose", "claims", "joins"} if self.world.claims_at_once else set()
+        phases |= {"publishes"} if self.world.publishes_at_once else set()
+        mid = [actor for actor in step.after.actors if actor.phase in phases and not actor.crippled]
+        if not mid:
             yield step
             return
         for more in self._acts(step.after, mid[0]):
@@ -102,46 +109,55 @@ class Histories:
 
     def _single(self, state: State) -> Iterator[Step]:
         yield from self._misfortunes(state)
-        for host in (0, 1):
-            busy = [actor for actor in state.actors if actor.host == host]
-            if not busy:
-                yield from self._starts(state, host)
+        busy = {host for actor in state.actors for host in actor.nodes}
+        for nodes in self.world.jobs:
+            if busy.isdisjoint(nodes):
+                yield from self._starts(state, nodes)
+        for host in range(len(state.disks)):
+            if host not in busy:
                 yield from self._drains(state, host)
         for actor in state.actors:
             yield from self._acts(state, actor)
 
     def _misfortunes(self, state: State) -> Iterator[Step]:
-        for index, url in enumerate(URLS):
+        for index, url in enumerate(URLS[: self.world.mirrors] if self.world.outages else ()):
             word = "down" if state.up[index] else "up"
             yield Step(f"{url} {word}", state._replace(up=put_at(state.up, index, not state.up[index])))
         if self.world.reconfigures and not state.actors:
             other = ("B",) if state.configured == URLS else URLS
             yield Step(f"configured {'+'.join(other)}", state._replace(configured=other))
         for host, disk in enumerate(state.disks):
-            if any(actor.host == host for actor in state.actors):
+            if any(host in actor.nodes for actor in state.actors):
                 continue
             if self.world.loses and disk != Disk():
                 yield Step(f"disk {host} lost", put_disk(state, host, Disk()))
             if self.world.restores and len(disk.copies) > 1 and not disk.root.startswith("copy"):
                 copied = restored(disk, f"copy {host} {state.started}")
                 yield Step(f"root {host} restored from an older copy", put_disk(state, host, copied))
+            if self.world.rots and not any(one.rotten for one in state.disks):
+                for part in sorted(disk.parts, key=lambda one: one.name):
+                    rotten = disk._replace(rotten=frozenset({part.save.save_id}))
+                    yield Step(f"{part.name} on disk {host} rots", put_disk(state, host, rotten))
 
     # -- starts
 
-    def _starts(self, state: State, host: int) -> Iterator[Step]:
+    def _starts(self, state: State, nodes: tuple[int, ...]) -> Iterator[Step]:
         if state.started >= self.world.attempts:
             return
         attempt = str(state.started + 1)
-        sight = self._sight(state, host, attempt)
+        sight = self._sight(state, nodes, attempt)
+        if len({disk.run for disk in sight.disks} - {None}) > 1:
+            return  # refused: the disks are of several runs
         for wish in self._wishes(state, sight):
             choice = self._choice(sight, wish)
             if choice is None:
                 continue
             run = self._run_of(sight) or f"run {attempt}"
-            actor = Actor(attempt, host, "chose", wish, choice, run, self._heard(sight))
-            what = f"{attempt} on {host} chooses {named(choice.parent)}{' by a person' if choice.by_person else ''}"
+            actor = Actor(attempt, nodes, "chose", wish, choice, run, self._heard(sight), job=nodes)
+            where = "+".join(map(str, nodes))
+            what = f"{attempt} on {where} chooses {named(choice.parent)}{' by a person' if choice.by_person else ''}"
             after = state._replace(started=state.started + 1)
-            yield Step(what, with_actor(after, actor), self._wrong_choice(state, choice))
+            yield Step(what, with_actor(after, actor), self._wrong_choice(state, sight, choice))
 
     def _wishes(self, state: State, sight: Sight) -> list[Wish]:
         wishes = [AUTO]
@@ -156,15 +172,29 @@ class Histories:
         return rules.count(self._evidence(sight)).order.steps()
 
     def _ask_for_choice(self, sight: Sight, wish: Wish) -> Choice | None:
-        move = decide.next_move(self._evidence(sight), wish)
-        if isinstance(move, Refuse):
-            return None
-        if isinstance(move, Try):
-            return Choice(move.save, move.needs_all, move.by_person)
-        assert isinstance(move, decide.Scratch), move
-        return Choice(None, True, move.by_person)
+        tried: list[Outcome] = []
+        while True:
+            move = decide.next_move(self._evidence(sight), wish, tried)
+            if isinstance(move, Refuse):
+                return None
+            if isinstance(move, decide.Scratch):
+                return Choice(None, True, move.by_person)
+            assert isinstance(move, Try), move
+            if move.place == DISK and not all(self._votes(sight, move.save)):
+                tried.append(Outcome(move.save.save_id, move.kind, move.place, Result.BROKEN, "rotten"))
+                continue
+            return Choice(move.save, move.needs_all, move.by_person, move.place)
 
-    def _wrong_choice(self, state: State, choice: Choice) -> str:
+    def _votes(self, sight: Sight, save: SaveFacts) -> list[bool]:
+        """Each node's vote on a save that it reads from its disk."""
+        return [save.save_id not in disk.rotten for disk in sight.disks]
+
+    def _wrong_choice(self, state: State, sight: Sight, choice: Choice) -> str:
+        if choice.parent is not None:
+            if choice.place == DISK and any(choice.parent.save_id in disk.rotten for disk in sight.disks):
+                return "a damaged part is loaded"
+            if any(choice.parent.save_id in disk.skipped for disk in state.disks):
+                return "a save that was given up is resumed"
         if choice.by_person:
             return ""
         if choice.parent is None:
@@ -183,31 +213,42 @@ class Histories:
     def _acts(self, state: State, actor: Actor) -> Iterator[Step]:
         if actor.phase == "chose":
             yield from self._claims_root(state, actor)
+            return
+        yield Step(f"{actor.attempt} dies", without(state, actor))
+        if self.world.survives and actor.phase != "claims" and len(actor.nodes) > 1:
+            for node in actor.nodes:
+                yield Step(f"node {node} of {actor.attempt} dies", left_by(state, actor, node))
+        if actor.phase == "claims":
+            yield from self._claims_mirror(state, actor)
+        elif actor.phase == "joins":
+            yield from self._joins(state, actor)
+        elif actor.phase == "publishes":
+            yield from self._publishes(state, actor)
+        elif actor.phase == "commits":
+            yield from self._commits(state, actor)
         else:
-            yield Step(f"{actor.attempt} dies", without(state, actor))
-            if actor.phase == "claims":
-                yield from self._claims_mirror(state, actor)
-            elif actor.phase == "commits":
-                yield from self._commits(state, actor)
-            else:
-                yield from self._runs(state, actor)
+            yield from self._runs(state, actor)
 
     def _claims_root(self, state: State, actor: Actor) -> Iterator[Step]:
         assert actor.choice is not None
-        sight = self._sight(state, actor.host, actor.attempt)
+        sight = self._sight(state, actor.nodes, actor.attempt)
         if self._choice(sight, actor.wish) != actor.choice or self._heard(sight) - actor.known:
             yield Step(f"{actor.attempt} starts over", without(state, actor))
             return
         disk, claim = self._claimed(sight, actor)
         wrong = self._wrong_claim(state, actor.choice) if any(sight.mirrors) else ""
         claims = actor._replace(phase="claims", known=claim.known, needs=claim.needs, for_mirrors=claim.for_mirrors)
-        claims = claims._replace(step=step_of(actor.choice.parent))
+        claims = claims._replace(
+            step=step_of(actor.choice.parent), root=sight.root, abandoned=self._given_up(sight), todo=actor.nodes[1:]
+        )
         if sight.disk.run is None and actor.run == f"run {actor.attempt}":
             claims = claims._replace(unwritten=disk)
             yield Step(f"{actor.attempt} begins {actor.run}", with_actor(state, claims), wrong)
         else:
-            after = with_actor(put_disk(state, actor.host, disk), claims)
-            yield Step(f"{actor.attempt} claims root {actor.host}", after, wrong)
+            leader = actor.nodes[0]
+            yield Step(
+                f"{actor.attempt} claims root {leader}", with_actor(put_disk(state, leader, disk), claims), wrong
+            )
 
     def _wrong_claim(self, state: State, choice: Choice) -> str:
         stands = self._standing(state.mirrors)
@@ -223,15 +264,20 @@ class Histories:
         entry = Attempt(actor.attempt, 0, parent, by_person=choice.by_person)
         claim = rules.claim_from(self._evidence(sight), entry, actor.run, needs_all=choice.needs_all)
         copies = disk.copies
-        if choice.parent is not None and choice.parent not in {copy.save for copy in copies}:
+        if len(sight.disks) == 1 and choice.place not in ("", DISK):
+            assert choice.parent is not None
             copies |= {Copy(choice.parent, Origin.STAGED)}
         listed = self._one_of_each(claim.root_list.attempts)
         required, completed = claim.root_list.required, frozenset(claim.root_list.completed)
-        return Disk(sight.root, actor.run, listed, required, completed, disk.met, disk.uploaded, copies), claim
+        root = root_of(disk, actor.attempt, actor.nodes[0])
+        return disk._replace(
+            root=root, run=actor.run, listed=listed, required=required, completed=completed, copies=copies
+        ), claim
 
     def _claims_mirror(self, state: State, actor: Actor) -> Iterator[Step]:
         assert actor.choice is not None
-        disk = actor.unwritten or state.disks[actor.host]
+        leader = actor.nodes[0]
+        disk = actor.unwritten or state.disks[leader]
         answering = self._answering(state)
         unasked = [i for i in answering if actor.attempt not in ids_of(state.mirrors[i].listed)]
         if any(URLS.index(url) not in answering for url in actor.needs):
@@ -239,8 +285,9 @@ class Histories:
         elif not unasked:
             if all(actor.attempt in ids_of(state.mirrors[URLS.index(url)].listed) for url in disk.required):
                 disk = disk._replace(completed=disk.completed | {actor.attempt})
-            after = put_disk(state, actor.host, disk)
-            yield Step(f"{actor.attempt} runs", with_actor(after, actor._replace(phase="runs", unwritten=None)))
+            after = put_disk(state, leader, disk._replace(skipped=disk.skipped | actor.abandoned))
+            runs = actor._replace(phase="joins" if actor.todo else "runs", unwritten=None)
+            yield Step(f"{actor.attempt} runs", with_actor(after, runs))
         elif self._unknown(state, actor, unasked[0]):
             yield Step(f"{actor.attempt} starts over at {URLS[unasked[0]]}", without(state, actor))
         else:
@@ -254,125 +301,40 @@ class Histories:
                 wrong = self._lost(state, after)
             yield Step(f"{actor.attempt} claims {URLS[index]}", with_actor(after, actor), wrong)
 
-    def _write_mirror_list(self, disk: Disk, actor: Actor, mirror: Mirror) -> Mirror:
-        assert disk.run is not None
-        entry = next(one for one in disk.listed if one.id == actor.attempt)
-        root_list = AttemptList(disk.run, tuple(in_order(disk.listed)), disk.required)
-        claim = rules.Claim(entry, root_list, known=actor.known, for_mirrors=actor.for_mirrors, needs=actor.needs)
-        told = rules.mirror_list(claim, list_of(mirror))
-        return Mirror(told.run_id, self._one_of_each(told.attempts), told.required, mirror.saves)
-
-    # -- saves and uploads
+    def _joins(self, state: State, actor: Actor) -> Iterator[Step]:
+        told = state.disks[actor.nodes[0]]
+        for node in actor.todo:
+            disk = state.disks[node]
+            disk = disk._replace(
+                root=root_of(disk, actor.attempt, node),
+                run=actor.run,
+                listed=told.listed,
+                required=told.required,
+                completed=told.completed,
+                skipped=disk.skipped | actor.abandoned,
+            )
+            after = with_actor(put_disk(state, node, disk), _done_by(actor, node))
+            yield Step(f"{actor.attempt} is recorded on node {node}", after)
 
     def _runs(self, state: State, actor: Actor) -> Iterator[Step]:
-        disk = state.disks[actor.host]
-        for index in self._answering(state):
-            url, mirror = URLS[index], state.mirrors[index]
-            if unknown := self._unknown(state, actor, index):
-                after = put_disk(state, actor.host, disk._replace(met=disk.met | unknown))
-                yield Step(f"{actor.attempt} fenced at {url}", without(after, actor))
-            elif actor.attempt not in ids_of(mirror.listed):
-                told = self._listed(disk, actor, mirror)
-                after = state._replace(mirrors=put_at(state.mirrors, index, told))
-                yield Step(f"{actor.attempt} claims {url} late", after, self._lost(state, after))
+        for node in actor.nodes:
+            for index in self._answering(state):
+                yield from self._at_mirror(state, actor, node, index)
+        if actor.step < self.world.last_step and not actor.crippled:
+            save = a_save(actor.attempt, actor.made + 1, actor.step + 1)
+            saves = actor._replace(phase="publishes", save=save, todo=actor.nodes, made=save.number)
+            if len(actor.nodes) > 1:
+                yield Step(f"{actor.attempt} prepares {save.step}", with_actor(state, saves))
             else:
-                yield from self._uploads(state, actor, index)
-        if actor.step < self.world.last_step:
-            number = 1 + sum(copy.save.attempt == actor.attempt for copy in disk.copies)
-            save = a_save(actor.attempt, number, actor.step + 1)
-            after = put_disk(state, actor.host, disk._replace(copies=disk.copies | {made_here(save)}))
-            yield Step(f"{actor.attempt} saves {save.step}", with_actor(after, actor._replace(step=save.step)))
+                yield from self._publishes(state, saves)
 
-    def _uploads(self, state: State, actor: Actor, index: int) -> Iterator[Step]:
-        for save in to_upload(state.disks[actor.host], state.mirrors[index]):
-            may = self._verdict(state, actor.host, actor.attempt, index, save)
-            if may == "commit":
-                yield self._granted(state, actor, index, save)
-                return
-            if may == "fenced" and save.attempt == actor.attempt:
-                yield Step(f"{actor.attempt} fenced at {URLS[index]}: no fast-forward", without(state, actor))
-                return
-
-    def _verdict(self, state: State, host: int, attempt: str, index: int, save: SaveFacts) -> str:
-        """An attempt asks before its first commit on a mirror; what earlier ones left it uploads as a drain does."""
-        sight = self._sight(state, host)
-        if save.attempt == attempt:
-            if any(there.attempt == attempt for there in state.mirrors[index].saves):
-                return "commit"
-            return self._may_commit(sight, attempt).may
-        return self._may_drain(sight, URLS[index], save).may
-
-    def _granted(self, state: State, actor: Actor, index: int, save: SaveFacts) -> Step:
-        what = f"{actor.attempt} uploads {save.save_id} to {URLS[index]}"
-        asked = actor._replace(phase="commits", commit=(index, save))
-        after = with_actor(state, asked)
-        if not self.world.commits_at_once:
-            return Step(f"{what}, pauses", after)
-        (done,) = self._commits(after, asked)
-        return Step(what, done.after, done.wrong)
-
-    def _commits(self, state: State, actor: Actor) -> Iterator[Step]:
-        assert actor.commit is not None
-        index, save = actor.commit
-        if index not in self._answering(state):
-            return
-        mirror, disk = state.mirrors[index], state.disks[actor.host]
-        mirrors = put_at(state.mirrors, index, mirror._replace(saves=mirror.saves | {save}))
-        after = put_disk(without(state, actor), actor.host, disk._replace(uploaded=disk.uploaded | {save.attempt}))
-        after = after._replace(mirrors=mirrors)
-        if not actor.attempt.startswith("drain"):
-            after = with_actor(after, actor._replace(phase="runs", commit=None))
-        wrong = self._lost(state, after)
-        if not self.world.commits_at_once and self._verdict(state, actor.host, actor.attempt, index, save) != "commit":
-            wrong = ""  # it paused between the question and its commit: what no create-only store can close
-        yield Step(f"{actor.attempt} commits {save.save_id} on {URLS[index]}", after, wrong)
-
-    def _drains(self, state: State, host: int) -> Iterator[Step]:
-        for index in self._answering(state):
-            found = self._next_drained(state, host, index)
-            if found is not None:
-                yield self._granted(*found)
-
-    def _next_drained(self, state: State, host: int, index: int) -> tuple[State, Actor, int, SaveFacts] | None:
-        sight = self._sight(state, host)
-        if state.mirrors[index].run not in (None, sight.disk.run):
-            return None
-        for save in to_upload(sight.disk, state.mirrors[index]):
-            if self._may_drain(sight, URLS[index], save).may == "commit":
-                after = state._replace(mirrors=put_at(state.mirrors, index, self._drained(sight, index, save)))
-                return after, Actor(f"drain {host}", host, "runs"), index, save
-        return None
-
-    def _list_for_drain(self, sight: Sight, index: int, save: SaveFacts) -> Mirror:
-        mirror, disk = sight.mirrors[index], sight.disk
-        assert mirror is not None
-        assert disk.run is not None
-        made_by = next(one for one in disk.listed if one.id == save.attempt)
-        told = rules.drained_list(self._evidence(sight), URLS[index], made_by, disk.run, list_of(mirror))
-        return Mirror(told.run_id, self._one_of_each(told.attempts), told.required, mirror.saves)
-
-    # -- what is seen
-
-    def _sight(self, state: State, host: int, attempt: str = "") -> Sight:
-        disk = state.disks[host]
-        answering = self._answering(state)
-        seen = [mirror if index in answering else None for index, mirror in enumerate(state.mirrors)]
-        return Sight(disk.root or f"root of {attempt}", disk, (seen[0], seen[1]), state.configured)
-
-    def _answering(self, state: State) -> list[int]:
-        return [index for index, url in enumerate(URLS) if state.up[index] and url in state.configured]
-
-    def _unknown(self, state: State, actor: Actor, index: int) -> frozenset[Attempt]:
-        return frozenset(one for one in state.mirrors[index].listed if one.id not in actor.known)
-
-    def _lost(self, before: State, after: State) -> str:
-        """What nobody decided: a save that stood on the mirrors does not stand any more."""
-        lost = set(self._standing(before.mirrors)) - set(self._standing(after.mirrors))
-        return "a save that stood on the mirrors is superseded" if lost else ""
-
-    def _one_of_each(self, attempts: Iterable[Attempt]) -> frozenset[Attempt]:
-        """Equal attempts as one object, which makes states quick to compare."""
-        return frozenset(self._attempts.setdefault(one, one) for one in attempts)
+    def _publishes(self, state: State, actor: Actor) -> Iterator[Step]:
+        save = actor.save
+        assert save is not None
+        for node in actor.todo:
+            disk = with_save(state.disks[node], save, actor.job.index(node), len(actor.job))
+            after = with_actor(put_disk(state, node, disk), _done_by(actor, node))
+            yield Step(f"{actor.attempt} saves {save.step}" + (f" on node {node}" if len(actor.job) > 1 else ""), after)
 
     # -- when all is quiet
 
@@ -386,23 +348,27 @@ class Histories:
         return self._at_rest(disks, mirrors, bool(state.decided))
 
     def _drain_everything(self, disks: Disks, mirrors: Mirrors) -> tuple[Disks, Mirrors]:
-        state = State(disks, mirrors)
+        state = State(disks, mirrors, configured=URLS[: self.world.mirrors])
         while True:
-            found = [self._next_drained(state, host, index) for host in (0, 1) for index in (0, 1)]
+            hosts = range(len(disks))
+            found = [self._next_drained(state, host, index) for host in hosts for index in range(self.world.mirrors)]
             first = next((one for one in found if one is not None), None)
             if first is None:
                 return state.disks, state.mirrors
-            after, _, index, save = first
-            mirror = after.mirrors[index]
-            state = after._replace(mirrors=put_at(after.mirrors, index, mirror._replace(saves=mirror.saves | {save})))
+            after, _, host, index, save = first
+            mirror, _ = self._with_upload(disks[host], after.mirrors[index], save)
+            state = after._replace(mirrors=put_at(after.mirrors, index, mirror))
 
     def _judge_rest(self, disks: Disks, mirrors: Mirrors, decided: bool) -> str:
         stands = self._standing(mirrors)
-        saves = {copy.save for disk in disks for copy in disk.copies} | mirrors[0].saves | mirrors[1].saves
+        saves = self._whole_saves(disks) | mirrors[0].saves | mirrors[1].saves
         continued = {one.parent for place in (*disks, *mirrors) for one in place.listed if one.parent is not None}
         is_lost = not stands and not continued <= {ref_of(save) for save in saves}  # then a person has to decide
-        for disk in (*disks, Disk()):
-            choice = self._choice(Sight(disk.root or "another root", disk, mirrors, URLS), AUTO)
+        is_lost |= not stands and any(disk.parts for disk in disks) | any(mirror.files for mirror in mirrors)
+        jobs = [tuple(disks[host] for host in job) for job in self.world.jobs]
+        for job in (*jobs, *((Disk(),) * size for size in sorted({len(job) for job in jobs}))):
+            roots = [disk.root or f"another root {number}" for number, disk in enumerate(job)]
+            choice = self._choice(Sight(identity_of(roots), job, mirrors, URLS[: self.world.mirrors]), AUTO)
             if choice is None and is_lost:
                 continue
             if choice is None:
@@ -416,3 +382,22 @@ class Histories:
             ):
                 return "a start leaves a later save of the same attempt behind"
         return ""
+
+    def _whole_saves(self, disks: Disks) -> set[SaveFacts]:
+        """The saves that are whole on disks, whichever jobs can see these."""
+        whole = {copy.save for disk in disks for copy in disk.copies}
+        shares: dict[tuple[SaveFacts, int], set[int]] = {}
+        for disk in disks:
+            for part in disk.parts:
+                if part.save.save_id not in disk.rotten | disk.skipped:
+                    shares.setdefault((part.save, part.of), set()).update(part.shares)
+        return whole | {save for (save, of), there in shares.items() if len(there) == of}
+
+
+def _done_by(actor: Actor, node: int) -> Actor:
+    """The actor after a node has done what all have to do."""
+    todo = tuple(one for one in actor.todo if one != node)
+    if todo:
+        return actor._replace(todo=todo)
+    step = actor.save.step if actor.save is not None else actor.step
+    return actor._replace(todo=(), phase="runs", step=step, save=None)

@@ -1,7 +1,8 @@
-"""A small world: two hosts with a root each, two mirrors, a few attempts; and the evidence that one who acts there has.
+"""A small world: hosts with a root each, two mirrors, a few attempts; and the evidence that one who acts there has.
 
 Rules:
 * A state is a value, and so is everything in it.
+* An attempt is a job on one host or on several. On several, each is a node: it has a part of every save on its disk.
 * ``standing_saves`` judges: it is written from the documents and shares nothing with ``core.start.lineage``.
 * An attempt saves one kind, at steps 1, 2 and 3.
 """
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
-from ckptmirror.core.model import Attempt, AttemptList, SaveRef
+from ckptmirror.core import names
+from ckptmirror.core.model import Artifact, Attempt, AttemptList, Digest, Meta, SaveRef
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.decide import Wish
-from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Row, Voice
+from ckptmirror.core.start.disks import one_disk
+from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Part, Problem, Row, Voice
 from ckptmirror.core.start.lineage import SaveFacts
 
 URLS = ("A", "B")
@@ -29,7 +32,11 @@ class World:
     """What may happen beside starts, saves, uploads, drains, outages and deaths.
 
     Attributes:
-        begun: It begins with attempt 1 running on host 0, its first save everywhere; else with nothing.
+        jobs: The hosts of each job that may start, in the order of their nodes.
+        begun: It begins with attempt 1 running as the first of these jobs, its first save everywhere; else with
+            nothing.
+        mirrors: How many of the two mirrors are configured.
+        outages: A mirror may fall silent, and come back.
         loses: A disk may be lost.
         restores: A root may be replaced by a copy of it without its last save.
         reconfigures: Mirror A may leave the configuration, and come back.
@@ -37,10 +44,17 @@ class World:
         starts_over: A person may start over, once.
         claims_at_once: Nothing happens between the parts of one claim, but that it dies.
         commits_at_once: Nothing happens between the question whether to commit and the commit.
+        publishes_at_once: Nothing happens between the nodes' commits of one save on their disks, but that all die.
+        survives: The other nodes of a job go on when one dies: they commit on their disks what was agreed, and upload.
+        rots: A part on a disk may be damaged, once.
+        sends_files: The files of a part are sent in a step of their own, before the part.
         attempts: How many starts there are at most.
     """
 
+    jobs: tuple[tuple[int, ...], ...] = ((0,), (1,))
     begun: bool = False
+    mirrors: int = 2
+    outages: bool = True
     loses: bool = True
     restores: bool = False
     reconfigures: bool = False
@@ -48,6 +62,10 @@ class World:
     starts_over: bool = False
     claims_at_once: bool = True
     commits_at_once: bool = True
+    publishes_at_once: bool = True
+    survives: bool = False
+    rots: bool = False
+    sends_files: bool = False
     attempts: int = 3
     last_step: int = 3
 
@@ -58,6 +76,8 @@ class Disk(NamedTuple):
     Attributes:
         met: What fenced attempts of this root.
         uploaded: The ids of the attempts of which this host committed a save on a mirror.
+        rotten: The ids of the saves of which the part here is damaged.
+        skipped: The ids of the saves whose parts here are given up.
     """
 
     root: str = ""
@@ -68,52 +88,77 @@ class Disk(NamedTuple):
     met: frozenset[Attempt] = frozenset()
     uploaded: frozenset[str] = frozenset()
     copies: frozenset[Copy] = frozenset()
+    parts: frozenset[Part] = frozenset()
+    rotten: frozenset[str] = frozenset()
+    skipped: frozenset[str] = frozenset()
 
 
 class Mirror(NamedTuple):
-    """A mirror's list, and its committed saves."""
+    """A mirror's list, and its committed saves.
+
+    Attributes:
+        files: The save id and the share of each part whose files are there.
+        parts: The object's name, the save and the share of each part.
+    """
 
     run: str | None = None
     listed: frozenset[Attempt] = frozenset()
     required: tuple[str, ...] = ()
     saves: frozenset[SaveFacts] = frozenset()
+    files: frozenset[tuple[str, int]] = frozenset()
+    parts: frozenset[tuple[str, SaveFacts, int]] = frozenset()
 
 
-Disks = tuple[Disk, Disk]
+Disks = tuple[Disk, ...]
 Mirrors = tuple[Mirror, Mirror]
 
 
 class Choice(NamedTuple):
-    """What a start decided: the save that it continues from, or None for step 0."""
+    """What a start decided: the save that it continues from, or None for step 0; and the place that it loads."""
 
     parent: SaveFacts | None
     needs_all: bool
     by_person: bool
+    place: str = ""
 
 
 class Actor(NamedTuple):
     """A process: an attempt, or a drain (``attempt`` is "drain").
 
     Attributes:
+        nodes: The hosts where it lives; the first one leads.
+        job: The hosts where it began, in the order of its nodes.
+        root: The identity of its roots.
         known: The ids of the attempts that it heard of before it claimed.
         needs: The mirrors that have to take its claim.
         for_mirrors: The ids of the attempts that it adds to the lists of mirrors.
         unwritten: The root's list while a run begins: it is written last.
-        commit: What it asked for and was granted: the index of the mirror, and the save.
+        made: How many saves it has made.
+        todo: The nodes that have still to record the claim, or to commit ``save`` on their disks.
+        abandoned: The ids of the saves that it gives up.
+        crippled: Whether a node of it died: it saves nothing more.
+        commit: What it asked for and was granted: the host, the index of the mirror, and the save.
     """
 
     attempt: str
-    host: int
-    phase: Literal["chose", "claims", "runs", "commits"]
+    nodes: tuple[int, ...]
+    phase: Literal["chose", "claims", "joins", "runs", "publishes", "commits"]
     wish: Wish = AUTO
     choice: Choice | None = None
     run: str | None = None
     known: frozenset[str] = frozenset()
     needs: tuple[str, ...] = ()
+    root: str = ""
+    job: tuple[int, ...] = ()
     step: int = 0
+    made: int = 0
     for_mirrors: frozenset[str] = frozenset()
     unwritten: Disk | None = None
-    commit: tuple[int, SaveFacts] | None = None
+    todo: tuple[int, ...] = ()
+    save: SaveFacts | None = None
+    abandoned: frozenset[str] = frozenset()
+    crippled: bool = False
+    commit: tuple[int, int, SaveFacts] | None = None
 
 
 class State(NamedTuple):
@@ -137,12 +182,17 @@ class Step(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What one host sees: its disk, and the mirrors that are configured and answer."""
+    """What a job or one host sees: its disks, and the mirrors that are configured and answer."""
 
     root: str
-    disk: Disk
+    disks: Disks
     mirrors: tuple[Mirror | None, Mirror | None]
     configured: tuple[str, ...]
+
+    @property
+    def disk(self) -> Disk:
+        """The disk of the first host."""
+        return self.disks[0]
 
 
 # -- the judge -----------------------------------------------------------------------------------------------
@@ -175,11 +225,18 @@ def standing_saves(mirrors: Mirrors) -> tuple[SaveFacts, ...]:
 
 def evidence_of(sight: Sight) -> Evidence:
     """What a survey would find."""
-    rows = [_disk_row(sight.disk)]
+    rows = [one_disk([_disk_row(disk) for disk in sight.disks])]
+    known = {one.save.save_id for disk in sight.disks for one in (*disk.copies, *disk.parts)}
+    known |= {save.save_id for mirror in sight.mirrors if mirror is not None for save in mirror.saves}
     for url, mirror in zip(URLS, sight.mirrors, strict=True):
-        required, was_required = url in sight.configured, url in sight.disk.required
+        required, was_required = url in sight.configured, any(url in disk.required for disk in sight.disks)
         if mirror is not None:
-            rows.append(_mirror_row(url, mirror, was_required))
+            loose = tuple(
+                Problem(f"{url}/{name}", "no meta names it", save.step, is_save=False)
+                for name, save, _ in sorted(mirror.parts, key=lambda part: part[0])
+                if save.save_id not in known
+            )
+            rows.append(replace(_mirror_row(url, mirror, was_required), problems=loose))
         elif required or was_required:
             reach = Reach.SILENT if required else Reach.DROPPED
             rows.append(Row(url, "mirror", reach, required=required, was_required=was_required))
@@ -204,6 +261,7 @@ def _disk_row(disk: Disk) -> Row:
         names_required=disk.required,
         heard=tuple(heard),
         copies=tuple(sorted(disk.copies, key=lambda copy: copy.save.save_id)),
+        parts=tuple(sorted(disk.parts, key=lambda part: part.save.save_id)),
     )
 
 
@@ -233,6 +291,7 @@ def _mirror_row(url: str, mirror: Mirror, was_required: bool) -> Row:
             for one in in_order(mirror.listed)
         ),
         copies=tuple(Copy(save, Origin.REMOTE) for save in sorted(mirror.saves, key=lambda save: save.save_id)),
+        parts_here=tuple(sorted((save.save_id, share) for _, save, share in mirror.parts)),
     )
 
 
@@ -256,7 +315,7 @@ def put_at(pair: tuple[T, T], index: int, value: T) -> tuple[T, T]:
 
 
 def put_disk(state: State, host: int, disk: Disk) -> State:
-    return state._replace(disks=put_at(state.disks, host, disk))
+    return state._replace(disks=(*state.disks[:host], disk, *state.disks[host + 1 :]))
 
 
 def without(state: State, actor: Actor) -> State:
@@ -282,11 +341,33 @@ def restored(disk: Disk, root: str) -> Disk:
 
 def to_upload(disk: Disk, mirror: Mirror) -> list[SaveFacts]:
     here = {copy.save for copy in disk.copies if copy.origin is not Origin.STAGED}
+    here |= {part.save for part in disk.parts if part.save.save_id not in disk.rotten | disk.skipped}
     return sorted(here - mirror.saves, key=lambda save: (save.step, save.attempt))
 
 
-def made_here(save: SaveFacts) -> Copy:
-    return Copy(save, Origin.SAVED_HERE)
+def with_save(disk: Disk, save: SaveFacts, share: int, of: int) -> Disk:
+    """The disk of a node with its share of a save; the only node of a job has the save."""
+    if of == 1:
+        return disk._replace(copies=disk.copies | {Copy(save, Origin.SAVED_HERE)})
+    part = Part(save, save.kinds, (share,), of, Origin.SAVED_HERE, f"part {share} of {save.save_id}")
+    return disk._replace(parts=disk.parts | {part})
+
+
+def part_of(disk: Disk, save: SaveFacts) -> Part | None:
+    return next((part for part in disk.parts if part.save == save), None)
+
+
+def part_name(save: SaveFacts, share: int, of: int) -> str:
+    return names.part_name(save.step, f"{int(save.attempt):04}{save.step:04}".ljust(32, "0"), share + 1, of)
+
+
+@functools.cache
+def meta_of(save: SaveFacts, share: int, of: int) -> Meta:
+    """The meta of a part: it names one file."""
+    path = f"{names.SaveName(save.step).dcp_dir}/__{share}_0.distcp"
+    file = Artifact(path, save.kinds, share, Digest(1, int(save.attempt), 65536, (int(save.attempt),)))
+    attempt = Attempt(save.attempt, 0, None)
+    return Meta("run", attempt, save.step, save.save_id, save.number, save.kinds, of, of, share, (file,))
 
 
 @functools.cache
