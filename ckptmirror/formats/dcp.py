@@ -9,6 +9,8 @@ Rules:
 * Each rank checks that every item that ``.metadata`` places in its files is really there; the leader then checks the
   bytes on disk, and loads every plain value. torch does neither.
 * The coordinator's ``.metadata`` is written, byte for byte, on every node.
+* What ranks have alike is written once, by any of them; but what is small, by the first. Else each rank would read a
+  little from the files of all others, and each node of a job would need all files.
 * ``CheckpointException``, which no ``except Exception`` sees, never leaves this package.
 """
 
@@ -19,6 +21,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.serialization import config as serialization_config
 
@@ -47,6 +52,7 @@ from ckptmirror.local.checksummed_writer import ArtifactWriter
 __all__ = ["FORMAT", "DcpFormat", "from_checkpoint_exception"]
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
+_SMALL_BYTES = 64 * 1024
 
 
 class DcpFormat:
@@ -143,7 +149,7 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
             metadata = save(
                 state,
                 storage_writer=writer,
-                planner=DefaultSavePlanner(),
+                planner=_Planner(),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -160,6 +166,20 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
     if context.is_leader and mine != 0:
         digests[METADATA_NAME] = _write_copy(writer.directory, copy, context.save_id)
     return digests
+
+
+class _Planner(DefaultSavePlanner):
+    """Decides which rank writes what several have alike."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Leave what is small to the first rank that has it, then do as torch does."""
+        taken: set[MetadataIndex] = set()
+        plans = []
+        for plan in all_plans:
+            items = [item for item in plan.items if item.index not in taken]
+            taken |= {item.index for item in items if (item.tensor_storage_size() or 0) <= _SMALL_BYTES}
+            plans.append(replace(plan, items=items))
+        return super().create_global_plan(plans)
 
 
 def _layout(snapshot: Snapshot) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ckptmirror.formats.base import LoadReport, LoadTarget
 from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges, file_names, loads_metadata
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
-from ckptmirror.formats.names import live_values
+from ckptmirror.formats.names import live_values, match_names
 from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import named_file
 from ckptmirror.formats.read_limits import max_depth
@@ -40,6 +40,7 @@ from ckptmirror.local.files import read_limited
 __all__ = [
     "METADATA_LIMIT_BYTES",
     "check_plain_values",
+    "files_read",
     "load_directory",
     "read_directory_metadata",
     "read_full_directory",
@@ -215,6 +216,42 @@ def check_plain_values(directory: Path, metadata: Metadata, present: Container[s
                 items.append((entry.path, reader.plain(entry)))
         if len(items) == len(entries):  # else the rest is on the disks of other nodes
             decode(_assemble(items))
+
+
+def files_read(directory: Path, module: torch.nn.Module) -> set[str]:
+    """Return the names of the files that a load into ``module`` reads on this rank; only ``.metadata`` has to be here.
+
+    What does not fit the live model counts as read in full: the load then says why it does not fit.
+
+    Raises:
+        IntegrityError: ``.metadata`` is broken or hostile.
+    """
+    metadata = read_directory_metadata(directory)
+    entries = _entries(metadata)
+    of_model = {e.key: str(e.path[1]) for e in entries if e.path[0] == "model" and len(e.path) == 2}
+    of_state = {e.key: str(e.path[2]) for e in entries if e.path[0] in _OPTIMIZER_KEYS and len(e.path) > 2}
+    live = live_values(module)
+    matched, owners = match_names(of_model.values(), live), owners_of(set(of_state.values()), module)
+    found = {METADATA_NAME}
+    for entry in entries:
+        own = live.get(matched[of_model[entry.key]]) if entry.key in of_model else owners.get(of_state.get(entry.key))
+        for index in _read_into(entry, own):
+            found.add(metadata.storage_data[index].relative_path)
+    return found
+
+
+def _read_into(entry: _Entry, live: Any) -> Iterator[MetadataIndex]:
+    """Yield what a load reads of an entry into a live tensor, or into one that is sharded like it."""
+    described = entry.described
+    if not isinstance(described, TensorStorageMetadata):
+        yield MetadataIndex(entry.key)
+        return
+    shape = tuple(described.size)
+    fits = isinstance(live, torch.Tensor) and tuple(live.shape) == shape
+    wanted = region_of(live) if fits else None
+    for chunk in described.chunks:
+        if wanted is None or Region(shape, tuple(chunk.offsets), tuple(chunk.sizes)).overlaps(wanted):
+            yield MetadataIndex(entry.key, chunk.offsets)
 
 
 def _open(directory: Path, named: Container[str] | None, *, all_here: bool) -> tuple[list[_Entry], _Reader]:

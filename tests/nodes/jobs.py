@@ -17,6 +17,7 @@ from ckptmirror import CheckpointManager, Retention, TrainState
 from ckptmirror import manager as manager_module
 from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull
 from ckptmirror.flow.save.commit import SaveCommit
+from ckptmirror.flow.start import gather, resume
 from ckptmirror.local import crashpoints
 from tests.kit.processes import run_ranks
 from tests.kit.training import same
@@ -68,6 +69,8 @@ class Job:
         crash_at: The point at which it dies, from that save on; "0": none, but the points are counted.
         full: The rank whose node has no room for the records of the last save; -1: none.
         kept: Whether snapshots are also kept in a directory that all nodes see.
+        crowded: Whether a node has no room for what it lacks while its disk has more than one save.
+        keep_last: How many saves a rotation keeps.
         waits: Whether ranks wait, before the last save, until somebody has opened and closed their FIFOs.
     """
 
@@ -82,6 +85,8 @@ class Job:
     full: int = -1
     waits: bool = False
     kept: bool = False
+    crowded: bool = False
+    keep_last: int = 2
 
     def fifo(self, rank: int) -> Path:
         return self.base / f"go-{rank}"
@@ -97,7 +102,7 @@ class Job:
 
 @dataclass
 class Found:
-    """What a rank found: where it began and with what, what it saved, and what it ended with."""
+    """What a rank found: where it began, with what and from which files, what it saved, and what it ended with."""
 
     step: int | None
     place: str
@@ -108,18 +113,29 @@ class Found:
     saved: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     failed: str = ""
     points: int = 0
+    gathered: set[str] = field(default_factory=set)
 
 
 def take_part(rank: int, job: Job) -> Found:
     """Resume, then train and save."""
     manager_module._NODES_LIMIT = 8
+    gathered: set[str] = set()
+    vote = resume._vote_on_bytes
+
+    def noted(view: Path, *rest: Any) -> None:
+        gathered.update(file.name for file in view.rglob("*.distcp"))
+        vote(view, *rest)
+
+    resume._vote_on_bytes = noted
+    if job.crowded:
+        gather.check_space = _check_crowded
     state = built(job.wrapped)
     manager: CheckpointManager | None = None
     try:
         manager = CheckpointManager(
             job.base / job.nodes[rank],
             [job.url] if job.mirrored else [],
-            retention=Retention(keep_last=2),
+            retention=Retention(keep_last=job.keep_last),
             persistent_dir=job.base / "kept" if job.kept else None,
             timeout_s=WAIT_S,
         )
@@ -131,6 +147,7 @@ def take_part(rank: int, job: Job) -> Found:
     found = Found(None, "", whole(state), state.extra, "")
     if info is not None:
         found = Found(info.step, info.place, whole(state), state.extra, "; ".join(info.passed_over))
+    found.gathered = gathered
     try:
         for step in job.steps:
             train(state, rank, step)
@@ -162,6 +179,11 @@ def _before_last(manager: CheckpointManager, job: Job, rank: int) -> None:
         SaveCommit.prepare = _no_room  # type: ignore[method-assign]
     if job.waits:
         job.fifo(rank).read_text()
+
+
+def _check_crowded(view: Path, _incoming: Any) -> None:
+    if len(list(view.parent.parent.glob("meta_*.json"))) > 1:
+        raise LocalStorageFull("this disk has no room for a save")
 
 
 def _no_room(_commit: SaveCommit) -> None:

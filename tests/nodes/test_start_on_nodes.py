@@ -29,6 +29,16 @@ def test_a_job_goes_on_from_what_its_nodes_and_the_mirror_have(wrapped: str, los
         assert leftovers(tmp_path / node) == []
 
 
+def test_a_node_gets_only_the_files_that_its_ranks_read(tmp_path: Path) -> None:
+    first = Job(tmp_path, "abc", (1,)).run()
+    shutil.rmtree(tmp_path / "b")
+    job = Job(tmp_path, "abc")
+    second = job.run()
+    expect(second, 1, job.url, first[0])
+    of_all = "__0_0.distcp"  # the first rank wrote what is small and alike everywhere
+    assert [one.gathered for one in second] == [{of_all}, {of_all, "__1_0.distcp"}, {of_all, "__2_0.distcp"}]
+
+
 @pytest.mark.parametrize("wrapped", ["fsdp", "ddp"])
 def test_without_a_mirror_nodes_send_one_another_what_they_read(wrapped: str, tmp_path: Path) -> None:
     first = Job(tmp_path, "ab", (1, 2), wrapped, mirrored=False).run()
@@ -63,6 +73,15 @@ def test_a_node_that_returns_with_an_old_disk_goes_on_with_the_others(tmp_path: 
     third = job.run()
     expect(third, 3, job.url, second[0])
     expect(Job(tmp_path, "ab").run(), 4, "disk", third[0])
+
+
+def test_a_node_that_has_no_room_for_what_it_lacks_rotates_first(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    second = Job(tmp_path, "ac", (3,)).run()
+    crowded = Job(tmp_path, "ab", crowded=True)
+    for one in crowded.run():
+        assert "this disk has no room for a save" in one.failed  # two saves are to be kept
+    expect(Job(tmp_path, "ab", crowded=True, keep_last=1).run(), 3, crowded.url, second[0])
 
 
 @pytest.mark.parametrize("wrapped", ["fsdp", "ddp"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.core.errors import IntegrityError, UsageError
-from ckptmirror.core.model import Kind, Meta
+from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.flow.fetch.load import meta_of, on_this_disk
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older
@@ -115,10 +115,10 @@ def _check_same(resolved: Sequence[CheckpointReference | None]) -> None:
             )
 
 
-def check_share(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> Fault | None:
-    """Verify every n-th artifact of the kind, and return the first fault. The ranks of a node together verify all."""
+def check_share(root: Path, ranks: Ranks, artifacts: Sequence[Artifact]) -> Fault | None:
+    """Verify every n-th artifact, and return the first fault. The ranks of a node together verify all."""
     try:
-        for artifact in meta.artifacts_of(kind)[ranks.local_rank :: ranks.local_world_size]:
+        for artifact in artifacts[ranks.local_rank :: ranks.local_world_size]:
             verify_file(root / artifact.path, artifact.digest)
     except (IntegrityError, FileNotFoundError, NotADirectoryError) as error:
         return Fault(f"rank {ranks.rank}: {error}", is_not_readable_now(error.__cause__))
@@ -164,7 +164,7 @@ def _verified(ranks: Ranks, found: CheckpointReference) -> Meta:
     def check() -> Fault | None:
         nonlocal meta
         meta = meta_of(root, found)
-        return check_share(root, ranks, meta, found.kind)
+        return check_share(root, ranks, meta.artifacts_of(found.kind))
 
     for fault in exchange_result(ranks, check, what="verify a checkpoint"):
         if fault is not None:

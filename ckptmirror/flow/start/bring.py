@@ -88,6 +88,7 @@ class Bringer:
         self._logged: list[str] = []
         self._tried: list[Outcome] = []
         self._chosen: Try | Scratch | None = None
+        self._freed = False
         node.prepare()
         self.seen: Survey = self._survey()
         self._new_run_id = new_id()
@@ -135,7 +136,7 @@ class Bringer:
                 case Refuse(error=error):
                     raise error
                 case MakeRoom():
-                    freed = bool(self._node.rotate().deleted)
+                    freed = self._freed if self._others else bool(self._node.rotate().deleted)
                     last = self._tried[-1]
                     result = Result.MADE_ROOM if freed else Result.STILL_FULL
                     self._tried.append(Outcome(last.save_id, last.kind, last.place, result, last.reason, last.error))
@@ -174,14 +175,16 @@ class Bringer:
             move.error.hint = with_root(move.error.hint, str(self._node.root))
         return move
 
-    def reject(self, proposal: Proposal, reason: str, result: Result) -> None:
+    def reject(self, proposal: Proposal, reason: str, result: Result, *, freed: bool = False) -> None:
         """Record that a copy could not be used.
 
         Args:
             proposal: The proposal that the ranks voted on.
             reason: Why it cannot be used.
             result: The same for the decision; an emergency snapshot that is not for this number of ranks is not broken.
+            freed: Whether the nodes have rotated since, and that freed space.
         """
+        self._freed = freed
         if proposal.meta is None:
             return
         is_other = proposal.kind == "emergency" and proposal.meta.world_size != self._wish.world_size

@@ -3,6 +3,8 @@
 Rules:
 * The files lie in a *view*: a temporary directory of the root, in which the save has its plain names. What the node
   saved itself is linked there; the save on its disk is not changed, and is still what the node keeps and sends.
+* First come the files that every rank reads. Of a DCP directory, ``.metadata`` then tells which others a node's ranks
+  read.
 * What a node lacks comes from a mirror, if one has the save; otherwise from the disks of the nodes that have it.
 * A note names the save, as for a save that is brought: if the start is killed, the next one goes on with the view, and
   else removes it. After the claim it is removed.
@@ -16,10 +18,11 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorageFull
@@ -40,9 +43,13 @@ from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.storage_errors import disk_error, explained
 from ckptmirror.ranks.base import Ranks
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["Gathered", "View", "bring_back", "discard_view", "relay"]
 
 _PIECE_BYTES = 4 * 1024 * 1024
+_SHARD = ".distcp"
 
 
 @dataclass(frozen=True)
@@ -85,9 +92,13 @@ class View:
         self._root = root
         self._meta = meta
         self._trusted = trusted
+        self._kind = kind
+        self._files = {one.path: one for one in meta.artifacts_of(kind) if not _is_for_comparison(one.path)}
+        self._has: set[str] = set()
         self.path = _view_of(root, meta)
-        self.needs: dict[str, Artifact] = {artifact.path: artifact for artifact in meta.artifacts_of(kind)}
-        self.has: set[str] = set()
+        self.needs: dict[str, Artifact] = {
+            path: one for path, one in self._files.items() if kind != "dcp" or not path.endswith(_SHARD)
+        }
 
     def begin(self) -> Holding:
         """Make the view with what this node saved itself, and say what it has and lacks.
@@ -97,28 +108,60 @@ class View:
         """
         note = json.dumps({"save_id": self._meta.save_id}).encode()
         files.write_bytes(self._root / BRINGING_NAME, note, save_id=new_id(), replace=True)
-        with explained("link the save in", self.path):
+        with explained("make", self.path):
             make_own_dir(self.path)
-            for artifact in self.needs.values():
-                make_real_dirs(self._root, (self.path / artifact.path).parent)
+            for path in self._files:
+                make_real_dirs(self._root, (self.path / path).parent)
+        return self.look()
+
+    def files_read(self, module: torch.nn.Module) -> frozenset[str] | None:
+        """Return the paths of the files that a rank reads; None: all of them, or that cannot be known."""
+        if self._kind != "dcp":
+            return None
+        directory = names.SaveName(self._meta.step).dcp_dir
+        from ckptmirror.formats.dcp_read import files_read
+
+        try:
+            read = {f"{directory}/{name}" for name in files_read(self.path / directory, module)}
+        except (IntegrityError, FileNotFoundError):  # the vote finds what is wrong
+            return None
+        return frozenset(read) if len(read | self.needs.keys()) < len(self._files) else None
+
+    def need(self, paths: Collection[str] | None) -> None:
+        """Add what a rank of the node reads (None: all) to what the view has to have."""
+        self.needs |= {path: one for path, one in self._files.items() if paths is None or path in paths}
+
+    def got(self, paths: Iterable[str]) -> None:
+        """Note that these files are in the view now."""
+        self._has.update(paths)
+
+    def look(self) -> Holding:
+        """Link what this node saved itself, and say what it has and lacks.
+
+        Raises:
+            CkptMirrorError: The disk cannot be used.
+        """
+        with explained("link the save in", self.path):
             self._link_own()
-        return Holding(frozenset(self.has), tuple(path for path in self.needs if path not in self.has))
+        return Holding(frozenset(self._has), tuple(path for path in self.needs if path not in self._has))
 
     def _link_own(self) -> None:
+        wanted = self._files if self._trusted else self.needs  # what no rank here reads may be sent to another node
         metas = local_catalog(self._root, with_attempts=False).metas()
         mine = {
             path: FileToRead(self._root / artifact.path, artifact.digest)
             for meta in metas
             if meta.save_id == self._meta.save_id
             for artifact in meta.artifacts
-            if (path := names.plain(artifact.path)) in self.needs and self.needs[path].digest == artifact.digest
+            if (path := names.plain(artifact.path)) in wanted and wanted[path].digest == artifact.digest
+            if path not in self._has
         }
         found = [None] * len(mine) if self._trusted else read_all(list(mine.values()))
         for (path, own), wrong in zip(mine.items(), found, strict=True):
             with contextlib.suppress(FileNotFoundError):
                 if wrong is None and own.path.lstat().st_size == own.digest.size_bytes:
                     _link(own.path, self.path / path)
-                    self.has.add(path)
+                    self._has.add(path)
 
     def fetch(self, mirror: Mirror, on_mirror: Meta, lacks: Sequence[str]) -> Gathered:
         """Fetch from a mirror what this node lacks."""
@@ -137,6 +180,12 @@ class View:
         incoming = incoming_of(mirror, on_mirror, wanted, lambda path: self.path / path)
         check_space(self.path, incoming)
         receive(incoming, on_bytes=lambda _received, _kept: None)
+        self.got(lacks)
+
+
+def _is_for_comparison(path: str) -> bool:
+    parsed = names.parse_name(path.partition("/")[0])
+    return parsed is not None and parsed.role == "tensors"
 
 
 def _link(source: Path, target: Path) -> None:
@@ -173,6 +222,7 @@ def relay(channel: Ranks, view: View, plan: Sequence[Transfer], sizes_bytes: Map
             failures += _send(channel, path, transfer.to, pieces)
         elif channel.rank in transfer.to:
             failures += _receive(channel, path, transfer.source, pieces)
+            view.got([transfer.path])
     return _gathered(failures[0]) if failures else Gathered()
 
 

@@ -20,14 +20,14 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import IntegrityError, KindMismatch, Temporary
-from ckptmirror.core.model import Attempt, Kind, Meta
+from ckptmirror.core.model import Artifact, Attempt, Meta
 from ckptmirror.core.start.attempts import Claim
 from ckptmirror.core.start.decide import Result, Wish
 from ckptmirror.core.start.evidence import DISK
@@ -125,12 +125,15 @@ def _load_first_sound(
         if proposal.meta is None:
             return proposal, None
         try:
-            place = _gather(root, ranks, node, proposal) if ranks.nodes > 1 else root
-            _vote_on_bytes(place, ranks, proposal.meta, proposal.kind)
+            view = _gather(root, ranks, node, proposal, state) if ranks.nodes > 1 else None
+            place = view.path if view is not None else root
+            read = list(view.needs.values()) if view is not None else proposal.meta.artifacts_of(proposal.kind)
+            _vote_on_bytes(place, ranks, read)
             return proposal, _load_together(place, ranks, proposal, state, exclude)
         except _CannotUse as found:
+            freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
             if bringer is not None:
-                bringer.reject(proposal, found.reason, found.result)
+                bringer.reject(proposal, found.reason, found.result, freed=freed)
             if node is not None and ranks.nodes > 1 and found.result is not Result.NOT_BROUGHT:
                 discard_view(root, proposal.meta)
 
@@ -196,21 +199,36 @@ def _disks_of_others(ranks: Ranks, node: Node | None) -> list[DiskFacts]:
     return [disk for disk in exchange_result(ranks, look, what="look at the disks") if disk is not None]
 
 
-def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal) -> Path:
-    """Gather on each node the files that its ranks read, and return the directory that has them.
+def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, state: TrainState) -> View:
+    """Gather on each node the files that its ranks read.
 
     Raises:
         _CannotUse: A node cannot get a file.
     """
-    meta = proposal.meta
+    meta, at_place = proposal.meta, proposal.at_place
     assert meta is not None
-    view = View(root, meta, proposal.kind, trusted=proposal.place == DISK)
-    mirror = next((one for one in node.mirrors if one.url == proposal.mirror), None) if node is not None else None
-    at_place = proposal.at_place
     if at_place is not None and not proposal.mirror:
         copy_back = functools.partial(bring_back, root, Path(proposal.place), at_place)
         _check_all(_meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
-    found = exchange_result(ranks, lambda: view.begin() if node is not None else None, what="gather a save")
+    view = View(root, meta, proposal.kind, trusted=proposal.place == DISK)
+    _complete(ranks, node, proposal, view, view.begin)
+    read = exchange_result(ranks, lambda: view.files_read(state.model), what="ask which files are read")
+    for rank in ranks.node_ranks:
+        view.need(read[rank])
+    _complete(ranks, node, proposal, view, view.look)
+    return view
+
+
+def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, look: Callable[[], Holding]) -> None:
+    """Get what the views of the nodes lack: from the mirror that has the save, else from the disks of other nodes.
+
+    Raises:
+        _CannotUse: A node cannot get a file.
+    """
+    meta, at_place = proposal.meta, proposal.at_place
+    assert meta is not None
+    mirror = next((one for one in node.mirrors if one.url == proposal.mirror), None) if node is not None else None
+    found = exchange_result(ranks, lambda: look() if node is not None else None, what="gather a save")
     holdings = {rank: holding for rank, holding in enumerate(found) if holding is not None}
     if proposal.mirror and any(holding.lacks for holding in holdings.values()):
 
@@ -236,7 +254,11 @@ def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal) -> 
         finally:
             channel.close()
         _check_all(sent)
-    return view.path
+
+
+def _rotate_all(ranks: Ranks, node: Node | None) -> bool:
+    """Rotate on each node, since any may be the one that has no room; return whether that freed space."""
+    return any(exchange_result(ranks, lambda: node is not None and bool(node.rotate().deleted), what="make room"))
 
 
 def _check_all(found: Mapping[int, Gathered]) -> None:
@@ -250,8 +272,8 @@ def _check_all(found: Mapping[int, Gathered]) -> None:
             raise _CannotUse(f"rank {rank}: {one.reason}", one.result)
 
 
-def _vote_on_bytes(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> None:
-    """Check the bytes on every rank.
+def _vote_on_bytes(root: Path, ranks: Ranks, read: Sequence[Artifact]) -> None:
+    """Check the bytes of what the ranks of this node read, on every rank.
 
     Raises:
         _CannotUse: A rank found a file that differs from what was saved.
@@ -259,7 +281,7 @@ def _vote_on_bytes(root: Path, ranks: Ranks, meta: Meta, kind: Kind) -> None:
     reason: Fault | None = None
     failure: BaseException | None = None
     try:
-        reason = check_share(root, ranks, meta, kind)
+        reason = check_share(root, ranks, read)
     except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
         failure = error
     found = [vote for vote in ranks.exchange(reason, what="vote on a save", error=failure) if vote is not None]
