@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs-installed
-WORKERS ?= 2
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-long test-all test-lowest test-gcs check docs picture bench campaign fuzz build clean
@@ -28,8 +28,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## Train, kill, resume, rotate, lose the disk, stage: the whole story, here or with MIRROR=gs://bucket/prefix
 	$(BIN)/ckptmirror demo $(if $(MIRROR),--mirror '$(MIRROR)')
 
-# In WORKERS processes; the unit tests, whose files are short, come last and fill them evenly.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# In WORKERS processes, which often wait for others; the unit tests, whose files are short, come last and fill them evenly.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
 test: setup  ## Run the tests of minutes: unit, contract, slices of simulation and crash, each verb end to end
 	$(PYTEST) -m 'not long'

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("ckptmirror")
-_NODES_LIMIT = 1
 _POLL_S, _LEAVING_SAVE_S, _LEAVING_TELL_S = 0.2, 60.0, 10.0
 
 
@@ -58,7 +57,8 @@ class CheckpointManager:
     """Saves to fast local disk with almost no stall, mirrors every save, deletes only what is safe, resumes exactly.
 
     Args:
-        root: Directory on local disk that this run saves to; one root per run. All ranks of a node pass the same one.
+        root: Directory on local disk that this run saves to; one root per run. All ranks of a node pass the same one;
+            on several nodes each has its own.
         mirrors: URLs (``gs://bucket/prefix``, ``file:///nfs/…``), or :class:`MirrorSpec`.
         kinds: What ``save`` writes: ``"dcp"``, ``"model"`` or both.
         retention: What to keep locally. A save is deleted only when it is provably on every required mirror.
@@ -128,11 +128,6 @@ class CheckpointManager:
         self.ranks: Ranks = open_ranks(process_group, node_key=own_key, probe=RootProbe(self.root), timeout_s=limit_s)
         self._save_ranks = self.ranks.channel("save")
         try:
-            if self.ranks.nodes > _NODES_LIMIT:
-                raise ConfigError(
-                    f"This job has {self.ranks.nodes} nodes; several nodes with separate disks are not supported yet.",
-                    hint="Run the ranks of a job on one node, all with the same root on its local disk.",
-                )
             if self.ranks.is_leader and failure is None:
                 self._node = Node(
                     self.root,

@@ -8,6 +8,8 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
+
 from ckptmirror.core import names
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.resolve import list_checkpoints
@@ -16,6 +18,8 @@ from ckptmirror.flow.verify.verify import Target, verify
 from ckptmirror.local import crashpoints
 from tests.kit.processes import in_child
 from tests.kit.roots import make_pending
+
+pytestmark = pytest.mark.long
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 CASES_IN_A_SLICE = 12

@@ -16,6 +16,8 @@ import pytest
 from tests.fuzz import fuzzing
 from tests.fuzz.fuzzing import Reader, fuzz, repeat
 
+pytestmark = pytest.mark.long
+
 HOME = Path(__file__).resolve().parents[2]
 
 

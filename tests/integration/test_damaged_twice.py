@@ -15,6 +15,8 @@ from tests.kit.mirrors import memory_url
 from tests.kit.roots import MirroredRoot, make_pending
 from tests.kit.saves import make_save, put_object
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("name", ["model_000100.pt", "meta_000100.json"])
 def test_what_is_damaged_under_both_names_is_named_with_the_commands_that_let_it_be_sent_again(

@@ -19,6 +19,8 @@ from tests.kit.faulty_store import FaultyStore, StoreFault
 from tests.kit.mirrors import memory_url
 from tests.kit.training import new_state, saved_run, train
 
+pytestmark = pytest.mark.long
+
 LONGEST_S = 6.0  # what the end of a thread may take that a mirror holds up
 
 

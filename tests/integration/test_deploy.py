@@ -1,4 +1,4 @@
-"""The units in deploy/ name verbs, options and exit codes that exist."""
+"""The files in deploy/ name verbs, options and exit codes that exist, and have the syntax of who reads them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
+from torch.distributed.run import get_args_parser
 
 from ckptmirror.cli._program import program
 from ckptmirror.core import errors
@@ -67,3 +69,31 @@ def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path):
     complaints = [line for line in done.stderr.splitlines() if unit.stem.partition("@")[0] in line]
     assert complaints == []
     assert done.returncode == 0, done.stderr
+
+
+def test_slurm_starts_an_agent_on_each_node_with_options_that_torchrun_has() -> None:
+    script = HOME / "deploy" / "slurm" / "train.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
+    text = script.read_text().replace("\\\n", " ")
+    (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    words = shlex.split(line)
+    agent = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
+    assert (agent.nnodes, agent.rdzv_backend, agent.training_script) == ("$SLURM_NNODES", "c10d", "train.py")
+    assert "#SBATCH --ntasks-per-node=1\n" in text
+
+
+def test_kubernetes_starts_an_agent_in_each_pod_and_all_find_the_first_one() -> None:
+    service, job = yaml.safe_load_all((HOME / "deploy" / "kubernetes" / "train.yaml").read_text())
+    assert (service["kind"], service["spec"]["clusterIP"]) == ("Service", "None")
+    assert (job["kind"], job["spec"]["completionMode"]) == ("Job", "Indexed")
+    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["containers"]
+    assert container["command"][0] == "torchrun"
+    agent = get_args_parser().parse_args(container["command"][1:])
+    assert int(agent.nnodes) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert agent.rdzv_endpoint.startswith(f"{name}-0.{service['metadata']['name']}:")
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    root = next(one["value"] for one in container["env"] if one["name"] == "LOCAL_SSD")
+    assert root.startswith(container["volumeMounts"][0]["mountPath"] + "/")

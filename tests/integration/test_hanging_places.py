@@ -18,6 +18,8 @@ from tests.kit.cli import LIMIT_S, clean_environment
 from tests.kit.hanging_place import IMPATIENT, HangingDirectory, hanging_directory
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDirectory]:

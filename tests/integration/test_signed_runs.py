@@ -59,6 +59,8 @@ from tests.kit.legacy import save_legacy
 from tests.kit.roots import whole
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _no_keys_before_or_after() -> Iterator[None]:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ckptmirror import CheckpointManager, list_checkpoints, stage_checkpoint_step
-from ckptmirror import manager as manager_module
 from ckptmirror.core.errors import ConfigError, UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.drain import push
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.long
 
 
 def open_with(rank: int, base: str, mirrors: list[list[str]], kinds: list[tuple[Kind, ...]]) -> tuple[str, str, int]:
-    manager_module._NODES_LIMIT = 8
 
     def job() -> None:
         root = Path(base) / "ab"[rank]
@@ -102,7 +100,6 @@ def test_nodes_that_wake_after_the_run_went_on_elsewhere_commit_nothing(tmp_path
 
 
 def load_on(rank: int, base: str, places: list[str]) -> tuple[str, str, int]:
-    manager_module._NODES_LIMIT = 8
     state = built("fsdp")
 
     def job() -> tuple[int, float]:

@@ -66,6 +66,17 @@ def test_other_nodes_and_ranks_go_on(before: str, after: str, place: str, tmp_pa
     expect(Job(tmp_path, after).run(), 3, "disk", second[0])
 
 
+def test_eight_nodes_go_on_after_one_lost_its_disk(tmp_path: Path) -> None:
+    first = Job(tmp_path, "abcdefgh", (1,)).run()
+    shutil.rmtree(tmp_path / "d")
+    job = Job(tmp_path, "abcdefgh", (2,))
+    second = job.run()
+    expect(second, 1, job.url, first[0])
+    assert [one.failed for one in second] == [""] * 8
+    for node in "abcdefgh":
+        assert leftovers(tmp_path / node) == []
+
+
 def test_a_node_that_returns_with_an_old_disk_goes_on_with_the_others(tmp_path: Path) -> None:
     Job(tmp_path, "ab", (1,)).run()
     second = Job(tmp_path, "ac", (2, 3)).run()
@@ -113,6 +124,14 @@ def test_a_snapshot_that_all_nodes_kept_elsewhere_comes_back_to_each(lost: str, 
     expect(second, 2, str(tmp_path / "kept"), first[0])
     assert list(tmp_path.glob("*/emergency_*")) == []  # a newer save is on the mirror
     expect(Job(tmp_path, "ab", kept=True).run(), 3, "disk", second[0])
+
+
+def test_nobody_waits_for_the_part_of_a_node_that_is_gone(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2), dies=1).run()
+    third = Job(tmp_path, "ac", (3,)).run()
+    assert [(one.step, one.failed) for one in third] == [(1, ""), (1, "")]
+    assert (tmp_path / "a" / "meta_000002.json").exists()  # the disk of b may come back
+    assert len(list((tmp_path / "mirror").glob("parts/meta_000002-*"))) == 1
 
 
 @pytest.mark.parametrize("dies", [0, 1])

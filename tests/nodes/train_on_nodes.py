@@ -12,9 +12,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from ckptmirror import CheckpointManager, TrainState
-from ckptmirror import manager as manager_module
-
-manager_module._NODES_LIMIT = 8
 
 
 def main(base: Path, last_step: int, die_at: int) -> None:

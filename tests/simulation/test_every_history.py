@@ -18,7 +18,7 @@ from tests.simulation.small_histories import Histories
 from tests.simulation.small_world import Mirror, World, part_name
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
-STATES = 150_000 if FULL else 4_000
+STATES = 150_000 if FULL else 2_000
 HISTORIES = 300 if FULL else 8
 STATES_LIMIT = 25_000  # more than it takes to find any of the planted bugs
 

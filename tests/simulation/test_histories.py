@@ -14,6 +14,8 @@ import pytest
 from tests.simulation.engine import history, play, smaller, told
 from tests.simulation.seeded_bugs import SEEDED_BUGS, planted
 
+pytestmark = pytest.mark.long
+
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 SEED = int(os.environ.get("CKPTMIRROR_CAMPAIGN_SEED") or (random.SystemRandom().randrange(1_000_000) if FULL else 1))
 CAMPAIGN_S = 600.0

@@ -119,6 +119,12 @@ class Bringer:
         }
 
     @property
+    def torn(self) -> frozenset[str]:
+        """The saves of which disks of this job have parts, and which are whole nowhere, by id."""
+        whole = {copy.save.save_id for row in self.seen.evidence.rows for copy in row.copies}
+        return frozenset(part.save.save_id for part in self.seen.evidence.disk.parts) - whole
+
+    @property
     def chosen(self) -> Try | None:
         """The copy that was proposed last; None for a start at step 0."""
         return self._chosen if isinstance(self._chosen, Try) else None

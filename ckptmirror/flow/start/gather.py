@@ -44,7 +44,7 @@ from ckptmirror.local.storage_errors import disk_error, explained
 from ckptmirror.ranks.base import Ranks
 
 if TYPE_CHECKING:
-    import torch
+    from ckptmirror.formats.train_state import TrainState
 
 __all__ = ["Gathered", "View", "bring_back", "discard_view", "relay"]
 
@@ -114,7 +114,7 @@ class View:
                 make_real_dirs(self._root, (self.path / path).parent)
         return self.look()
 
-    def files_read(self, module: torch.nn.Module) -> frozenset[str] | None:
+    def files_read(self, state: TrainState) -> frozenset[str] | None:
         """Return the paths of the files that a rank reads; None: all of them, or that cannot be known."""
         if self._kind != "dcp":
             return None
@@ -122,7 +122,7 @@ class View:
         from ckptmirror.formats.dcp_read import files_read
 
         try:
-            read = {f"{directory}/{name}" for name in files_read(self.path / directory, module)}
+            read = {f"{directory}/{name}" for name in files_read(self.path / directory, state.model)}
         except (IntegrityError, FileNotFoundError):  # the vote finds what is wrong
             return None
         return frozenset(read) if len(read | self.needs.keys()) < len(self._files) else None

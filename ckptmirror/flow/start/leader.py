@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
@@ -111,6 +111,7 @@ class Node:
         self._last_step: int | None = None
         self._retaking = threading.Lock()
         self._meet_again = False
+        self._torn: frozenset[str] = frozenset()
         self._abandoned: frozenset[str] = frozenset()
         self._skipped: deque[dict[str, object]] = deque(maxlen=_SKIPPED_LISTED)
         check_place(root, state_dir)
@@ -155,14 +156,19 @@ class Node:
             return None
         return persistent_catalog(self.persistent_dir, self.root, patience_s=total_s_of_environment())
 
-    def start(self, claim: RunClaim, abandoned: Mapping[str, str] | None = None) -> None:
+    def start(
+        self, claim: RunClaim, abandoned: Mapping[str, str] | None = None, torn: Collection[str] = frozenset()
+    ) -> None:
         """Let uploads and rotation run for an attempt that has claimed the run.
 
         Args:
             claim: The claim.
             abandoned: The saves of which this node may have a part and which can never be whole, with the reason.
+            torn: The saves of which this node may have a part and which were whole nowhere. Its part is uploaded, but
+                nothing waits for the parts of nodes that are not of this job.
         """
         self.claim = claim
+        self._torn = frozenset(torn)
         self._abandoned = frozenset(abandoned or ())
         for save_id, reason in (abandoned or {}).items():
             if self.table.skip(save_id, reason):
@@ -286,10 +292,13 @@ class Node:
             if self.fenced() is not None:
                 return True
             asked = save_id is not None or self._audit is None or not self._audit.waits_for(self._counting())
-            return asked and not still_moving(self.table, self._counting(), save_id)
+            return asked and not self._still_moving(save_id)
 
         workers.wait_until_verified(is_over, timeout_s)
         return self.durability().is_safe if save_id is None else not self.unsafe_saves(save_id)
+
+    def _still_moving(self, save_id: str | None = None) -> int:
+        return still_moving(self.table, self._counting(), save_id, besides=self._torn)
 
     def unsafe_saves(self, save_id: str | None = None) -> list[OpenSave]:
         """List the files of one save, or of all, that are not safe on a mirror that counts, or have no record."""
@@ -298,7 +307,8 @@ class Node:
         if not counting or not open_saves(self.table, self._whole(), counting, ids):
             return []
         # A rotation may run between reading the disk and reading the table, so a finding must be seen twice.
-        return open_saves(self.table, self._whole(), counting, ids)
+        found = open_saves(self.table, self._whole(), counting, ids)
+        return [one for one in found if one.save_id not in self._torn]
 
     def durability(self) -> Durability:
         """Say whether everything is safe now."""
@@ -367,7 +377,7 @@ class Node:
     def rotate_now(self, timeout_s: float) -> RotationReport:
         """Wait up to ``timeout_s`` seconds for pending uploads, then rotate."""
         if self._workers is not None:
-            self._workers.wait_until_verified(lambda: not still_moving(self.table, self._counting()), timeout_s)
+            self._workers.wait_until_verified(lambda: not self._still_moving(), timeout_s)
         return self.rotate()
 
     def _rotate_by_policy(self) -> None:

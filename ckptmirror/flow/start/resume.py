@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -212,7 +213,7 @@ def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, sta
         _check_all(_meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
     view = View(root, meta, proposal.kind, trusted=proposal.place == DISK)
     _complete(ranks, node, proposal, view, view.begin)
-    read = exchange_result(ranks, lambda: view.files_read(state.model), what="ask which files are read")
+    read = exchange_result(ranks, lambda: view.files_read(state), what="ask which files are read")
     for rank in ranks.node_ranks:
         view.need(read[rank])
     _complete(ranks, node, proposal, view, view.look)
@@ -321,17 +322,27 @@ def _load_together(
     return report
 
 
+@dataclass(frozen=True)
+class _Claimed:
+    """What the other nodes record of a claim that the job's leader made; see :meth:`Node.start`."""
+
+    record: Claim
+    unclaimed: Mapping[str, str]
+    abandoned: Mapping[str, str]
+    torn: frozenset[str]
+
+
 def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: Proposal) -> Attempt | None:
     """Claim the run on the job's leader; return None on every rank if the start has to look again."""
-    claimed: tuple[Claim, dict[str, str], dict[str, str]] | tuple[()] | None = None
+    claimed: _Claimed | tuple[()] | None = None
     failure: BaseException | None = None
     if node is not None and bringer is not None:
         try:
             try:
                 claim = bringer.claim(proposal)
                 forget_brought(node.root)
-                node.start(claim, bringer.abandoned)
-                claimed = (claim.record, claim.unclaimed, bringer.abandoned)
+                node.start(claim, bringer.abandoned, bringer.torn)
+                claimed = _Claimed(claim.record, claim.unclaimed, bringer.abandoned, bringer.torn)
             except StartOver as why:
                 bringer.start_over(why)
                 claimed = ()
@@ -341,18 +352,17 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
     made = next(vote for vote in votes if vote is not None)
     if not made:
         return None
-    record, unclaimed, abandoned = made
     if ranks.nodes > 1:
 
         def join() -> None:
             if node is not None and bringer is None:
-                claim = RunClaim(node.root, node.table, node.mirrors, record, {})
-                claim.join(unclaimed)
+                claim = RunClaim(node.root, node.table, node.mirrors, made.record, {})
+                claim.join(made.unclaimed)
                 forget_brought(node.root)
-                node.start(claim, abandoned)
+                node.start(claim, made.abandoned, made.torn)
 
         exchange_result(ranks, join, what="record the claim")
-    return record.attempt
+    return made.record.attempt
 
 
 def _warn_about_latest(root: Path, chosen: Meta) -> None:

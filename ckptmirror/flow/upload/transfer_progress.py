@@ -8,6 +8,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -99,6 +100,13 @@ class UnderWay:
         """Note that a mirror did not answer, and is asked again in ``delay_s`` seconds."""
         with self._lock:
             self._waits[mirror] = str(error), self._clock() + delay_s
+
+    def due_s(self, mirror: str) -> float:
+        """Return in how many seconds a mirror is asked again; infinity if nothing waits for that."""
+        with self._lock:
+            _, due_s = self._waits.get(mirror, ("", 0.0))
+            left_s = due_s - self._clock()
+        return left_s if left_s > 0 else math.inf
 
     def answered(self, mirror: str) -> None:
         """Note that a mirror answers again."""

@@ -39,16 +39,26 @@ _MOVING = (RecordState.PENDING, RecordState.UPLOADING)
 _log = logging.getLogger("ckptmirror.upload")
 
 
-def still_moving(table: UploadsTable, mirrors: Collection[str], save_id: str | None = None) -> int:
+def still_moving(
+    table: UploadsTable, mirrors: Collection[str], save_id: str | None = None, *, besides: Collection[str] = ()
+) -> int:
     """Count the records that may still become verified by themselves. 0 ends a wait; it does not mean that all is safe.
 
     A failed file does not count, nor does the meta that waits for it: they need a person to fix the cause, or the next
     start.
+
+    Args:
+        save_id: Only the records of this save; None: of all.
+        besides: The ids of saves whose records do not count.
     """
     counts = [count for count in table.counts() if count.mirror in mirrors]
-    if save_id is None and not any(count.state is RecordState.FAILED for count in counts):
+    if save_id is None and not besides and not any(count.state is RecordState.FAILED for count in counts):
         return sum(count.records for count in counts if count.state in _MOVING)
-    records = [record for record in table.records(save_id=save_id) if record.mirror in mirrors]
+    records = [
+        record
+        for record in table.records(save_id=save_id)
+        if record.mirror in mirrors and record.save_id not in besides
+    ]
     stuck = {(record.save_id, record.mirror) for record in records if record.state is RecordState.FAILED}
     return sum(
         record.state in _MOVING and (record.role == "artifact" or (record.save_id, record.mirror) not in stuck)
@@ -203,4 +213,4 @@ class UploadWorkers:
                 _log.exception("the uploader met an unexpected error and continues")
             with self._wake:
                 if self._rounds == rounds and not self._stopping:
-                    self._wake.wait(IDLE_S)
+                    self._wake.wait(min(IDLE_S, self.under_way.due_s(context.mirror.url)))

@@ -20,6 +20,8 @@ from tests.contract.stores_under_test import pattern_bytes, upload_of
 from tests.kit.saves import BytesSource
 from tests.kit.servers.hostile_server import MIB, Asked, HostileServer, Script, answer, endless, hostile_server
 
+pytestmark = pytest.mark.long
+
 DATA = pattern_bytes(3 * MIB)
 PIECE = b" " * 65536
 ASKS: dict[str, Callable[[Store], object]] = {

@@ -30,6 +30,8 @@ from ckptmirror.core.start.evidence import (
 from ckptmirror.core.start.lineage import SaveFacts
 from tests.unit.core.start.worlds import Root, World, worlds
 
+pytestmark = pytest.mark.long
+
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 many = settings(
     max_examples=20_000 if FULL else 300,
