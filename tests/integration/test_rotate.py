@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,8 +73,8 @@ def test_rotation_waits_for_a_slow_upload(
         assert has_begun_to_wait.wait(60.0)
         return upload(store, one)
 
-    def moving(*asked: object) -> bool:
-        found = still_moving(*asked)  # type: ignore[arg-type]
+    def moving(*asked: Any, **more: Any) -> int:
+        found = still_moving(*asked, **more)
         has_begun_to_wait.set()
         return found
 
