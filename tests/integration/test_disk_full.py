@@ -45,6 +45,13 @@ def cases(changes: int, about: int) -> range:
     return range(1, changes + 1, 1 if EVERY else max(1, changes // about))
 
 
+def fill(place: Path) -> None:
+    """Leave no free byte on a small disk."""
+    with suppress(OSError), (place / "filler").open("wb", buffering=0) as filler:
+        while filler.write(bytes(4096)):
+            pass
+
+
 def assert_sound(root: Path) -> None:
     """Nothing is advertised that is not whole, and no temporary is left."""
     inventory = read_inventory(root)
@@ -319,9 +326,7 @@ def test_i8_a_full_disk_does_not_keep_the_table_from_what_the_uploads_tell_it(
             table.set_unasked([url] if number % 2 else [])
         log_bytes = (root / f"{names.TABLE_NAME}-wal").stat().st_size
         assert log_bytes < 500_000  # it is written over and over, and as long as that it needs no room
-        with suppress(OSError), (place / "filler").open("wb", buffering=0) as filler:
-            while filler.write(bytes(4096)):
-                pass
+        fill(place)
         refused = 0
         for number in range(400):
             try:
@@ -337,6 +342,30 @@ def test_i8_a_full_disk_does_not_keep_the_table_from_what_the_uploads_tell_it(
                 break
         else:
             pytest.fail("no change is possible any more")
+
+
+def test_i8_a_table_on_a_disk_without_a_free_byte_takes_changes_without_end(
+    mounted: Callable[..., Path],
+) -> None:
+    """A mirror is away for days, and each try is a change; then it comes back, and what is uploaded is noted."""
+    place, url = mounted("size=3m"), "file:///nfs/run"
+    root, _ = make_pending(place, url, 100, 200, 300)
+    with UploadsTable.open(root / names.TABLE_NAME) as table:
+        fill(place)
+        in_a_row = 0
+        for number in range(1500):
+            try:
+                claim = table.claim("worker", url, lease_s=60.0)
+                assert claim is not None
+                table.put_back(claim, f"try {number}: {'it is away ' * 20}", not_before_s=0.0)
+                in_a_row = 0
+            except errors.LocalStorageFull:
+                in_a_row += 1
+                assert in_a_row < 5, f"no change is possible any more, after {number}"
+        assert [save.step for save in table.saves()] == [100, 200, 300]
+        (place / "filler").unlink()
+        table.set_unasked([url])
+        assert (root / f"{names.TABLE_NAME}-reserve").stat().st_blocks * 512 >= 256 * 1024
 
 
 # -- a small disk, for real --------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def _allowed(path: Path, facts: os.stat_result, mask: int) -> int:
     if stat.S_ISDIR(facts.st_mode):
         return 0o777 & ~mask
     allowed = 0o666 & ~mask
-    if path.name.startswith("uploads.db"):
+    if path.name.startswith("uploads.db") and not path.name.endswith("-reserve"):  # which has no content
         writers = allowed & 0o222
         allowed = writers | writers << 1
     return allowed

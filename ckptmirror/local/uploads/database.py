@@ -31,6 +31,7 @@ from ckptmirror.local.own_files import check_own_file
 from ckptmirror.local.uploads.failures import named_failures, reuse_log_if_full
 from ckptmirror.local.uploads.place import LOGS, create_in_place, refuse_journal, set_aside
 from ckptmirror.local.uploads.records import canonical_crc
+from ckptmirror.local.uploads.reserve import take_reserve
 from ckptmirror.local.uploads.statements import migrations, statement
 
 __all__ = ["APPLICATION_ID", "Database"]
@@ -48,6 +49,8 @@ class Database:
         self._busy_timeout_s = busy_timeout_s
         self._lock = threading.RLock()
         self._connection: apsw.Connection | None = None
+        self._has_reserve = False
+        self._disk_is_full = False
         self._closed = False
         _open_databases.add(self)
 
@@ -165,13 +168,18 @@ class Database:
             connection = self._ready()
             connection.execute(statement("begin a change"))
             try:
+                if self._disk_is_full:  # the table does not grow while a mirror is away for days
+                    connection.execute(statement("forget the oldest tries"))
                 yield connection
                 with around(f"table.{verb}"):
                     connection.execute(statement("commit the change"))
             except BaseException as error:
                 _undo(connection)
-                reuse_log_if_full(connection, error)
+                self._disk_is_full |= reuse_log_if_full(connection, error, self.path)
                 raise
+            if (self._disk_is_full or not self._has_reserve) and take_reserve(self.path):
+                self._has_reserve, self._disk_is_full = True, False
+                connection.execute(statement("move the log into the table soon")).fetchall()
 
     @contextmanager
     def _held(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 Rules:
 * SQLite's own errors never leave this package.
 * If the disk has no room for a longer log, the log is overwritten from its beginning, so that a full disk fails one
-  change and not all. Uploads must continue there, because a file that is not uploaded is not deleted.
+  change and not all. If the table has no room to take over what is in the log, the reserve is spent.
 * A wrong statement is our own bug and is not reported as a state of the disk.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 import apsw
 
 from ckptmirror.core import errors
+from ckptmirror.local.uploads.reserve import spend_reserve
 from ckptmirror.local.uploads.statements import statement
 
 __all__ = ["named_failures", "reuse_log_if_full"]
@@ -79,8 +80,16 @@ def _unopened(path: Path, error: apsw.CantOpenError) -> errors.LocalStorageUnwri
     )
 
 
-def reuse_log_if_full(connection: apsw.Connection, error: BaseException) -> None:
-    """After a change that found no room, let the next one overwrite the log instead of extending it."""
-    if isinstance(error, apsw.FullError):
-        with suppress(apsw.Error):  # the first error is the one that counts
-            connection.execute(statement("move the log into the table")).fetchall()
+def reuse_log_if_full(connection: apsw.Connection, error: BaseException, path: Path) -> bool:
+    """After a change that found no room, let the next one overwrite the log instead of extending it.
+
+    Returns:
+        Whether the disk is full: the reserve is spent now.
+    """
+    if not isinstance(error, apsw.FullError):
+        return False
+    spend_reserve(path)
+    with suppress(apsw.Error):  # the first error is the one that counts
+        connection.execute(statement("move the log into the table at once")).fetchall()
+        connection.execute(statement("move the log into the table")).fetchall()
+    return True

@@ -302,7 +302,7 @@ def test_a_table_set_aside_takes_its_log_along(table: UploadsTable, add: Add, tm
     table.close()
     (tmp_path / "uploads.db-wal").write_bytes(b"log")
     aside = UploadsTable.set_aside(table.path)
-    assert {path.name for path in tmp_path.iterdir()} == {aside.name, aside.name + "-wal"}
+    assert {path.name for path in tmp_path.iterdir()} == {aside.name, aside.name + "-wal", "uploads.db-reserve"}
     with pytest.raises(NoTable):
         UploadsTable.set_aside(table.path)
 

@@ -27,6 +27,9 @@ PRAGMA journal_size_limit = 4194304;
 -- name: move the log into the table soon
 PRAGMA wal_autocheckpoint = 100;
 
+-- name: move the log into the table at once
+PRAGMA wal_autocheckpoint = 8;
+
 -- name: keep scratch tables in memory
 PRAGMA temp_store = MEMORY;
 

@@ -22,3 +22,10 @@ FROM records WHERE id = :id;
 
 -- name: forget the oldest history
 DELETE FROM transitions WHERE id <= (SELECT max(id) FROM transitions) - :keep;
+
+-- name: forget the oldest tries
+DELETE FROM transitions WHERE id IN (
+    SELECT id FROM transitions
+    WHERE new_state = 'uploading' OR (old_state = 'uploading' AND new_state = 'pending')
+    ORDER BY id LIMIT 100
+);
