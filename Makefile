@@ -32,10 +32,10 @@ demo: setup  ## Train, kill, resume, rotate, lose the disk, stage: the whole sto
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
 test: setup  ## Run the tests of minutes: unit, contract, slices of simulation and crash, each verb end to end
-	$(PYTEST) -m 'not long'
+	$(PYTEST) -m 'short or not long'
 
 test-long: setup  ## Run the tests that `make test` leaves out: example pages, roles, credentials, long matrices
-	$(PYTEST) -m long
+	$(PYTEST) -m 'long and not short'
 
 test-all: test test-long  ## Run every test once
 

@@ -263,10 +263,14 @@ class Temporary(CkptMirrorError):
 
 
 class NodeBehind(CkptMirrorError):
-    """Another node has not uploaded its part of a save yet; the mirror answers."""
+    """Another node has not uploaded its part of a save yet, or not written its meta; the mirror answers."""
 
     exit_code = 8
     hint = "It does so by itself; if that node is gone, the save is never whole, and the run goes on from another."
+
+    def __init__(self, message: str, *, hint: str | None = None, is_writing: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.is_writing = is_writing
 
 
 class WaitTimeout(Temporary):

@@ -46,6 +46,7 @@ __all__ = [
     "parse_name",
     "parse_step",
     "part_name",
+    "parts_prefix",
     "plain",
     "pp_dir",
     "tagged",
@@ -218,11 +219,16 @@ class ArtifactPath:
 
 def part_name(step: int, save_id: str, part: int, parts: int) -> str:
     """Return ``parts/meta_000200-1f0c9a2e.part00001-of-00002.json``; ``part`` counts from 1."""
-    _check_step(step)
     _checked_number("parts", parts)
     if not 1 <= _checked_number("part", part) <= parts:
         raise UsageError(f"Part {part} of {parts} does not exist: parts count from 1.")
-    return f"{PARTS_DIR}/meta_{step:06d}-{_save_digits(save_id)}.part{part:05d}-of-{parts:05d}.json"
+    return f"{parts_prefix(step, save_id)}{part:05d}-of-{parts:05d}.json"
+
+
+def parts_prefix(step: int, save_id: str) -> str:
+    """Return ``parts/meta_000200-1f0c9a2e.part``, with which the names of all parts of a save begin."""
+    _check_step(step)
+    return f"{PARTS_DIR}/meta_{step:06d}-{_save_digits(save_id)}.part"
 
 
 def emergency_dir_name(step: int, utc: str, tag: str = "") -> str:

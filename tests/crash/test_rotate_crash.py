@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.crash.campaign import Campaign, StoryServer, check, run_campaign
 from tests.crash.invariants import Place, newest_was_found, wrong_after_kill, wrong_after_recovery
+
+pytestmark = pytest.mark.long
 
 
 def after_recovery(place: Place) -> list[str]:

@@ -23,6 +23,8 @@ from tests.kit.faults import flip_bit
 from tests.kit.processes import in_child
 from tests.kit.saves import FIRST_ATTEMPT, bytes_of, make_save, put_attempts, put_on_mirror
 
+pytestmark = pytest.mark.long
+
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 CASES_IN_A_SLICE = 10
 

@@ -9,6 +9,8 @@ import pytest
 from tests.crash.campaign import Campaign, StoryServer, check, quick, run_campaign
 from tests.crash.invariants import Place, newest_was_found, wrong_after_kill, wrong_after_recovery
 
+pytestmark = pytest.mark.long
+
 
 def after_recovery(place: Place) -> list[str]:
     return wrong_after_recovery(place) + newest_was_found(place)

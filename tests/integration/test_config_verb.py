@@ -18,6 +18,8 @@ from tests.integration.test_docs import REFERENCE, rows, sections
 from tests.kit.cli import CONSOLE_SCRIPT, assert_tells, clean_environment, run
 from tests.kit.roots import make_mirrored, make_pending, require
 
+pytestmark = pytest.mark.long
+
 HOME = Path(__file__).resolve().parents[2]
 PAGE = (REFERENCE / "configuration.md").read_text()
 
@@ -38,6 +40,7 @@ def settings(folder: Path, **variables: str) -> dict[str, tuple[Any, str]]:
 # -- the verb -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.short
 def test_config_shows_each_value_and_where_it_comes_from(tmp_path: Path):
     folder = write(
         tmp_path,

@@ -24,6 +24,8 @@ from tests.kit.cli import LIMIT_S, clean_environment, run
 from tests.kit.roots import make_pending
 from tests.kit.terminal import OnTerminal, bare
 
+pytestmark = pytest.mark.long
+
 TRAINER = """
 import os, sys, threading
 from pathlib import Path

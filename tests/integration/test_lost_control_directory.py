@@ -25,6 +25,8 @@ from tests.kit.processes import run_ranks
 from tests.kit.roots import leftovers, whole
 from tests.kit.training import everything, new_state, running, same, train
 
+pytestmark = pytest.mark.long
+
 
 def delete_control(root: Path) -> None:
     """As a person would, once more where the trainer wrote into it meanwhile."""

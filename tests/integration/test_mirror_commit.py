@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,11 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import ALL_NODES, Meta, new_id
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.upload.record import upload_claimed
+from ckptmirror.local.uploads import UploadRecord
+from ckptmirror.stores.base import ObjectInfo, Store
+from ckptmirror.stores.decorator import StoreDecorator
 from tests.kit.faulty_store import StoreFault
 from tests.kit.mirrors import memory_url, object_names
 from tests.kit.roots import MirroredRoot
@@ -33,15 +40,15 @@ def nodes(tmp_path: Path) -> Iterator[list[MirroredRoot]]:
 
 
 def save_together(places: list[MirroredRoot], step: int) -> list[Meta]:
-    """One save of four ranks, two on each node; ``.metadata`` lies on both."""
+    """One save with two ranks on each node; ``.metadata`` lies on all."""
     save_id = new_id()
     metas = []
     for number, place in enumerate(places):
-        whole = make_save(place.root, step, ("dcp",), number=step, ranks=4, save_id=save_id)
+        whole = make_save(place.root, step, ("dcp",), number=step, ranks=2 * len(places), save_id=save_id)
         mine = tuple(a for a in whole.artifacts if a.rank is None or a.rank // 2 == number)
         for artifact in set(whole.artifacts) - set(mine):
             (place.root / artifact.path).unlink()
-        meta = replace(whole, nodes=NODES, node=number, artifacts=mine)
+        meta = replace(whole, nodes=len(places), node=number, artifacts=mine)
         (place.root / names.SaveName(step, meta.tag).meta).write_bytes(meta_to_bytes(meta))
         place.add(meta)
         place.table.release_save(save_id)
@@ -121,3 +128,94 @@ def test_a_part_that_was_published_before_a_crash_is_found_again(nodes: list[Mir
     nodes[0].upload()
     assert nodes[0].states() == nodes[1].states() == {"verified"}
     assert_whole(nodes, metas, tmp_path / "staged")
+
+
+def send_artifacts(place: MirroredRoot) -> None:
+    """Send everything but the metas."""
+    while any(record.role == "artifact" and record.state is not RecordState.VERIFIED for record in place.records()):
+        place.upload(limit=1)
+
+
+class Requests(StoreDecorator):
+    """Counts the requests of one node; a listing counts for each object in it."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.made: Counter[str] = Counter()
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        for info in self._store.list(prefix):
+            self.made["listed"] += 1
+            yield info
+
+    def read(self, name: str, *, generation: int | None = None, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
+        self.made["read of a part" if name.startswith(names.PARTS_DIR) else "read"] += 1
+        return self._store.read(name, generation=generation, limit_bytes=limit_bytes)
+
+    def _call(self, operation: str, name: str, run: Callable[[], Any], size_bytes: int = 0) -> Any:  # noqa: ARG002
+        self.made[operation] += 1
+        return run()
+
+
+def requests_of_a_commit(place: Path, count: int) -> list[Counter[str]]:
+    """The requests that each node makes for the meta of one save, of which the first node looks five times."""
+    url = memory_url()
+    places = [MirroredRoot(place / f"node-{number}", [url]) for number in range(count)]
+    save_together(places, 100)
+    counting = []
+    for one in places:
+        send_artifacts(one)
+        counting.append(Requests(one.store))
+    contexts = [one.context(Mirror(url, True, spy)) for one, spy in zip(places, counting, strict=True)]
+    for number in [*range(count - 1), *[0] * 4, *range(count - 1, -1, -1)]:
+        one = places[number]
+        one.clock.pass_s(120)
+        claim = one.table.claim("worker", url, lease_s=300)
+        assert claim is not None
+        upload_claimed(contexts[number], claim)
+    assert {state for one in places for state in one.states()} == {"verified"}
+    for one in places:
+        one.close()
+    return [spy.made for spy in counting]
+
+
+def test_what_a_node_asks_for_does_not_grow_with_the_number_of_nodes(tmp_path: Path) -> None:
+    few, many = (requests_of_a_commit(tmp_path / str(count), count) for count in (3, 12))
+    for of_few, of_many in ((few[0], many[0]), (few[1], many[1])):
+        assert {one: n for one, n in of_many.items() if one != "listed"} == {
+            one: n for one, n in of_few.items() if one != "listed"
+        }
+        assert of_many["listed"] <= 12  # once, and not at each look
+        assert of_many["read of a part"] == 0
+    assert few[-1]["read of a part"] == 3
+    assert many[-1]["read of a part"] == 12  # the last reads all, and writes the meta
+    assert many[0]["write"] == 1
+    assert many[-1]["write"] == 2
+
+
+def test_who_finds_all_parts_while_waiting_lets_the_last_node_write_the_meta_but_not_for_ever(
+    nodes: list[MirroredRoot],
+) -> None:
+    save_together(nodes, 100)
+    first, last = nodes
+    nodes[1].store.script(StoreFault("write", r"^meta_", when="before", times=0))
+    contexts = [place.context() for place in nodes]
+
+    def look(number: int) -> UploadRecord:
+        place = nodes[number]
+        place.clock.pass_s(120)
+        claim = place.table.claim("worker", place.mirrors[0].url, lease_s=300)
+        assert claim is not None
+        upload_claimed(contexts[number], claim)
+        (record,) = [record for record in place.records() if record.role == "meta"]
+        return record
+
+    for place in nodes:
+        send_artifacts(place)
+    assert "is not on" in str(look(0).last_error)
+    assert "does not answer" in str(look(1).last_error)  # it published its part, and then
+    assert "the node that came last is about to write its meta" in str(look(0).last_error)
+    assert look(0).state is RecordState.VERIFIED
+    assert first.states() == {"verified"}
+    assert look(1).state is RecordState.VERIFIED
+    assert last.states() == {"verified"}

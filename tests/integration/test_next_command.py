@@ -20,6 +20,8 @@ from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.cli import run
 from tests.kit.roots import fail_uploads, make_mirrored, make_pending
 
+pytestmark = pytest.mark.long
+
 HOME = Path(__file__).resolve().parents[2]
 PACKAGE = HOME / "ckptmirror"
 _COMMAND = re.compile(r"`(ckptmirror [a-z]+[^`]*)`")

@@ -39,6 +39,8 @@ from tests.kit.faults import DiskFault, failing, flip_bit, of_a_later_version
 from tests.kit.processes import run_ranks
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
+pytestmark = pytest.mark.long
+
 
 class Place:
     """A root, a mirror and a persistent directory."""

@@ -26,6 +26,8 @@ from tests.kit.roots import MirroredRoot
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
 from tests.kit.training import new_state, running, saved_run
 
+pytestmark = pytest.mark.long
+
 LIMIT_S = 30.0
 
 

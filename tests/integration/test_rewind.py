@@ -38,6 +38,8 @@ from tests.kit.roots import content, drained, make_pending
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts
 from tests.kit.training import everything, new_state, running, same, saved_run
 
+pytestmark = pytest.mark.long
+
 BUCKET = "rewind"
 
 
@@ -48,6 +50,7 @@ def standings(place: Path | str) -> dict[int, str]:
 # -- what a start does then -------------------------------------------------------------------------------------
 
 
+@pytest.mark.short
 def test_the_next_start_goes_on_from_there_and_so_do_all_after_it(tmp_path: Path) -> None:
     root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
     states = saved_run(root, (3, 6, 9), url)

@@ -14,6 +14,8 @@ from tests.kit.processes import killed_at
 from tests.kit.roots import names_in
 from tests.kit.training import new_state, train
 
+pytestmark = pytest.mark.long
+
 
 def rotate_to_one(root: str) -> None:
     rotate_root(Path(root), Retention(keep_last=1))

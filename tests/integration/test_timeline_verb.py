@@ -22,6 +22,8 @@ from tests.kit.processes import killed_at, run_ranks
 from tests.kit.roots import control, make_mirrored, make_pending, require, whole
 from tests.kit.training import new_state, running, saved_run, train
 
+pytestmark = pytest.mark.long
+
 SVG = "{http://www.w3.org/2000/svg}"
 Bars = list[dict[str, Any]]
 
@@ -70,6 +72,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(root, url, said["bars"], said)
 
 
+@pytest.mark.short
 def test_every_save_is_copied_written_uploaded_and_committed(place: Place):
     for kind in ("host_copy", "commit"):
         assert steps(place.of(kind)) == [(1, "done"), (2, "done"), (3, "done")]

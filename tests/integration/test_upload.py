@@ -98,7 +98,7 @@ def test_a_mirror_is_asked_once_for_the_files_of_a_save_and_once_for_its_meta(
 ) -> None:
     place = open_root(memory_url())
     asked: list[int | None] = []
-    context = place.context(confirm=lambda _mirror, meta: asked.append(meta and meta.step))
+    context = place.context(confirm=lambda _mirror, meta, **_: asked.append(meta and meta.step))
     for step in (100, 200):
         meta = place.commit(step, sizes={f"model_{step:06d}.pt": 10, f"optim_{step:06d}.pt": 10})
         upload_save(context, meta.save_id)

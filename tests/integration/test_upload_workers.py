@@ -52,7 +52,7 @@ def test_i11_a_fenced_worker_whose_record_another_has_is_told_that_it_is_fenced(
     place.commit(100, sidecars=False)
     url = place.mirrors[0].url
 
-    def fenced(_mirror: Mirror, _meta: Meta | None) -> None:
+    def fenced(_mirror: Mirror, _meta: Meta | None, **_: bool) -> None:
         place.clock.pass_s(11)
         assert place.table.claim("fast", url, lease_s=10) is not None
         raise AttemptFenced("A newer attempt has started.")
@@ -180,7 +180,7 @@ def test_nothing_is_uploaded_before_the_claim_of_the_mirror_is_confirmed(place: 
     place.commit(100)
     asked: list[str] = []
 
-    def refuse(mirror: Mirror, _meta: Meta | None) -> None:
+    def refuse(mirror: Mirror, _meta: Meta | None, **_: bool) -> None:
         asked.append(mirror.url)
         raise NotAuthorised("writer.json: 403")
 

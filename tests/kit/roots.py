@@ -35,7 +35,7 @@ from tests.kit.saves import FIRST_ATTEMPT, bytes_of, make_save, put_attempts, pu
 MIB = 1024 * 1024
 
 
-def no_confirm(_mirror: Mirror, _meta: Meta | None = None) -> None:
+def no_confirm(_mirror: Mirror, _meta: Meta | None = None, *, is_part: bool = False) -> None:
     """Nobody fences anybody."""
 
 

@@ -1,7 +1,8 @@
 """What may happen at the mirrors of a small world: nodes upload saves and parts and merge them, and drains do so too.
 
 Rules:
-* A node asks ``core.start`` before it commits, by evidence of its own disk and of the mirrors that answer.
+* A node asks ``core.start`` before it commits, by evidence of its own disk and of the mirrors that answer. To send its
+  part of a save of its own attempt it only asks the mirror's list.
 * Parts become a save by ``core.meta_merging``.
 * A step says what was wrong about it.
 """
@@ -80,6 +81,11 @@ class Uploads:
         for save in to_upload(disk, mirror):
             if self._is_waiting(disk, mirror, save):
                 continue
+            if save.attempt == actor.attempt and self._is_to_publish(disk, mirror, save):
+                after = put_at(state.mirrors, index, self._with_part(disk, mirror, save))
+                what = f"{actor.attempt} sends its part of {save.save_id} from node {node} to {URLS[index]}"
+                yield Step(what, state._replace(mirrors=after))
+                return
             may = self._verdict(state, actor, node, index, save)
             if may == "commit":
                 yield self._granted(state, actor, node, index, save)
@@ -142,14 +148,9 @@ class Uploads:
         part = part_of(disk, save)
         if part is None:
             return mirror._replace(saves=mirror.saves | {save}), ""
-        share = part.shares[0]
-        name, mine = part_name(save, share, part.of), (save.save_id, share)
-        if self.world.sends_files and mine not in mirror.files and not self._may_publish(mirror, mine):
-            return mirror._replace(files=mirror.files | {mine}), ""
-        if name not in {one for one, _, _ in mirror.parts}:
-            mirror = mirror._replace(parts=mirror.parts | {(name, save, share)})
-        if not self.world.sends_files:
-            mirror = mirror._replace(files=mirror.files | {mine})
+        mirror = self._with_part(disk, mirror, save)
+        if self._is_to_publish(disk, mirror, save):
+            return mirror, ""
         parts = self._parts_of(mirror, save, part.of)
         try:
             merged = meta_merging.merge_parts([meta_of(*one, part.of) for one in parts]) if parts else None
@@ -166,6 +167,25 @@ class Uploads:
         elif not made <= mirror.files:
             wrong = "a meta names files that are not there"
         return mirror._replace(saves=mirror.saves | {save}), wrong
+
+    def _is_to_publish(self, disk: Disk, mirror: Mirror, save: SaveFacts) -> bool:
+        """Whether this disk has a part of the save that the mirror lacks."""
+        part = part_of(disk, save)
+        return part is not None and part_name(save, part.shares[0], part.of) not in {
+            name for name, _, _ in mirror.parts
+        }
+
+    def _with_part(self, disk: Disk, mirror: Mirror, save: SaveFacts) -> Mirror:
+        """The mirror with this disk's part of a save, or first with the part's files; it commits nothing."""
+        part = part_of(disk, save)
+        assert part is not None
+        share = part.shares[0]
+        name, mine = part_name(save, share, part.of), (save.save_id, share)
+        if self.world.sends_files and mine not in mirror.files and not self._may_publish(mirror, mine):
+            return mirror._replace(files=mirror.files | {mine})
+        if name not in {one for one, _, _ in mirror.parts}:
+            mirror = mirror._replace(parts=mirror.parts | {(name, save, share)})
+        return mirror if self.world.sends_files else mirror._replace(files=mirror.files | {mine})
 
     def _parts_of(self, mirror: Mirror, save: SaveFacts, of: int) -> list[tuple[SaveFacts, int]]:
         """The parts that a node finds under the names of a save's parts; none, if it has to wait for one."""

@@ -44,6 +44,7 @@ __all__ = [
     "Catalog",
     "MetaCache",
     "facts_of",
+    "listed_among",
     "local_catalog",
     "mirror_catalog",
     "part_word",
@@ -54,6 +55,9 @@ __all__ = [
 META_LIMIT_BYTES = 64 * 1024 * 1024
 _READERS = 8
 _FEW = 8  # up to this many single files are asked for one by one, more by a listing
+_FEW_AMONG_OTHERS = 64  # the same for the files of one of several nodes: the listing has those of all nodes
+_PAGE = 1000  # names in one answer
+_OTHERS = 8  # names that a listing may have for each that is asked about
 
 
 @dataclass(frozen=True)
@@ -265,10 +269,11 @@ def _missing(meta: Meta, objects: Mapping[str, ObjectInfo]) -> dict[Artifact, st
 def objects_of(store: Store, meta: Meta, *kinds: Kind) -> dict[str, ObjectInfo]:
     """Ask the mirror about every object of a save (only of ``kinds``, if given); return those that exist, by name."""
     wanted = meta.artifacts_of(*kinds) if kinds else meta.artifacts
-    return _objects_named(store, [artifact.object_name for artifact in wanted])
+    few = _FEW if meta.is_whole else _FEW_AMONG_OTHERS
+    return _objects_named(store, [artifact.object_name for artifact in wanted], few)
 
 
-def _objects_named(store: Store, wanted: Iterable[str]) -> dict[str, ObjectInfo]:
+def _objects_named(store: Store, wanted: Iterable[str], few: int = _FEW) -> dict[str, ObjectInfo]:
     """Ask about objects in as few requests as possible: one page of a listing answers for up to 1,000 objects.
 
     Each directory is listed, and so are a step's files that share a prefix. A few single files are asked for one by
@@ -280,14 +285,41 @@ def _objects_named(store: Store, wanted: Iterable[str]) -> dict[str, ObjectInfo]
         by_start.setdefault(directory + slash if slash else _start_of(name), []).append(name)
     found: dict[str, ObjectInfo] = {}
     for start, alike in by_start.items():
-        if start.endswith("/") or len(alike) > _FEW:
-            remaining = set(alike)
-            found |= {info.name: info for info in store.list(start) if info.name in remaining}
-            continue
-        for name in alike:
-            info = store.stat(name)
-            if info is not None:
-                found[name] = info
+        in_directory = start.endswith("/") and few == _FEW
+        if in_directory or len(alike) > few:
+            found |= listed_among(store, start, alike)
+        else:
+            found |= _asked_one_by_one(store, alike)
+    return found
+
+
+def listed_among(store: Store, prefix: str, wanted: Iterable[str]) -> dict[str, ObjectInfo]:
+    """Ask about objects that begin with ``prefix``, by a listing. If it has many more, by one request for each.
+
+    So the requests follow from what is asked, and not from what other nodes or an earlier year left there.
+    """
+    remaining = set(wanted)
+    found: dict[str, ObjectInfo] = {}
+    most = _PAGE + _OTHERS * len(remaining)
+    for number, info in enumerate(store.list(prefix) if remaining else ()):
+        if info.name in remaining:
+            remaining.remove(info.name)
+            found[info.name] = info
+        if not remaining:
+            break
+        if number >= most:
+            return found | _asked_one_by_one(store, sorted(remaining))
+    return found
+
+
+def _asked_one_by_one(store: Store, wanted: Sequence[str]) -> dict[str, ObjectInfo]:
+    found: dict[str, ObjectInfo] = {}
+
+    def ask(name: str) -> None:
+        if (info := store.stat(name)) is not None:
+            found[name] = info
+
+    run_jobs(wanted, ask, name="ckptmirror-ask", workers=_READERS)
     return found
 
 

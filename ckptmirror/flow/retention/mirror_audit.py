@@ -1,4 +1,4 @@
-"""Mirror audit: asks each mirror again, with one listing, for everything that the table calls verified there.
+"""Mirror audit: asks each mirror again for everything that the table calls verified there.
 
 Rules:
 * An object that is gone or was replaced (because the mirror was emptied, recreated, or restored from an older copy) is
@@ -19,6 +19,7 @@ from ckptmirror.core import events
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, IllegalTransition, StoreTemporary
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.reach import Reach, reach_after
+from ckptmirror.flow.places.catalog import listed_among
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.local.save_logger import save_logger
@@ -156,7 +157,7 @@ def _ask(table: UploadsTable, mirror: Mirror) -> None:
     verified = [record for record in _verified(table) if record.mirror == mirror.url]
     if not verified:
         return
-    there = {info.name: info for info in mirror.store.list()}
+    there = listed_among(mirror.store, "", [record.object or record.path for record in verified])
     missed = [(r, why) for r in verified if (why := why_differs(r, there.get(r.object or r.path))) is not None]
     for record, why in missed:
         forget_verified(table, record, f"{record.object or record.path} {why}")

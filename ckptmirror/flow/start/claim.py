@@ -222,12 +222,13 @@ class RunClaim:
             mine = replace(mine, completed=(*mine.completed, self.attempt.id))
         self._write_here(mine)
 
-    def confirm(self, mirror: Mirror, meta: Meta | None = None) -> None:
+    def confirm(self, mirror: Mirror, meta: Meta | None = None, *, is_part: bool = False) -> None:
         """Check that this attempt may continue on a mirror, and add it to the mirror's list if it is not there yet.
 
         Args:
             mirror: The mirror to check.
             meta: The save to commit there; None before sending files.
+            is_part: Only a node's part is written, which commits nothing.
 
         Raises:
             AttemptFenced: A newer attempt has started. Every later call raises this too.
@@ -246,7 +247,7 @@ class RunClaim:
             if meta.attempt.id != self.attempt.id:
                 self._places.check_drained(mirror, meta)
                 return
-            if mirror.url in self._may_commit:
+            if is_part or mirror.url in self._may_commit:
                 return
             verdict = may_commit(self._places.survey().evidence, self.attempt.id)
             if verdict.may == "wait":
@@ -350,8 +351,8 @@ class DrainConfirmation:
         self._root = root
         self._places = _Places(root, table, mirrors, {})
 
-    def __call__(self, mirror: Mirror, meta: Meta | None = None) -> None:
-        """Check that a save may be committed, and add its attempt to the mirror's list.
+    def __call__(self, mirror: Mirror, meta: Meta | None = None, *, is_part: bool = False) -> None:  # noqa: ARG002
+        """Check that a save, or a node's part of it, may be published, and add its attempt to the mirror's list.
 
         Raises:
             StoreTemporary: The mirror does not answer, or the commit must wait for a silent mirror.

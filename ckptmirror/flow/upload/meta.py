@@ -3,8 +3,10 @@
 Rules:
 * A meta can be claimed only when the table has all artifacts of the save as verified there. It is written only after
   the mirror confirmed that this attempt is not fenced.
-* With several nodes, each publishes its part. A node that sees all parts writes the whole meta; all write the same.
-  No node believes that a part is its own because of its name.
+* With several nodes, each publishes its part. The node that comes last sees all parts and writes the whole meta; any
+  node may, and all write the same. No node believes that a part is its own because of its name.
+* The requests of a node do not grow with the number of nodes: one that waits asks for one missing part at a time, and
+  one that finds all parts lets the node that came last write the meta before it does so itself.
 * If an object has the name already, it is read. If it is our own meta, the upload has succeeded. If it is another
   save's, the upload uses its other name. If it is a tombstone, the save is not uploaded.
 """
@@ -32,30 +34,69 @@ from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, objects_of
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.upload.sending import Sending
 from ckptmirror.local.checksums import crc32c
+from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.stores.base import ObjectInfo
 
 __all__ = ["MetaUpload"]
+
+_READERS = 8
 
 
 class MetaUpload(Sending):
     """The upload of a save's meta."""
 
     def send(self) -> None:
-        """Write the mirror's meta, unless the mirror has it already or has a tombstone of the save."""
+        """Write the mirror's meta, unless the mirror has it already or has a tombstone of the save.
+
+        Raises:
+            NodeBehind: Another node has not published its part yet, or is about to write the meta.
+        """
         context = self._context
         meta = self._local_meta()
-        context.confirm(context.mirror, meta)
+        self._ask_for_awaited(meta)
+        context.confirm(context.mirror, meta, is_part=not meta.is_whole)
         context.confirmed.discard(meta.save_id)
         mine = self._mirror_meta(meta)
         self._check_artifacts(mine)
-        data = meta_to_bytes(self._of_all_nodes(mine))
-        own_names = self._own_names(meta)
-        if not meta.is_whole:  # nodes may tag their own names; the names of the merged meta are the same for all
-            plain = names.untagged(self._record.path)
-            own_names = [plain, names.tagged(plain, meta.save_id)]
+        if meta.is_whole:
+            self._write(meta, mine, meta_to_bytes(mine))
+            return
+        if meta.save_id not in context.awaited:
+            self._publish_part(mine)
+        if not self._is_settled(meta, mine, None, []):
+            merged = self._merged(mine)
+            context.confirm(context.mirror, meta)
+            self._write(meta, mine, meta_to_bytes(merged))
+        context.awaited.pop(meta.save_id, None)
+
+    def _write(self, meta: Meta, mine: Meta, data: bytes) -> None:
         damaged: list[str] = []
+        if self._is_settled(meta, mine, data, damaged):
+            return
+        if meta.partial:
+            raise StorePermanent(
+                f"{self._context.mirror.url} has no meta of step {meta.step}, and this disk has only a part of the "
+                "save.",
+                hint="Upload it from a machine that has all of it.",
+            )
+        if damaged:
+            raise self._say_what_to_delete(damaged)
+        raise StorePermanent(f"Both names for the meta of step {meta.step} are taken on {self._context.mirror.url}.")
+
+    def _is_settled(self, meta: Meta, mine: Meta, data: bytes | None, damaged: list[str]) -> bool:
+        """Return whether the mirror has the save's meta now, or its tombstone; record which.
+
+        Args:
+            meta: The local meta.
+            mine: The same with the names of the objects.
+            data: The bytes to write under the first free name; None: only look.
+            damaged: Receives the names of objects that may be the save's and cannot be read.
+        """
+        context = self._context
+        own_names = self._own_names(meta) if meta.is_whole else self._whole_names(meta)
         for name in self._candidate_names(meta) if meta.is_whole else own_names:
-            if name in own_names and not meta.partial:  # the local copy does not name all files of the save
+            # A copy with only some of the save's files does not name them all.
+            if data is not None and name in own_names and not meta.partial:
                 with contextlib.suppress(PreconditionFailed):  # ours from before, or another save's: read next
                     self._store.write(name, data, if_generation=0, metadata=self._metadata(meta))
             elif self._store.stat(name) is None:
@@ -73,19 +114,12 @@ class MetaUpload(Sending):
                 continue
             if isinstance(found, Tombstone):
                 context.table.remove(meta.save_id, context.mirror.url, f"removed by retention: {found.reason}")
-                return
+                return True
             if there != data and not _covers(found, meta):
                 raise IntegrityError(f"{name} on {context.mirror.url} names this save with other contents.")
             self._verify_meta(*self._naming_what_was_verified(found, mine, info, there))
-            return
-        if meta.partial:
-            raise StorePermanent(
-                f"{context.mirror.url} has no meta of step {meta.step}, and this disk has only a part of the save.",
-                hint="Upload it from a machine that has all of it.",
-            )
-        if damaged:
-            raise self._say_what_to_delete(damaged)
-        raise StorePermanent(f"Both names for the meta of step {meta.step} are taken on {context.mirror.url}.")
+            return True
+        return False
 
     def _naming_what_was_verified(
         self, there: Meta, mine: Meta, info: ObjectInfo, data: bytes
@@ -143,34 +177,69 @@ class MetaUpload(Sending):
         )
         return replace(meta, artifacts=artifacts, staged_from=None, partial=False)
 
-    def _of_all_nodes(self, mine: Meta) -> Meta:
-        """Publish this node's part, and merge the parts once all nodes' parts are there. Any node may do it.
+    # -- parts ------------------------------------------------------------------------------------------------
+
+    def _whole_names(self, meta: Meta) -> list[str]:
+        """Return the names that the meta of all nodes may have: each node may tag its own names, but not this one."""
+        plain = names.untagged(self._record.path)
+        return [plain, names.tagged(plain, meta.save_id)]
+
+    def _ask_for_awaited(self, meta: Meta) -> None:
+        """Ask for the part that this node waits for.
 
         Raises:
-            NodeBehind: A node's part is not there yet.
-            IntegrityError: The part that has this node's name lacks files of this node: somebody else wrote it.
+            NodeBehind: It is not there yet, and neither is the whole meta, which may outlive it.
         """
-        if mine.is_whole:
-            return mine
-        part_names = [names.part_name(mine.step, mine.save_id, number + 1, mine.nodes) for number in range(mine.nodes)]
-        own = part_names[mine.node]
+        awaited = self._context.awaited.get(meta.save_id)
+        if awaited and all(self._store.stat(name) is None for name in (awaited, *self._whole_names(meta))):
+            raise self._behind(awaited)
+
+    def _behind(self, part: str) -> NodeBehind:
+        return NodeBehind(f"{part} is not on {self._context.mirror.url} yet: its node has still to upload it.")
+
+    def _publish_part(self, mine: Meta) -> None:
+        own = names.part_name(mine.step, mine.save_id, mine.node + 1, mine.nodes)
         with contextlib.suppress(PreconditionFailed):  # already published
             self._store.write(own, meta_to_bytes(mine), if_generation=0, metadata=self._metadata(mine))
-        parts = []
-        for name in part_names:
+
+    def _merged(self, mine: Meta) -> Meta:
+        """Merge the parts of all nodes.
+
+        Raises:
+            NodeBehind: A part is not there yet; or all are, and the node that came last is about to merge them.
+            IntegrityError: The part that has this node's name lacks files of this node: somebody else wrote it.
+        """
+        part_names = [names.part_name(mine.step, mine.save_id, number + 1, mine.nodes) for number in range(mine.nodes)]
+        there = {info.name for info in self._store.list(names.parts_prefix(mine.step, mine.save_id))}
+        awaited = self._context.awaited
+        if missing := [name for name in part_names if name not in there]:
+            awaited[mine.save_id] = missing[mine.node % len(missing)]  # not all nodes wait for the same
+            raise self._behind(missing[0])
+        if awaited.get(mine.save_id):
+            awaited[mine.save_id] = ""
+            raise NodeBehind(
+                f"All parts of step {mine.step} are on {self._context.mirror.url}, and the node that came last is "
+                "about to write its meta.",
+                is_writing=True,
+            )
+        found: dict[str, Meta] = {}
+
+        def read(name: str) -> None:
             try:
-                data, _ = self._store.read(name, limit_bytes=META_LIMIT_BYTES)
+                found[name] = meta_from_bytes(self._store.read(name, limit_bytes=META_LIMIT_BYTES)[0])
             except ObjectNotFound as error:
-                raise NodeBehind(
-                    f"{name} is not on {self._context.mirror.url} yet: its node has still to upload it."
-                ) from error
-            parts.append(meta_from_bytes(data))
-        if not _covers(parts[mine.node], mine):
+                raise self._behind(name) from error
+
+        run_jobs(part_names, read, name="ckptmirror-parts", workers=_READERS)
+        own = part_names[mine.node]
+        if not _covers(found[own], mine):
             raise IntegrityError(
                 f"{own} on {self._context.mirror.url} does not name what this node saved: somebody else wrote it.",
                 hint="Delete it, then `ckptmirror retry`.",
             )
-        return merge_parts(parts)
+        return merge_parts([found[name] for name in part_names])
+
+    # -- the table --------------------------------------------------------------------------------------------
 
     def _verify_meta(self, info: ObjectInfo, data: bytes) -> None:
         context = self._context

@@ -8,10 +8,11 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
+from typing import Protocol
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_from_bytes
@@ -25,9 +26,26 @@ from ckptmirror.local import files
 from ckptmirror.local.uploads import Claim, UploadRecord, UploadsTable
 from ckptmirror.stores.base import ObjectInfo, Store
 
-__all__ = ["LEASE_S", "Sending", "UploadContext"]
+__all__ = ["LEASE_S", "Confirm", "Sending", "UploadContext"]
 
 LEASE_S = 300.0
+
+
+class Confirm(Protocol):
+    """The question whether a writer may go on at a mirror."""
+
+    def __call__(self, mirror: Mirror, meta: Meta | None = None, *, is_part: bool = False) -> None:
+        """Ask before files are sent (no ``meta``), or before the meta of a save is written.
+
+        Args:
+            mirror: The mirror.
+            meta: The save.
+            is_part: Only a node's part of it is written now. The node that writes the whole meta asks once more.
+
+        Raises:
+            AttemptFenced: This attempt may do neither any more.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -35,10 +53,11 @@ class UploadContext:
     """What an upload needs beside its claim.
 
     Attributes:
-        confirm: Asks whether files may be sent to the mirror or, with a meta, whether the save may be committed there.
-            Raises AttemptFenced if this attempt may not do either any more.
+        confirm: Asks whether that may be sent which a save needs, or a meta be written: see :class:`Confirm`.
         confirmed: Ids of the saves whose files may be sent to the mirror. The first file of a save asks for all its
             files; the meta, sent last, asks again.
+        awaited: The part of another node that a save waits for, once this node's is there, by save id; "" if all parts
+            have been seen.
         under_way: Keeps what is being sent, for progress displays.
     """
 
@@ -46,8 +65,9 @@ class UploadContext:
     table: UploadsTable
     mirror: Mirror
     bus: events.EventBus
-    confirm: Callable[[Mirror, Meta | None], None]
+    confirm: Confirm
     confirmed: set[str] = field(default_factory=set)
+    awaited: dict[str, str] = field(default_factory=dict)
     under_way: UnderWay = field(default_factory=UnderWay)
 
 

@@ -22,10 +22,9 @@ from pathlib import Path
 from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload.record import upload_claimed
-from ckptmirror.flow.upload.sending import LEASE_S, UploadContext
+from ckptmirror.flow.upload.sending import LEASE_S, Confirm, UploadContext
 from ckptmirror.flow.upload.transfer_progress import Held, UnderWay
 from ckptmirror.local.processes import is_alive, started
 from ckptmirror.local.save_logger import save_logger
@@ -124,7 +123,7 @@ class UploadWorkers:
         table: UploadsTable,
         mirrors: Sequence[Mirror],
         bus: events.EventBus,
-        confirm: Callable[[Mirror, Meta | None], None],
+        confirm: Confirm,
         *,
         workers_per_mirror: int = 2,
         on_fenced: Callable[[str], None] = lambda _reason: None,

@@ -15,6 +15,8 @@ import pytest
 from ckptmirror.testing import Fault
 from ckptmirror.testing.fault import OPERATIONS
 
+pytestmark = pytest.mark.long
+
 KIB256 = 256 * 1024
 DATA = os.urandom(2 * KIB256)
 AT = 100_003

@@ -10,6 +10,8 @@ import pytest
 
 from ckptmirror.testing import Fault
 
+pytestmark = pytest.mark.long
+
 KIB256 = 256 * 1024
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from ckptmirror.testing import Fault
 
+pytestmark = pytest.mark.long
+
 KEPT = {"versioning": {"enabled": True}}
 SOFT = {"softDeletePolicy": {"retentionDurationSeconds": 7 * 86400}}
 

@@ -47,6 +47,8 @@ from tests.kit.hostile_files import (
 )
 from tests.kit.legacy import write_meta
 
+pytestmark = pytest.mark.long
+
 # Reads every file as a load does. The limits: what one file may take, of memory beyond the program and of time.
 _READER = """
 import json, os, resource, sys

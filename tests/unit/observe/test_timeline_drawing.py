@@ -21,6 +21,8 @@ from tests.kit.cost import steps_of
 from tests.kit.history import KINDS, MIRROR, START_S, WrittenRun, long_run
 from tests.kit.saves import save_id_of
 
+pytestmark = pytest.mark.long
+
 HOSTILE = '\' x=" onload="alert(1)" y="</title><script>alert(2)</script>\x1b]0;a\x07\u202e&amp;'
 
 SVG = "{http://www.w3.org/2000/svg}"

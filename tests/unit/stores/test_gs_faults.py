@@ -29,6 +29,8 @@ from tests.contract.stores_under_test import gs_store, server_with_bucket, uploa
 from tests.kit.saves import BytesSource, digest_of
 from tests.unit.stores.gs_operations import DATA, EVERY, MIB, ask
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServerProcess]:
