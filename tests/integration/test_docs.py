@@ -256,6 +256,7 @@ def test_the_names_on_disk_are_those_that_the_code_makes():
         names.MET_NAME,
         names.STATUS_NAME,
         names.TABLE_NAME,
+        f"{names.TABLE_NAME}-reserve",
         names.TABLE_NOTE_NAME,
         str(note_path(Path(), "1f0c9a2e" + "0" * 24)),
         names.LOCK_NAME,
