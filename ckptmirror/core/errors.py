@@ -263,14 +263,15 @@ class Temporary(CkptMirrorError):
 
 
 class NodeBehind(CkptMirrorError):
-    """Another node has not uploaded its part of a save yet, or not written its meta; the mirror answers."""
+    """Another node has not uploaded its part of a save yet, or not written its meta; the mirror answers.
+
+    Attributes:
+        is_writing: Whether all parts are there, so that another node is about to write the meta.
+    """
 
     exit_code = 8
+    is_writing = False
     hint = "It does so by itself; if that node is gone, the save is never whole, and the run goes on from another."
-
-    def __init__(self, message: str, *, hint: str | None = None, is_writing: bool = False) -> None:
-        super().__init__(message, hint=hint)
-        self.is_writing = is_writing
 
 
 class WaitTimeout(Temporary):

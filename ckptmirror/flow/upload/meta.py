@@ -217,11 +217,12 @@ class MetaUpload(Sending):
             raise self._behind(missing[0])
         if awaited.get(mine.save_id):
             awaited[mine.save_id] = ""
-            raise NodeBehind(
+            last = NodeBehind(
                 f"All parts of step {mine.step} are on {self._context.mirror.url}, and the node that came last is "
-                "about to write its meta.",
-                is_writing=True,
+                "about to write its meta."
             )
+            last.is_writing = True
+            raise last
         found: dict[str, Meta] = {}
 
         def read(name: str) -> None:
