@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: setup  ## Train, kill, resume, rotate, lose the disk, stage: the whole story, here or with MIRROR=gs://bucket/prefix
+demo: setup  ## Train, kill, resume, rotate, lose the disk, stage, lose a node: the whole story, here or with MIRROR=gs://bucket/prefix
 	$(BIN)/ckptmirror demo $(if $(MIRROR),--mirror '$(MIRROR)')
 
 # In WORKERS processes, which often wait for others; the unit tests, whose files are short, come last and fill them evenly.

@@ -32,7 +32,7 @@ _OF_THE_SERVICE = ("CKPTMIRROR_GCS_CREDENTIALS", "CKPTMIRROR_GCS_ENDPOINT", "CKP
     help="Draw a timeline, until the disk is lost, into this file.  [default: no file]",
 )
 def command(mirror: str | None, keep: bool, timeline: Path | None) -> int:
-    """Train, get killed, resume, rotate, lose the disk, get preempted, stage and evaluate, in about a minute.
+    """Train, get killed, resume, rotate, lose the disk, get preempted, evaluate, lose a node, in about a minute.
 
     Needs the CPU of two processes, no GPU and no cloud: it starts a strict Google Cloud Storage server of its own.
     With --mirror, it uses that mirror instead, under a new prefix, touches nothing else, and removes what it created.
@@ -45,7 +45,8 @@ def command(mirror: str | None, keep: bool, timeline: Path | None) -> int:
       ckptmirror demo --timeline demo.svg
     """
     from ckptmirror.cli._demo_place import make_place
-    from ckptmirror.cli._demo_story import FIRST_DISK, Story, server_beside
+    from ckptmirror.cli._demo_processes import server_beside
+    from ckptmirror.cli._demo_story import FIRST_DISK, Story
 
     place = make_place(mirror) if mirror is not None else None
     _leave_settings(with_server=place is None)

@@ -24,7 +24,7 @@ URL = "gs://bucket/team"
 SERVER_OF_ITS_OWN = """
 import sys
 from pathlib import Path
-from ckptmirror.cli._demo_story import server_beside
+from ckptmirror.cli._demo_processes import server_beside
 from ckptmirror.stores import open_store
 with server_beside(Path(sys.argv[1])) as server:
     server.clear_faults()
@@ -81,6 +81,7 @@ def test_the_demo_on_a_bucket_removes_what_it_made_and_nothing_else(
         assert place
         assert place[1].startswith(f"{URL}/ckptmirror-demo-")
         assert f"it continued from step 60 of {place[1]}/run" in done.stdout
+        assert f"both continued from step 60; what a node lacked came from {place[1]}/nodes" in done.stdout
         assert re.search(rf"The demo removed its \d{{2,}} objects \(.*\) from {place[1]}\.", done.stdout)
         assert sorted(store.list(), key=lambda info: info.name) == sorted(before, key=lambda info: info.name)
         changed = [entry for entry in server.log() if entry["method"] in ("POST", "PUT", "PATCH", "DELETE")]
