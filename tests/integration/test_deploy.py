@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -71,29 +73,118 @@ def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
 
 
+def agent_of(command: list[str]) -> argparse.Namespace:
+    """What torchrun understands of a command line."""
+    assert command[0] == "torchrun"
+    return get_args_parser().parse_args(command[1:])
+
+
 def test_slurm_starts_an_agent_on_each_node_with_options_that_torchrun_has() -> None:
     script = HOME / "deploy" / "slurm" / "train.sbatch"
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
     text = script.read_text().replace("\\\n", " ")
     (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
-    words = shlex.split(line)
-    agent = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
+    words = shlex.split(line.removesuffix("&"))
+    agent = agent_of(words[words.index("torchrun") :])
     assert (agent.nnodes, agent.rdzv_backend, agent.training_script) == ("$SLURM_NNODES", "c10d", "train.py")
+    assert agent.nproc_per_node == "${SLURM_GPUS_ON_NODE:-1}"
     assert "#SBATCH --ntasks-per-node=1\n" in text
 
 
-def test_kubernetes_starts_an_agent_in_each_pod_and_all_find_the_first_one() -> None:
-    service, job = yaml.safe_load_all((HOME / "deploy" / "kubernetes" / "train.yaml").read_text())
-    assert (service["kind"], service["spec"]["clusterIP"]) == ("Service", "None")
-    assert (job["kind"], job["spec"]["completionMode"]) == ("Job", "Indexed")
-    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
-    assert service["spec"]["selector"] == {"job-name": name}
-    assert pod["subdomain"] == service["metadata"]["name"]
+# -- kubernetes ---------------------------------------------------------------------------------------------
+
+TEXTS = {"": str}  # any names
+POD = {
+    "subdomain": str,
+    "restartPolicy": ("OnFailure", "Never"),  # of a job, never Always
+    "terminationGracePeriodSeconds": int,
+    "containers": [
+        {
+            "name": str,
+            "image": str,
+            "command": [str],
+            "env": [{"name": str, "value": str}],
+            "volumeMounts": [{"name": str, "mountPath": str}],
+        }
+    ],
+    "volumes": [{"name": str, "hostPath": {"path": str, "type": ("Directory",)}}],
+}
+JOB = {
+    "completions": int,
+    "parallelism": int,
+    "completionMode": ("Indexed",),
+    "backoffLimit": int,
+    "template": {"spec": POD},
+}
+# The fields that the files use, as the references of the two APIs have them: a misspelt field is ignored, or refused.
+FIELDS: dict[str, dict[str, Any]] = {
+    "v1/Service": {"clusterIP": ("None",), "publishNotReadyAddresses": bool, "selector": TEXTS},
+    "batch/v1/Job": JOB,
+    "jobset.x-k8s.io/v1alpha2/JobSet": {
+        "network": {"enableDNSHostnames": bool, "subdomain": str, "publishNotReadyAddresses": bool},
+        "failurePolicy": {"maxRestarts": int},
+        "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": JOB}}],
+    },
+}
+
+
+def check_fields(value: Any, allowed: Any, at: str) -> None:
+    if isinstance(allowed, dict):
+        assert isinstance(value, dict), at
+        for name, inner in value.items():
+            assert name in allowed or allowed is TEXTS, f"{at} has no field {name}"
+            check_fields(inner, allowed.get(name, str), f"{at}.{name}")
+    elif isinstance(allowed, list):
+        assert isinstance(value, list), at
+        for inner in value:
+            check_fields(inner, allowed[0], at)
+    elif isinstance(allowed, tuple):
+        assert value in allowed, f"{at} is {value!r}"
+    else:
+        assert type(value) is allowed, f"{at} is {value!r}"
+
+
+def documents(name: str) -> list[Any]:
+    """The documents of a file, whose fields exist."""
+    found = list(yaml.safe_load_all((HOME / "deploy" / "kubernetes" / name).read_text()))
+    for one in found:
+        assert set(one) == {"apiVersion", "kind", "metadata", "spec"}
+        check_fields(one["metadata"], {"name": str}, "metadata")
+        check_fields(one["spec"], FIELDS[f"{one['apiVersion']}/{one['kind']}"], one["kind"])
+    return found
+
+
+def check_pods(job: Any, first: str) -> None:
+    """Each pod of a job starts an agent; all of them meet in the first pod, and each has its own disk."""
+    pod = job["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["command"][0] == "torchrun"
-    agent = get_args_parser().parse_args(container["command"][1:])
-    assert int(agent.nnodes) == job["spec"]["completions"] == job["spec"]["parallelism"]
-    assert agent.rdzv_endpoint.startswith(f"{name}-0.{service['metadata']['name']}:")
+    agent = agent_of(container["command"])
+    assert int(agent.nnodes) == job["completions"] == job["parallelism"]
+    assert agent.rdzv_endpoint.partition(":")[0] == first
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    root = next(one["value"] for one in container["env"] if one["name"] == "LOCAL_SSD")
-    assert root.startswith(container["volumeMounts"][0]["mountPath"] + "/")
+    values = {one["name"]: one["value"] for one in container["env"]}
+    assert values["LOCAL_SSD"].startswith(container["volumeMounts"][0]["mountPath"] + "/")
+    assert int(values["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+
+
+def test_a_job_of_kubernetes_starts_an_agent_in_each_pod_and_all_find_the_first_one() -> None:
+    service, job = documents("train.yaml")
+    name, domain = job["metadata"]["name"], service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert job["spec"]["template"]["spec"]["subdomain"] == domain
+    check_pods(job["spec"], f"{name}-0.{domain}")
+
+
+def test_a_jobset_starts_an_agent_in_each_pod_and_all_find_the_first_one() -> None:
+    (jobset,) = documents("jobset.yaml")
+    (nodes,) = jobset["spec"]["replicatedJobs"]
+    assert jobset["spec"]["network"]["enableDNSHostnames"]
+    domain = jobset["spec"]["network"]["subdomain"]
+    check_pods(nodes["template"]["spec"], f"{jobset['metadata']['name']}-{nodes['name']}-0-0.{domain}")
+
+
+def test_a_field_that_kubernetes_does_not_have_is_found() -> None:
+    (jobset,) = documents("jobset.yaml")
+    jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["backoffLimits"] = 0
+    with pytest.raises(AssertionError, match="no field backoffLimits"):
+        check_fields(jobset["spec"], FIELDS["jobset.x-k8s.io/v1alpha2/JobSet"], "JobSet")
