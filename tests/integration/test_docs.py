@@ -18,6 +18,7 @@ from ckptmirror.observe.timeline_bars import BarKind, Outcome
 from tests.kit.cli import run
 from tests.kit.roots import fail_uploads, make_mirrored, make_pending, require
 from tests.kit.saves import FIRST_ATTEMPT, put_attempts
+from tests.kit.source_texts import texts_of
 
 HOME = Path(__file__).resolve().parents[2]
 REFERENCE = HOME / "docs" / "reference"
@@ -264,6 +265,7 @@ def test_the_names_on_disk_are_those_that_the_code_makes():
         names.EVENTS_NAME,
         names.OLDER_EVENTS_NAME,
         names.WRITER_NAME,
+        names.part_name(200, "1f0c9a2e" + "0" * 24, 1, 2),
         names.tmp_name(plain.model, "1f0c9a2e" + "0" * 24),
     }
     listed = {row[0].strip("`") for row in rows((REFERENCE / "on-disk.md").read_text())}
@@ -302,3 +304,13 @@ def test_a_target_or_a_file_that_a_page_mentions_is_there(page: Path):
         if named:
             places = (HOME, HOME / "ckptmirror")
             assert any(list(place.glob(code.rstrip("/"))) for place in places), f"{code} is not there"
+
+
+def test_the_messages_that_the_page_of_several_nodes_quotes_are_those_of_the_code():
+    page = (HOME / "docs" / "guide" / "several-nodes.md").read_text()
+    quoted = [row[0].split("`")[1] for row in rows(page.partition("## What a failure looks like")[2])]
+    texts = [" ".join(text.split()) for path in (HOME / "ckptmirror").rglob("*.py") for text in texts_of(path, "…")]
+    assert len(quoted) >= 10
+    for message in quoted:
+        pattern = re.compile(".+".join(map(re.escape, message.split("…"))))
+        assert any(pattern.search(text) for text in texts), message

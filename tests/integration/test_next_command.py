@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -19,6 +17,7 @@ from ckptmirror.observe.log import LINES
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.cli import run
 from tests.kit.roots import fail_uploads, make_mirrored, make_pending
+from tests.kit.source_texts import texts_of
 
 pytestmark = pytest.mark.long
 
@@ -33,22 +32,11 @@ def filled(text: str) -> str:
     return re.sub(r"%(?:\(\w+\))?[-.0-9]*[sdfr]|\{\}", "1", text)
 
 
-def texts_of(path: Path) -> Iterator[str]:
-    """Every text of a module, those with values in them too."""
-    tree = ast.parse(path.read_text())
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-            yield node.value
-
-
 def named_commands() -> dict[str, str]:
     """Every command that a text of the package names, with where."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        for text in texts_of(path):
+        for text in texts_of(path, "1"):
             for command in _COMMAND.findall(text):
                 found[" ".join(command.replace("%(at_root)s", " --root /a").split())] = str(path.relative_to(HOME))
     return found

@@ -12,5 +12,6 @@
 * ``hostile_files``: pickles and archives that are attacks.
 * ``cli``: runs a verb; ``terminal``: runs it on a terminal.
 * ``processes``: a clean child process, one that is killed, the ranks of a job.
+* ``source_texts``: the messages of the package, as its source has them.
 * ``clock``: a clock that a test moves; ``cost``: how many functions a piece of work calls.
 """
