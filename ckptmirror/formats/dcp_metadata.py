@@ -22,10 +22,10 @@ from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.formats.described_tensors import DTYPES
 from ckptmirror.formats.pickles import Made, Name, check_whole, read_pickle, shown
 from ckptmirror.formats.read_limits import Budget
-from ckptmirror.formats.shards import are_apart
+from ckptmirror.formats.shards import Region, are_apart
 from ckptmirror.formats.tensor_files import named
 
-__all__ = ["METADATA_NAME", "check_entries", "check_ranges", "file_names", "loads_metadata"]
+__all__ = ["METADATA_NAME", "check_entries", "check_ranges", "loads_metadata", "regions_of"]
 
 METADATA_NAME = ".metadata"
 
@@ -184,9 +184,9 @@ def check_entries(metadata: dcp.Metadata, where: str) -> None:
             raise IntegrityError(f"{where}: {name} was planned but not written.")
 
 
-def file_names(metadata: dcp.Metadata) -> set[str]:
-    """Return the names of the files that ``metadata`` refers to."""
-    return {info.relative_path for info in metadata.storage_data.values()}
+def regions_of(entry: dcp.TensorStorageMetadata) -> list[Region]:
+    """Return the places of the pieces of a tensor."""
+    return [Region(tuple(entry.size), tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
 
 
 def check_ranges(
@@ -229,23 +229,17 @@ def check_ranges(
 def _check_tensor(
     name: str, entry: dcp.TensorStorageMetadata, storage: Mapping[dcp.MetadataIndex, Any], where: str
 ) -> None:
-    size, item_bytes = entry.size, entry.properties.dtype.itemsize
-    volume = 0
-    boxes = []
-    for chunk in entry.chunks:
-        offsets, sizes = chunk.offsets, chunk.sizes
-        if not len(offsets) == len(sizes) == len(size) or any(
-            o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)
-        ):
-            raise IntegrityError(f"{where}: a piece of {name} is outside its shape {tuple(size)}.")
-        info = storage.get(dcp.MetadataIndex(name, offsets))
+    volume, pieces = 0, regions_of(entry)
+    for piece in pieces:
+        if not piece.is_inside:
+            raise IntegrityError(f"{where}: a piece of {name} is outside its shape {piece.shape}.")
+        info = storage.get(dcp.MetadataIndex(name, piece.offsets))
         if info is None:
-            raise IntegrityError(f"{where}: the piece of {name} at {tuple(offsets)} was planned but not written.")
-        if info.length < math.prod(sizes) * item_bytes:
-            raise IntegrityError(f"{where}: the piece of {name} at {tuple(offsets)} is too short.")
-        volume += math.prod(sizes)
-        boxes.append((tuple(offsets), tuple(o + n for o, n in zip(offsets, sizes, strict=True))))
-    if volume != math.prod(size):
-        raise IntegrityError(f"{where}: the pieces of {name} hold {volume} of its {math.prod(size)} values.")
-    if not are_apart([box for box in boxes if all(begin < end for begin, end in zip(*box, strict=True))]):
+            raise IntegrityError(f"{where}: the piece of {name} at {piece.offsets} was planned but not written.")
+        if info.length < math.prod(piece.sizes) * entry.properties.dtype.itemsize:
+            raise IntegrityError(f"{where}: the piece of {name} at {piece.offsets} is too short.")
+        volume += math.prod(piece.sizes)
+    if volume != math.prod(entry.size):
+        raise IntegrityError(f"{where}: the pieces of {name} hold {volume} of its {math.prod(entry.size)} values.")
+    if not are_apart(pieces):
         raise IntegrityError(f"{where}: the pieces of {name} overlap, or lie in no grid that can be checked.")

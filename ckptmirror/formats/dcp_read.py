@@ -24,7 +24,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.base import LoadReport, LoadTarget
-from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges, file_names, loads_metadata
+from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges, loads_metadata, regions_of
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.names import live_values, match_names
@@ -95,9 +95,7 @@ class _Reader:
         if not isinstance(described, TensorStorageMetadata) or len(first.path) > 2:
             return Stored(lambda _: (), lambda: self.value(entries, 2))
         shape, dtype = tuple(described.size), described.properties.dtype
-        return Stored(
-            lambda wanted: self._pieces(first.key, described, wanted), lambda: self.value(entries, 2), shape, dtype
-        )
+        return Stored(lambda wanted: self._pieces(first, wanted), lambda: self.value(entries, 2), shape, dtype)
 
     def value(
         self, entries: list[_Entry], top: int = 0, owner_of: Callable[[_Entry], torch.Tensor | None] = lambda _: None
@@ -111,7 +109,7 @@ class _Reader:
                     value = self.plain(entry)
                 else:
                     region = region_of(value)
-                    fill(local_of(value), region, self._pieces(entry.key, entry.described, region), entry.key)
+                    fill(local_of(value), region, self._pieces(entry, region), entry.key)
                 items.append((entry.path, value))
         return decode(_assemble(items, top))
 
@@ -120,21 +118,18 @@ class _Reader:
         info = self._metadata.storage_data[MetadataIndex(entry.key)]
         return load_bytes(os.pread(self._descriptor(info.relative_path), info.length, info.offset), entry.key)
 
-    def _pieces(self, key: str, described: TensorStorageMetadata, wanted: Region) -> Iterator[Piece]:
-        shape = tuple(described.size)
-        for chunk in described.chunks:
-            region = Region(shape, tuple(chunk.offsets), tuple(chunk.sizes))
-            if not region.overlaps(wanted):
-                continue
-            info = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+    def _pieces(self, entry: _Entry, wanted: Region) -> Iterator[Piece]:
+        key, dtype = entry.key, entry.described.properties.dtype
+        for index, region in _needed(entry, wanted):
+            info = self._metadata.storage_data[index]
             data = load_part(self._descriptor(info.relative_path), info.offset, info.length, key)
             if not isinstance(data, torch.Tensor) or not fills(data):
                 what = f"tensor of layout {data.layout}" if isinstance(data, torch.Tensor) else type(data).__name__
                 raise IntegrityError(f"{self.path}: {key} holds a {what} that no DCP directory does.")
-            if tuple(data.shape) != region.sizes or data.dtype != described.properties.dtype:
+            if tuple(data.shape) != region.sizes or data.dtype != dtype:
                 raise IntegrityError(
                     f"{self.path}: a piece of {key} is {data.dtype} {tuple(data.shape)}; .metadata says "
-                    f"{described.properties.dtype} {region.sizes}."
+                    f"{dtype} {region.sizes}."
                 )
             yield Piece(region, data.detach())
 
@@ -235,31 +230,26 @@ def files_read(directory: Path, module: torch.nn.Module) -> set[str]:
     found = {METADATA_NAME}
     for entry in entries:
         own = live.get(matched[of_model[entry.key]]) if entry.key in of_model else owners.get(of_state.get(entry.key))
-        for index in _read_into(entry, own):
-            found.add(metadata.storage_data[index].relative_path)
+        indices = [MetadataIndex(entry.key)]
+        if isinstance(entry.described, TensorStorageMetadata):
+            wanted = region_of(own) if isinstance(own, torch.Tensor) and own.shape == entry.described.size else None
+            indices = [index for index, _ in _needed(entry, wanted)]
+        found.update(metadata.storage_data[index].relative_path for index in indices)
     return found
 
 
-def _read_into(entry: _Entry, live: Any) -> Iterator[MetadataIndex]:
-    """Yield what a load reads of an entry into a live tensor, or into one that is sharded like it."""
-    described = entry.described
-    if not isinstance(described, TensorStorageMetadata):
-        yield MetadataIndex(entry.key)
-        return
-    shape = tuple(described.size)
-    fits = isinstance(live, torch.Tensor) and tuple(live.shape) == shape
-    wanted = region_of(live) if fits else None
-    for chunk in described.chunks:
-        if wanted is None or Region(shape, tuple(chunk.offsets), tuple(chunk.sizes)).overlaps(wanted):
-            yield MetadataIndex(entry.key, chunk.offsets)
+def _needed(entry: _Entry, wanted: Region | None) -> Iterator[tuple[MetadataIndex, Region]]:
+    """Yield the pieces of a tensor that have values of ``wanted``, or all of them: where each is stored, its place."""
+    for region in regions_of(entry.described):
+        if wanted is None or region.overlaps(wanted):
+            yield MetadataIndex(entry.key, region.offsets), region
 
 
 def _open(directory: Path, named: Container[str] | None, *, all_here: bool) -> tuple[list[_Entry], _Reader]:
     named_file(directory.parent, named, f"{directory.name}/{METADATA_NAME}")
     metadata = read_directory_metadata(directory)
-    present = {
-        name: check_regular(directory / name) for name in file_names(metadata) if os.path.lexists(directory / name)
-    }
+    named_there = {info.relative_path for info in metadata.storage_data.values()}
+    present = {name: check_regular(directory / name) for name in named_there if os.path.lexists(directory / name)}
     check_ranges(metadata, present, str(directory), expected=lambda _: all_here)
     return _entries(metadata), _Reader(directory, metadata, named)
 

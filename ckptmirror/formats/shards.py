@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 _FREE_CELLS, _CELLS_PER_PIECE = 64, 16  # of the grid that the pieces of a tensor lie in
-_Box = tuple[tuple[int, ...], tuple[int, ...]]  # from, and up to, in each dimension
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,22 @@ class Region:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Up to where it reaches, in each dimension."""
+        return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is a part of the full tensor."""
+        return len(self.shape) == len(self.offsets) == len(self.sizes) and all(
+            begin >= 0 and end <= whole for begin, end, whole in zip(self.offsets, self.ends, self.shape, strict=True)
+        )
+
     def overlaps(self, other: Region) -> bool:
         """Whether the two have a value in common."""
-        ends = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        return all(max(a, b) < min(a + n, b + m) for a, n, b, m in ends)
+        edges = zip(self.offsets, self.ends, other.offsets, other.ends, strict=True)
+        return all(max(a, b) < min(a_end, b_end) for a, a_end, b, b_end in edges)
 
 
 @dataclass(frozen=True)
@@ -152,15 +163,13 @@ def read_pieces(tree: Any) -> Any:
                 f"The save holds a marked value {value.get(MARK)!r}, which this version does not know."
             )
         try:
-            shape, offsets, data = tuple(value["shape"]), tuple(value["offsets"]), value["data"]
-            sizes = tuple(data.shape)
-            if not len(shape) == len(offsets) == len(sizes) or any(
-                o < 0 or o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)
-            ):
-                raise ValueError(f"offsets {offsets} and sizes {sizes} are not inside {shape}")
+            data = value["data"]
+            region = Region(tuple(value["shape"]), tuple(value["offsets"]), tuple(data.shape))
+            if not region.is_inside:
+                raise ValueError(f"offsets {region.offsets} and sizes {region.sizes} are not inside {region.shape}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise IntegrityError(f"The save holds a broken shard: {error}") from error
-        return Piece(Region(shape, offsets, sizes), data)
+        return Piece(region, data)
 
     return decode(tree, shard)
 
@@ -179,7 +188,7 @@ def fill(target: torch.Tensor, region: Region, pieces: Iterable[Piece], name: st
         IntegrityError: The pieces do not cover the region, or overlap; names the tensor.
     """
     wanted = math.prod(region.sizes)
-    done: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    done: set[Region] = set()
     filled = 0
     source = iter(pieces)
     while filled < wanted:
@@ -188,21 +197,20 @@ def fill(target: torch.Tensor, region: Region, pieces: Iterable[Piece], name: st
             raise IntegrityError(f"{name}: the saved pieces hold {filled} of the {wanted} values that this rank needs.")
         if piece.region.shape != region.shape:
             raise IntegrityError(f"{name}: a saved piece is of shape {piece.region.shape}, not {region.shape}.")
-        key = (piece.region.offsets, piece.region.sizes)
-        if key not in done:
-            done.add(key)
+        if piece.region not in done:
+            done.add(piece.region)
             filled += _copy_overlap(target, region, piece)
-    boxes = [(begin, tuple(map(sum, zip(begin, sizes, strict=True)))) for begin, sizes in done if all(sizes)]
-    if not are_apart(boxes):
+    if not are_apart(done):
         raise IntegrityError(f"{name}: the saved pieces overlap, or lie in no grid that can be checked.")
 
 
-def are_apart(boxes: list[_Box]) -> bool:
-    """Whether no two boxes have a value in common; if they also have the volume of the whole, they cover it.
+def are_apart(regions: Iterable[Region]) -> bool:
+    """Whether no two regions have a value in common; if they also have the volume of the whole, they cover it.
 
-    Each box is marked on the grid of all their edges. Sharded tensors have about one cell of it for each piece, so a
+    Each region is marked on the grid of all their edges. Sharded tensors have about one cell of it for each piece, so a
     grid with far more cells comes from no such tensor, and the answer is no.
     """
+    boxes = [(region.offsets, region.ends) for region in regions if all(region.sizes)]
     if len(boxes) < 2:
         return True
     edges = [sorted({at[axis] for box in boxes for at in box}) for axis in range(len(boxes[0][0]))]

@@ -531,7 +531,8 @@ def _legacy_model(run: _Run) -> bytes:
 def _metadata(data: bytes) -> None:
     metadata = loads_metadata(data, "x")
     dcp_metadata.check_entries(metadata, "x")
-    dcp_metadata.check_ranges(metadata, dict.fromkeys(dcp_metadata.file_names(metadata), 1 << 40), "x")
+    names = {info.relative_path for info in metadata.storage_data.values()}
+    dcp_metadata.check_ranges(metadata, dict.fromkeys(names, 1 << 40), "x")
 
 
 def _directory(source: Path, name: str) -> Callable[[bytes], Path]:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.formats.dcp_metadata import check_entries, check_ranges, loads_metadata
-from ckptmirror.formats.shards import are_apart
+from ckptmirror.formats.shards import Region, are_apart
 
 FIRST, SECOND, NOTE = MetadataIndex("w", [0, 0]), MetadataIndex("w", [2, 0]), MetadataIndex("note")
 NOTHING = _StorageInfo("a.distcp", 0, 0)
@@ -166,5 +166,5 @@ def test_pieces_in_a_grid_of_uneven_rows_and_columns_are_let_through() -> None:
 
 def test_the_pieces_of_a_tensor_cost_no_more_than_their_number() -> None:
     """Two pieces in ten dimensions, apart, have a grid of 59,049 cells."""
-    boxes = ((0,) * 10, (2,) * 10), ((3, *(1,) * 9), (2,) * 10)
-    assert not are_apart([(begin, tuple(map(sum, zip(begin, n, strict=True)))) for begin, n in boxes])
+    pieces = ((0,) * 10, (2,) * 10), ((3, *(1,) * 9), (2,) * 10)
+    assert not are_apart([Region((5,) * 10, offsets, sizes) for offsets, sizes in pieces])
