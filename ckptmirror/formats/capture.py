@@ -32,11 +32,10 @@ from ckptmirror.formats.names import bare, live_parameters, live_values
 from ckptmirror.formats.optimizer_state import capture_optimizer
 from ckptmirror.formats.read_limits import too_deep
 from ckptmirror.formats.rng import capture_rng
-from ckptmirror.formats.shards import region_of
+from ckptmirror.formats.shards import is_sharded, region_of
 from ckptmirror.formats.state_tree import knows_its_position, position_of, state_of, warn_left_alone
 from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.train_state import PARTS, TrainState, check_state
-from ckptmirror.formats.tree_queries import is_sharded
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
 from ckptmirror.formats.weights_only_values import encode, has_shards
 

@@ -1,4 +1,4 @@
-"""The containers that a save marks and a load enters, and the walks over trees of them.
+"""The containers that a save marks and a load enters, the walks over trees of them, and which leaves take a state.
 
 Rules:
 * Containers are dicts (ordered, default and counting ones too), lists, tuples and deques, and no subclass of these.
@@ -15,7 +15,9 @@ from typing import Any
 
 __all__ = [
     "TreePath",
+    "any_leaf",
     "changed",
+    "has",
     "is_mapping",
     "is_sequence",
     "item_at",
@@ -24,6 +26,7 @@ __all__ = [
     "place",
     "placed_leaves",
     "rebuilt",
+    "takes_state",
 ]
 
 TreePath = tuple[Hashable, ...]
@@ -63,6 +66,21 @@ def placed_leaves(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, An
             yield from placed_leaves(item, (*path, key))
         else:  # most are leaves, and a generator for each would take most of the time
             yield (*path, key), item
+
+
+def any_leaf(tree: Any, wanted: Callable[[Any], bool]) -> bool:
+    """Whether ``wanted`` is true for any leaf of ``tree``."""
+    return any(map(wanted, leaves(tree)))
+
+
+def has(value: Any, name: str) -> bool:
+    """Whether a value, not a class, has an attribute."""
+    return hasattr(value, name) and not isinstance(value, type)
+
+
+def takes_state(value: Any) -> bool:
+    """Whether ``value`` is an object that takes a state."""
+    return has(value, "load_state_dict")
 
 
 def changed(tree: Any, change: Callable[[Any, TreePath], Any], path: TreePath = ()) -> Any:

@@ -18,10 +18,9 @@ import torch
 
 from ckptmirror.formats.already_filled import Taken
 from ckptmirror.formats.buffers import is_array
-from ckptmirror.formats.containers import TreePath, is_mapping, is_sequence, items_of
+from ckptmirror.formats.containers import TreePath, any_leaf, is_mapping, is_sequence, items_of, takes_state
 from ckptmirror.formats.shards import local_of
 from ckptmirror.formats.state_tree import state_of
-from ckptmirror.formats.tree_queries import any_leaf, takes_state
 
 __all__ = ["KEY", "aliases_in", "aliases_of", "in_order"]
 

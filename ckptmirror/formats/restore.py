@@ -28,31 +28,32 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
-from ckptmirror.formats.already_filled import Taken, holds, same
+from ckptmirror.formats.already_filled import Taken, holds, overlaps_itself, same
 from ckptmirror.formats.base import Missing
-from ckptmirror.formats.buffers import fill_buffer, is_buffer
-from ckptmirror.formats.containers import TreePath, is_mapping, is_sequence, rebuilt
+from ckptmirror.formats.buffers import fill_buffer, is_array, is_buffer
+from ckptmirror.formats.containers import (
+    TreePath,
+    any_leaf,
+    changed,
+    is_mapping,
+    is_sequence,
+    leaves,
+    place,
+    placed_leaves,
+    rebuilt,
+    takes_state,
+)
 from ckptmirror.formats.extra_aliases import aliases_in, in_order
 from ckptmirror.formats.load_model import Check, load_model
 from ckptmirror.formats.names import live_parameters
 from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like
-from ckptmirror.formats.rank_files import RankFiles
-from ckptmirror.formats.shards import Piece, fill, local_of, piece_of, region_of
-from ckptmirror.formats.tree_queries import (
-    any_leaf,
-    beside,
-    is_mutable,
-    is_plain,
-    is_sharded,
-    kind_alive,
-    may_be_sharded,
-    takes_state,
-    takes_values,
-    unlike_pieces,
-)
+from ckptmirror.formats.rank_files import RankFiles, live_at
+from ckptmirror.formats.shards import Piece, fill, fills, is_sharded, local_of, piece_of, region_of
 from ckptmirror.formats.versions import versions_in
 
 __all__ = ["Restorer"]
+
+_NUMBERS = (float, int, str, bool, type(None))  # what long lists are made of
 
 
 @dataclass(eq=False)
@@ -88,9 +89,9 @@ class Restorer:
             return self._restore_container(now, saved, path, where)
         if is_buffer(now, saved):
             return self._restore_buffer(now, saved, path, where)
-        if (alive := kind_alive(now)) is not None:
+        if (alive := _kind_alive(now)) is not None:
             raise _cannot_take(where, alive, saved)
-        if dist.is_available() and dist.is_initialized() and any_leaf(saved, _is_piece):
+        if _has_ranks() and any_leaf(saved, _is_piece):
             self.missing.say(
                 f"{where} was saved sharded; nothing here says how to shard it, so every rank holds all of it"
             )
@@ -106,20 +107,19 @@ class Restorer:
         for key in [key for key in now if key not in saved]:
             self.missing.lacks(f"{where}.{key}")
 
-    def restore_objects(self, now: Any, path: TreePath, where: str, takes: Callable[[Any], bool] | None = None) -> None:
+    def restore_objects(self, now: Any, path: TreePath, where: str, takes: Callable[[Any], bool] = takes_state) -> None:
         """Restore the state of the object ``now``, or of the objects in a container; the containers do not change.
 
         Args:
             now: An object, or containers of objects.
             path: Where its state is in the files.
             where: Its place in the state, for messages.
-            takes: Whether to restore an object; by default every object that takes a state.
+            takes: Whether to restore an object.
 
         Raises:
             UsageError: An object does not take its state.
             IntegrityError: The files are broken.
         """
-        takes = takes or takes_state
         saved = self.source.value(path)
         if takes(now):
             self._restore_object(now, saved, path, where)
@@ -133,14 +133,14 @@ class Restorer:
                 self.missing.unused(f"{where}.{key}")
         elif is_sequence(now) and is_sequence(saved):
             if len(now) != len(saved):
-                raise _other_number(where, len(saved), len(now), kind_alive(now))
+                raise _other_number(where, len(saved), len(now), _kind_alive(now))
             for index, (value, item) in enumerate(zip(now, saved, strict=True)):
                 if item is not None:
                     self.restore_objects(value, (*path, index), f"{where}[{index}]", takes)
                 elif any_leaf(value, takes):
                     self.missing.lacks(f"{where}[{index}]")
         elif any_leaf(now, takes):
-            raise _cannot_take(where, kind_alive(now), saved)
+            raise _cannot_take(where, _kind_alive(now), saved)
         elif saved is not None:
             self.missing.unused(where)
 
@@ -179,7 +179,7 @@ class Restorer:
         elif isinstance(target, torch.optim.Optimizer) and (keyed := parameters_by_key(target, saved)) is not None:
             load_by_key(target, self.source.full_value(path, sharded_like(keyed, saved)), where)
         else:
-            like = target.state_dict() if may_be_sharded(saved) else None
+            like = target.state_dict() if _may_be_sharded(saved) else None
             self._check_shards(saved, like, where)
             target.load_state_dict(self.source.full_value(path, like))
 
@@ -212,11 +212,13 @@ class Restorer:
 
     def _check_shards(self, saved: Any, like: Any, where: str) -> None:
         """Refuse to load sharded values as full ones into an object whose own state does not show how to shard them."""
-        if dist.is_available() and dist.is_initialized():
-            unlike = next(unlike_pieces(saved, like, where), None)
-            if unlike is not None and any_leaf(self.all_here, is_sharded):
+        for path, leaf in placed_leaves(saved) if _has_ranks() else ():
+            if isinstance(leaf, Piece) and not _shows_shards(live_at(like, path), leaf):
+                if not any_leaf(self.all_here, is_sharded):
+                    return
                 raise UsageError(
-                    f"{unlike} was saved sharded, and the state here has no such value yet that says how to shard it.",
+                    f"{place(saved, path, where)} was saved sharded, and the state here has no such value yet that "
+                    "says how to shard it.",
                     hint="Let the object make its state before it is loaded, or load without this part of the state.",
                 )
 
@@ -224,7 +226,7 @@ class Restorer:
         first = saved if isinstance(saved, Piece) else piece_of(saved)
         if now.is_meta and isinstance(now, DTensor):
             raise UsageError(f"{where} is on the meta device here: give it memory before loading.")
-        if tuple(now.shape) == first.region.shape and now.dtype == first.data.dtype and takes_values(now, first.data):
+        if _can_be_filled(now, first):
             others = (other for other in self.source.others(path) if isinstance(other, Piece))
             pieces = itertools.chain((first,), others)
             if self.taken.owner_of(now) is None:
@@ -252,7 +254,7 @@ class Restorer:
 
     def _replaced(self, now: Any, value: Any, where: str) -> Any:
         """Return ``value``, and report it if other objects may hold a reference to the one that it replaces."""
-        if is_mutable(now) and not same(now, value):
+        if _is_mutable(now) and not same(now, value):
             kind = type(now).__qualname__
             self.missing.say(
                 f"{where}: the {kind} here cannot hold what was saved, another object takes its place",
@@ -262,7 +264,12 @@ class Restorer:
 
     def _fresh(self, now: Any, path: TreePath) -> Any:
         """Return the saved value in new memory, sharded like ``now`` and on the same devices."""
-        return beside(now, self.source.full_value(path, now))
+
+        def beside(leaf: Any, below: TreePath) -> Any:
+            live = live_at(now, below) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) else None
+            return leaf.to(live.device) if isinstance(live, torch.Tensor) and not live.is_meta else leaf
+
+        return changed(self.source.full_value(path, now), beside)
 
     def _restore_container(self, now: Any, saved: Any, path: TreePath, where: str) -> Any:
         if not isinstance(now, tuple):
@@ -283,7 +290,7 @@ class Restorer:
             given[key] = self.restore(now.get(key), (*path, key), f"{where}.{key}")
         named = type(now) in (dict, OrderedDict)
         for key, value in now.items():
-            if key not in saved and ((named and type(key) is str) or kind_alive(value) is not None):
+            if key not in saved and ((named and type(key) is str) or _kind_alive(value) is not None):
                 self.missing.lacks(f"{where}.{key}")
                 given[key] = value
         now.clear()
@@ -296,10 +303,10 @@ class Restorer:
         return now
 
     def _restore_sequence(self, now: Any, saved: Any, path: TreePath, where: str) -> Any:
-        if len(now) != len(saved) and (alive := kind_alive(now)) is not None:
+        if len(now) != len(saved) and (alive := _kind_alive(now)) is not None:
             raise _other_number(where, len(saved), len(now), alive)
         live = list(now)
-        if all(map(is_plain, live)) and not any_leaf(saved, _is_piece):
+        if all(map(_is_plain, live)) and not any_leaf(saved, _is_piece):
             given = list(self.source.full_value(path))
         else:
             given = []
@@ -336,6 +343,48 @@ def _saved_as_two(where: str, now: Any) -> UsageError:
         "values there: it cannot be given both.",
         hint="Build one for each place before resume().",
     )
+
+
+def _kind_alive(value: Any) -> str | None:
+    """Return the class name of the first object or DTensor in ``value`` that can only be restored in place."""
+    alive = (leaf for leaf in leaves(value) if takes_state(leaf) or isinstance(leaf, DTensor))
+    return next((type(leaf).__qualname__ for leaf in alive), None)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether nothing in ``value`` can be filled, so that it is replaced."""
+    return type(value) in _NUMBERS or (not _is_mutable(value) and _kind_alive(value) is None)
+
+
+def _is_mutable(value: Any) -> bool:
+    """Whether the contents of ``value`` can change, so that everyone who holds a reference sees the new ones."""
+    if isinstance(value, torch.Tensor) or is_mapping(value) or type(value) in (list, deque, set, bytearray):
+        return True
+    return is_array(value) or (is_sequence(value) and any(map(_is_mutable, value)))
+
+
+def _can_be_filled(now: torch.Tensor, saved: Piece) -> bool:
+    """Whether ``now`` is of the saved form, has separate memory for every value, and may be written."""
+    is_alike = tuple(now.shape) == saved.region.shape and now.dtype == saved.data.dtype
+    return is_alike and fills(saved.data) and fills(now) and not now.is_inference() and not overlaps_itself(now)
+
+
+def _may_be_sharded(saved: Any) -> bool:
+    """Whether ``saved`` may be sharded, so that the live state must be asked how; asking may be expensive."""
+    has_ranks = _has_ranks()
+    return any(
+        isinstance(leaf, Piece) or (has_ranks and isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+        for leaf in leaves(saved)
+    )
+
+
+def _shows_shards(live: Any, saved: Piece) -> bool:
+    """Whether a live value says how ``saved`` is to be sharded here, or that it is not."""
+    return isinstance(live, torch.Tensor) and (not isinstance(live, DTensor) or tuple(live.shape) == saved.region.shape)
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _is_piece(leaf: Any) -> bool:

@@ -27,7 +27,7 @@ from ckptmirror.formats.already_filled import Taken, same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing, Snapshot, WriteContext
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
-from ckptmirror.formats.containers import leaves
+from ckptmirror.formats.containers import any_leaf, leaves, takes_state
 from ckptmirror.formats.names import some
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.rank_files import RankFiles, rank_files
@@ -36,7 +36,6 @@ from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import cut, piece_of
 from ckptmirror.formats.state_tree import has_position, knows_its_position, state_of, warn_left_alone
 from ckptmirror.formats.tensor_bytes import digest32, has_plain_bytes
-from ckptmirror.formats.tree_queries import any_leaf, takes_state
 
 __all__ = ["is_scheduled", "load_extra", "load_sidecars", "takes_schedule", "tensor_list", "write_sidecars"]
 

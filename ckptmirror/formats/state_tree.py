@@ -16,10 +16,19 @@ from typing import Any
 import torch
 
 from ckptmirror.core.errors import UsageError
-from ckptmirror.formats.containers import TreePath, changed, is_mapping, is_sequence, leaves, place, rebuilt
+from ckptmirror.formats.containers import (
+    TreePath,
+    changed,
+    has,
+    is_mapping,
+    is_sequence,
+    leaves,
+    place,
+    rebuilt,
+    takes_state,
+)
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import state_by_key
-from ckptmirror.formats.tree_queries import has, takes_state
 from ckptmirror.formats.versions import clean_versions, to_text
 
 __all__ = ["has_position", "knows_its_position", "position_of", "state_of", "warn_left_alone"]

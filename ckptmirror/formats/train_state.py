@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptmirror.core.errors import UsageError
-from ckptmirror.formats.containers import place, placed_leaves
+from ckptmirror.formats.containers import has, place, placed_leaves
 
 __all__ = ["PARTS", "TrainState", "check_is_state", "check_state", "checked_parts", "left_out"]
 
@@ -75,8 +75,6 @@ def check_state(state: TrainState) -> None:
     """
     check_is_state(state)
     from torch.nn import Module
-
-    from ckptmirror.formats.tree_queries import has
 
     if not isinstance(state.model, Module):
         hint = "Pass the module itself, TrainState(model=model): each save asks it for its state_dict()."
