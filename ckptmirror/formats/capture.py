@@ -32,7 +32,7 @@ from ckptmirror.formats.names import bare, live_parameters, live_values
 from ckptmirror.formats.optimizer_state import capture_optimizer
 from ckptmirror.formats.read_limits import too_deep
 from ckptmirror.formats.rng import capture_rng
-from ckptmirror.formats.shards import is_sharded, region_of
+from ckptmirror.formats.shards import region_of
 from ckptmirror.formats.state_tree import knows_its_position, position_of, state_of, warn_left_alone
 from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.train_state import PARTS, TrainState, check_state
@@ -69,7 +69,7 @@ def capture(
     Raises:
         UsageError: Something in ``state`` could not be loaded back; the message names it.
     """
-    agree = before_collectives if "model" in kinds and is_sharded(state.model) else None
+    agree = before_collectives if "model" in kinds and has_shards(state.model) else None
     try:
         snapshot = capture_local(state, step=step, with_ema=rank == 0)
         if "dcp" in kinds:

@@ -48,8 +48,9 @@ from ckptmirror.formats.load_model import Check, load_model
 from ckptmirror.formats.names import live_parameters
 from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like
 from ckptmirror.formats.rank_files import RankFiles, live_at
-from ckptmirror.formats.shards import Piece, fill, fills, is_sharded, local_of, piece_of, region_of
+from ckptmirror.formats.shards import Piece, fill, fills, local_of, piece_of, region_of
 from ckptmirror.formats.versions import versions_in
+from ckptmirror.formats.weights_only_values import has_shards
 
 __all__ = ["Restorer"]
 
@@ -214,7 +215,7 @@ class Restorer:
         """Refuse to load sharded values as full ones into an object whose own state does not show how to shard them."""
         for path, leaf in placed_leaves(saved) if _has_ranks() else ():
             if isinstance(leaf, Piece) and not _shows_shards(live_at(like, path), leaf):
-                if not any_leaf(self.all_here, is_sharded):
+                if not has_shards(self.all_here):
                     return
                 raise UsageError(
                     f"{place(saved, path, where)} was saved sharded, and the state here has no such value yet that "

@@ -30,7 +30,6 @@ __all__ = [
     "cut",
     "fill",
     "fills",
-    "is_sharded",
     "local_of",
     "piece_of",
     "read_pieces",
@@ -114,12 +113,6 @@ def stored(value: Any, others: Callable[[], Iterable[Any]] = tuple) -> Stored:
         yield from (other for other in others() if isinstance(other, Piece))
 
     return Stored(pieces, lambda: value.data, value.region.shape, value.data.dtype, value)
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether a tensor, or any parameter or buffer of a module, is a DTensor."""
-    tensors = (*value.parameters(), *value.buffers()) if isinstance(value, torch.nn.Module) else (value,)
-    return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -127,8 +127,13 @@ def as_torch_has_it(value: Any) -> Any:
 
 
 def has_shards(tree: Any) -> bool:
-    """Whether any tensor in an encoded tree is a DTensor."""
-    return any(isinstance(leaf, DTensor) for leaf in leaves(tree))
+    """Whether any tensor in a tree, or in a module in it, is a DTensor."""
+    return any(
+        has_shards([*leaf.parameters(), *leaf.buffers()])
+        if isinstance(leaf, torch.nn.Module)
+        else isinstance(leaf, DTensor)
+        for leaf in leaves(tree)
+    )
 
 
 def _encode_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
