@@ -32,13 +32,12 @@ from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import named_file
 from ckptmirror.formats.read_limits import max_depth
 from ckptmirror.formats.shards import Piece, Region, Stored, fill, fills, local_of, region_of
-from ckptmirror.formats.tensor_files import check_regular, load_bytes, load_part, open_regular, refused_as_usage
+from ckptmirror.formats.tensor_files import check_regular, load_part, open_regular, refused_as_usage
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text
 from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.local.files import read_limited
 
 __all__ = [
-    "METADATA_LIMIT_BYTES",
     "check_plain_values",
     "files_read",
     "load_directory",
@@ -47,7 +46,7 @@ __all__ = [
     "read_tree",
 ]
 
-METADATA_LIMIT_BYTES = 1 << 30
+_METADATA_LIMIT_BYTES = 1 << 30
 _OPTIMIZER_KEYS = ("optimizer", "optim")
 
 Path_ = tuple[str | int, ...]
@@ -62,7 +61,7 @@ def read_directory_metadata(directory: Path) -> Metadata:
     """
     path = directory / METADATA_NAME
     check_regular(path)
-    metadata = loads_metadata(read_limited(path, METADATA_LIMIT_BYTES), str(path))
+    metadata = loads_metadata(read_limited(path, _METADATA_LIMIT_BYTES), str(path))
     check_entries(metadata, str(path))
     return metadata
 
@@ -97,32 +96,29 @@ class _Reader:
         shape, dtype = tuple(described.size), described.properties.dtype
         return Stored(lambda wanted: self._pieces(first, wanted), lambda: self.value(entries, 2), shape, dtype)
 
-    def value(
-        self, entries: list[_Entry], top: int = 0, owner_of: Callable[[_Entry], torch.Tensor | None] = lambda _: None
-    ) -> Any:
+    def value(self, entries: list[_Entry], top: int = 0, owners: Mapping[str, torch.Tensor] | None = None) -> Any:
         """Return what ``entries`` describe, below the first ``top`` names of their paths; sharded like its owners."""
         items = []
         with self.files:
             for entry in entries:
-                value = _allocate(entry.described, owner_of(entry))
+                value = _allocate(entry.described, (owners or {}).get(entry.key))
                 if value is None:
-                    value = self.plain(entry)
+                    value = self.load(MetadataIndex(entry.key))
                 else:
                     region = region_of(value)
                     fill(local_of(value), region, self._pieces(entry, region), entry.key)
                 items.append((entry.path, value))
         return decode(_assemble(items, top))
 
-    def plain(self, entry: _Entry) -> Any:
-        """Return a value that is not a tensor, as it was written."""
-        info = self._metadata.storage_data[MetadataIndex(entry.key)]
-        return load_bytes(os.pread(self._descriptor(info.relative_path), info.length, info.offset), entry.key)
+    def load(self, index: MetadataIndex) -> Any:
+        """Return a plain value, or a piece of a tensor, as it was written."""
+        info = self._metadata.storage_data[index]
+        return load_part(self._descriptor(info.relative_path), info.offset, info.length, index.fqn)
 
     def _pieces(self, entry: _Entry, wanted: Region) -> Iterator[Piece]:
         key, dtype = entry.key, entry.described.properties.dtype
         for index, region in _needed(entry, wanted):
-            info = self._metadata.storage_data[index]
-            data = load_part(self._descriptor(info.relative_path), info.offset, info.length, key)
+            data = self.load(index)
             if not isinstance(data, torch.Tensor) or not fills(data):
                 what = f"tensor of layout {data.layout}" if isinstance(data, torch.Tensor) else type(data).__name__
                 raise IntegrityError(f"{self.path}: {key} holds a {what} that no DCP directory does.")
@@ -208,7 +204,7 @@ def check_plain_values(directory: Path, metadata: Metadata, present: Container[s
                 empty = torch.empty(described.size, dtype=described.properties.dtype, device="meta")
                 items.append((entry.path, empty))
             elif metadata.storage_data[MetadataIndex(entry.key)].relative_path in present:
-                items.append((entry.path, reader.plain(entry)))
+                items.append((entry.path, reader.load(MetadataIndex(entry.key))))
         if len(items) == len(entries):  # else the rest is on the disks of other nodes
             decode(_assemble(items))
 
@@ -223,14 +219,13 @@ def files_read(directory: Path, module: torch.nn.Module) -> set[str]:
     """
     metadata = read_directory_metadata(directory)
     entries = _entries(metadata)
-    of_model = {e.key: str(e.path[1]) for e in entries if e.path[0] == "model" and len(e.path) == 2}
-    of_state = {e.key: str(e.path[2]) for e in entries if e.path[0] in _OPTIMIZER_KEYS and len(e.path) > 2}
-    live = live_values(module)
-    matched, owners = match_names(of_model.values(), live), owners_of(set(of_state.values()), module)
+    into: dict[str, Any] = dict(_owners(entries, module))
+    saved, live = _of_model(entries), live_values(module)
+    for name, there in match_names(saved, live).items():
+        into |= {entry.key: live.get(there) for entry in saved[name]}
     found = {METADATA_NAME}
     for entry in entries:
-        own = live.get(matched[of_model[entry.key]]) if entry.key in of_model else owners.get(of_state.get(entry.key))
-        indices = [MetadataIndex(entry.key)]
+        indices, own = [MetadataIndex(entry.key)], into.get(entry.key)
         if isinstance(entry.described, TensorStorageMetadata):
             wanted = region_of(own) if isinstance(own, torch.Tensor) and own.shape == entry.described.size else None
             indices = [index for index, _ in _needed(entry, wanted)]
@@ -267,11 +262,24 @@ def _entries(metadata: Metadata) -> list[_Entry]:
     return result
 
 
-def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: _Reader) -> dict[str, torch.dtype]:
+def _of_model(entries: list[_Entry]) -> dict[str, list[_Entry]]:
+    """Return the entries of each value of the model."""
     saved: dict[str, list[_Entry]] = {}
     for entry in entries:
         if entry.path[0] == "model" and len(entry.path) > 1:
             saved.setdefault(str(entry.path[1]), []).append(entry)
+    return saved
+
+
+def _owners(entries: list[_Entry], module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return, by key, the live parameter of each entry of the optimizer's state that has one."""
+    of_state = [e for e in entries if e.path[0] in _OPTIMIZER_KEYS and e.path[1:2] == ("state",) and len(e.path) > 2]
+    owners = owners_of({str(entry.path[2]) for entry in of_state}, module)
+    return {entry.key: owners[name] for entry in of_state if (name := str(entry.path[2])) in owners}
+
+
+def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: _Reader) -> dict[str, torch.dtype]:
+    saved = _of_model(entries)
     if not saved and live_values(module):
         raise UsageError(f"{reader.path} holds no model.")
     versions = _read_versions(entries, reader)
@@ -287,9 +295,7 @@ def _read_versions(entries: list[_Entry], reader: _Reader) -> Versions | None:
 
 
 def _read_optimizer(module: torch.nn.Module, wanted: list[_Entry], reader: _Reader) -> dict[str, Any]:
-    names = {entry.key: str(entry.path[2]) for entry in wanted if entry.path[1] == "state" and len(entry.path) > 2}
-    owners = owners_of(set(names.values()), module)
-    tree = reader.value(wanted, 1, lambda entry: owners.get(names.get(entry.key)))
+    tree = reader.value(wanted, 1, _owners(wanted, module))
     if not isinstance(tree, dict) or "param_groups" not in tree:
         raise UsageError(
             f"{reader.path} holds an optimizer in a layout that is not known.",

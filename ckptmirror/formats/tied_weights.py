@@ -7,8 +7,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -19,27 +18,6 @@ from ckptmirror.formats.shards import Stored, fill, fills, local_of, region_of
 __all__ = ["refuse_two_values"]
 
 _ALIGNED = 16  # bytes of the largest item
-
-
-def _sharing(live: Mapping[str, Any]) -> list[dict[str, Span]]:
-    """Return the names whose tensors share bytes, and where these lie, those of one place together."""
-    by_storage: dict[Any, list[tuple[int, str, Span]]] = {}
-    for name, value in live.items():
-        span = _span_of(value)
-        if span is not None:
-            by_storage.setdefault(span.storage, []).append((span.begin, name, span))
-    found = []
-    for items in by_storage.values():
-        run: dict[str, Span] = {}
-        end = -1
-        for begin, name, span in sorted(items, key=lambda item: item[:2]):
-            if begin >= end:
-                found.append(_those_that_share(run))
-                run = {}
-            run[name] = span
-            end = max(end, span.end)
-        found.append(_those_that_share(run))
-    return [run for run in found if run]
 
 
 def refuse_two_values(live: Mapping[str, torch.Tensor], saved: Mapping[str, Stored]) -> None:
@@ -74,19 +52,22 @@ def refuse_two_values(live: Mapping[str, torch.Tensor], saved: Mapping[str, Stor
                 )
 
 
-def _span_of(value: Any) -> Span | None:
-    local = local_of(value) if isinstance(value, torch.Tensor) else None
-    return None if local is None or local.layout != torch.strided or local.is_quantized else span_of(local)
-
-
-def _those_that_share(run: dict[str, Span]) -> dict[str, Span]:
-    if len(run) < 2:
-        return {}
-    return {
-        name: span
-        for name, span in run.items()
-        if any(other is not span and share_bytes(span, other) for other in run.values())
-    }
+def _sharing(live: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Span]]:
+    """Yield the names whose tensors share bytes, and where these lie, those of one place together."""
+    locals_ = {name: local_of(value) for name, value in live.items()}
+    spans = [(span, name) for name, local in locals_.items() if not local.is_quantized and (span := span_of(local))]
+    runs: list[dict[str, Span]] = []
+    storage, end = None, -1
+    for span, name in sorted(spans, key=lambda item: (str(item[0].storage), item[0].begin)):
+        if span.storage != storage or span.begin >= end:
+            runs.append({})
+            storage, end = span.storage, -1
+        runs[-1][name] = span
+        end = max(end, span.end)
+    for run in runs:
+        shared = {n: one for n, one in run.items() if any(o is not one and share_bytes(one, o) for o in run.values())}
+        if shared:
+            yield shared
 
 
 def _is_one(tensors: Iterable[torch.Tensor]) -> bool:
