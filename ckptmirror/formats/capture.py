@@ -221,7 +221,7 @@ def _buffers(live: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in model.items() if not (isinstance(value, DTensor) or name in parameters)}
 
 
-def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: Mapping[str, Any]) -> dict[str, Any]:
+def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: dict[str, Any]) -> dict[str, Any]:
     versions: list[list[Any]] = []
     extra: dict[str, Any] = {"step": step, "rng": capture_rng(), HAS_OPTIMIZER: state.optimizer is not None}
     for name in ("scheduler", "scaler"):
@@ -243,9 +243,8 @@ def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: Mappi
         }
         extra["extra"] = encode(own, "extra")
     extra[KEY] = encode(versions, KEY)
-    captured = [tensor for _, tensor in walk_tensors(dict(model))], [t for _, t in walk_tensors(ema)]
-    own_tensors = [tensor for _, tensor in walk_tensors(extra.get("extra"))]
-    extra[ALIASES] = encode(aliases_of(state.model, state.ema, state.extra, (*captured, own_tensors)), ALIASES)
+    shared = aliases_of(state.model, state.ema, state.extra, (model, ema, extra.get("extra")))
+    extra[ALIASES] = encode(shared, ALIASES)
     for name, tensor in walk_tensors({key: value for key, value in extra.items() if key != "rng"}):
         try:
             region_of(tensor)

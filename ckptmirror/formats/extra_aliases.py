@@ -18,7 +18,7 @@ import torch
 
 from ckptmirror.formats.already_filled import Taken
 from ckptmirror.formats.buffers import is_array
-from ckptmirror.formats.containers import TreePath, any_leaf, is_mapping, is_sequence, items_of, takes_state
+from ckptmirror.formats.containers import TreePath, any_leaf, is_mapping, is_sequence, items_of, leaves, takes_state
 from ckptmirror.formats.shards import local_of
 from ckptmirror.formats.state_tree import state_of
 
@@ -34,9 +34,9 @@ def aliases_of(model: torch.nn.Module, ema: Any, extra: Any, captured: tuple[Any
         model: The live model.
         ema: The live average, or averages.
         extra: The live extra state.
-        captured: The tensors of these three as they were captured, which are aliases of the live ones.
+        captured: These three as they were captured: their tensors are aliases of the live ones.
     """
-    if not _may_share(extra, *(list(tensors) for tensors in captured)):
+    if not _may_share(extra, captured):
         return []
     found: list[list[Any]] = []
     taken = Taken()
@@ -91,15 +91,11 @@ def _walk(value: Any, path: TreePath, taken: Taken, found: list[list[Any]]) -> N
             taken.take_buffer(value, "")
 
 
-def _may_share(extra: Any, model: list[Any], ema: list[Any], own: list[Any]) -> bool:
+def _may_share(extra: Any, captured: tuple[Any, Any, Any]) -> bool:
     """Whether anything may be one with something else; rarely wrong where it says so, never where it does not."""
-    seen = set(map(_address, model))
-    if not seen.isdisjoint(averages := set(map(_address, ema))):
-        return True
-    addresses = list(map(_address, own))
-    if len(set(addresses)) < len(addresses) or not (seen | averages).isdisjoint(addresses):
-        return True
-    return _has_arrays_or_twins(extra, set())
+    model, ema, own = ([_address(one) for one in leaves(tree) if isinstance(one, torch.Tensor)] for tree in captured)
+    addresses = [*set(model), *set(ema), *own]
+    return len(set(addresses)) < len(addresses) or _has_arrays_or_twins(extra, set())
 
 
 def _has_arrays_or_twins(value: Any, ids: set[int]) -> bool:
