@@ -104,17 +104,15 @@ class LoadReport:
     """What a load did.
 
     Attributes:
-        step: The step of the save.
         loaded: Which parts of the state were loaded ("model", "optimizer", "scheduler", "rng", ...).
         missing: Parts of the state that the save lacks, each with what happened to it.
     """
 
-    step: int
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...]
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
     def __add__(self, rest: LoadReport) -> LoadReport:
-        return LoadReport(self.step, self.loaded + rest.loaded, self.missing + rest.missing)
+        return LoadReport(self.loaded + rest.loaded, self.missing + rest.missing)
 
 
 class Missing(list[str]):

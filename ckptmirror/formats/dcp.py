@@ -113,9 +113,7 @@ class DcpFormat:
     def load(self, root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
         """Load model and optimizer of ``meta``; see :class:`Format`."""
         directory = root / SaveName(meta.step, meta.tag).dcp_dir
-        return load_directory(
-            directory, target, meta.step, meta.paths, is_scheduled=lambda: is_scheduled(root, meta, target)
-        )
+        return load_directory(directory, target, meta.paths, lambda: is_scheduled(root, meta, target))
 
 
 FORMAT = DcpFormat()

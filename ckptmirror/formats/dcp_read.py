@@ -139,7 +139,7 @@ class _Reader:
 
 
 def load_directory(
-    directory: Path, target: LoadTarget, step: int, named: Container[str], *, is_scheduled: Callable[[], bool]
+    directory: Path, target: LoadTarget, named: Container[str], is_scheduled: Callable[[], bool]
 ) -> LoadReport:
     """Load the model and the optimizer of a DCP directory, from files that its meta names; see :func:`load_parts`."""
     # Files of other nodes may be elsewhere, so a missing file shows only when this rank reads it.
@@ -148,7 +148,6 @@ def load_directory(
     own = [entry for entry in entries if entry.path[0] in _OPTIMIZER_KEYS and len(entry.path) > 1]
     return load_parts(
         target,
-        step,
         model=lambda: _read_model(module, entries, reader),
         optimizer=(lambda: _read_optimizer(module, own, reader)) if own else None,
         is_scheduled=is_scheduled,

@@ -136,7 +136,6 @@ class EmergencyFormat:
         has_optimizer = tree["optimizer"] is not None
         parts = load_parts(
             target,
-            meta.step,
             model=model,
             optimizer=(lambda: full_optimizer(shared.below("optimizer"), module)) if has_optimizer else None,
             is_scheduled=lambda: takes_schedule(target, saved["extra"]),

@@ -145,7 +145,6 @@ def load_legacy(found: LegacyState, path: Path, target: LoadTarget, step: int) -
 
     parts = load_parts(
         target,
-        step,
         model=lambda: load_model(state.model, found.model, versions=found.versions),
         optimizer=optimizer if found.optimizers else None,
         is_scheduled=lambda: takes_schedule(target, extra),
@@ -156,7 +155,7 @@ def load_legacy(found: LegacyState, path: Path, target: LoadTarget, step: int) -
         missing.lacks("rng", "random generators of each rank; they stay as they are")
     for key in unused if "extra" not in target.exclude else ():
         missing.unused(key)
-    return LoadReport(step, (), tuple(left)) + parts + rest + LoadReport(step, (), tuple(missing))
+    return LoadReport(missing=tuple(left)) + parts + rest + LoadReport(missing=tuple(missing))
 
 
 def _by_part(extra: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], list[str]]:

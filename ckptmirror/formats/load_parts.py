@@ -24,7 +24,6 @@ __all__ = ["load_parts"]
 
 def load_parts(
     target: LoadTarget,
-    step: int,
     *,
     model: Callable[[], Mapping[str, torch.dtype]],
     optimizer: Callable[[], Mapping[str, Any] | str] | None,
@@ -34,7 +33,6 @@ def load_parts(
 
     Args:
         target: What to fill.
-        step: The step of the save.
         model: Loads the model; returns the dtype of each tensor in the save.
         optimizer: Returns the saved optimizer, sharded like the live one, or why none is loaded; None if the save has
             none.
@@ -65,7 +63,7 @@ def load_parts(
     if not isinstance(saved, str):
         load_optimizer(state.optimizer, plans, saved, dtypes)
         loaded.append("optimizer")
-    return LoadReport(step, tuple(loaded), tuple(missing))
+    return LoadReport(tuple(loaded), tuple(missing))
 
 
 def _refuse_other_order(

@@ -85,7 +85,6 @@ class ModelFormat:
 
         return load_parts(
             target,
-            meta.step,
             model=model,
             optimizer=(lambda: full_optimizer(files, module)) if files is not None else None,
             is_scheduled=lambda: is_scheduled(root, meta, target),

@@ -100,7 +100,7 @@ def load_sidecars(root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
         own = SaveName(meta.step, meta.tag).extra(target.rank)
         missing = Missing()
         missing.lacks("extra", f"{own}: nothing but model and optimizer can be loaded")
-        return LoadReport(meta.step, (), tuple(missing))
+        return LoadReport(missing=tuple(missing))
     return load_extra(source, target, meta.step)
 
 
@@ -138,7 +138,7 @@ def load_extra(source: RankFiles, target: LoadTarget, step: int) -> LoadReport:
         loader.part(name)
     loader.rng()
     loader.learning_rates()
-    return LoadReport(step, tuple(loader.loaded), tuple(loader.missing))
+    return LoadReport(tuple(loader.loaded), tuple(loader.missing))
 
 
 class _Loader:

@@ -95,7 +95,7 @@ def load_state(
     report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
     missing = (*report.missing, *left_out(state, exclude))
     for part in missing:
-        save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", report.step, part)
+        save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", given.step, part)
     return ResumeInfo(given.step, given.save_id or "", given.kind, str(given.path), report.loaded, missing, ())
 
 

@@ -410,10 +410,8 @@ def _report(
 
 def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -> ResumeInfo:
     assert proposal.meta is not None
-    for part in not_wanted:
-        save_logger(_log, proposal.meta).warning("step %d: %s", report.step, part)
-    for part in report.missing:
-        save_logger(_log, proposal.meta).warning("step %d: %s", report.step, part)
+    for part in not_wanted + report.missing:
+        save_logger(_log, proposal.meta).warning("step %d: %s", proposal.meta.step, part)
     return ResumeInfo(
         step=proposal.meta.step,
         save_id=proposal.meta.save_id,
