@@ -24,7 +24,7 @@ import torch
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.formats.containers import TreePath, changed, place
 from ckptmirror.formats.names import live_parameters, match_names
-from ckptmirror.formats.optimizer_state import is_state, optimizers_of, owners_of, plan_optimizer
+from ckptmirror.formats.optimizer_state import is_state, optimizers_of, owners_of, parameters_by_key, plan_optimizer
 from ckptmirror.formats.shards import spread
 
 __all__ = ["Group", "find_optimizer", "groups_of", "is_optimizer_key", "joined", "optimizer_key_counts"]
@@ -171,39 +171,35 @@ def _check_calls(groups: Sequence[Group], optimizers: Any) -> None:
         raise _Doubt("its state is keyed by position, and the optimizers have different names, or none on one side.")
 
 
-def _check_param_names(params: Mapping[str, Any], named: Sequence[str]) -> None:
-    """Check that a group that lists parameter names (torch's ``param_names``) lists these."""
+def _check_param_names(params: Mapping[str, Any]) -> None:
+    """Check that a group that lists parameter names (torch's ``param_names``) lists those here."""
     said = params.get("param_names")
     if said is None:
         return
     is_text = isinstance(said, (list, tuple)) and all(isinstance(one, str) for one in said)
-    if not is_text or list(match_names(list(said), list(named)).values()) != list(named):
+    if not is_text or list(match_names(list(said), params["params"]).values()) != params["params"]:
         raise _Doubt("its state is keyed by position, and its names for the parameters differ from those here.")
 
 
 def _named(group: Mapping[str, Any], one: Any, module: torch.nn.Module) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in reversed(list(live_parameters(module)))}
-    lists = [list(params["params"]) for params in group["param_groups"]]
-    if [len(params) for params in lists] != [len(live["params"]) for live in one.param_groups]:
+    state = group.get("state") or {}
+    keyed = parameters_by_key(one, {**group, "state": state})
+    if keyed is None:
         raise _Doubt("its state is keyed by position, and the parameters are grouped differently here.")
-    by_key: dict[str, str] = {}
-    for params, live in zip(lists, one.param_groups, strict=True):
-        for key, parameter in zip(params, live["params"], strict=True):
-            if str(key) in by_key or id(parameter) not in names:
-                raise _Doubt("its state is keyed by position, and one position appears twice.")
-            by_key[str(key)] = names[id(parameter)]
-            _check_shapes(group, key, parameter)
-    for params in group["param_groups"]:
-        _check_param_names(params, [by_key[str(key)] for key in params["params"]])
-    state = {by_key.get(str(key), key): value for key, value in (group.get("state") or {}).items()}
+    by_key = {str(key): names[id(parameter)] for key, parameter in keyed.items() if id(parameter) in names}
+    if len(by_key) < len(_params(group)):
+        raise _Doubt("its state is keyed by position, and one position appears twice.")
+    for key, parameter in keyed.items():
+        _check_shapes(state.get(key, state.get(str(key))), key, parameter)
     groups = [{**params, "params": [by_key[str(key)] for key in params["params"]]} for params in group["param_groups"]]
-    return {"state": state, "param_groups": groups}
+    for params in groups:
+        _check_param_names(params)
+    return {"state": {by_key.get(str(key), key): value for key, value in state.items()}, "param_groups": groups}
 
 
-def _check_shapes(group: Mapping[str, Any], key: Any, parameter: torch.Tensor) -> None:
+def _check_shapes(kept: Any, key: Any, parameter: torch.Tensor) -> None:
     """Check that elementwise state at a position has the shape of the parameter there."""
-    of_all = group.get("state") or {}
-    kept = of_all.get(key, of_all.get(str(key)))
     for value in kept.values() if isinstance(kept, Mapping) else ():
         if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
             raise _Doubt(f"its state is keyed by position, and that of position {key} has another shape.")

@@ -351,6 +351,7 @@ ODD_LEGACY = {
     "position": {"optimizer": {"state": {}, "param_groups": [{"params": [[], {}]}]}},
     "names": {"optimizer": {"state": {}, "param_groups": [{"params": [0, 1], "param_names": 3}]}},
     "group": {"optimizer": {"state": {}, "param_groups": [torch.float32]}},
+    "bare group": {"optimizer": {"state": {}, "param_groups": [{"params": [0, 1]}, {"lr": 0.1}]}},
 }
 
 
