@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from ckptmirror.core.errors import UsageError
 
-__all__ = ["LiveValues", "bare", "clean_names", "live_parameters", "live_values", "makes_room", "match_names", "some"]
+__all__ = ["bare", "clean_names", "live_parameters", "live_values", "makes_room", "match_names", "own_loaders", "some"]
 
 _PREFIX = "module"
 _CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -72,13 +72,7 @@ def makes_room(model: torch.nn.Module) -> Callable[[str], bool]:
     Extra state may be anything. Observers and fake quantizers size their buffers by the data that they have seen, and
     resize them for a checkpoint in their own ``_load_from_state_dict``. Parameters always have to fit.
     """
-    clean = clean_names(model)
-    plain = torch.nn.Module._load_from_state_dict
-    own = {
-        clean(name)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if type(module)._load_from_state_dict is not plain
-    }
+    own = set(own_loaders(model).values())
     parameters = {name for name, _ in live_parameters(model)}
 
     def answer(name: str) -> bool:
@@ -86,6 +80,13 @@ def makes_room(model: torch.nn.Module) -> Callable[[str], bool]:
         return last == "_extra_state" or (owner in own and name not in parameters)
 
     return answer
+
+
+def own_loaders(model: torch.nn.Module) -> dict[str, str]:
+    """Return the clean name of each module whose code reads its values in a way of its own, by its own name."""
+    clean, plain = clean_names(model), torch.nn.Module._load_from_state_dict
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: clean(name) for name, module in modules if type(module)._load_from_state_dict is not plain}
 
 
 def clean_names(model: torch.nn.Module) -> Callable[[str], str]:

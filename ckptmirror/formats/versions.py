@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ckptmirror.core.errors import IntegrityError
-from ckptmirror.formats.names import bare, clean_names
+from ckptmirror.formats.names import bare, clean_names, own_loaders
 
 __all__ = [
     "KEY",
@@ -80,14 +80,8 @@ def for_live(model: torch.nn.Module, metadata: Any, saved: Versions | None) -> M
 
 def migrating(model: torch.nn.Module, now: Any, given: Mapping[str, Any] | None) -> Callable[[str], bool]:
     """Return a function that says, for a clean name, whether its module may migrate the value from another version."""
-    plain = torch.nn.Module._load_from_state_dict
-    clean = clean_names(model)
     own = now if isinstance(now, Mapping) else {}
-    differ = tuple(
-        clean(name)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if type(module)._load_from_state_dict is not plain and (given or {}).get(name) != own.get(name)
-    )
+    differ = [at for name, at in own_loaders(model).items() if (given or {}).get(name) != own.get(name)]
     return lambda name: any(not at or name.startswith(f"{at}.") for at in differ)
 
 
