@@ -70,21 +70,21 @@ def _check_fits(name: str, shape: tuple[int, ...] | None, live: Any, *, is_free:
     Raises:
         UsageError: They do not fit; the message names both shapes.
     """
-    same = shape == (tuple(live.shape) if isinstance(live, torch.Tensor) else None)
-    if (same and shape is None) or (not same and is_free):
+    here = tuple(live.shape) if isinstance(live, torch.Tensor) else None
+    if (shape != here and is_free) or (shape is None and here is None):
         return False
-    if (shape is None) != (not isinstance(live, torch.Tensor)):
+    if shape is None or here is None:
         raise UsageError(f"{name} is a tensor on one side only: in the checkpoint or in the model.")
-    if shape is not None and shape != tuple(live.shape):
+    if shape != here:
         raise UsageError(
-            f"{name} has the shape {shape} in the checkpoint and {tuple(live.shape)} in the model.",
+            f"{name} has the shape {shape} in the checkpoint and {here} in the model.",
             hint="Build the model with the configuration that the meta names (its `training_config`).",
         )
-    if isinstance(live, torch.Tensor) and live.is_meta:
+    if live.is_meta:
         raise UsageError(
             f"{name} is on the meta device.", hint='Call model.to_empty(device="cpu") (or "cuda") before loading.'
         )
-    if isinstance(live, torch.Tensor) and overlaps_itself(live):
+    if overlaps_itself(live):
         raise UsageError(
             f"{name} has several values at one place in memory, as an expanded tensor has: it cannot be filled.",
             hint="Give it memory of its own (`.clone()`) where the model is built.",

@@ -21,7 +21,7 @@ import pickle
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
@@ -94,17 +94,17 @@ def shown(value: Any) -> str:
     return f"{value!a:.{_MAX_SHOWN}}" if type(value) in _SHOWN else f"a {_kind(value)}"
 
 
+@dataclass(eq=False, slots=True)
 class _Reader:
-    def __init__(self, data: bytes, is_known: Callable[[str], bool], persistent: bool, budget: Budget) -> None:
-        self.data = data
-        self.is_known = is_known
-        self.persistent_allowed = persistent
-        self.at = 0
-        self.stack: list[Any] = []
-        self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
-        self.names: dict[str, Name] = {}
-        self.budget = budget
+    data: bytes
+    is_known: Callable[[str], bool]
+    persistent_allowed: bool
+    budget: Budget
+    at: int = 0
+    stack: list[Any] = field(default_factory=list)
+    marks: list[list[Any]] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
+    names: dict[str, Name] = field(default_factory=dict)
 
     def run(self) -> Any:
         """Read up to STOP, which is the last byte, and return what is then alone on the stack."""

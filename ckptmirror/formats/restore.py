@@ -17,7 +17,6 @@ Rules:
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ from ckptmirror.formats.load_model import Check, load_model
 from ckptmirror.formats.names import live_parameters
 from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like
 from ckptmirror.formats.rank_files import RankFiles, live_at
-from ckptmirror.formats.shards import Piece, fill, fills, local_of, piece_of, region_of
+from ckptmirror.formats.shards import Piece, fill, fills, local_of, piece_of, region_of, stored
 from ckptmirror.formats.versions import versions_in
 from ckptmirror.formats.weights_only_values import has_shards
 
@@ -228,8 +227,7 @@ class Restorer:
         if now.is_meta and isinstance(now, DTensor):
             raise UsageError(f"{where} is on the meta device here: give it memory before loading.")
         if _can_be_filled(now, first):
-            others = (other for other in self.source.others(path) if isinstance(other, Piece))
-            pieces = itertools.chain((first,), others)
+            pieces = stored(first, lambda: self.source.others(path)).pieces(region_of(now))
             if self.taken.owner_of(now) is None:
                 fill(local_of(now), region_of(now), pieces, where)
                 self.taken.take(now, where)

@@ -83,10 +83,8 @@ def check_state(state: TrainState) -> None:
         raise UsageError(f"TrainState.model is {_kind(state.model)}, not a torch.nn.Module.", hint=hint)
     for part in ("optimizer", "scheduler", "scaler", "ema"):
         needed = ("state_dict", "load_state_dict", *(["param_groups"] if part == "optimizer" else []))
-        if getattr(state, part) is None:
-            continue
         objects = getattr(state, part)
-        for path, value in placed_leaves(objects):
+        for path, value in placed_leaves(objects) if objects is not None else ():
             if lacking := [name for name in needed if not has(value, name)]:
                 raise UsageError(
                     f"{place(objects, path, f'TrainState.{part}')} is {_kind(value)}, which has no {lacking[0]}.",

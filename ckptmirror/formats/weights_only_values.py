@@ -59,7 +59,9 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, where)
     if kind is dict:
-        return _encode_dict(value, where)
+        if MARK in value:
+            raise UsageError(f"{where} has a key {MARK!r}, which ckptmirror uses itself.")
+        return {_key(key, where): encode(item, f"{where}.{key}") for key, item in value.items()}
     if kind is list or kind is tuple:
         return kind(encode(item, f"{where}[{i}]") for i, item in enumerate(value))
     marked = _encode_marked(value, where)
@@ -160,12 +162,6 @@ def _encode_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
             f"{where} is a tensor of layout {tensor.layout}, which cannot be saved.", hint="Save it dense."
         )
     return tensor
-
-
-def _encode_dict(value: Mapping[Any, Any], where: str) -> dict[Any, Any]:
-    if MARK in value:
-        raise UsageError(f"{where} has a key {MARK!r}, which ckptmirror uses itself.")
-    return {_key(key, where): encode(item, f"{where}.{key}") for key, item in value.items()}
 
 
 def _key(key: Any, where: str) -> Any:
