@@ -235,7 +235,7 @@ def files_read(directory: Path, module: torch.nn.Module) -> set[str]:
 def _needed(entry: _Entry, wanted: Region | None) -> Iterator[tuple[MetadataIndex, Region]]:
     """Yield the pieces of a tensor that have values of ``wanted``, or all of them: where each is stored, its place."""
     for region in regions_of(entry.described):
-        if wanted is None or region.overlaps(wanted):
+        if wanted is None or region.overlap(wanted) is not None:
             yield MetadataIndex(entry.key, region.offsets), region
 
 

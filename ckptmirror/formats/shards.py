@@ -61,10 +61,17 @@ class Region:
             begin >= 0 and end <= whole for begin, end, whole in zip(self.offsets, self.ends, self.shape, strict=True)
         )
 
-    def overlaps(self, other: Region) -> bool:
-        """Whether the two have a value in common."""
-        edges = zip(self.offsets, self.ends, other.offsets, other.ends, strict=True)
-        return all(max(a, b) < min(a_end, b_end) for a, a_end, b, b_end in edges)
+    def overlap(self, other: Region) -> Region | None:
+        """Return what the two have in common; None if that is nothing."""
+        offsets = tuple(map(max, zip(self.offsets, other.offsets, strict=True)))
+        ends = map(min, zip(self.ends, other.ends, strict=True))
+        sizes = tuple(end - begin for begin, end in zip(offsets, ends, strict=True))
+        return Region(self.shape, offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    def index_in(self, other: Region) -> tuple[slice, ...]:
+        """Return the index of this region in a tensor with the values of ``other``, which contains it."""
+        edges = zip(self.offsets, self.ends, other.offsets, strict=True)
+        return tuple(slice(begin - first, end - first) for begin, end, first in edges)
 
 
 @dataclass(frozen=True)
@@ -228,24 +235,17 @@ def are_apart(regions: Iterable[Region]) -> bool:
 
 
 def _copy_overlap(target: torch.Tensor, region: Region, piece: Piece) -> int:
-    into, out_of, count = [], [], 1
-    for mine, size, theirs, length in zip(
-        region.offsets, region.sizes, piece.region.offsets, piece.region.sizes, strict=True
-    ):
-        start, stop = max(mine, theirs), min(mine + size, theirs + length)
-        if stop <= start:
-            return 0
-        into.append(slice(start - mine, stop - mine))
-        out_of.append(slice(start - theirs, stop - theirs))
-        count *= stop - start
+    common = region.overlap(piece.region)
+    if common is None:
+        return 0
     source = piece.data
     if piece.region == region and target.shape == source.shape and _is_row(target) and _is_row(source, target.dtype):
         byte_view(target)[:] = byte_view(source)  # on a busy machine torch's threads wait for one another
         torch.autograd.graph.increment_version(target)
-        return count
-    with torch.no_grad():
-        target[tuple(into)].copy_(source[tuple(out_of)]) if into else target.copy_(source)
-    return count
+    else:
+        with torch.no_grad():
+            target[common.index_in(region)].copy_(source[common.index_in(piece.region)])
+    return math.prod(common.sizes)
 
 
 def _is_row(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
