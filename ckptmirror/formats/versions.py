@@ -25,13 +25,13 @@ from ckptmirror.formats.names import bare, clean_names, own_loaders
 
 __all__ = [
     "KEY",
-    "VERSION_TYPES",
     "Versions",
     "attached",
     "checked",
     "clean_versions",
     "for_live",
     "from_text",
+    "is_plain",
     "migrating",
     "plain_model",
     "to_text",
@@ -41,7 +41,7 @@ __all__ = [
 KEY = "module_versions"
 Versions = dict[str, dict[str, Any]]
 
-VERSION_TYPES = (type(None), bool, int, float, str)
+_TYPES = (type(None), bool, int, float, str)
 _log = logging.getLogger("ckptmirror.formats")
 
 
@@ -115,8 +115,7 @@ def checked(metadata: Any, name: str) -> Versions:
     """
     modules = dict(metadata) if isinstance(metadata, Mapping) else {"": metadata}
     for key, of in modules.items():
-        is_plain = type(of) in (dict, OrderedDict) and all(map(_is_plain, of.items()))
-        if type(key) is not str or not is_plain:
+        if type(key) is not str or type(of) not in (dict, OrderedDict) or not all(map(is_plain, of.items())):
             raise IntegrityError(f"The versions of the modules in {name} are not numbers and text by name.")
     return {key: dict(of) for key, of in modules.items()}
 
@@ -159,13 +158,14 @@ def _bare(name: str) -> str:
     return bare(f"{name}.x" if name else "x").rpartition(".")[0]
 
 
-def _is_plain(item: tuple[Any, Any]) -> bool:
-    return type(item[0]) is str and type(item[1]) in VERSION_TYPES
+def is_plain(item: tuple[Any, Any]) -> bool:
+    """Whether an item of a module's metadata is of the kinds that are kept: a number or a text, by name."""
+    return type(item[0]) is str and type(item[1]) in _TYPES
 
 
 def _plain(values: Any, name: str) -> dict[str, Any]:
     items = values.items() if isinstance(values, Mapping) else ()
-    kept = dict(filter(_is_plain, items))
+    kept = dict(filter(is_plain, items))
     if left := sorted(str(key) for key, _ in items if key not in kept):
         _warn(name or "the model", ", ".join(left))
     return kept

@@ -27,7 +27,7 @@ from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.read_limits import Budget
 from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.tensor_files import load_bytes
-from ckptmirror.formats.versions import VERSION_TYPES, attached, checked
+from ckptmirror.formats.versions import attached, checked, is_plain
 
 __all__ = ["MARK", "as_torch_has_it", "decode", "encode", "has_shards"]
 
@@ -230,10 +230,7 @@ def _encode_metadata(value: OrderedDict[Any, Any]) -> list[Any] | None:
     if not isinstance(metadata, Mapping):
         return None
     of_modules = [(name, of) for name, of in metadata.items() if type(name) is str and isinstance(of, Mapping)]
-    return [
-        [name, [[key, item] for key, item in of.items() if type(key) is str and type(item) in VERSION_TYPES]]
-        for name, of in of_modules
-    ]
+    return [[name, [list(item) for item in of.items() if is_plain(item)]] for name, of in of_modules]
 
 
 def _decode_permuted(value: dict[str, Any]) -> torch.Tensor:
