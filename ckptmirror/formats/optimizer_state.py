@@ -195,15 +195,12 @@ def state_by_key(one: torch.optim.Optimizer, where: str) -> Any:
 
 def parameters_by_key(one: torch.optim.Optimizer, state: Any) -> dict[Any, torch.Tensor] | None:
     """Return the live parameter for each key in ``state``; None if it has other groups or not torch's layout."""
-    groups = (
-        state.get("param_groups") if isinstance(state, Mapping) and isinstance(state.get("state"), Mapping) else None
-    )
-    if not isinstance(groups, (list, tuple)) or len(groups) != len(one.param_groups):
+    if not is_state(state) or state.get("state") is None or len(state["param_groups"]) != len(one.param_groups):
         return None
     keyed: dict[Any, torch.Tensor] = {}
-    for live, group in zip(one.param_groups, groups, strict=True):
-        keys = group.get("params") if isinstance(group, Mapping) else None
-        if not isinstance(keys, (list, tuple)) or len(keys) != len(live["params"]):
+    for live, group in zip(one.param_groups, state["param_groups"], strict=True):
+        keys = group.get("params", ())
+        if len(keys) != len(live["params"]):
             return None
         keyed.update(zip(keys, live["params"], strict=True))
     return keyed
@@ -284,8 +281,7 @@ def _apply(
     for parameter, name in zip(parameters, (name for _, found in plan for name in found), strict=True):
         if parameter in one.state:
             cast = saved_dtypes.get(name, parameter.dtype) != parameter.dtype
-            restored = _restore(one.state[parameter], state.get(name), parameter, cast=cast)
-            one.state[parameter] = _laid_out(restored, parameter)
+            one.state[parameter] = _restore(one.state[parameter], state.get(name), parameter, cast=cast)
         elif state and parameter.requires_grad:
             lacking.append(str(name))
     if lacking:
@@ -329,38 +325,26 @@ def _hold(state: Any) -> Any:
 
 
 def _restore(now: Any, saved: Any, parameter: torch.Tensor, *, cast: bool) -> Any:
-    """Return the live state of a parameter, with wrapped values put back and casts to its dtype undone."""
+    """Return the live state of a parameter, each value as it was saved."""
     if isinstance(now, _Held):
         return _moved(now.value, parameter, cast=cast)
-    if not isinstance(now, dict) or not isinstance(saved, Mapping):
-        return now
-    for key, value in now.items():
-        before = saved.get(key)
-        if isinstance(value, _Held):
-            now[key] = _moved(value.value, parameter, cast=cast)
-        elif (
-            isinstance(value, torch.Tensor)
-            and isinstance(before, torch.Tensor)
-            and value.dtype != before.dtype
-            and not (cast and before.is_floating_point())
-        ):
-            now[key] = before.to(value.device)
+    for key, value in now.items() if isinstance(now, dict) else ():
+        now[key] = _restored(value, saved.get(key) if isinstance(saved, Mapping) else None, parameter, cast=cast)
     return now
 
 
-def _laid_out(state: Any, parameter: torch.Tensor) -> Any:
-    """Return a parameter's state with its tensors laid out like the parameter, as fused kernels expect."""
-    if not isinstance(state, dict) or isinstance(parameter, DTensor):
-        return state
-    for key, value in state.items():
-        if (
-            isinstance(value, torch.Tensor)
-            and not isinstance(value, DTensor)
-            and value.shape == parameter.shape
-            and value.stride() != parameter.stride()
-        ):
-            state[key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-    return state
+def _restored(value: Any, saved: Any, parameter: torch.Tensor, *, cast: bool) -> Any:
+    """Return a live value unwrapped, not cast, and laid out like the parameter, as fused kernels expect."""
+    if isinstance(value, _Held):
+        value = _moved(value.value, parameter, cast=cast)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(saved, torch.Tensor) and value.dtype != saved.dtype and not (cast and saved.is_floating_point()):
+        value = saved.to(value.device)
+    is_sharded = isinstance(value, DTensor) or isinstance(parameter, DTensor)
+    if not is_sharded and value.shape == parameter.shape and value.stride() != parameter.stride():
+        return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+    return value
 
 
 def _moved(value: Any, parameter: torch.Tensor, *, cast: bool) -> Any:
