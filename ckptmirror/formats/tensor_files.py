@@ -26,6 +26,7 @@ from ckptmirror.formats.described_tensors import is_known, make
 from ckptmirror.formats.pickles import check_whole, read_pickle
 from ckptmirror.formats.read_limits import Budget
 from ckptmirror.formats.tensor_bytes import byte_view
+from ckptmirror.local import direct_io
 
 __all__ = ["check_regular", "load_bytes", "load_part", "load_pt", "named", "open_regular", "refused_as_usage"]
 
@@ -106,12 +107,9 @@ def _load(read_at: ReadAt, read_into: _Into, size_bytes: int, mapped: Any) -> An
 def open_regular(path: Path) -> Generator[tuple[int, int], None, None]:
     """Yield the descriptor and the size in bytes of a regular file; raises as :func:`check_regular`."""
     check_regular(path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = direct_io.open_regular(path)
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise IntegrityError(f"{path} is not a regular file.")
-        yield descriptor, status.st_size
+        yield descriptor, os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)
 
