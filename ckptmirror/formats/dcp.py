@@ -49,7 +49,7 @@ from ckptmirror.formats.versions import KEY, to_text, versions_in
 from ckptmirror.formats.weights_only_values import MARK
 from ckptmirror.local.checksummed_writer import ArtifactWriter
 
-__all__ = ["FORMAT", "DcpFormat", "from_checkpoint_exception"]
+__all__ = ["FORMAT", "DcpFormat"]
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _SMALL_BYTES = 64 * 1024
@@ -100,14 +100,10 @@ class DcpFormat:
                 on_disk, reported = found.get(name, "no"), named.get(name, "none")
                 raise IntegrityError(f"{directory.name}/{name} has {on_disk} bytes on disk, {reported} were reported.")
         metadata = read_directory_metadata(directory)
-        here = {a.rank for a in artifacts if a.rank is not None}
+        here = {None, *(artifact.rank for artifact in artifacts)}
         del found[METADATA_NAME]
-        check_ranges(
-            metadata,
-            found,
-            directory.name,
-            expected=lambda name: context.world_size == 1 or _writer_of(name) is None or _writer_of(name) in here,
-        )
+        one_rank = context.world_size == 1
+        check_ranges(metadata, found, directory.name, expected=lambda name: one_rank or _writer_of(name) in here)
         check_plain_values(directory, metadata, found)
 
     def load(self, root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
@@ -117,21 +113,6 @@ class DcpFormat:
 
 
 FORMAT = DcpFormat()
-
-
-def from_checkpoint_exception(error: BaseException, doing: str) -> CkptMirrorError:
-    """Return the error to raise for torch's ``CheckpointException``: that of the first failed rank, with its number."""
-    if isinstance(error, CkptMirrorError):
-        return error
-    failures = getattr(error, "failures", None) or {}
-    if not failures:
-        return CkptMirrorError(f"{doing}: {error}")
-    rank, (cause, _) = sorted(failures.items())[0]
-    text = str(cause) or type(cause).__name__
-    others = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
-    if isinstance(cause, CkptMirrorError):
-        return type(cause)(f"{doing}: rank {rank}: {cause.message}{others}", hint=cause.hint)
-    return CkptMirrorError(f"{doing}: rank {rank}: {type(cause).__name__}: {text}{others}")
 
 
 def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) -> dict[str, Digest]:
@@ -152,7 +133,7 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
                 no_dist=group is None,
             )
     except CheckpointException as error:
-        raise from_checkpoint_exception(error, "writing kind dcp") from error
+        raise _of_first_rank(error) from error
     # Every rank comes here or none; what may fail on one rank alone follows only after the last collective.
     copy = _share_metadata(writer.directory, group) if group is not None else None
     mine = dist.get_rank(group) if group is not None else 0
@@ -164,6 +145,17 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
     if context.is_leader and mine != 0:
         digests[METADATA_NAME] = _write_copy(writer.directory, copy, context.save_id)
     return digests
+
+
+def _of_first_rank(error: CheckpointException) -> CkptMirrorError:
+    """Return the error to raise for torch's: that of the first failed rank, with its number."""
+    rank, (cause, _) = sorted(error.failures.items())[0]
+    others = f" ({len(error.failures)} ranks failed)" if len(error.failures) > 1 else ""
+    where = f"writing kind dcp: rank {rank}"
+    if isinstance(cause, CkptMirrorError):
+        return type(cause)(f"{where}: {cause.message}{others}", hint=cause.hint)
+    kind = type(cause).__name__
+    return CkptMirrorError(f"{where}: {kind}: {str(cause) or kind}{others}")
 
 
 class _Planner(DefaultSavePlanner):

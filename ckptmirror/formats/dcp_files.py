@@ -103,8 +103,8 @@ class DirectoryWriter(FileSystemWriter):
         name: The directory's final name, which ``.metadata`` records in place of a path of this machine.
     """
 
-    def __init__(self, path: Path, name: str, save_id: str, *, thread_count: int = 1) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=thread_count, overwrite=False)
+    def __init__(self, path: Path, name: str, save_id: str) -> None:
+        super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
         self.directory = path
         self.files = ArtifactFileSystem(save_id)
         # The attribute is torch's own, but typed as its local file system.
