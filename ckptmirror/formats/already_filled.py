@@ -8,7 +8,6 @@ Rules:
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -81,8 +80,7 @@ class Taken:
                 if (span := span_of(part)) is not None:
                     self._spans[span.storage].append((span, owner))
         elif isinstance(value, torch.nn.Module):
-            for tensor in itertools.chain(value.parameters(), value.buffers()):
-                self.take(tensor, owner)
+            self.take([*value.parameters(), *value.buffers()], owner)
         elif isinstance(value, torch.optim.Optimizer):
             self.take([value.param_groups, value.state], owner)
         elif is_mapping(value) or is_sequence(value):
@@ -91,7 +89,8 @@ class Taken:
                 self.take(item, owner)
 
     def take_buffer(self, value: Any, owner: str) -> None:
-        """Note that an array or a byte array has its values."""
+        """Note that a set, an array or a byte array has its values."""
+        self.remember(value, value)
         if (bounds := bounds_of(value)) is not None:
             self._buffers.append((bounds, value, owner))
 
@@ -109,17 +108,14 @@ class Taken:
                     return owner
         return None
 
-    def owner_of_buffer(self, value: Any) -> str | None:
-        """Return the owner of memory that an array or a byte array shares; None if there is none."""
+    def has_buffer(self, value: Any) -> bool:
+        """Whether a set, an array or a byte array has its values, or shares memory with something that has."""
         bounds = bounds_of(value)
-        for other, there, owner in self._buffers:
-            if _overlap(bounds, other) and arrays_share(value, there):
-                return owner
-        for spans in self._spans.values() if bounds is not None else ():
-            for span, owner in spans:
-                if _overlap(bounds, _addresses(span)):
-                    return owner
-        return None
+        if self.knows(value) or bounds is None:
+            return self.knows(value)
+        if any(_overlap(bounds, other) and arrays_share(value, there) for other, there, _ in self._buffers):
+            return True
+        return any(_overlap(bounds, _addresses(span)) for spans in self._spans.values() for span, _ in spans)
 
     def remember(self, value: Any, saved: Any) -> None:
         """Note that a container or an object is given ``saved``."""

@@ -84,10 +84,9 @@ def _walk(value: Any, path: TreePath, taken: Taken, found: list[list[Any]]) -> N
         for key, item in items_of(value):
             _walk(item, (*path, key), taken, found)
     elif isinstance(value, (set, bytearray)) or is_array(value):
-        if taken.knows(value) or taken.owner_of_buffer(value) is not None:
+        if taken.has_buffer(value):
             found.append(list(path))
         else:
-            taken.remember(value, value)
             taken.take_buffer(value, "")
 
 

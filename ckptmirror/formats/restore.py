@@ -91,7 +91,7 @@ class Restorer:
             return self._restore_buffer(now, saved, path, where)
         if (alive := _kind_alive(now)) is not None:
             raise _cannot_take(where, alive, saved)
-        if _has_ranks() and any_leaf(saved, _is_piece):
+        if _has_ranks() and any_leaf(saved, lambda leaf: isinstance(leaf, Piece)):
             self.missing.say(
                 f"{where} was saved sharded; nothing here says how to shard it, so every rank holds all of it"
             )
@@ -243,11 +243,10 @@ class Restorer:
 
     def _restore_buffer(self, now: Any, saved: Any, path: TreePath, where: str) -> Any:
         """Fill a set, an array or a byte array."""
-        if self.taken.knows(now) or self.taken.owner_of_buffer(now) is not None:
+        if self.taken.has_buffer(now):
             return now if self._aliased(path) and same(now, saved) else self._fresh(now, path)
         if not same(now, saved) and not fill_buffer(now, saved):
             return self._replaced(now, self._fresh(now, path), where)
-        self.taken.remember(now, saved)
         self.taken.take_buffer(now, where)
         return now
 
@@ -305,7 +304,7 @@ class Restorer:
         if len(now) != len(saved) and (alive := _kind_alive(now)) is not None:
             raise _other_number(where, len(saved), len(now), alive)
         live = list(now)
-        if all(map(_is_plain, live)) and not any_leaf(saved, _is_piece):
+        if all(map(_is_plain, live)) and not any_leaf(saved, lambda leaf: isinstance(leaf, Piece)):
             given = list(self.source.full_value(path))
         else:
             given = []
@@ -384,10 +383,6 @@ def _shows_shards(live: Any, saved: Piece) -> bool:
 
 def _has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _is_piece(leaf: Any) -> bool:
-    return isinstance(leaf, Piece)
 
 
 def _kind(saved: Any) -> str:
