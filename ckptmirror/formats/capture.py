@@ -51,7 +51,7 @@ def capture(
     kinds: Sequence[Kind],
     rank: int,
     world_size: int,
-    before_collectives: Callable[[BaseException | None], None] | None = None,
+    before_collectives: Callable[[BaseException | None], None] = lambda _: None,
 ) -> Snapshot:
     """Return what this rank contributes to a save.
 
@@ -69,17 +69,17 @@ def capture(
     Raises:
         UsageError: Something in ``state`` could not be loaded back; the message names it.
     """
-    agree = before_collectives if "model" in kinds and has_shards(state.model) else None
+    gathers = "model" in kinds and has_shards(state.model)
     try:
         snapshot = capture_local(state, step=step, with_ema=rank == 0)
         if "dcp" in kinds:
             _check_for_dcp(snapshot)
     except BaseException as error:
-        if agree is not None:
-            agree(error)
+        if gathers:
+            before_collectives(error)
         raise
-    if agree is not None:
-        agree(None)
+    if gathers:
+        before_collectives(None)
     whole: dict[str, Any] | None = None
     if "model" in kinds:
         if snapshot.sharded:

@@ -33,7 +33,7 @@ from ckptmirror.formats.rank_files import named_file
 from ckptmirror.formats.read_limits import max_depth
 from ckptmirror.formats.shards import Piece, Region, Stored, fill, fills, local_of, region_of
 from ckptmirror.formats.tensor_files import check_regular, load_part, open_regular, refused_as_usage
-from ckptmirror.formats.versions import KEY, Versions, attached, from_text
+from ckptmirror.formats.versions import KEY, attached, from_text
 from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.local.files import read_limited
 
@@ -281,16 +281,10 @@ def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: _Reader)
     saved = _of_model(entries)
     if not saved and live_values(module):
         raise UsageError(f"{reader.path} holds no model.")
-    versions = _read_versions(entries, reader)
+    text = [entry for entry in entries if entry.key == KEY and not isinstance(entry.described, TensorStorageMetadata)]
+    versions = from_text(reader.value(text, len(text[0].path)), str(reader.path)) if text else None
     with reader.files:
         return load_model(module, {name: reader.stored(own) for name, own in saved.items()}, versions=versions)
-
-
-def _read_versions(entries: list[_Entry], reader: _Reader) -> Versions | None:
-    for entry in entries:
-        if entry.key == KEY and not isinstance(entry.described, TensorStorageMetadata):
-            return from_text(reader.value([entry], len(entry.path)), str(reader.path))
-    return None
 
 
 def _read_optimizer(module: torch.nn.Module, wanted: list[_Entry], reader: _Reader) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def make(described: Any, storage: Storage, sizes_bytes: Mapping[str, int], budge
     except TypeError as error:
         raise IntegrityError("It describes a value without what belongs to it.") from error
     except (ValueError, RuntimeError, AttributeError) as error:
-        raise IntegrityError(f"It describes a broken value: {_first_line(error)}") from error
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise IntegrityError(f"It describes a broken value: {first_line[:200]}") from error
 
 
 def is_known(name: str) -> bool:
@@ -330,10 +331,6 @@ def _allowed() -> dict[str, Any]:
         if module not in _BLOCKED and not name.startswith("torch.distributed."):
             found[name] = value
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})

@@ -150,8 +150,7 @@ class _Loader:
         self.missing = Missing()
         self.taken = Taken()
         self.taken.take(self.state.model, "the model")
-        for one in optimizers_of(self.state.optimizer):
-            self.taken.take(one, "the optimizer")
+        self.taken.take(optimizers_of(self.state.optimizer), "the optimizer")
 
     def _tree(self, rank: int | None) -> dict[str, Any]:
         tree = self.source.tree(rank)
@@ -183,8 +182,12 @@ class _Loader:
         elif name in self.tree or (name == "ema" and name in self._tree(0)):
             self._take(name, target)
             self.loaded.append(name)
-            if name == "dataloader":
-                self._count_positions()
+            if name == "dataloader" and (dropped := self._dropped()):
+                self.missing.say(
+                    f"dataloader: the positions of ranks {some(dropped)} of the save are dropped, as this job has no "
+                    "such ranks",
+                    "; what those ranks had read of the data is not known here",
+                )
             elif name == "extra":
                 self._compare_ranks()
         else:
@@ -207,14 +210,6 @@ class _Loader:
                 f"The saved {name} is nested too deep to be loaded from here, below what else this thread has called.",
                 hint=f"Call sys.setrecursionlimit(n) first: it is {sys.getrecursionlimit()}.",
             ) from error
-
-    def _count_positions(self) -> None:
-        if dropped := self._dropped():
-            which = some(dropped)
-            self.missing.say(
-                f"dataloader: the positions of ranks {which} of the save are dropped, as this job has no such ranks",
-                "; what those ranks had read of the data is not known here",
-            )
 
     def _compare_ranks(self) -> None:
         """Report it if the number of ranks changed and the ranks of the save had different values in extra."""

@@ -35,10 +35,8 @@ __all__ = ["has_position", "knows_its_position", "position_of", "state_of", "war
 
 log = logging.getLogger(__name__)
 
-FoundVersions = list[list[Any]]
 
-
-def state_of(part: Any, where: str, *, versions: FoundVersions | None = None, path: TreePath = ()) -> Any:
+def state_of(part: Any, where: str, *, versions: list[list[Any]] | None = None, path: TreePath = ()) -> Any:
     """Return what to save of a part: an object's state, the state of each object in a container, or the value itself.
 
     Args:
