@@ -151,17 +151,14 @@ def same(first: Any, second: Any, *, shards_alike: bool = False) -> bool:
         return _same_tensors(first, second, shards_alike=shards_alike)
     if type(first) is not type(second):
         return False
-    if is_mapping(first):
-        pairs = [(first[key], second[key]) for key in first] if list(first) == list(second) else None
-        equal = pairs is not None and (
-            not isinstance(first, defaultdict) or first.default_factory is second.default_factory
-        )
-    elif is_sequence(first):
-        pairs = list(zip(first, second, strict=False)) if len(first) == len(second) else None
-        equal = pairs is not None and (not isinstance(first, deque) or first.maxlen == second.maxlen)
-    else:
+    if not (is_mapping(first) or is_sequence(first)):
         return _same_leaves(first, second)
-    return equal and all(same(one, other, shards_alike=shards_alike) for one, other in pairs or ())
+    if isinstance(first, defaultdict) and first.default_factory is not second.default_factory:
+        return False
+    if isinstance(first, deque) and first.maxlen != second.maxlen:
+        return False
+    one, other = dict(items_of(first)), dict(items_of(second))
+    return list(one) == list(other) and all(same(one[key], other[key], shards_alike=shards_alike) for key in one)
 
 
 def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
