@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats.base import Snapshot
-from ckptmirror.formats.containers import placed_leaves
+from ckptmirror.formats.containers import any_leaf, placed_leaves
 from ckptmirror.formats.extra_aliases import KEY as ALIASES
 from ckptmirror.formats.extra_aliases import aliases_of
 from ckptmirror.formats.names import bare, live_parameters, live_values
@@ -33,7 +33,7 @@ from ckptmirror.formats.optimizer_state import capture_optimizer
 from ckptmirror.formats.read_limits import too_deep
 from ckptmirror.formats.rng import capture_rng
 from ckptmirror.formats.shards import region_of
-from ckptmirror.formats.state_tree import knows_its_position, position_of, state_of, warn_left_alone
+from ckptmirror.formats.state_tree import has_position, position_of, state_of, warn_left_alone
 from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.train_state import PARTS, TrainState, check_state
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
@@ -81,13 +81,12 @@ def capture(
     if gathers:
         before_collectives(None)
     whole: dict[str, Any] | None = None
-    if "model" in kinds:
-        if snapshot.sharded:
-            whole = _gather(state.model, snapshot.model, keep=rank == 0)
-        elif rank == 0:
-            whole = dict(snapshot.model)
+    if "model" in kinds and snapshot.sharded:
+        whole = _gather(state.model, snapshot.model, keep=rank == 0)
+    elif "model" in kinds and rank == 0:
+        whole = dict(snapshot.model)
     model, optimizer = snapshot.model, snapshot.optimizer
-    buffers = _buffers(state.model, model) if rank != 0 or world_size > 1 else {}
+    buffers = _buffers(state.model, model) if world_size > 1 else {}
     if rank != 0 and not snapshot.sharded and "dcp" not in kinds:
         model, optimizer = {}, None
     elif rank != 0:
@@ -229,7 +228,7 @@ def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: dict[
         if part is not None:
             extra[name] = encode(state_of(part, name, versions=versions, path=(name,)), name)
     warn_left_alone(state.dataloader)
-    if knows_its_position(state.dataloader):
+    if any_leaf(state.dataloader, has_position):
         extra["dataloader"] = encode(position_of(state.dataloader, "dataloader"), "dataloader")
     ema = None
     if state.ema is not None:

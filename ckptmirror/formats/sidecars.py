@@ -34,7 +34,7 @@ from ckptmirror.formats.rank_files import RankFiles, rank_files
 from ckptmirror.formats.restore import Restorer
 from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import cut, piece_of
-from ckptmirror.formats.state_tree import has_position, knows_its_position, state_of, warn_left_alone
+from ckptmirror.formats.state_tree import has_position, state_of, warn_left_alone
 from ckptmirror.formats.tensor_bytes import digest32, has_plain_bytes
 
 __all__ = ["is_scheduled", "load_extra", "load_sidecars", "takes_schedule", "tensor_list", "write_sidecars"]
@@ -168,7 +168,7 @@ class _Loader:
             return
         if name == "dataloader":
             warn_left_alone(target)
-        if name == "dataloader" and not knows_its_position(target):
+        if name == "dataloader" and not any_leaf(target, has_position):
             if self.own and name in self.tree:
                 self.missing.unused(name)
         elif name == "dataloader" and not self.own:

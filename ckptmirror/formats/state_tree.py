@@ -18,6 +18,7 @@ import torch
 from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.containers import (
     TreePath,
+    any_leaf,
     changed,
     has,
     is_mapping,
@@ -31,7 +32,7 @@ from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import state_by_key
 from ckptmirror.formats.versions import clean_versions, to_text
 
-__all__ = ["has_position", "knows_its_position", "position_of", "state_of", "warn_left_alone"]
+__all__ = ["has_position", "position_of", "state_of", "warn_left_alone"]
 
 log = logging.getLogger(__name__)
 
@@ -76,17 +77,12 @@ def has_position(loader: Any) -> bool:
     return has(loader, "state_dict") and takes_state(loader)
 
 
-def knows_its_position(dataloader: Any) -> bool:
-    """Whether a data loader, or any loader in a container, has a position."""
-    return any(map(has_position, leaves(dataloader)))
-
-
 def position_of(dataloader: Any, where: str) -> Any:
     """Return the position of a data loader, or of each loader in a container that has one."""
     if has_position(dataloader):
         return state_of(dataloader, where)
     if is_mapping(dataloader):
-        known = {key: loader for key, loader in dataloader.items() if knows_its_position(loader)}
+        known = {key: loader for key, loader in dataloader.items() if any_leaf(loader, has_position)}
         return rebuilt(dataloader, {key: position_of(loader, f"{where}.{key}") for key, loader in known.items()})
     if is_sequence(dataloader):
         return rebuilt(dataloader, [position_of(loader, f"{where}[{i}]") for i, loader in enumerate(dataloader)])
