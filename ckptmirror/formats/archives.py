@@ -75,9 +75,7 @@ def _records(read_at: ReadAt, size_bytes: int) -> dict[str, Record]:
         top = own_top
         if below in found:
             raise IntegrityError(f"The record {below[:80]!a} is there twice.")
-        if local >= begin:
-            raise IntegrityError("The directory of the archive names a place where no record begins.")
-        offset = _data_offset(read_at, local)
+        offset = _data_offset(read_at, local, begin)
         places.append((local, offset + size))
         found[below] = Record(offset, size)
     if at != length:
@@ -122,8 +120,8 @@ def _wide(extra: bytes, size: int, packed: int, local: int) -> tuple[int, int, i
     return size, packed, local
 
 
-def _data_offset(read_at: ReadAt, local: int) -> int:
-    header = _LOCAL.unpack(read_at(local, _LOCAL.size))
+def _data_offset(read_at: ReadAt, local: int, end: int) -> int:
+    header = _LOCAL.unpack(read_at(local, _LOCAL.size)) if local < end else (b"",)
     if header[0] != b"PK\3\4":
         raise IntegrityError("The directory of the archive names a place where no record begins.")
     return int(local) + _LOCAL.size + int(header[-2]) + int(header[-1])

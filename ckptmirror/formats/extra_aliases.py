@@ -64,11 +64,10 @@ def in_order(values: dict[Any, Any], keys: Iterable[Any] | None = None) -> list[
 
 
 def _walk(value: Any, path: TreePath, taken: Taken, found: list[list[Any]]) -> None:
-    if isinstance(value, torch.nn.Module):
-        if any(taken.owner_of(tensor) is not None for tensor in (*value.parameters(), *value.buffers())):
+    if takes_state(value):
+        tensors = (*value.parameters(), *value.buffers()) if isinstance(value, torch.nn.Module) else ()
+        if any(taken.owner_of(tensor) is not None for tensor in tensors):
             found.append(list(path))
-        taken.take(value, "")
-    elif takes_state(value):
         taken.take(value, "")
     elif isinstance(value, torch.Tensor):
         if taken.owner_of(value) is not None:

@@ -192,9 +192,10 @@ def _named(group: Mapping[str, Any], one: Any, module: torch.nn.Module) -> dict[
         raise _Doubt("its state is keyed by position, and one position appears twice.")
     for key, parameter in keyed.items():
         _check_shapes(state.get(key, state.get(str(key))), key, parameter)
-    groups = [{**params, "params": [by_key[str(key)] for key in params["params"]]} for params in group["param_groups"]]
-    for params in groups:
-        _check_param_names(params)
+    groups = []
+    for params in group["param_groups"]:
+        groups.append({**params, "params": [by_key[str(key)] for key in params.get("params", ())]})
+        _check_param_names(groups[-1])
     return {"state": {by_key.get(str(key), key): value for key, value in state.items()}, "param_groups": groups}
 
 

@@ -34,13 +34,12 @@ Others = Callable[[str], Iterable[Any]]
 Check = Callable[[str, str, torch.Tensor, Iterable[Piece]], None]
 
 
-def _pair_names(saved: Iterable[str], live: Mapping[str, Any]) -> dict[str, str]:
+def _pair_names(saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, str]:
     """Return the saved name of each live name, strictly.
 
     Raises:
         UsageError: A name is missing or unexpected; the message lists the first few.
     """
-    saved = list(saved)
     matched = match_names(saved, live)
     by_live = {matched[name]: name for name in saved}
     missing = [name for name in live if name not in by_live]

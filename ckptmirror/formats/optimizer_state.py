@@ -224,7 +224,7 @@ def load_by_key(one: torch.optim.Optimizer, saved: Mapping[str, Any], where: str
     """
     groups = saved["param_groups"]
     rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups", _SHARDED)}
-    plan = [(index, list(group["params"])) for index, group in enumerate(groups)]
+    plan = [(index, list(group.get("params", ()))) for index, group in enumerate(groups)]
     _apply(one, plan, groups, saved["state"], {}, rest, where=where)
 
 

@@ -89,8 +89,8 @@ def decode(value: Any, leaf: Callable[[dict[str, Any]], Any] | None = None) -> A
     """
     if type(value) is OrderedDict:
         metadata = vars(value).get("_metadata")
-        ordered = OrderedDict((key, decode(item, leaf)) for key, item in value.items())
-        return ordered if metadata is None else attached(ordered, checked(metadata, "the save"))
+        items = {key: decode(item, leaf) for key, item in value.items()}
+        return attached(items, None if metadata is None else checked(metadata, "the save"))
     if type(value) is dict:
         name = value.get(MARK)
         if name is None:
@@ -217,8 +217,10 @@ def _encode_marked(value: Any, where: str) -> Any | None:
         return {MARK: kind.__name__, "items": items}
     if kind is torch.Size:
         return {MARK: "size", "items": list(value)}
-    if _is_numpy(value, "generic"):
-        return _encode_scalar(value)
+    if _is_numpy(value, "generic") and value.dtype.kind in "US":
+        return {MARK: "text", "value": encode(value.item(), "")}
+    if _is_numpy(value, "generic") and value.dtype.kind in "biufcmM":
+        return {MARK: "scalar", "dtype": value.dtype.str, "data": value.tobytes()}
     if _is_numpy(value, "ndarray"):
         return _encode_array(value, where)
     return None
@@ -255,14 +257,6 @@ def _hashable(items: Any) -> list[Any]:
     found = list(items)
     Budget().check_keys(found)
     return found
-
-
-def _encode_scalar(value: Any) -> dict[str, Any] | None:
-    if value.dtype.kind in "US":
-        return {MARK: "text", "value": encode(value.item(), "")}
-    if value.dtype.kind not in "biufcmM":
-        return None
-    return {MARK: "scalar", "dtype": value.dtype.str, "data": value.tobytes()}
 
 
 def _decode_scalar(value: dict[str, Any]) -> Any:
