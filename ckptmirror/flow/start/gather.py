@@ -3,6 +3,8 @@
 Rules:
 * The files lie in a *view*: a temporary directory of the root, in which the save has its plain names. What the node
   saved itself is linked there; the save on its disk is not changed, and is still what the node keeps and sends.
+* Only regular files that no link leads to are linked, copied or sent, and ``.metadata`` is compared with its checksum
+  before it is read.
 * First come the files that every rank reads. Of a DCP directory, ``.metadata`` then tells which others a node's ranks
   read.
 * What a node lacks comes from a mirror, if one has the save; otherwise from the disks of the nodes that have it.
@@ -18,7 +20,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -39,6 +41,9 @@ from ckptmirror.flow.retention.reconcile import BRINGING_NAME
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.local import files, trash
 from ckptmirror.local.checksummed_writer import create_temporary
+from ckptmirror.local.checksums import verify_file
+from ckptmirror.local.direct_io import open_regular
+from ckptmirror.local.listing import Listing
 from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.storage_errors import disk_error, explained
 from ckptmirror.ranks.base import Ranks
@@ -119,9 +124,14 @@ class View:
         if self._kind != "dcp":
             return None
         directory = names.SaveName(self._meta.step).dcp_dir
+        from ckptmirror.formats.dcp_metadata import METADATA_NAME
         from ckptmirror.formats.dcp_read import files_read
 
+        metadata = self._files.get(f"{directory}/{METADATA_NAME}")
+        if metadata is None:
+            return None
         try:
+            verify_file(self.path / metadata.path, metadata.digest)
             read = {f"{directory}/{name}" for name in files_read(self.path / directory, state.model)}
         except (IntegrityError, FileNotFoundError):  # the vote finds what is wrong
             return None
@@ -148,18 +158,19 @@ class View:
     def _link_own(self) -> None:
         wanted = self._files if self._trusted else self.needs  # what no rank here reads may be sent to another node
         metas = local_catalog(self._root, with_attempts=False).metas()
+        listing = Listing(self._root)
         mine = {
             path: FileToRead(self._root / artifact.path, artifact.digest)
             for meta in metas
             if meta.save_id == self._meta.save_id
             for artifact in meta.artifacts
             if (path := names.plain(artifact.path)) in wanted and wanted[path].digest == artifact.digest
-            if path not in self._has
+            if path not in self._has and listing.fault_of(artifact.path, artifact.digest.size_bytes) is None
         }
         found = [None] * len(mine) if self._trusted else read_all(list(mine.values()))
         for (path, own), wrong in zip(mine.items(), found, strict=True):
-            with contextlib.suppress(FileNotFoundError):
-                if wrong is None and own.path.lstat().st_size == own.digest.size_bytes:
+            with contextlib.suppress(FileNotFoundError, IntegrityError):
+                if wrong is None:
                     _link(own.path, self.path / path)
                     self._has.add(path)
 
@@ -173,6 +184,8 @@ class View:
 
     def _fetch(self, mirror: Mirror, on_mirror: Meta, lacks: Sequence[str]) -> None:
         objects = {names.plain(artifact.path): artifact for artifact in on_mirror.artifacts}
+        if absent := [path for path in lacks if path not in objects]:
+            raise IntegrityError(f"The meta of step {on_mirror.step} on {mirror.url} does not name {absent[0]}.")
         wanted = [replace(objects[path], path=path, object=objects[path].object_name) for path in lacks]
         for artifact in wanted:
             if artifact.digest != self.needs[artifact.path].digest:
@@ -189,9 +202,14 @@ def _is_for_comparison(path: str) -> bool:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file another name, or copy it where the file system has no links."""
+    """Give a file another name, or copy it where the file system has no links.
+
+    Raises:
+        FileNotFoundError: It is gone.
+        IntegrityError: It is not a regular file any more.
+    """
     with contextlib.suppress(FileNotFoundError):
-        if target.samefile(source):
+        if os.path.samestat(target.lstat(), source.lstat()):
             return
         target.unlink()
     try:
@@ -199,7 +217,8 @@ def _link(source: Path, target: Path) -> None:
     except FileNotFoundError:
         raise
     except OSError:
-        shutil.copyfile(source, target, follow_symlinks=False)
+        with os.fdopen(open_regular(source), "rb") as read, os.fdopen(create_temporary(target), "wb") as copy:
+            shutil.copyfileobj(read, copy)
 
 
 def bring_back(root: Path, directory: Path, meta: Meta) -> Gathered:
@@ -216,8 +235,7 @@ def relay(channel: Ranks, view: View, plan: Sequence[Transfer], sizes_bytes: Map
     failures: list[CkptMirrorError] = []
     buffer = memoryview(bytearray(_PIECE_BYTES))
     for transfer in plan:
-        size, path = sizes_bytes[transfer.path], view.path / transfer.path
-        pieces = [buffer[: min(_PIECE_BYTES, size - start)] for start in range(0, size, _PIECE_BYTES)]
+        path, pieces = view.path / transfer.path, _pieces(buffer, sizes_bytes[transfer.path])
         if channel.rank == transfer.source:
             failures += _send(channel, path, transfer.to, pieces)
         elif channel.rank in transfer.to:
@@ -226,7 +244,13 @@ def relay(channel: Ranks, view: View, plan: Sequence[Transfer], sizes_bytes: Map
     return _gathered(failures[0]) if failures else Gathered()
 
 
-def _send(channel: Ranks, path: Path, to: Sequence[int], pieces: Sequence[memoryview]) -> list[CkptMirrorError]:
+def _pieces(buffer: memoryview, size_bytes: int) -> Iterator[memoryview]:
+    """Yield a part of the buffer for each piece of a file."""
+    for start in range(0, size_bytes, len(buffer)):
+        yield buffer[: min(len(buffer), size_bytes - start)]
+
+
+def _send(channel: Ranks, path: Path, to: Sequence[int], pieces: Iterable[memoryview]) -> list[CkptMirrorError]:
     """Send a file; where it cannot be read, as many other bytes, which its checksum gives away."""
     failures: list[CkptMirrorError] = []
     with contextlib.ExitStack() as opened:
@@ -234,9 +258,11 @@ def _send(channel: Ranks, path: Path, to: Sequence[int], pieces: Sequence[memory
         for piece in pieces:
             try:
                 if not failures:
-                    file = file or opened.enter_context(path.open("rb", buffering=0))
+                    file = file or opened.enter_context(FileIO(open_regular(path)))
                     if file.readinto(piece) != len(piece):
                         failures.append(IntegrityError(f"{path} is shorter than it was saved."))
+            except CkptMirrorError as error:
+                failures.append(error)
             except OSError as error:
                 failures.append(disk_error(error, "read", path))
             for rank in to:
@@ -244,7 +270,7 @@ def _send(channel: Ranks, path: Path, to: Sequence[int], pieces: Sequence[memory
     return failures
 
 
-def _receive(channel: Ranks, path: Path, source: int, pieces: Sequence[memoryview]) -> list[CkptMirrorError]:
+def _receive(channel: Ranks, path: Path, source: int, pieces: Iterable[memoryview]) -> list[CkptMirrorError]:
     """Receive a file; where it cannot be written, to the end all the same."""
     failures: list[CkptMirrorError] = []
     with contextlib.ExitStack() as opened:
