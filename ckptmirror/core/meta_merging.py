@@ -5,7 +5,7 @@ Rules:
 * Every input must be of the same save. What describes the run rather than the files (training config, metrics, fields,
   time) comes from the lowest node.
 * Each node chooses the tag of its names by itself, so merged paths have no tag, and ``object`` names each object.
-* A part is a node's own: a copy of one may lack files, and the merged meta would not say so.
+* What is merged is a node's or a rank's own: a copy may lack files, and the merged meta would not say so.
 * Every node has the coordinator's ``.metadata``: a path may come several times, but only with the same digest.
 """
 
@@ -19,7 +19,7 @@ from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.model import ALL_NODES, Artifact, Meta
 from ckptmirror.core.names import untagged
 
-__all__ = ["merge_emergency", "merge_parts", "plain"]
+__all__ = ["check_same_save", "merge_emergency", "merge_parts", "plain"]
 
 _SAME = ("run_id", "attempt", "step", "save_id", "save_number", "kinds", "world_size", "nodes")
 
@@ -31,11 +31,11 @@ def merge_parts(parts: Sequence[Meta]) -> Meta:
         BrokenMeta: The parts are not exactly one of each node, or contradict one another.
     """
     ordered = sorted(parts, key=lambda part: part.node)
-    _check_same_save(ordered)
+    check_same_save(ordered)
     if copies := [part for part in ordered if part.staged_from is not None]:
         raise BrokenMeta(f"The part of node {copies[0].node} is a copy, which may lack files.")
     first = ordered[0]
-    if [part.node for part in ordered] != list(range(first.nodes)):
+    if len(ordered) != first.nodes or any(part.node != node for node, part in enumerate(ordered)):
         nodes = ", ".join(str(part.node) for part in ordered)
         raise BrokenMeta(f"The parts are of the nodes {nodes}; the save has {first.nodes} nodes, counted from 0.")
     if first.nodes == 1:
@@ -58,7 +58,9 @@ def merge_emergency(metas: Sequence[Meta]) -> Meta:
         BrokenMeta: The metas are not of one emergency save, or contradict one another.
     """
     ordered = sorted(metas, key=lambda meta: (meta.node, [artifact.path for artifact in meta.artifacts]))
-    _check_same_save(ordered)
+    check_same_save(ordered)
+    if copies := [meta for meta in ordered if meta.staged_from is not None]:
+        raise BrokenMeta(f"A meta of node {copies[0].node} is that of a copy, and snapshots are not staged.")
     first = ordered[0]
     if first.kinds != ("emergency",):
         raise BrokenMeta(f"kinds is {', '.join(first.kinds)}, not emergency.")
@@ -68,7 +70,12 @@ def merge_emergency(metas: Sequence[Meta]) -> Meta:
     return replace(first, node=node, tag="", artifacts=_merged_artifacts(ordered))
 
 
-def _check_same_save(metas: Sequence[Meta]) -> None:
+def check_same_save(metas: Sequence[Meta]) -> None:
+    """Check that metas are of one save.
+
+    Raises:
+        BrokenMeta: They are not; the message names what differs.
+    """
     if not metas:
         raise BrokenMeta("There is nothing to merge.")
     for meta in metas[1:]:

@@ -1,4 +1,4 @@
-"""Each node of a save publishes its part on the mirror; somebody else may have put another one under its name."""
+"""Each node of a save has its part on its disk and on the mirror; somebody else may have put another in its place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.start.disk_facts import look_at_disk
+from ckptmirror.flow.start.survey import survey
+from ckptmirror.flow.upload.record import upload_claimed
+from ckptmirror.local.root_id import RootId
 from tests.kit.roots import MirroredRoot
-from tests.kit.saves import make_save, put_on_mirror
+from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
 
 
 @pytest.fixture
@@ -57,3 +61,67 @@ def test_a_part_that_leaves_out_files_of_its_node_does_not_make_a_save_safe(plac
     (meta,) = [record for record in place.records() if record.role == "meta"]
     assert meta.state.value == "failed"
     assert name in (meta.reason or "")
+
+
+def test_a_part_under_the_name_of_the_meta_does_not_make_a_save_safe(place: MirroredRoot) -> None:
+    """The part names every file of its node, and no mirror lists it as a save."""
+    mine, _ = parts_of(place)
+    place.store.write(names.SaveName(100).meta, meta_to_bytes(mine), if_generation=0)
+    place.upload()
+    (meta,) = [record for record in place.records() if record.role == "meta"]
+    assert meta.state.value == "failed"
+    assert "names this save with other contents" in (meta.reason or "")
+
+
+def test_a_part_of_another_save_is_not_merged_and_named(place: MirroredRoot) -> None:
+    mine, theirs = parts_of(place)
+    name = names.part_name(100, mine.save_id, 2, 2)
+    there = place.store.stat(name)
+    assert there is not None
+    other = replace(theirs, save_number=7)
+    place.store.write(name, meta_to_bytes(other), if_generation=there.generation)
+    place.upload()
+    (meta,) = [record for record in place.records() if record.role == "meta"]
+    assert meta.state.value == "failed"
+    assert f"{name} on {place.mirrors[0].url} is not what a node of this job wrote: save_number" in (meta.reason or "")
+    assert mirror_catalog(place.mirrors[0]).saves == {}
+
+
+def test_a_part_that_somebody_deletes_while_nodes_wait_is_published_again(place: MirroredRoot) -> None:
+    mine, theirs = parts_of(place)
+    own, other = (names.part_name(100, mine.save_id, number, 2) for number in (1, 2))
+
+    def removed(name: str) -> None:
+        there = place.store.stat(name)
+        assert there is not None
+        place.store.delete(name, generation=there.generation)
+
+    removed(other)
+    context = place.context()
+
+    def upload() -> None:
+        place.clock.pass_s(60)
+        while (claim := place.table.claim("worker", context.mirror.url, lease_s=300)) is not None:
+            upload_claimed(context, claim)
+
+    upload()
+    removed(own)
+    place.store.write(other, meta_to_bytes(theirs), if_generation=0)
+    for _ in range(3):
+        upload()
+    assert place.states() == {"verified"}
+    assert mirror_catalog(place.mirrors[0]).saves.keys() == {mine.save_id}
+
+
+def test_parts_that_contradict_one_another_are_a_problem_and_not_a_save(tmp_path: Path) -> None:
+    """The shares of two nodes were there, of three as one of them says; the start ended with a KeyError."""
+    disks = []
+    for node, nodes in ((0, 2), (1, 3)):
+        root = tmp_path / f"node{node}"
+        meta = make_save(root, 100, ("model",), ranks=3, save_id="ab" * 16, write_meta=False)
+        (root / names.SaveName(100).meta).write_bytes(meta_to_bytes(replace(meta, nodes=nodes, node=node)))
+        put_attempts(root, [FIRST_ATTEMPT])
+        disks.append(look_at_disk(root, None, RootId(f"{node}" * 32, True)))
+    seen = survey(disks, [])
+    assert seen.evidence.disk.copies == ()
+    assert any("nodes differs between the parts" in one.why for one in seen.evidence.disk.problems)

@@ -511,6 +511,24 @@ def test_a_rank_that_left_no_meta_is_missing_whatever_is_copied_to_its_name(
     assert [item.why for item in found.broken] == ["holds the meta of rank 0"]
 
 
+def test_a_rank_whose_meta_was_made_that_of_a_copy_does_not_load_the_files_of_another(
+    places: tuple[Path, str, Path], keys: dict[str, Any]
+) -> None:
+    """A copy proves itself and may lack files; without its own file, rank 1 loaded that of rank 0."""
+    root, url, _ = places
+    as_process(**keys)
+    attempt, bus, run = Attempt(new_id(), 1, None), EventBus(), new_id()
+    for rank in (0, 1):
+        ranks: Any = SimpleNamespace(rank=rank, world_size=2, node=0, nodes=1, node_ranks=(0, 1))
+        save_emergency(root, new_state(), run_id=run, attempt=attempt, number=1, step=1, ranks=ranks, bus=bus)
+    assert len(read_inventory(root).saves) == 1
+    (meta,) = root.glob("emergency_*/meta_rank1.json")
+    as_copy(meta, url, partial=True, lacks=(f"{meta.parent.name}/rank1.pt",))
+    found = read_inventory(root)
+    assert (found.saves, found.incomplete) == ((), ())
+    assert {item.path.name for item in found.broken} == {"meta_rank0.json", "meta_rank1.json"}
+
+
 def test_a_persistent_copy_with_the_same_crc32c_replaces_nothing_here(
     places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat, StoreHangs, StorePermanent
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.meta_merging import merge_emergency, merge_parts
+from ckptmirror.core.meta_merging import check_same_save, merge_emergency, merge_parts
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.problems import Problem as FoundProblem
 from ckptmirror.core.problems import facts_of, unexplained
@@ -179,20 +179,21 @@ class _Rows:
 
     def _joinable(self, rows: Sequence[Row]) -> list[Row]:
         """Merge the metas of the parts, and mark the parts that contradict one another."""
-        metas: dict[str, dict[tuple[int, ...], Meta]] = {}
+        metas: dict[str, list[Meta]] = {}
         for disk in self._disks:
             for problem in disk.catalog.problems.values():
                 if problem.meta is not None and _is_part(problem, disk.run_id):
-                    metas.setdefault(problem.meta.save_id, {})[_shares_of(problem.meta)[0]] = problem.meta
+                    metas.setdefault(problem.meta.save_id, []).append(problem.meta)
         wrong: dict[str, str] = {}
         for save_id, parts in metas.items():
-            of = max(_shares_of(meta)[1] for meta in parts.values())
-            if len({share for shares in parts for share in shares}) == of:
-                merge = merge_emergency if next(iter(parts.values())).kinds == ("emergency",) else merge_parts
-                try:
-                    self._found.setdefault((save_id, DISK), merge(list(parts.values())))
-                except BrokenMeta as error:
-                    wrong[save_id] = str(error)
+            of_shares = {_shares_of(meta)[0]: meta for meta in parts}
+            try:
+                check_same_save(parts)
+                if len({share for shares in of_shares for share in shares}) == _shares_of(parts[0])[1]:
+                    merge = merge_emergency if parts[0].kinds == ("emergency",) else merge_parts
+                    self._found.setdefault((save_id, DISK), merge(list(of_shares.values())))
+            except BrokenMeta as error:
+                wrong[save_id] = str(error)
         return [
             replace(
                 row,

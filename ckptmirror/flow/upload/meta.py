@@ -4,7 +4,8 @@ Rules:
 * A meta can be claimed only when the table has all artifacts of the save as verified there. It is written only after
   the mirror confirmed that this attempt is not fenced.
 * With several nodes, each publishes its part. The node that comes last sees all parts and writes the whole meta; any
-  node may, and all write the same. No node believes that a part is its own because of its name.
+  node may, and all write the same. No node believes that a part is its own, or that a meta is the whole one, because
+  of its name.
 * The requests of a node do not grow with the number of nodes: one that waits asks for one missing part at a time, and
   one that finds all parts lets the node that came last write the meta before it does so itself.
 * If an object has the name already, it is read. If it is our own meta, the upload has succeeded. If it is another
@@ -28,7 +29,7 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.meta_merging import merge_parts
+from ckptmirror.core.meta_merging import check_same_save, merge_parts
 from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, objects_of
 from ckptmirror.flow.places.object_match import why_differs
@@ -115,7 +116,7 @@ class MetaUpload(Sending):
             if isinstance(found, Tombstone):
                 context.table.remove(meta.save_id, context.mirror.url, f"removed by retention: {found.reason}")
                 return True
-            if there != data and not _covers(found, meta):
+            if there != data and not (found.is_whole and _covers(found, meta)):
                 raise IntegrityError(f"{name} on {context.mirror.url} names this save with other contents.")
             self._verify_meta(*self._naming_what_was_verified(found, mine, info, there))
             return True
@@ -207,12 +208,16 @@ class MetaUpload(Sending):
 
         Raises:
             NodeBehind: A part is not there yet; or all are, and the node that came last is about to merge them.
-            IntegrityError: The part that has this node's name lacks files of this node: somebody else wrote it.
+            IntegrityError: A part is not of this save, or the one with this node's name lacks files of this node:
+                somebody else wrote it.
         """
         part_names = [names.part_name(mine.step, mine.save_id, number + 1, mine.nodes) for number in range(mine.nodes)]
         there = {info.name for info in self._store.list(names.parts_prefix(mine.step, mine.save_id))}
         awaited = self._context.awaited
         if missing := [name for name in part_names if name not in there]:
+            if part_names[mine.node] in missing:  # somebody deleted it: it is published again
+                awaited.pop(mine.save_id, None)
+                raise self._behind(part_names[mine.node])
             awaited[mine.save_id] = missing[mine.node % len(missing)]  # not all nodes wait for the same
             raise self._behind(missing[0])
         if awaited.get(mine.save_id):
@@ -228,17 +233,24 @@ class MetaUpload(Sending):
         def read(name: str) -> None:
             try:
                 found[name] = meta_from_bytes(self._store.read(name, limit_bytes=META_LIMIT_BYTES)[0])
+                check_same_save([mine, found[name]])
             except ObjectNotFound as error:
                 raise self._behind(name) from error
+            except BrokenMeta as error:
+                raise self._not_ours(name, str(error)) from error
 
         run_jobs(part_names, read, name="ckptmirror-parts", workers=_READERS)
         own = part_names[mine.node]
         if not _covers(found[own], mine):
-            raise IntegrityError(
-                f"{own} on {self._context.mirror.url} does not name what this node saved: somebody else wrote it.",
-                hint="Delete it, then `ckptmirror retry`.",
-            )
+            raise self._not_ours(own, "It does not name what this node saved.")
         return merge_parts([found[name] for name in part_names])
+
+    def _not_ours(self, name: str, why: str) -> IntegrityError:
+        url = self._context.mirror.url
+        return IntegrityError(
+            f"{name} on {url} is not what a node of this job wrote: {why}",
+            hint="Delete it, then `ckptmirror retry` on each node.",
+        )
 
     # -- the table --------------------------------------------------------------------------------------------
 

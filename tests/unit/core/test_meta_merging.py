@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +99,15 @@ def test_parts_that_are_not_of_one_save_are_refused(parts: list[Meta], reason: s
         merge_parts(parts)
 
 
+def test_parts_of_ten_million_nodes_are_refused_without_counting_them() -> None:
+    parts = [part(node, nodes=10**7, world_size=10**7) for node in (0, 1)]
+    tracemalloc.start()
+    with pytest.raises(BrokenMeta, match="the save has 10000000 nodes"):
+        merge_parts(parts)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
 def emergency(rank: int, **changes: Any) -> Meta:
     path = f"emergency_step_000200_20261121T131500Z/rank{rank}.pt"
     values: dict[str, Any] = {
@@ -124,3 +134,10 @@ def test_emergency_metas_of_another_save_or_kind_are_refused() -> None:
         merge_emergency(
             [emergency(0), emergency(0, artifacts=(replace(emergency(0).artifacts[0], digest=digest_of(1)),))]
         )
+
+
+def test_the_meta_of_a_copy_is_no_rank_of_a_snapshot() -> None:
+    """It may lack the rank's files; the rank would then load those of another."""
+    copy = emergency(1, staged_from="file:///elsewhere", partial=True, artifacts=())
+    with pytest.raises(BrokenMeta, match="copy"):
+        merge_emergency([emergency(0), copy])
