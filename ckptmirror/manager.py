@@ -145,6 +145,7 @@ class CheckpointManager:
                 "version": __version__,
                 "mirrors": ", ".join(f"{one.url}{'' if one.required else ' (optional)'}" for one in self._specs),
                 "kinds": ", ".join(self.kinds),
+                "verify_keys": ", ".join(signing.current().verify_keys),
             }
             mine = said if self.ranks.is_leader else None
             check_alike(self.ranks.exchange(mine, what="open the root", error=failure))

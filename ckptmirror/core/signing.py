@@ -24,11 +24,13 @@ class Keys:
         sign: Returns the signature of bytes; None: documents are not signed.
         is_signed: Whether a signature of bytes is right; None: signatures are not asked for.
         identity: The same for equal keys; "" if there are none.
+        verify_keys: The public keys whose signatures it believes, as hex digits, sorted.
     """
 
     sign: Callable[[bytes], bytes] | None = None
     is_signed: Callable[[bytes, bytes], bool] | None = None
     identity: str = ""
+    verify_keys: tuple[str, ...] = ()
 
 
 _keys = Keys()

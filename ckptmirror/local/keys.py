@@ -44,7 +44,8 @@ def use_keys(signing_key: str | Path | None = None, verify_keys: Iterable[str | 
     if private is None and not public:
         return
     own = private.public_key() if private is not None else None
-    identity = f"{_text(own)} {' '.join(sorted(map(_text, public)))}"
+    believed = tuple(sorted(map(_text, public)))
+    identity = f"{_text(own)} {' '.join(believed)}"
     if signing.current().identity not in ("", identity):
         raise ConfigError(
             "This process already uses other keys (signing_key, verify_keys).",
@@ -55,6 +56,7 @@ def use_keys(signing_key: str | Path | None = None, verify_keys: Iterable[str | 
             sign=private.sign if private is not None else None,
             is_signed=(lambda data, signature: _is_signed(public, data, signature)) if public else None,
             identity=identity,
+            verify_keys=believed,
         )
     )
 

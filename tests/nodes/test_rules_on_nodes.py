@@ -6,6 +6,7 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from ckptmirror.core.errors import ConfigError, UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.drain import push
 from ckptmirror.flow.start.rewind import rewind
+from tests.integration.test_signed_runs import make_key
 from tests.kit.processes import outcome, run_ranks
 from tests.kit.roots import leftovers
 from tests.kit.training import same
@@ -46,6 +48,26 @@ def test_nodes_with_other_settings_are_refused_with_both_values(
     for kind, message, _ in run_ranks(2, open_with, str(tmp_path), given, kinds):
         assert kind == ConfigError.__name__
         assert all(one.replace("file://", f"file://{tmp_path}") in message for one in both)
+
+
+def open_signed(rank: int, base: str, keys: list[dict[str, Any]]) -> tuple[str, str, int]:
+
+    def job() -> None:
+        CheckpointManager(Path(base) / "ab"[rank], timeout_s=WAIT_S, **keys[rank]).close()
+
+    return outcome(job)
+
+
+def test_nodes_that_do_not_demand_the_same_signatures_are_refused(tmp_path: Path) -> None:
+    """What a node without keys says of its disk would be believed by the others."""
+    key = make_key(tmp_path / "keys")
+    keys = [key, {"signing_key": key["signing_key"]}]
+    for given in (keys, keys[::-1]):
+        for kind, message, _ in run_ranks(2, open_signed, str(tmp_path), given):
+            assert kind == ConfigError.__name__
+            assert "The nodes of this job differ in verify_keys" in message
+            assert "none" in message
+    assert [message for _, message, _ in run_ranks(2, open_signed, str(tmp_path), [key, key])] == ["None", "None"]
 
 
 def test_a_node_whose_root_is_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
