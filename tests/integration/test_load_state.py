@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from ckptmirror import LoadedCheckpoint, TrainState, load_checkpoint, resolve_checkpoint_reference
+from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UnsafePickle, UsageError
 from ckptmirror.formats.legacy_optimizers import optimizer_key_counts
 from ckptmirror.formats.train_state import PARTS
+from ckptmirror.local.inventory import read_inventory
 from tests.kit.faults import flip_bit
 from tests.kit.legacy import make_training, named, save_dcp, save_legacy, write_meta
 from tests.kit.roots import content
@@ -50,6 +53,22 @@ def go_on(model: nn.Module, *optimizers: Any, scheduler: Any = None) -> list[str
 
 
 # -- saves of ours ----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_no_rank_verified_for_the_kind_is_not_loaded(tmp_path: Path) -> None:
+    """The meta says that the optimizer is of the other kind: its bytes are not looked at, and are not to be used."""
+    saved_run(tmp_path, (1,))
+    (meta,) = read_inventory(tmp_path).saves
+    (optim,) = (artifact for artifact in meta.meta.artifacts if artifact.path.startswith("optim"))
+    assert optim.kinds == ("model",)
+    artifacts = tuple(replace(one, kinds=("dcp",)) if one is optim else one for one in meta.meta.artifacts)
+    meta.meta_path.write_bytes(meta_to_bytes(replace(meta.meta, artifacts=artifacts)))
+    with running(tmp_path / "other") as manager:
+        state = new_state(seed=4)
+        info = manager.load(state, tmp_path / "model_000001.pt")
+        assert "optimizer" not in info.loaded
+        assert state.optimizer.state_dict()["state"] == {}
+    assert load_checkpoint(tmp_path / "model_000001.pt").optimizer is None
 
 
 @pytest.mark.parametrize("how", ["step", "path", "latest", "reference"])

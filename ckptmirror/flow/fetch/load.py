@@ -82,11 +82,12 @@ def _load(root: Path, found: CheckpointReference, map_location: str) -> LoadedCh
     from ckptmirror.formats.read_full import read_extra, read_full
 
     meta = meta_of(root, found)
-    for artifact in meta.artifacts_of(found.kind):
+    verified = replace(meta, artifacts=meta.artifacts_of(found.kind))
+    for artifact in verified.artifacts:
         verify_file(root / artifact.path, artifact.digest)
     with _inconsistent_at_worst(found):
-        model, optimizer = read_full(root, meta, found.kind, map_location)
-        extra = read_extra(root, meta, map_location)
+        model, optimizer = read_full(root, verified, found.kind, map_location)
+        extra = read_extra(root, verified, map_location)
     return LoadedCheckpoint(model, optimizer, extra, meta, found.kind)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,11 +132,12 @@ def check_share(root: Path, ranks: Ranks, artifacts: Sequence[Artifact]) -> Faul
 def load_kind(
     root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: Ranks, exclude: frozenset[str]
 ) -> LoadReport:
-    """Load one kind of a verified save in ``root`` into the state, including its sidecars."""
+    """Load one kind of a verified save in ``root`` into the state, including its sidecars, and no file of another."""
     from ckptmirror.formats import get_format
     from ckptmirror.formats.base import LoadTarget
     from ckptmirror.formats.sidecars import load_sidecars
 
+    meta = replace(meta, artifacts=meta.artifacts_of(kind))
     target = LoadTarget(state, ranks.rank, ranks.world_size, exclude)
     tensors = get_format(kind).load(root, meta, target)
     if kind == "emergency":

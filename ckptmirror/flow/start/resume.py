@@ -21,14 +21,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import IntegrityError, KindMismatch, Temporary
-from ckptmirror.core.model import Artifact, Attempt, Meta
+from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
 from ckptmirror.core.start.attempts import Claim
 from ckptmirror.core.start.decide import Result, Wish
 from ckptmirror.core.start.evidence import DISK
@@ -130,7 +130,8 @@ def _load_first_sound(
             place = view.path if view is not None else root
             read = list(view.needs.values()) if view is not None else proposal.meta.artifacts_of(proposal.kind)
             _vote_on_bytes(place, ranks, read)
-            return proposal, _load_together(place, ranks, proposal, state, exclude)
+            verified = replace(proposal.meta, artifacts=tuple(read))
+            return proposal, _load_together(place, ranks, verified, proposal.kind, state, exclude)
         except _CannotUse as found:
             freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
             if bringer is not None:
@@ -292,20 +293,19 @@ def _vote_on_bytes(root: Path, ranks: Ranks, read: Sequence[Artifact]) -> None:
 
 
 def _load_together(
-    root: Path, ranks: Ranks, proposal: Proposal, state: TrainState, exclude: frozenset[str]
+    root: Path, ranks: Ranks, verified: Meta, kind: Kind, state: TrainState, exclude: frozenset[str]
 ) -> LoadReport:
-    """Load on every rank, and vote on how it went.
+    """Load on every rank, from the files that ``verified`` names alone, and vote on how it went.
 
     Raises:
         _CannotUse: A rank could not load it. A kind that does not fit (KindMismatch) is found before any rank changes
             anything.
     """
-    assert proposal.meta is not None
     report: LoadReport | None = None
     reason: tuple[str, bool] | None = None
     failure: BaseException | None = None
     try:
-        report = load_kind(root, proposal.meta, proposal.kind, state, ranks, exclude)
+        report = load_kind(root, verified, kind, state, ranks, exclude)
     except KindMismatch as error:
         reason = (f"rank {ranks.rank}: {error}", False)
     except (IntegrityError, FileNotFoundError) as error:
