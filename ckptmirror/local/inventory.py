@@ -267,9 +267,9 @@ def _contradictions(saves: list[LocalSave]) -> list[str]:
     disputed = {path for path, digests in of_path.items() if len(digests) > 1}
 
     def why(save: LocalSave) -> str:
-        twins = [other.meta_path.name for other in of_id[save.meta.save_id] if other is not save]
-        if twins:
-            return f"{twins[0]} is another meta of the same save"
+        twin = next((other for other in of_id[save.meta.save_id] if other is not save), None)
+        if twin is not None:
+            return f"{twin.meta_path.name} is another meta of the same save"
         path = next((a.path for a in save.meta.artifacts if a.path in disputed), "")
         return f"another save claims {path} with other bytes" if path else ""
 

@@ -38,14 +38,17 @@ def transfers(holdings: Mapping[int, Holding], sizes_bytes: Mapping[str, int]) -
         sizes_bytes: The size of each file of the save.
     """
     sent = dict.fromkeys(holdings, 0)
+    lack: dict[str, list[int]] = {}
+    for leader, holding in sorted(holdings.items()):
+        for path in dict.fromkeys(holding.lacks):
+            lack.setdefault(path, []).append(leader)
     found, absent = [], []
-    for path in sorted({path for holding in holdings.values() for path in holding.lacks}):
-        to = tuple(leader for leader, holding in sorted(holdings.items()) if path in holding.lacks)
+    for path, to in sorted(lack.items()):
         sources = [leader for leader, holding in sorted(holdings.items()) if path in holding.has]
         if not sources:
             absent.append(path)
             continue
         source = min(sources, key=lambda leader: (sent[leader], leader))
         sent[source] += sizes_bytes[path] * len(to)
-        found.append(Transfer(path, source, to))
+        found.append(Transfer(path, source, tuple(to)))
     return found, absent

@@ -22,7 +22,7 @@ from ckptmirror.core.model import Artifact, Attempt, Digest, Kind, Meta, new_id
 from ckptmirror.local import trash
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.inventory import Inventory, read_inventory
-from tests.kit.cost import calls_of
+from tests.kit.cost import calls_of, steps_of
 
 RUN = new_id()
 ATTEMPT = Attempt(new_id(), 1, None)
@@ -410,3 +410,16 @@ def test_only_what_holds_something_of_a_save_is_loose(tmp_path: Path):
     found = read_inventory(tmp_path)
     assert [item.path.name for item in found.foreign if item.loose] == [directory, "model_000500.pt"]
     assert len(found.foreign) == 7
+
+
+def test_the_work_for_many_metas_of_one_save_grows_with_them_and_not_faster(tmp_path: Path):
+    def steps(count: int) -> int:
+        root = tmp_path / str(count)
+        root.mkdir()
+        meta = save(root, 0)
+        for step in range(1, count):
+            name = names.SaveName(step)
+            (root / name.meta).write_bytes(meta_to_bytes(replace(meta, step=step, artifacts=())))
+        return steps_of(lambda: read_inventory(root))
+
+    assert steps(400) < 2.5 * steps(200)
