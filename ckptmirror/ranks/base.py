@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Ranks", "exchange_result"]
+from ckptmirror.ranks.messages import pack_value, unpack_value
+
+__all__ = ["Ranks", "collect_result", "exchange_result"]
 
 T = TypeVar("T")
 
@@ -117,3 +119,15 @@ def exchange_result(ranks: Ranks, work: Callable[[], T], *, what: str) -> list[T
         ranks.exchange(None, what=what, error=error)  # raises it again after the other ranks have it
         raise
     return ranks.exchange(result, what=what)
+
+
+def collect_result(ranks: Ranks, work: Callable[[], T], *, what: str) -> list[T]:
+    """Do ``work`` on this rank and return every rank's result, on rank 0; the others return an empty list.
+
+    For results that may be large: no other rank makes objects of them.
+
+    Raises:
+        BaseException: As :func:`exchange_result`.
+    """
+    packed = exchange_result(ranks, lambda: pack_value(work()), what=what)
+    return [unpack_value(one) for one in packed] if ranks.rank == 0 else []

@@ -17,7 +17,17 @@ from typing import Any, Literal
 from ckptmirror.core import errors
 from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError, WaitTimeout
 
-__all__ = ["MAX_VALUE_BYTES", "Answer", "Failure", "Report", "decide", "failure_of", "pack_value", "refusal"]
+__all__ = [
+    "MAX_VALUE_BYTES",
+    "Answer",
+    "Failure",
+    "Report",
+    "decide",
+    "failure_of",
+    "pack_value",
+    "refusal",
+    "unpack_value",
+]
 
 MAX_VALUE_BYTES = 256 * 1024 * 1024
 _MESSAGE_CHARS = 4000
@@ -73,6 +83,11 @@ def pack_value(value: Any) -> bytes:
     if len(data) > MAX_VALUE_BYTES:
         raise UsageError(f"a value of {len(data)} bytes is too large to send to other ranks (limit {MAX_VALUE_BYTES})")
     return data
+
+
+def unpack_value(data: bytes) -> Any:
+    """Return what :func:`pack_value` packed on another rank of this job."""
+    return pickle.loads(data)  # noqa: S301  sent by the same job's ranks
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ckptmirror.core.errors import LocalStorageFull, RankFailed, UsageError
 from ckptmirror.ranks import StopRequest, gloo, open_ranks
+from ckptmirror.ranks.base import collect_result
 from tests.kit.processes import outcome, run_ranks
 
 pytestmark = pytest.mark.long
@@ -48,6 +49,32 @@ def test_ranks_that_share_a_root_are_one_node_and_values_come_by_rank() -> None:
         assert said[2:] == ([3_000_000] * 3, [0, 1, 2], True)
         assert total == [3.0, 3.0]
         assert again == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+_made: list[int] = []
+
+
+class _Large:
+    """Something of which only rank 0 wants to hold several."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.rank = state["rank"]
+        _made.append(self.rank)
+
+
+def _collects(rank: int) -> Any:
+    ranks = open_ranks(node_key="a", timeout_s=60)
+    found = collect_result(ranks, lambda: _Large(rank), what="collect")
+    ranks.close()
+    return [one.rank for one in found], _made
+
+
+def test_what_only_the_first_rank_needs_becomes_objects_there_alone() -> None:
+    """What the disks of all nodes hold may be gigabytes, and a host has several ranks."""
+    assert run_ranks(3, _collects) == [([0, 1, 2], [0, 1, 2]), ([], []), ([], [])]
 
 
 def _one_fails(rank: int, who: tuple[int, ...]) -> Any:

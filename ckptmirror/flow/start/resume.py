@@ -44,7 +44,7 @@ from ckptmirror.flow.start.resume_policy import Policy, settled_policy
 from ckptmirror.formats.train_state import left_out
 from ckptmirror.local.listing import Fault
 from ckptmirror.local.save_logger import save_logger
-from ckptmirror.ranks.base import Ranks, exchange_result
+from ckptmirror.ranks.base import Ranks, collect_result, exchange_result
 
 if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadReport
@@ -190,7 +190,7 @@ def _propose(ranks: Ranks, bringer: Bringer | None, node: Node | None) -> Propos
 
 
 def _disks_of_others(ranks: Ranks, node: Node | None) -> list[DiskFacts]:
-    """Return what the other nodes know of their disks, by node."""
+    """Return what the other nodes know of their disks, by node, on rank 0."""
 
     def look() -> DiskFacts | None:
         if node is None or ranks.rank == 0:
@@ -198,7 +198,7 @@ def _disks_of_others(ranks: Ranks, node: Node | None) -> list[DiskFacts]:
         node.prepare()
         return node.look_at_disk()
 
-    return [disk for disk in exchange_result(ranks, look, what="look at the disks") if disk is not None]
+    return [disk for disk in collect_result(ranks, look, what="look at the disks") if disk is not None]
 
 
 def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, state: TrainState) -> View:
