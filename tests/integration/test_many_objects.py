@@ -11,12 +11,15 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ckptmirror import list_checkpoints, stage_checkpoint_step
 from ckptmirror.core import names
+from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.errors import CheckpointNotFound
 from ckptmirror.core.events import EventBus
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
@@ -26,8 +29,8 @@ from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.retention.rotation import rotate_root
 from ckptmirror.flow.start.bring import Bringer
 from ckptmirror.flow.start.leader import Node
-from ckptmirror.stores import memory
-from tests.kit.mirrors import OBJECTS_PER_SAVE, counted, crowd
+from ckptmirror.stores import memory, open_store
+from tests.kit.mirrors import OBJECTS_PER_SAVE, counted, crowd, memory_url
 from tests.kit.roots import require
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts
 
@@ -113,3 +116,17 @@ def test_a_push_a_drain_and_a_rotation_ask_about_their_own_saves_only(crowded: t
     requests = asked(lambda: rotate_root(root, Retention(keep_last=1)))
     assert requests["list"] + requests["stat"] + requests["read"] <= 2 * own + 20
     assert sorted(path.name for path in root.glob("meta_*")) == [names.SaveName(newest.step + 2).meta]
+
+
+def test_a_meta_that_names_a_directory_for_each_file_costs_no_request_for_each(tmp_path: Path) -> None:
+    """A small bucket held up a stage for hours: each directory of its one meta was listed."""
+    url = memory_url()
+    store = open_store(url)
+    meta = make_save(tmp_path, 100, ("dcp",), sidecars=False)
+    (one,) = (artifact for artifact in meta.artifacts if artifact.path.endswith(".distcp"))
+    many = tuple(replace(one, path=f"dcp_000100/{number}/__0_0.distcp") for number in range(500))
+    put_attempts(store, [FIRST_ATTEMPT])
+    store.write(names.SaveName(100).meta, meta_to_bytes(replace(meta, artifacts=many)), if_generation=0)
+    with counted() as requests, pytest.raises(CheckpointNotFound):
+        stage_checkpoint_step(url, step=100, dest=tmp_path / "staged")
+    assert requests["list"] + requests["stat"] < 10

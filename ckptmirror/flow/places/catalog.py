@@ -276,12 +276,12 @@ def objects_of(store: Store, meta: Meta, *kinds: Kind) -> dict[str, ObjectInfo]:
 def _objects_named(store: Store, wanted: Iterable[str], few: int = _FEW) -> dict[str, ObjectInfo]:
     """Ask about objects in as few requests as possible: one page of a listing answers for up to 1,000 objects.
 
-    Each directory is listed, and so are a step's files that share a prefix. A few single files are asked for one by
-    one.
+    A directory is listed with all that is below it, and so are a step's files that share a prefix: a meta may name a
+    directory for each of its files. A few single files are asked for one by one.
     """
     by_start: dict[str, list[str]] = {}
     for name in dict.fromkeys(wanted):
-        directory, slash, _ = name.rpartition("/")
+        directory, slash, _ = name.partition("/")
         by_start.setdefault(directory + slash if slash else _start_of(name), []).append(name)
     found: dict[str, ObjectInfo] = {}
     for start, alike in by_start.items():
