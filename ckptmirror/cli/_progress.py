@@ -45,7 +45,7 @@ def _bar(pace: Pace) -> Iterator[None]:
     from rich.table import Column
     from rich.text import Text
 
-    class Said(ProgressColumn):
+    class PaceColumn(ProgressColumn):
         """A column with one of the texts of the pace."""
 
         max_refresh = 0.2
@@ -68,7 +68,7 @@ def _bar(pace: Pace) -> Iterator[None]:
             if besides:
                 yield Text(f"  {besides}", no_wrap=True, overflow="ellipsis")
 
-    columns = [Said("amount_text"), Said("speed_text"), Said("left_text")]
+    columns = [PaceColumn("amount_text"), PaceColumn("speed_text"), PaceColumn("left_text")]
     bars = Shown(
         "{task.description}",
         BarColumn(bar_width=20),
