@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ckptmirror.core.errors import UsageError
 from ckptmirror.ranks.base import Ranks
 from ckptmirror.ranks.nodes import Probe
 from ckptmirror.ranks.single import SingleRank
@@ -40,16 +41,29 @@ def open_ranks(
         A :class:`SingleRank` if torch.distributed is not in use.
 
     Raises:
-        UsageError: This process is not in ``process_group``.
+        UsageError: This process is not in ``process_group``; or torchrun started it as one of several ranks, and
+            torch.distributed is not in use.
         WaitTimeout: Not all ranks called this in time.
         CkptMirrorError: A root cannot be probed.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        _check_alone()
         return SingleRank()
     from ckptmirror.ranks.gloo import GlooRanks
 
     return GlooRanks.open(process_group, node_key=node_key, probe=probe, timeout_s=timeout_s)
+
+
+def _check_alone() -> None:
+    """Raise UsageError if torchrun started this process as one of several ranks, which know nothing of one another."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if "TORCHELASTIC_RUN_ID" in os.environ and size.isdecimal() and int(size) > 1:
+        raise UsageError(
+            f"torchrun started this process as rank {os.environ.get('RANK', '?')} of {size}, but torch.distributed is "
+            "not initialised, so each rank would save as a job of its own.",
+            hint="Call torch.distributed.init_process_group before you create the CheckpointManager.",
+        )
 
 
 def node_key_of(root: str | os.PathLike[str]) -> str:

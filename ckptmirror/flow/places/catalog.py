@@ -139,7 +139,7 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
 
 def part_word(meta: Meta) -> str:
     """Say what a part is."""
-    return f"it is what node {meta.node} of {meta.nodes} nodes wrote (from 0); the others have the rest"
+    return f"node {meta.node} of {meta.nodes} nodes (counted from 0) wrote this; the others have the rest"
 
 
 def _problem_in(meta: Meta, whole: Sequence[Kind], why: str, hindrance: Hindrance = "") -> Problem:
