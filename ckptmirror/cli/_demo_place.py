@@ -106,11 +106,11 @@ class DemoPlace:
         try:
             count, size_bytes = self.remove()
         except (CkptMirrorError, OSError):
-            self.tell_kept()
+            self.report_kept()
             raise
         print(f"The demo removed its {count} objects ({size(size_bytes)}) from {self.url}.")
 
-    def tell_kept(self) -> None:
+    def report_kept(self) -> None:
         """Print on stderr that the demo did not finish, and that its objects are still there."""
         try:
             count, size_bytes = self.measure()

@@ -22,22 +22,22 @@ from typing import Any, NoReturn, Self
 
 from ckptmirror.cli._terminal import is_terminal, moves_cursor
 
-__all__ = ["GRACE_S", "Interrupted", "Interrupts", "told_when_interrupted"]
+__all__ = ["GRACE_S", "Interrupted", "Interrupts", "next_step_if_interrupted"]
 
 GRACE_S = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ERASE_LINE = "\r\x1b[2K\x1b[?25h"
-_told = ["the same command continues where it stopped"]
+_next_steps = ["the same command continues where it stopped"]
 
 
 @contextmanager
-def told_when_interrupted(what: str) -> Iterator[None]:
+def next_step_if_interrupted(what: str) -> Iterator[None]:
     """Inside this context, a signal prints ``what`` as the next step."""
-    _told.append(what)
+    _next_steps.append(what)
     try:
         yield
     finally:
-        _told.pop()
+        _next_steps.pop()
 
 
 class Interrupted(BaseException):
@@ -46,18 +46,18 @@ class Interrupted(BaseException):
     def __init__(self, signum: int) -> None:
         self.signum = signum
         self.exit_code = 128 + signum
-        self._next = _told[-1]
-        self._is_told = False
+        self._next = _next_steps[-1]
+        self._is_printed = False
 
     def tell(self) -> None:
         """Print what happened, in one sentence, once: an exit may take longer. stderr may be closed by now."""
-        if self._is_told:
+        if self._is_printed:
             return
         what = "interrupted" if self.signum == signal.SIGINT else "terminated"
         shown = _ERASE_LINE if moves_cursor() else "\n" if is_terminal() else ""
         try:
             os.write(2, f"{shown}ckptmirror: {what}; {self._next}.\n".encode())
-            self._is_told = True  # not before: a second signal may come in between, and rather twice than never
+            self._is_printed = True  # not before: a second signal may come in between, and rather twice than never
         except OSError:
             return
 

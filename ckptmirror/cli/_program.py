@@ -122,17 +122,19 @@ def _run(arguments: list[str] | None) -> int:
         _forget_stdout()
         return 1
     except CkptMirrorError as error:
-        return _tell(error, str(error), error.hint, error.exit_code)
+        return _print_error(error, str(error), error.hint, error.exit_code)
     except OSError as error:
         _forget_stdout()
         where = f"{error.filename}: " if error.filename is not None else ""
-        return _tell(error, f"{where}{error.strerror or error}", "Check the path, its permissions and its disk.", 1)
+        return _print_error(
+            error, f"{where}{error.strerror or error}", "Check the path, its permissions and its disk.", 1
+        )
     except Exception as error:  # noqa: BLE001 - the last resort: a sentence, and the traceback on demand
-        return _tell(error, f"{type(error).__name__}: {error}", CkptMirrorError.hint, 1)
+        return _print_error(error, f"{type(error).__name__}: {error}", CkptMirrorError.hint, 1)
     return code if isinstance(code, int) else 0
 
 
-def _tell(error: Exception, sentence: str, hint: str, exit_code: int) -> int:
+def _print_error(error: Exception, sentence: str, hint: str, exit_code: int) -> int:
     if show_verbose():
         logging.getLogger("ckptmirror").error("the verb failed", exc_info=error)
     print(f"ckptmirror: {sentence}\n  {hint}", file=sys.stderr)

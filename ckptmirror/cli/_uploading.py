@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptmirror.flow.drain import Drained, DrainReport
     from ckptmirror.flow.upload.transfer_progress import Held
 
-__all__ = ["print_report", "showing", "telling_bus"]
+__all__ = ["print_report", "reporting_bus", "showing"]
 
 
 def showing(pace: Pace) -> Callable[[Drained], None]:
@@ -54,22 +54,22 @@ def _files(count: int) -> str:
     return "1 file" if count == 1 else f"{count} files"
 
 
-def telling_bus(root: Path, verb: str) -> events.EventBus:
+def reporting_bus(root: Path, verb: str) -> events.EventBus:
     """Return a bus that prints why files wait, once for each mirror and sort of fault, and writes the journal."""
     from ckptmirror.core import events
     from ckptmirror.observe.journal import bus_with_journal
 
     bus = bus_with_journal(root, verb)
-    told: set[tuple[str, str]] = set()
+    printed: set[tuple[str, str]] = set()
 
-    def tell(event: events.Event) -> None:
+    def report(event: events.Event) -> None:
         if isinstance(event, events.MirrorUnreachable) and not event.refused:
             sort = event.reason.partition(":")[0]
-            if (event.mirror, sort) not in told and not moves_cursor():  # a bar shows it
-                told.add((event.mirror, sort))
+            if (event.mirror, sort) not in printed and not moves_cursor():  # a bar shows it
+                printed.add((event.mirror, sort))
                 print(f"waiting for {event.mirror}: {plain_reason(event.reason)}", file=sys.stderr, flush=True)
 
-    bus.subscribe(tell)
+    bus.subscribe(report)
     return bus
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._interrupts import told_when_interrupted
+from ckptmirror.cli._interrupts import next_step_if_interrupted
 
 _OF_THE_SERVICE = ("CKPTMIRROR_GCS_CREDENTIALS", "CKPTMIRROR_GCS_ENDPOINT", "CKPTMIRROR_RETRY_S")
 
@@ -56,7 +56,7 @@ def command(mirror: str | None, keep: bool, timeline: Path | None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="ckptmirror-demo-"))  # mode 0700, whatever the umask: all users share /tmp
     told = False
     again = "the same command starts over" + (f", elsewhere; {place.left}" if place is not None else "")
-    with told_when_interrupted(again):
+    with next_step_if_interrupted(again):
         try:
             with server_beside(folder) if place is None else nullcontext() as server:
                 Story(folder, server, place).tell()
@@ -65,7 +65,7 @@ def command(mirror: str | None, keep: bool, timeline: Path | None) -> int:
                 shutil.copyfile(folder / FIRST_DISK, timeline)
         except Exception:
             if place is not None:
-                place.tell_kept()
+                place.report_kept()
             raise
         finally:
             if told and not keep:

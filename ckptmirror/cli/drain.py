@@ -9,7 +9,7 @@ import click
 from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._options import json_option, root_option, seconds_option, settings
 from ckptmirror.cli._progress import progress
-from ckptmirror.cli._uploading import print_report, showing, telling_bus
+from ckptmirror.cli._uploading import print_report, reporting_bus, showing
 
 
 @exit_codes(5, 6, 8, 10, 11, 12)
@@ -40,7 +40,7 @@ def command(root: Path, mirrors: tuple[str, ...], timeout_s: float, as_json: boo
             only=mirrors,
             limits=settings()["mirrors"],
             timeout_s=timeout_s,
-            bus=telling_bus(root, "drain"),
+            bus=reporting_bus(root, "drain"),
             on_progress=showing(pace),
         )
     return print_report(root, report, as_json)

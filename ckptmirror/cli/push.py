@@ -17,7 +17,7 @@ from ckptmirror.cli._options import (
     step_option,
 )
 from ckptmirror.cli._progress import progress
-from ckptmirror.cli._uploading import print_report, showing, telling_bus
+from ckptmirror.cli._uploading import print_report, reporting_bus, showing
 
 
 @exit_codes(3, 5, 6, 7, 8, 10, 11, 12)
@@ -53,7 +53,7 @@ def command(
             step=step,
             timeout_s=timeout_s,
             state_dir=state_dir,
-            bus=telling_bus(root, "push"),
+            bus=reporting_bus(root, "push"),
             on_progress=showing(pace),
         )
     return print_report(root, report, as_json)

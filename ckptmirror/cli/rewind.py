@@ -83,7 +83,7 @@ def command(
         confirm(root, rewound.save_id, plan.places)
     if as_json:
         print_json(_facts(root, plan, rewound, rewound.recorded_on, rewound.unreachable))
-    _tell(root, rewound)
+    _print_rewound(root, rewound)
     return 0
 
 
@@ -102,7 +102,7 @@ def _line(save: SaveFacts) -> str:
     return f"step {save.step} ({save.save_id[:8]}, {'+'.join(save.kinds)})"
 
 
-def _tell(root: Path, rewound: Rewound) -> None:
+def _print_rewound(root: Path, rewound: Rewound) -> None:
     told = f", recorded on {', '.join(rewound.recorded_on)}" if rewound.recorded_on else ""
     print(
         f"attempt {rewound.attempt} continues from step {rewound.step} ({rewound.save_id[:8]}){told}", file=sys.stderr

@@ -73,7 +73,7 @@ def command(
         _print(found)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
-    return _tell(found, target)
+    return _print_result(found, target)
 
 
 def _target(reference: str | None, root: Path | None, mirrors: tuple[str, ...]) -> Target:
@@ -126,7 +126,7 @@ def _state(save: VerifiedSave, deep: bool) -> Cell:
     return f"DAMAGED: {wrong} -> {save.mend or 'no good copy is known'}", "red"
 
 
-def _tell(found: Verification, target: Target) -> int:
+def _print_result(found: Verification, target: Target) -> int:
     """Print the summary on stderr, and return the exit code."""
     damaged = sum(save.verdict.state == "damaged" for save in found.saves)
     unread = sum(save.verdict.state in ("unreadable", "refused") for save in found.saves)

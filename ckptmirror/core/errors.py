@@ -271,7 +271,9 @@ class NodeBehind(CkptMirrorError):
 
     exit_code = 8
     is_writing = False
-    hint = "It does so by itself; if that node is gone, the save is never whole, and the run goes on from another."
+    hint = (
+        "It does so by itself. If that node is gone, the save never becomes whole, and the run continues from another."
+    )
 
 
 class WaitTimeout(Temporary):

@@ -22,12 +22,12 @@ __all__ = [
     "Outcome",
     "State",
     "Verdict",
-    "counting",
     "delete_command",
     "kinds_to_stage",
     "outcome",
     "repair_command",
     "standing_if_whole",
+    "still_needed",
     "worst",
 ]
 
@@ -53,7 +53,7 @@ def worst(states: Iterable[State]) -> State:
     return min(states, key=_WORST_FIRST.index, default="whole")
 
 
-def counting(verdicts: Sequence[Verdict]) -> list[Verdict]:
+def still_needed(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Return the saves that are not whole, but that a run could continue from or an evaluation could read."""
     newest = max(
         (v.step for v in verdicts if v.state == "whole" and v.standing == "current" and v.step is not None), default=-1
@@ -69,7 +69,7 @@ def counting(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 def outcome(verdicts: Sequence[Verdict]) -> Outcome:
     """Return the overall result of verifying one place."""
-    return worst(verdict.state for verdict in counting(verdicts))
+    return worst(verdict.state for verdict in still_needed(verdicts))
 
 
 def standing_if_whole(attempts: Sequence[Attempt], saves: Iterable[SaveFacts], save: SaveFacts) -> Standing:

@@ -54,7 +54,7 @@ from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of
 from ckptmirror.flow.start.claim import DrainConfirmation, check_of_run
 from ckptmirror.flow.upload.sending import UploadContext
-from ckptmirror.flow.upload.transfer_progress import Held, Seen, UnderWay, Wait
+from ckptmirror.flow.upload.transfer_progress import Held, Transfers, UnderWay, Wait
 from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, held_elsewhere, still_moving, upload_save
 from ckptmirror.local import directories
 from ckptmirror.local.daemon_pool import begin, is_over
@@ -88,7 +88,7 @@ class Drained:
     files_total: int
     bytes_done: int
     bytes_total: int
-    seen: Seen = field(default_factory=Seen)
+    seen: Transfers = field(default_factory=Transfers)
     held: tuple[Held, ...] = ()
 
 
@@ -229,7 +229,7 @@ def push(
 
     def waits(url: str, delay_s: float, error: Exception) -> None:
         if on_progress is not None:
-            on_progress(Drained(0, 0, 0, 0, Seen(waits=(Wait(url, str(error), delay_s),))))
+            on_progress(Drained(0, 0, 0, 0, Transfers(waits=(Wait(url, str(error), delay_s),))))
 
     ends_s = time.monotonic() + timeout_s
     steps = {meta.step for meta in parts}
@@ -442,7 +442,7 @@ class _Work:
         unasked = {url: error for url, error in unasked.items() if url not in refused}
         left = left_behind(table, {row.url for row in table.mirrors()})
         found = _emergency(self._root, here)
-        return DrainReport(_settled(table, urls, Seen()), pending, tuple(failed), refused, unasked, left, *found)
+        return DrainReport(_settled(table, urls, Transfers()), pending, tuple(failed), refused, unasked, left, *found)
 
     def _unasked(self) -> dict[str, CkptMirrorError]:
         if self._audit is not None:
@@ -502,7 +502,7 @@ class _Looker:
         self.look()
 
 
-def _settled(table: UploadsTable, urls: Sequence[str], seen: Seen) -> Drained:
+def _settled(table: UploadsTable, urls: Sequence[str], seen: Transfers) -> Drained:
     rows = [count for count in table.counts() if count.mirror in urls]
     settled = [row for row in rows if row.state in SETTLED]
     return Drained(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptmirror.cli._transfer_speed import WINDOW_S, Pace
-from ckptmirror.flow.upload.transfer_progress import Seen, UnderWay, Wait, WatchedUpload
+from ckptmirror.flow.upload.transfer_progress import Transfers, UnderWay, Wait, WatchedUpload
 
 MIB = 1024 * 1024
 
@@ -116,9 +116,9 @@ def test_several_uploads_add_up_and_one_that_is_over_counts_no_more(clock: HandC
     for upload, position in ((one, 40), (two, 100)):
         upload.read_into(0, memoryview(bytearray(100)))
         upload.sent(position)
-    assert under_way.seen() == Seen(there_bytes=140, moved_bytes=140, sending=1, verifying=1)
+    assert under_way.seen() == Transfers(there_bytes=140, moved_bytes=140, sending=1, verifying=1)
     under_way.over("two", "gs://b/run")
-    assert under_way.seen() == Seen(there_bytes=40, moved_bytes=140, sending=1)
+    assert under_way.seen() == Transfers(there_bytes=40, moved_bytes=140, sending=1)
 
 
 def test_what_a_mirror_had_of_a_file_was_not_moved(clock: HandClock) -> None:
@@ -127,7 +127,7 @@ def test_what_a_mirror_had_of_a_file_was_not_moved(clock: HandClock) -> None:
     upload.acknowledged(60)
     upload.read_into(60, memoryview(bytearray(40)))
     upload.sent(70)
-    assert under_way.seen() == Seen(there_bytes=70, moved_bytes=10, sending=1)
+    assert under_way.seen() == Transfers(there_bytes=70, moved_bytes=10, sending=1)
 
 
 def test_a_try_that_begins_further_back_takes_the_file_back(clock: HandClock) -> None:
@@ -136,7 +136,7 @@ def test_a_try_that_begins_further_back_takes_the_file_back(clock: HandClock) ->
     upload.read_into(0, memoryview(bytearray(100)))
     upload.sent(80)
     upload.read_into(20, memoryview(bytearray(80)))
-    assert under_way.seen() == Seen(there_bytes=20, moved_bytes=80, sending=1)
+    assert under_way.seen() == Transfers(there_bytes=20, moved_bytes=80, sending=1)
 
 
 def test_a_mirror_is_waited_for_until_bytes_move_there(clock: HandClock) -> None:

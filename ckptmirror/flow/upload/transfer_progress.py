@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ckptmirror.stores.base import Source
 
-__all__ = ["Held", "Seen", "UnderWay", "Wait", "WatchedUpload"]
+__all__ = ["Held", "Transfers", "UnderWay", "Wait", "WatchedUpload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Transfers:
     """The transfers at one moment.
 
     Attributes:
@@ -113,11 +113,11 @@ class UnderWay:
         with self._lock:
             self._waits.pop(mirror, None)
 
-    def seen(self) -> Seen:
+    def seen(self) -> Transfers:
         """Return the transfers at this moment."""
         with self._lock:
             now_s = self._clock()
-            return Seen(
+            return Transfers(
                 there_bytes=sum(there for there, _ in self._files.values()),
                 moved_bytes=self._moved_bytes,
                 sending=sum(there < size for there, size in self._files.values()),

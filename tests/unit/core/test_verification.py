@@ -9,11 +9,11 @@ from ckptmirror.core.start.lineage import SaveFacts, Standing
 from ckptmirror.core.verification import (
     State,
     Verdict,
-    counting,
     kinds_to_stage,
     outcome,
     repair_command,
     standing_if_whole,
+    still_needed,
     worst,
 )
 
@@ -36,7 +36,7 @@ def test_damage_outweighs_what_could_not_be_read_and_a_refusal_what_may_pass():
 
 @pytest.mark.parametrize(("standing", "counts"), [("current", 1), ("unknown", 1), ("replaced", 0), ("superseded", 0)])
 def test_only_what_may_be_chosen_counts(standing: Standing, counts: int):
-    assert len(counting([verdict(standing=standing)])) == counts
+    assert len(still_needed([verdict(standing=standing)])) == counts
     assert outcome([verdict(standing=standing)]) == ("damaged" if counts else "whole")
 
 
@@ -46,7 +46,7 @@ def test_a_broken_snapshot_counts_until_a_save_of_the_lineage_is_as_new():
     assert outcome([verdict(200, "whole"), snapshot]) == "whole"
     assert outcome([verdict(150, "whole"), snapshot]) == "whole"
     assert outcome([verdict(200, "damaged"), snapshot]) == "damaged"
-    assert len(counting([verdict(200, "whole", "superseded"), snapshot])) == 1
+    assert len(still_needed([verdict(200, "whole", "superseded"), snapshot])) == 1
 
 
 def test_a_save_that_nobody_can_date_counts():
