@@ -238,8 +238,11 @@ def test_a_tensor_that_does_not_fit_its_storage_is_refused(body: bytes, why: str
 
 def test_a_text_in_latin_1_is_how_bytes_are_written() -> None:
     assert read(pickled(called("_codecs", "encode", text("abc"), text("latin1")))) == b"abc"
+    assert load_bytes(pt(called("builtins", "bytearray", text("abc"), text("latin-1"))), "here") == bytearray(b"abc")
     with pytest.raises(UnsafePickle, match="encodes a str as 'punycode'"):
         read(pickled(called("_codecs", "encode", text("abc"), text("punycode"))))
+    with pytest.raises(UnsafePickle, match="encodes a str as 'punycode'"):  # whose time grows with the square
+        load_bytes(pt(called("builtins", "bytearray", text("abc"), text("punycode"))), "here")
 
 
 def test_lengths_lie_inside_the_pickle() -> None:
