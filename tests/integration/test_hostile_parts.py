@@ -76,10 +76,8 @@ def test_a_part_under_the_name_of_the_meta_does_not_make_a_save_safe(place: Mirr
 def test_a_part_of_another_save_is_not_merged_and_named(place: MirroredRoot) -> None:
     mine, theirs = parts_of(place)
     name = names.part_name(100, mine.save_id, 2, 2)
-    there = place.store.stat(name)
-    assert there is not None
     other = replace(theirs, save_number=7)
-    place.store.write(name, meta_to_bytes(other), if_generation=there.generation)
+    place.store.write(name, meta_to_bytes(other), if_generation=_generation(place, name))
     place.upload()
     (meta,) = [record for record in place.records() if record.role == "meta"]
     assert meta.state.value == "failed"
@@ -91,12 +89,7 @@ def test_a_part_that_somebody_deletes_while_nodes_wait_is_published_again(place:
     mine, theirs = parts_of(place)
     own, other = (names.part_name(100, mine.save_id, number, 2) for number in (1, 2))
 
-    def removed(name: str) -> None:
-        there = place.store.stat(name)
-        assert there is not None
-        place.store.delete(name, generation=there.generation)
-
-    removed(other)
+    place.store.delete(other, generation=_generation(place, other))
     context = place.context()
 
     def upload() -> None:
@@ -105,7 +98,7 @@ def test_a_part_that_somebody_deletes_while_nodes_wait_is_published_again(place:
             upload_claimed(context, claim)
 
     upload()
-    removed(own)
+    place.store.delete(own, generation=_generation(place, own))
     place.store.write(other, meta_to_bytes(theirs), if_generation=0)
     for _ in range(3):
         upload()
@@ -125,3 +118,9 @@ def test_parts_that_contradict_one_another_are_a_problem_and_not_a_save(tmp_path
     seen = survey(disks, [])
     assert seen.evidence.disk.copies == ()
     assert any("nodes differs between the parts" in one.why for one in seen.evidence.disk.problems)
+
+
+def _generation(place: MirroredRoot, name: str) -> int:
+    there = place.store.stat(name)
+    assert there is not None
+    return there.generation
