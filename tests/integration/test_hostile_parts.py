@@ -120,6 +120,22 @@ def test_parts_that_contradict_one_another_are_a_problem_and_not_a_save(tmp_path
     assert any("nodes differs between the parts" in one.why for one in seen.evidence.disk.problems)
 
 
+def test_a_node_whose_meta_was_made_that_of_a_copy_publishes_no_part_without_its_files(place: MirroredRoot) -> None:
+    """A copy may lack files. As a part it would be signed without them, and so would the merged meta."""
+    mine, _ = parts_of(place)
+    few = tuple(one for one in mine.artifacts if not one.path.startswith(("optim", "extra")))
+    copy = replace(mine, artifacts=few, staged_from=place.mirrors[0].url, partial=True)
+    (place.root / names.SaveName(100).meta).write_bytes(meta_to_bytes(copy))
+    place.lose_table()
+    place.add(copy)
+    place.table.release_save(mine.save_id)
+    place.upload()
+    assert place.store.stat(names.part_name(100, mine.save_id, 1, 2)) is None
+    assert mirror_catalog(place.mirrors[0]).saves == {}
+    (meta,) = [record for record in place.records() if record.role == "meta"]
+    assert "names only a part of the files of its node" in (meta.reason or "")
+
+
 def _generation(place: MirroredRoot, name: str) -> int:
     there = place.store.stat(name)
     assert there is not None

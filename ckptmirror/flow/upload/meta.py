@@ -63,7 +63,7 @@ class MetaUpload(Sending):
             self._write(meta, mine, meta_to_bytes(mine))
             return
         if meta.save_id not in context.awaited:
-            self._publish_part(mine)
+            self._publish_part(meta, mine)
         if not self._is_settled(meta, mine, None, []):
             merged = self._merged(mine)
             context.confirm(context.mirror, meta)
@@ -198,7 +198,12 @@ class MetaUpload(Sending):
     def _behind(self, part: str) -> NodeBehind:
         return NodeBehind(f"{part} is not on {self._context.mirror.url} yet: its node has still to upload it.")
 
-    def _publish_part(self, mine: Meta) -> None:
+    def _publish_part(self, meta: Meta, mine: Meta) -> None:
+        if meta.partial:  # no stage brings a part: somebody else made this meta that of a copy
+            raise StorePermanent(
+                f"The meta of step {meta.step} in {self._context.root} names only a part of the files of its node.",
+                hint="Put back the meta that the save wrote, then `ckptmirror retry`.",
+            )
         own = names.part_name(mine.step, mine.save_id, mine.node + 1, mine.nodes)
         with contextlib.suppress(PreconditionFailed):  # already published
             self._store.write(own, meta_to_bytes(mine), if_generation=0, metadata=self._metadata(mine))
