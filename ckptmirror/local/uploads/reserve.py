@@ -40,7 +40,8 @@ def _allocate(table: Path, size_bytes: int) -> bool:
     with suppress(OSError, CkptMirrorError), around("table.reserve"):
         descriptor = open_own_file(path, os.O_RDWR, "keep the reserve in")
         try:
-            if os.fstat(descriptor).st_size != size_bytes:
+            found = os.fstat(descriptor)
+            if found.st_size != size_bytes or found.st_blocks * 512 < size_bytes:  # a copy of a root may be sparse
                 os.ftruncate(descriptor, 0)
                 if size_bytes:
                     os.posix_fallocate(descriptor, 0, size_bytes)

@@ -30,6 +30,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.local.file_systems import file_system_type, refuse_network_place
 from ckptmirror.local.uploads import BootClock, RootIdentity, UploadsTable
 from ckptmirror.local.uploads.records import record_to_columns
+from ckptmirror.local.uploads.reserve import RESERVE_BYTES, take_reserve
 from tests.kit.clock import HandClock
 from tests.kit.roots import assert_sound
 from tests.kit.saves import save_id_of
@@ -465,3 +466,13 @@ def test_a_view_whose_rows_have_no_end_is_no_table(tmp_path: Path, read_only: bo
     connection.close()
     with pytest.raises(BrokenTable, match="its schema"):
         UploadsTable.open(path, read_only=read_only)
+
+
+def test_a_reserve_that_takes_no_space_is_none(tmp_path: Path) -> None:
+    """A root that was restored file by file may have holes where nothing was written."""
+    reserve = tmp_path / "uploads.db-reserve"
+    with reserve.open("wb") as file:
+        file.truncate(RESERVE_BYTES)
+    assert reserve.stat().st_blocks == 0
+    assert take_reserve(tmp_path / "uploads.db")
+    assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
