@@ -16,10 +16,10 @@ from dataclasses import replace
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta
-from ckptmirror.core.model import ALL_NODES, Artifact, Meta
+from ckptmirror.core.model import ALL_NODES, KINDS, Artifact, Kind, Meta
 from ckptmirror.core.names import untagged
 
-__all__ = ["check_same_save", "merge_emergency", "merge_parts", "plain"]
+__all__ = ["check_same_save", "merge_copies", "merge_emergency", "merge_parts", "plain"]
 
 _SAME = ("run_id", "attempt", "step", "save_id", "save_number", "kinds", "world_size", "nodes")
 
@@ -47,6 +47,21 @@ def plain(meta: Meta) -> Meta:
     """Return the meta of a whole save with its files under their plain names, as on no disk in particular."""
     artifacts = tuple(replace(one, path=names.plain(one.path)) for one in _merged_artifacts([meta]))
     return replace(meta, tag="", artifacts=artifacts, staged_from=None)
+
+
+def merge_copies(one: Meta, other: Meta) -> Meta:
+    """Merge what two disks have of one save, each perhaps of some kinds only, under plain names."""
+    found: dict[str, Artifact] = {}
+    for artifact in (*plain(one).artifacts, *plain(other).artifacts):
+        before = found.setdefault(artifact.path, artifact)
+        if before.digest == artifact.digest:
+            found[artifact.path] = replace(before, kinds=_all_kinds(before.kinds, artifact.kinds))
+    artifacts = tuple(found[path] for path in sorted(found))
+    return replace(plain(one), kinds=_all_kinds(one.kinds, other.kinds), artifacts=artifacts)
+
+
+def _all_kinds(*of: Sequence[Kind]) -> tuple[Kind, ...]:
+    return tuple(kind for kind in KINDS if any(kind in kinds for kinds in of))
 
 
 def merge_emergency(metas: Sequence[Meta]) -> Meta:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat, StoreHangs, StorePermanent
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.meta_merging import check_same_save, merge_emergency, merge_parts
+from ckptmirror.core.meta_merging import check_same_save, merge_copies, merge_emergency, merge_parts
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.problems import Problem as FoundProblem
 from ckptmirror.core.problems import facts_of, unexplained
@@ -191,7 +191,7 @@ class _Rows:
                 check_same_save(parts)
                 if len({share for shares in of_shares for share in shares}) == _shares_of(parts[0])[1]:
                     merge = merge_emergency if parts[0].kinds == ("emergency",) else merge_parts
-                    self._found.setdefault((save_id, DISK), merge(list(of_shares.values())))
+                    self._found[(save_id, DISK)] = merge(list(of_shares.values()))  # also where a disk has a copy
             except BrokenMeta as error:
                 wrong[save_id] = str(error)
         return [
@@ -439,7 +439,8 @@ class _Rows:
         return [Heard(heard[one], frozenset(said)) for one, said in voices.items()]
 
     def _copy(self, place: str, meta: Meta, origin: Origin, kinds: tuple[Kind, ...], unfinished: bool = False) -> Copy:
-        self._found[(meta.save_id, place)] = meta
+        on_another_disk = self._found.get((meta.save_id, place))
+        self._found[(meta.save_id, place)] = merge_copies(on_another_disk, meta) if on_another_disk else meta
         return Copy(replace(facts_of(meta), kinds=kinds), origin, unfinished, meta.world_size)
 
     def _problems(
