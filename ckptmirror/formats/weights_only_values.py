@@ -130,12 +130,8 @@ def as_torch_has_it(value: Any) -> Any:
 
 def has_shards(tree: Any) -> bool:
     """Whether any tensor in a tree, or in a module in it, is a DTensor."""
-    return any(
-        has_shards([*leaf.parameters(), *leaf.buffers()])
-        if isinstance(leaf, torch.nn.Module)
-        else isinstance(leaf, DTensor)
-        for leaf in leaves(tree)
-    )
+    found = (leaf for leaf in leaves(tree) if isinstance(leaf, (DTensor, torch.nn.Module)))
+    return any(isinstance(leaf, DTensor) or has_shards([*leaf.parameters(), *leaf.buffers()]) for leaf in found)
 
 
 def _encode_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
