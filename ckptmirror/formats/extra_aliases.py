@@ -92,7 +92,7 @@ def _walk(value: Any, path: TreePath, taken: Taken, found: list[list[Any]]) -> N
 def _may_share(extra: Any, captured: tuple[Any, Any, Any]) -> bool:
     """Whether anything may be one with something else; rarely wrong where it says so, never where it does not."""
     model, ema, own = ([_address(one) for one in leaves(tree) if isinstance(one, torch.Tensor)] for tree in captured)
-    addresses = [*set(model), *set(ema), *own]
+    addresses = [*set(model), *ema, *own]  # one model has tied weights, and no two averages may be one
     return len(set(addresses)) < len(addresses) or _has_arrays_or_twins(extra, set())
 
 

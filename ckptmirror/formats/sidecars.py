@@ -239,7 +239,8 @@ class _Loader:
             return
         absent = load_rng(self.source.full_value(("rng",)))
         self.loaded.append("rng")
-        self.missing += [f"rng.{name}: the save has it, this process has not" for name in absent]
+        for name in absent:
+            self.missing.say(f"rng.{name}: the save has it, this process has not")
 
     def learning_rates(self) -> None:
         """Set the rates of each optimizer that was not loaded to those that its scheduler, which was, last set."""

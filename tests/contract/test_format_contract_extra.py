@@ -100,6 +100,19 @@ def test_a_list_of_shadow_models_round_trip(kind: Kind, tmp_path: Path) -> None:
     same_bits([dict(one.state_dict()) for one in state.ema], [dict(one.state_dict()) for one in other.ema])
 
 
+def test_shadow_models_that_share_a_parameter_come_back_so(kind: Kind, tmp_path: Path) -> None:
+    def build(seed: int) -> TrainState:
+        torch.manual_seed(seed)
+        ema = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        ema[1].bias = ema[0].bias
+        return TrainState(model=nn.Linear(2, 2), ema=ema)
+
+    state, other = build(0), build(1)
+    load(kind, tmp_path, save(kind, tmp_path, state), other)
+    assert other.ema[1].bias is other.ema[0].bias
+    same_bits([dict(one.state_dict()) for one in state.ema], [dict(one.state_dict()) for one in other.ema])
+
+
 def test_what_the_save_lacks_of_the_live_values_is_loud(
     kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -111,7 +111,7 @@ def test_an_emergency_snapshot_of_which_a_node_is_lost_is_passed_over(tmp_path: 
     job = Job(tmp_path, "ab")
     for one in job.run():
         assert (one.step, one.place) == (1, job.url)
-        assert "no disk of this job has what ranks 1 wrote" in one.passed_over
+        assert "no disk of this job has what rank 1 wrote" in one.passed_over
 
 
 @pytest.mark.parametrize("lost", ["b", "ab"])
@@ -143,7 +143,7 @@ def test_a_save_that_a_crash_left_on_some_nodes_is_passed_over_and_goes(dies: in
     second = Job(tmp_path, "ab", (3, 4)).run()
     for one in second:
         assert one.step == 1
-        assert f"no disk of this job has what nodes {dies} wrote" in one.passed_over
+        assert f"no disk of this job has what node {dies} wrote" in one.passed_over
         assert one.failed == ""
     assert not left.exists()
     expect(Job(tmp_path, "ab").run(), 4, "disk", second[0])

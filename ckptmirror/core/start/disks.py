@@ -160,9 +160,10 @@ def _problems(parts: Mapping[str, Sequence[Part]], whole: Mapping[str, Iterable[
             continue
         name, why, hindrance = found[0].name, "", found[0].hindrance
         if absent := _absent(found):
-            unit = "ranks" if save.kinds == ("emergency",) else "nodes"
+            unit = "rank" if save.kinds == ("emergency",) else "node"
             numbers = ", ".join(map(str, absent[:_NAMED])) + (", ..." if len(absent) > _NAMED else "")
-            why = f"{found[0].of} {unit} saved it, and no disk of this job has what {unit} {numbers} wrote"
+            which = f"{unit}{'s' if len(absent) > 1 else ''} {numbers}"
+            why = f"{found[0].of} {unit}s saved it, and no disk of this job has what {which} wrote"
         else:
             faulty = min((part for part in found if part.why), key=lambda part: part.hindrance, default=found[0])
             name, why, hindrance = faulty.name, faulty.why, faulty.hindrance

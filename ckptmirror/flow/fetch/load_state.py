@@ -93,10 +93,10 @@ def load_state(
     meta = _verified(ranks, given) if given.save_id is not None else None
     load = partial(_load, ranks, given, meta, state, exclude)
     report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
-    missing = (*report.missing, *left_out(state, exclude))
-    for part in missing:
+    not_wanted = left_out(state, exclude)
+    for part in not_wanted:  # what is missing was logged where it was found
         save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", given.step, part)
-    return ResumeInfo(given.step, given.save_id or "", given.kind, str(given.path), report.loaded, missing, ())
+    return ResumeInfo(given.step, given.save_id or "", given.kind, str(given.path), report.loaded, report.missing + not_wanted, ())
 
 
 def _check_same(resolved: Sequence[CheckpointReference | None]) -> None:

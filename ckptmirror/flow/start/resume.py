@@ -410,7 +410,7 @@ def _report(
 
 def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -> ResumeInfo:
     assert proposal.meta is not None
-    for part in not_wanted + report.missing:
+    for part in not_wanted:  # what is missing was logged where it was found
         save_logger(_log, proposal.meta).warning("step %d: %s", proposal.meta.step, part)
     return ResumeInfo(
         step=proposal.meta.step,

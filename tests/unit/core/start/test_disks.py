@@ -151,7 +151,7 @@ def test_a_start_takes_the_newest_save_that_is_whole_somewhere(
     assert (move.save, move.place) == chosen
     passed = [notice.line for notice in move.notices if notice.step == TWO.step]
     assert bool(passed) == (chosen[0] is ONE)
-    assert all("no disk of this job has what nodes 1 wrote" in line for line in passed)
+    assert all("no disk of this job has what node 1 wrote" in line for line in passed)
 
 
 def test_a_part_alone_is_given_up_only_if_no_other_place_can_have_the_rest() -> None:
