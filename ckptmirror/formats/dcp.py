@@ -9,8 +9,8 @@ Rules:
 * Each rank checks that every item that ``.metadata`` places in its files is really there; the leader then checks the
   bytes on disk, and loads every plain value. torch does neither.
 * The coordinator's ``.metadata`` is written, byte for byte, on every node.
-* What ranks have alike is written once, by any of them; but what is small, by the first. Else each rank would read a
-  little from the files of all others, and each node of a job would need all files.
+* What ranks have alike is written once, by any of them; but what is small, by the first, into a file of its own. Else
+  each rank would read a little from the large files of others, and each node of a job would need them.
 * ``CheckpointException``, which no ``except Exception`` sees, never leaves this package.
 """
 
@@ -39,7 +39,7 @@ from ckptmirror.core.model import Artifact, Digest, Kind, Meta
 from ckptmirror.core.names import SaveName, tmp_name
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.containers import leaves
-from ckptmirror.formats.dcp_files import DirectoryWriter
+from ckptmirror.formats.dcp_files import SMALL, DirectoryWriter
 from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges
 from ckptmirror.formats.dcp_read import check_plain_values, load_directory, read_directory_metadata
 from ckptmirror.formats.sidecars import is_scheduled
@@ -51,7 +51,7 @@ from ckptmirror.local.checksummed_writer import ArtifactWriter
 
 __all__ = ["FORMAT", "DcpFormat"]
 
-_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+_FILE = re.compile(rf"__(\d+)_(?:{SMALL})?\d+\.distcp")
 _SMALL_BYTES = 64 * 1024
 
 
@@ -68,7 +68,8 @@ class DcpFormat:
         Raises:
             CkptMirrorError: A rank failed; names it and the cause. Raised on every rank.
         """
-        writer = DirectoryWriter(_temporary(context), context.name.dcp_dir, context.save_id)
+        small_bytes = _SMALL_BYTES if context.world_size > 1 and context.rank == 0 else None
+        writer = DirectoryWriter(_temporary(context), context.name.dcp_dir, context.save_id, small_bytes=small_bytes)
         try:
             digests = _save(snapshot, writer, context)
         finally:

@@ -4,6 +4,8 @@ Rules:
 * One writer thread: torch swallows the errors of further ones.
 * Every file is written under a temporary name, fsynced, then named; ``.metadata`` is the coordinator's last file.
 * A file that nothing was written to is not created.
+* What is small and no shard, the first of several ranks writes into a file of its own: all ranks read it, on other
+  nodes too, and need no other file of that rank.
 * Nothing calls ``os.sync``, which would wait for every disk of the machine.
 """
 
@@ -13,11 +15,15 @@ import io
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from ckptmirror.core.errors import CkptMirrorError, NameTaken
 from ckptmirror.core.model import Digest
@@ -25,8 +31,10 @@ from ckptmirror.formats.artifacts import stream_to
 from ckptmirror.local.checksummed_writer import ArtifactWriter
 from ckptmirror.local.directories import make_dirs
 
-__all__ = ["ArtifactFileSystem", "DirectoryWriter"]
+__all__ = ["SMALL", "ArtifactFileSystem", "DirectoryWriter"]
 
+SMALL = "small"
+"""Begins the last part of the name of a file of small items: ``__0_small0.distcp``."""
 _TEMPORARY = ".tmp"
 
 
@@ -101,9 +109,10 @@ class DirectoryWriter(FileSystemWriter):
     Args:
         path: The temporary directory.
         name: The directory's final name, which ``.metadata`` records in place of a path of this machine.
+        small_bytes: Whole values up to this size get a file of their own; None: they do not.
     """
 
-    def __init__(self, path: Path, name: str, save_id: str) -> None:
+    def __init__(self, path: Path, name: str, save_id: str, *, small_bytes: int | None = None) -> None:
         super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
         self.directory = path
         self.files = ArtifactFileSystem(save_id)
@@ -111,6 +120,22 @@ class DirectoryWriter(FileSystemWriter):
         self.fs = self.files  # type: ignore[assignment]
         self._name = name
         self._save_id = save_id
+        self._small_bytes = small_bytes
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what the plan gives to this rank."""
+        if self._small_bytes is None:
+            return super().write_data(plan, planner)
+        small = [item for item in plan.items if _is_small(item, self._small_bytes)]
+        rest = [item for item in plan.items if not _is_small(item, self._small_bytes)]
+        of_small = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{SMALL}")
+        written: list[WriteResult] = []
+        for part in (replace(plan, items=rest), replace(plan, items=small, storage_data=of_small)):
+            if part.items:
+                written += super().write_data(part, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what ``.metadata`` says about its origin."""
@@ -118,3 +143,8 @@ class DirectoryWriter(FileSystemWriter):
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Keep the directory: it belongs to one save."""
+
+
+def _is_small(item: WriteItem, small_bytes: int) -> bool:
+    is_shard = item.tensor_data is not None and item.tensor_data.chunk.sizes != item.tensor_data.size
+    return not is_shard and (item.tensor_storage_size() or 0) <= small_bytes
