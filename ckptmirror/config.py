@@ -109,6 +109,11 @@ def _number(text: str) -> int | float | str:
     return text
 
 
+def _truth(text: str) -> bool | str:
+    """Convert a text to a truth value; return it unchanged if it is not one, for the check to refuse."""
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -161,6 +166,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("signing_key", None, "PEM file with the Ed25519 private key that signs what is committed", _path),
     Setting("verify_keys", (), "PEM files with public keys: only what one of them signed is believed", _paths, _listed),
     Setting("workers_per_mirror", 2, "upload threads for each mirror", checks.whole(1), _number),
+    Setting(
+        "share_downloads",
+        False,
+        "at a start of several nodes, what several of them need is fetched by one, which sends it to the others",
+        checks.yes_or_no,
+        _truth,
+    ),
     Setting("timeout_s", 600.0, "how long a rank waits for another rank, in seconds", checks.above_0, _number),
     Setting(
         "retention.keep_last",

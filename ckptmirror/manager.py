@@ -69,6 +69,8 @@ class CheckpointManager:
         persistent_dir: Directory that outlives this machine, one per run. Emergency snapshots are also copied there,
             and brought back from there.
         workers_per_mirror: Upload threads for each mirror.
+        share_downloads: At a start of several nodes, let one node fetch what several need, and the others get it from
+            there. What rank 0 passes counts for all.
         timeout_s: Limit of every wait for another rank, in seconds.
         signing_key: PEM file with the Ed25519 private key of the run. Every save, and the list of attempts, is signed.
         verify_keys: PEM files with public keys. Only what one of them signed is believed, by the whole process: see
@@ -91,6 +93,7 @@ class CheckpointManager:
         state_dir: str | Path | None = None,
         persistent_dir: str | Path | None = None,
         workers_per_mirror: int = 2,
+        share_downloads: bool = False,
         timeout_s: float = 600.0,
         signing_key: str | Path | None = None,
         verify_keys: Iterable[str | Path] = (),
@@ -137,6 +140,7 @@ class CheckpointManager:
                     state_dir=self._state_dir,
                     persistent_dir=self._persistent_dir,
                     workers_per_mirror=workers_per_mirror,
+                    share_downloads=share_downloads,
                 )
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error

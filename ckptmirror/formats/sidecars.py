@@ -28,16 +28,25 @@ from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing, Snapshot, WriteContext
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
 from ckptmirror.formats.containers import any_leaf, leaves, takes_state
+from ckptmirror.formats.extra_aliases import KEY as ALIASES
 from ckptmirror.formats.names import some
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.rank_files import RankFiles, rank_files
 from ckptmirror.formats.restore import Restorer
 from ckptmirror.formats.rng import load_rng
-from ckptmirror.formats.shards import cut, piece_of
+from ckptmirror.formats.shards import Piece, cut, piece_of
 from ckptmirror.formats.state_tree import has_position, state_of, warn_left_alone
 from ckptmirror.formats.tensor_bytes import digest32, has_plain_bytes
 
-__all__ = ["is_scheduled", "load_extra", "load_sidecars", "takes_schedule", "tensor_list", "write_sidecars"]
+__all__ = [
+    "extra_files_read",
+    "is_scheduled",
+    "load_extra",
+    "load_sidecars",
+    "takes_schedule",
+    "tensor_list",
+    "write_sidecars",
+]
 
 
 def write_sidecars(snapshot: Snapshot, context: WriteContext) -> tuple[list[Artifact], list[dict[str, Any]]]:
@@ -102,6 +111,39 @@ def load_sidecars(root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
         missing.lacks("extra", f"{own}: nothing but model and optimizer can be loaded")
         return LoadReport(missing=tuple(missing))
     return load_extra(source, target, meta.step)
+
+
+def extra_files_read(root: Path, meta: Meta, target: LoadTarget) -> set[str]:
+    """Return the names of the ``extra_*`` files that :func:`load_sidecars` reads on a rank.
+
+    What may be compared or joined with what other ranks had (shards, memory in two places, a changed number of ranks)
+    counts as read from all of them.
+
+    Args:
+        root: The directory that has the rank's own file.
+        meta: The save.
+        target: Who loads.
+
+    Raises:
+        IntegrityError: Its own file is broken or hostile.
+        FileNotFoundError: It is missing.
+    """
+    name = SaveName(meta.step, meta.tag)
+    files = _extra_files(root, meta, target)
+    if files is None:
+        return set()
+    everyone = {name.extra(rank) for rank in files.ranks}
+    if target.world_size != meta.world_size or target.rank not in files.ranks or _may_need_others(files.tree()):
+        return everyone
+    own = name.extra(target.rank)
+    if target.state.ema is None or "ema" in files.tree():
+        return {own}
+    first = name.extra(0)  # an average that all ranks have alike is in the first rank's file alone
+    return {own, first} if (root / first).exists() and not _may_need_others(files.tree(0)) else everyone
+
+
+def _may_need_others(tree: Any) -> bool:
+    return not isinstance(tree, dict) or bool(tree.get(ALIASES)) or any_leaf(tree, lambda leaf: isinstance(leaf, Piece))
 
 
 def is_scheduled(root: Path, meta: Meta, target: LoadTarget) -> bool:

@@ -624,6 +624,7 @@ root = "run"
 mirrors = ["gs://bucket/run", {url = "file:///mnt/x", required = false}]
 state_dir = "state"
 workers_per_mirror = 2
+share_downloads = true
 [retention]
 keep_last = 3
 keep_every = 1000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptmirror import CheckpointManager, Retention, TrainState
 from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull
+from ckptmirror.core.model import Kind
 from ckptmirror.flow.save.commit import SaveCommit
 from ckptmirror.flow.start import gather, resume
 from ckptmirror.local import crashpoints
@@ -24,10 +25,10 @@ WAIT_S = 120.0  # nothing takes so long, but on a machine with much else to do
 ALONE_S = 5.0
 
 
-def built(wrapped: str) -> TrainState:
+def built(wrapped: str, hidden: int = 12) -> TrainState:
     """A fresh model, equal on all ranks, and its optimizer."""
     torch.manual_seed(7)
-    model: Any = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 5))
+    model: Any = torch.nn.Sequential(torch.nn.Linear(8, hidden), torch.nn.Linear(hidden, 5))
     if wrapped == "fsdp":
         for layer in model:
             fully_shard(layer)
@@ -63,6 +64,10 @@ class Job:
         nodes: The node of each rank, a letter each.
         steps: The steps that are trained and saved.
         mirrored: Whether there is a mirror.
+        bucket: Its URL, if it is not a directory in ``base``.
+        kinds: What is saved.
+        shares: Whether what several nodes need is fetched by one.
+        hidden: The width of the model.
         snapshot: The step of an emergency snapshot after that; 0: none.
         dies: The rank that is killed in the last save; -1: none.
         crash_at: The point at which it dies, from that save on; "0": none, but the points are counted.
@@ -86,17 +91,22 @@ class Job:
     kept: bool = False
     crowded: bool = False
     keep_last: int = 2
+    bucket: str = ""
+    kinds: tuple[Kind, ...] = ("dcp", "model")
+    shares: bool = False
+    hidden: int = 12
 
     def fifo(self, rank: int) -> Path:
         return self.base / f"go-{rank}"
 
-    def run(self) -> list[Found]:
-        dead = (self.dies,) if self.dies >= 0 and self.crash_at != "0" else ()
-        return run_ranks(len(self.nodes), take_part, self, dead=dead, limit_s=3 * WAIT_S)
+    def run(self, part: Callable[[int, Job], Any] | None = None, dead: tuple[int, ...] = ()) -> list[Any]:
+        """Run the job; return what each rank's ``part`` (by default ``take_part``) returns."""
+        dead = (self.dies,) if self.dies >= 0 and self.crash_at != "0" else dead
+        return run_ranks(len(self.nodes), part or take_part, self, dead=dead, limit_s=3 * WAIT_S)
 
     @property
     def url(self) -> str:
-        return f"file://{self.base}/mirror"
+        return self.bucket or f"file://{self.base}/mirror"
 
 
 @dataclass
@@ -127,13 +137,15 @@ def take_part(rank: int, job: Job) -> Found:
     resume._vote_on_bytes = noted
     if job.crowded:
         gather.check_space = _check_crowded
-    state = built(job.wrapped)
+    state = built(job.wrapped, job.hidden)
     manager: CheckpointManager | None = None
     try:
         manager = CheckpointManager(
             job.base / job.nodes[rank],
             [job.url] if job.mirrored else [],
+            kinds=job.kinds,
             retention=Retention(keep_last=job.keep_last),
+            share_downloads=job.shares,
             persistent_dir=job.base / "kept" if job.kept else None,
             timeout_s=WAIT_S,
         )

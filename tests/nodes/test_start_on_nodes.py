@@ -35,8 +35,8 @@ def test_a_node_gets_only_the_files_that_its_ranks_read(tmp_path: Path) -> None:
     job = Job(tmp_path, "abc")
     second = job.run()
     expect(second, 1, job.url, first[0])
-    of_all = "__0_0.distcp"  # the first rank wrote what is small and alike everywhere
-    assert [one.gathered for one in second] == [{of_all}, {of_all, "__1_0.distcp"}, {of_all, "__2_0.distcp"}]
+    of_all = "__0_small0.distcp"  # the first rank wrote what is small and alike everywhere
+    assert [one.gathered for one in second] == [{of_all, f"__{rank}_0.distcp"} for rank in range(3)]
 
 
 @pytest.mark.parametrize("wrapped", ["fsdp", "ddp"])

@@ -1,16 +1,18 @@
-"""Which node sends which file of a save to which other nodes, when no mirror has the save yet.
+"""Which node gets which file of a save from where, when not every node has the files that its ranks read.
 
 Rules:
-* Every node works out the same list from the same reports, and goes through it in order: no two wait for one another.
-* Of the nodes that hold a file, the one with the least to send so far sends it.
+* Every node works out the same plan from the same reports, and goes through it in order: no two wait for one another.
+* From a mirror each node fetches what it lacks. If downloads are shared, it fetches only what no node has: of the nodes
+  that lack such a file, the one with the least to fetch so far fetches it, and the others get it from there.
+* Of the nodes that hold a file, the one with the least to send so far sends it, once: those that lack it pass it on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Holding", "Transfer", "transfers"]
+__all__ = ["Holding", "Transfer", "fetched_by", "transfers"]
 
 
 @dataclass(frozen=True)
@@ -20,14 +22,39 @@ class Holding:
     has: frozenset[str] = frozenset()
     lacks: tuple[str, ...] = ()
 
+    def with_files(self, paths: Collection[str]) -> Holding:
+        """Return what the node has and lacks once it has got these files."""
+        got = frozenset(paths)
+        return Holding(self.has | got, tuple(path for path in self.lacks if path not in got))
+
 
 @dataclass(frozen=True)
 class Transfer:
-    """One file, on its way from a node to others; nodes are named by the ranks that lead them."""
+    """One file, on its way from a node to others, in this order; nodes are named by the ranks that lead them."""
 
     path: str
     source: int
     to: tuple[int, ...]
+
+
+def fetched_by(
+    holdings: Mapping[int, Holding], sizes_bytes: Mapping[str, int], *, shared: bool
+) -> dict[int, tuple[str, ...]]:
+    """Return what each node fetches from a mirror that has every file.
+
+    Args:
+        holdings: What each node has and lacks, by the rank that leads it.
+        sizes_bytes: The size of each file of the save.
+        shared: Whether a file is fetched once for all nodes, and not at all if one has it.
+    """
+    if not shared:
+        return {leader: holding.lacks for leader, holding in holdings.items() if holding.lacks}
+    taken = dict.fromkeys(sorted(holdings), 0)
+    fetched: dict[int, list[str]] = {}
+    for path, to in _lacking(holdings).items():
+        if not any(path in holding.has for holding in holdings.values()):
+            fetched.setdefault(_least_busy(taken, to, sizes_bytes[path]), []).append(path)
+    return {leader: tuple(paths) for leader, paths in fetched.items()}
 
 
 def transfers(holdings: Mapping[int, Holding], sizes_bytes: Mapping[str, int]) -> tuple[list[Transfer], list[str]]:
@@ -37,18 +64,28 @@ def transfers(holdings: Mapping[int, Holding], sizes_bytes: Mapping[str, int]) -
         holdings: What each node has and lacks, by the rank that leads it.
         sizes_bytes: The size of each file of the save.
     """
-    sent = dict.fromkeys(holdings, 0)
-    lack: dict[str, list[int]] = {}
-    for leader, holding in sorted(holdings.items()):
-        for path in dict.fromkeys(holding.lacks):
-            lack.setdefault(path, []).append(leader)
+    sent = dict.fromkeys(sorted(holdings), 0)
     found, absent = [], []
-    for path, to in sorted(lack.items()):
-        sources = [leader for leader, holding in sorted(holdings.items()) if path in holding.has]
+    for path, to in _lacking(holdings).items():
+        sources = tuple(leader for leader, holding in sorted(holdings.items()) if path in holding.has)
         if not sources:
             absent.append(path)
             continue
-        source = min(sources, key=lambda leader: (sent[leader], leader))
-        sent[source] += sizes_bytes[path] * len(to)
-        found.append(Transfer(path, source, tuple(to)))
+        found.append(Transfer(path, _least_busy(sent, sources, sizes_bytes[path]), to))
     return found, absent
+
+
+def _lacking(holdings: Mapping[int, Holding]) -> dict[str, tuple[int, ...]]:
+    """Return the nodes that lack each file."""
+    paths: dict[str, list[int]] = {}
+    for leader, holding in sorted(holdings.items()):
+        for path in dict.fromkeys(holding.lacks):
+            paths.setdefault(path, []).append(leader)
+    return {path: tuple(leaders) for path, leaders in sorted(paths.items())}
+
+
+def _least_busy(load_bytes: dict[int, int], candidates: tuple[int, ...], size_bytes: int) -> int:
+    """Return the candidate with the least to do so far, and give it this file too."""
+    leader = min(candidates, key=lambda one: (load_bytes[one], one))
+    load_bytes[leader] += size_bytes
+    return leader

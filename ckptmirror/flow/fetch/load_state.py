@@ -96,7 +96,9 @@ def load_state(
     not_wanted = left_out(state, exclude)
     for part in not_wanted:  # what is missing was logged where it was found
         save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", given.step, part)
-    return ResumeInfo(given.step, given.save_id or "", given.kind, str(given.path), report.loaded, report.missing + not_wanted, ())
+    return ResumeInfo(
+        given.step, given.save_id or "", given.kind, str(given.path), report.loaded, report.missing + not_wanted, ()
+    )
 
 
 def _check_same(resolved: Sequence[CheckpointReference | None]) -> None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -66,6 +66,7 @@ from ckptmirror.flow.places.select import MAIN_ROLE, lineage_of
 from ckptmirror.local import directories, files, trash
 from ckptmirror.local.inventory import LocalSave
 from ckptmirror.local.own_files import OWN_DIRECTORY_HINT, may_move
+from ckptmirror.stores.base import ObjectInfo
 
 __all__ = ["Staging", "check_space", "incoming_of", "wanted_artifacts"]
 
@@ -100,16 +101,28 @@ def _is_main(artifact: Artifact, kinds: Sequence[Kind]) -> bool:
 
 
 def incoming_of(
-    mirror: Mirror, meta: Meta, artifacts: Sequence[Artifact], path_of: Callable[[str], Path]
+    mirror: Mirror,
+    meta: Meta,
+    artifacts: Sequence[Artifact],
+    path_of: Callable[[str], Path],
+    *,
+    objects: Mapping[str, ObjectInfo] | None = None,
 ) -> list[Incoming]:
-    """Ask the mirror, now, for the objects of these artifacts of a save; ``path_of`` says where each is received.
+    """Return what to receive for these artifacts of a save.
+
+    Args:
+        mirror: The mirror.
+        meta: The save.
+        artifacts: The files.
+        path_of: Says where each is received.
+        objects: What the mirror has just said of their objects, by name; None: it is asked now.
 
     Raises:
         ObjectNotFound: One is gone.
         IntegrityError: One is not what was saved.
     """
     asked = replace(meta, artifacts=tuple(artifacts))
-    objects = objects_of(mirror.store, asked)
+    objects = objects if objects is not None else objects_of(mirror.store, asked)
     missing = first_missing(asked, objects)
     if missing is not None:
         raise ObjectNotFound(missing)

@@ -49,6 +49,7 @@ class Proposal:
             each node to gather what its ranks read.
         mirror: The mirror that sends what nodes lack; "": no mirror has the save.
         at_place: The save's meta on that mirror, or in the persistent directory.
+        share_downloads: Whether what several nodes lack is fetched from the mirror by one of them, as rank 0 has it.
     """
 
     run_id: str
@@ -58,6 +59,7 @@ class Proposal:
     skipped: tuple[str, ...] = ()
     mirror: str = ""
     at_place: Meta | None = None
+    share_downloads: bool = False
 
 
 class Bringer:
@@ -166,7 +168,8 @@ class Bringer:
         mirror = move.place if move.place in has_it else next(iter(has_it), "")
         at_place = self.seen.metas.get((meta.save_id, mirror or move.place)) if mirror or move.place != DISK else None
         run_id = move.run_id or meta.run_id
-        return Proposal(run_id, meta, move.kind, move.place, tuple(self._logged), mirror, at_place)
+        share = self._node.share_downloads
+        return Proposal(run_id, meta, move.kind, move.place, tuple(self._logged), mirror, at_place, share)
 
     def _say_of_other_kinds(self, move: Try) -> None:
         for one in self.seen.evidence.disk.problems:

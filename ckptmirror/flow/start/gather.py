@@ -5,13 +5,16 @@ Rules:
   saved itself is linked there; the save on its disk is not changed, and is still what the node keeps and sends.
 * Only regular files that no link leads to are linked, copied or sent, and ``.metadata`` is compared with its checksum
   before it is read.
-* First come the files that every rank reads. Of a DCP directory, ``.metadata`` then tells which others a node's ranks
-  read.
-* What a node lacks comes from a mirror, if one has the save; otherwise from the disks of the nodes that have it.
+* First come the files that every rank reads, and its own. Of a DCP directory, ``.metadata`` then tells which others a
+  node's ranks read, and these files whether a rank needs the extra state of others.
+* What a node lacks comes from a mirror, if one has the save; otherwise from the disks of the nodes that have it. The
+  job's leader asks the mirror for the objects of all nodes at once.
+* A file that is sent goes from node to node, each passing on what it has just received: however many need it, no node
+  sends it more than once.
 * A note names the save, as for a save that is brought: if the start is killed, the next one goes on with the view, and
   else removes it. After the claim it is removed.
 * A node that cannot get or send a file still takes part to the end, so that none waits for it. Every file is compared
-  with its checksum in the vote.
+  with its checksum, block by block, in the vote.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +37,7 @@ from ckptmirror.core.start.sharing import Holding, Transfer
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all, receive
 from ckptmirror.flow.fetch.destination import make_real_dirs
 from ckptmirror.flow.fetch.staging import check_space, incoming_of
-from ckptmirror.flow.places.catalog import local_catalog
+from ckptmirror.flow.places.catalog import local_catalog, objects_of
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.retention.reconcile import BRINGING_NAME
@@ -47,11 +50,12 @@ from ckptmirror.local.listing import Listing
 from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.storage_errors import disk_error, explained
 from ckptmirror.ranks.base import Ranks
+from ckptmirror.stores.base import ObjectInfo
 
 if TYPE_CHECKING:
-    from ckptmirror.formats.train_state import TrainState
+    from ckptmirror.formats.base import LoadTarget
 
-__all__ = ["Gathered", "View", "bring_back", "discard_view", "relay"]
+__all__ = ["Asked", "Gathered", "View", "ask_mirror", "bring_back", "discard_view", "relay"]
 
 _PIECE_BYTES = 4 * 1024 * 1024
 _SHARD = ".distcp"
@@ -68,6 +72,28 @@ class Gathered:
 
     result: Result | None = None
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a mirror answered about the objects of a save, for all nodes.
+
+    Attributes:
+        objects: What it has, by name.
+        failed: Why it did not answer.
+    """
+
+    objects: Mapping[str, ObjectInfo] = field(default_factory=dict)
+    failed: Gathered = Gathered()
+
+
+def ask_mirror(mirror: Mirror, on_mirror: Meta, paths: Collection[str]) -> Asked:
+    """Ask a mirror about the objects that nodes will fetch, by their plain paths."""
+    wanted = tuple(one for one in on_mirror.artifacts if names.plain(one.path) in paths)
+    try:
+        return Asked(objects_of(mirror.store, replace(on_mirror, artifacts=wanted)))
+    except CkptMirrorError as error:
+        return Asked(failed=_gathered(error))
 
 
 def discard_view(root: Path, meta: Meta) -> None:
@@ -89,20 +115,24 @@ class View:
         root: The node's root.
         meta: The whole save, under its plain names.
         kind: The kind that will be loaded.
+        ranks: The ranks whose extra state the ranks of this node read.
         trusted: Whether the node's own files are taken as they are, for the vote to check. After that found one that is
             damaged, they are compared with their checksums here, so that only those that are whole are used.
     """
 
-    def __init__(self, root: Path, meta: Meta, kind: Kind, *, trusted: bool) -> None:
+    def __init__(self, root: Path, meta: Meta, kind: Kind, ranks: Collection[int], *, trusted: bool) -> None:
         self._root = root
         self._meta = meta
         self._trusted = trusted
         self._kind = kind
-        self._files = {one.path: one for one in meta.artifacts_of(kind) if not _is_for_comparison(one.path)}
+        self._files = {one.path: one for one in meta.artifacts_of(kind) if _role_of(one.path) != "tensors"}
         self._has: set[str] = set()
         self.path = _view_of(root, meta)
+        own = {rank if rank < meta.world_size else 0 for rank in ranks}  # one that the save did not have reads rank 0's
         self.needs: dict[str, Artifact] = {
-            path: one for path, one in self._files.items() if kind != "dcp" or not path.endswith(_SHARD)
+            path: one
+            for path, one in self._files.items()
+            if not path.endswith(_SHARD) and (_role_of(path) != "extra" or one.rank in own)
         }
 
     def begin(self) -> Holding:
@@ -119,23 +149,26 @@ class View:
                 make_real_dirs(self._root, (self.path / path).parent)
         return self.look()
 
-    def files_read(self, state: TrainState) -> frozenset[str] | None:
+    def files_read(self, target: LoadTarget) -> frozenset[str] | None:
         """Return the paths of the files that a rank reads; None: all of them, or that cannot be known."""
-        if self._kind != "dcp":
+        if self._kind == "emergency":
             return None
-        directory = names.SaveName(self._meta.step).dcp_dir
         from ckptmirror.formats.dcp_metadata import METADATA_NAME
         from ckptmirror.formats.dcp_read import files_read
+        from ckptmirror.formats.sidecars import extra_files_read
 
-        metadata = self._files.get(f"{directory}/{METADATA_NAME}")
-        if metadata is None:
-            return None
+        name = names.SaveName(self._meta.step)
+        read = set(self.needs)
         try:
-            verify_file(self.path / metadata.path, metadata.digest)
-            read = {f"{directory}/{name}" for name in files_read(self.path / directory, state.model)}
+            if self._kind == "dcp":
+                metadata = self._files[f"{name.dcp_dir}/{METADATA_NAME}"]
+                verify_file(self.path / metadata.path, metadata.digest)
+                shards = files_read(self.path / name.dcp_dir, target.state.model)
+                read |= {f"{name.dcp_dir}/{one}" for one in shards}
+            read |= extra_files_read(self.path, self._meta, target)
         except (IntegrityError, FileNotFoundError):  # the vote finds what is wrong
             return None
-        return frozenset(read) if len(read | self.needs.keys()) < len(self._files) else None
+        return frozenset(read - self.needs.keys()) if len(read) < len(self._files) else None
 
     def need(self, paths: Collection[str] | None) -> None:
         """Add what a rank of the node reads (None: all) to what the view has to have."""
@@ -174,31 +207,38 @@ class View:
                     _link(own.path, self.path / path)
                     self._has.add(path)
 
-    def fetch(self, mirror: Mirror, on_mirror: Meta, lacks: Sequence[str]) -> Gathered:
-        """Fetch from a mirror what this node lacks."""
+    def fetch(self, mirror: Mirror, on_mirror: Meta, paths: Sequence[str], asked: Asked) -> Gathered:
+        """Fetch these files from a mirror.
+
+        Args:
+            mirror: The mirror.
+            on_mirror: The save's meta there.
+            paths: The files.
+            asked: What it answered about their objects.
+        """
         try:
-            self._fetch(mirror, on_mirror, lacks)
+            self._fetch(mirror, on_mirror, paths, asked.objects)
         except CkptMirrorError as error:
             return _gathered(error)
         return Gathered()
 
-    def _fetch(self, mirror: Mirror, on_mirror: Meta, lacks: Sequence[str]) -> None:
-        objects = {names.plain(artifact.path): artifact for artifact in on_mirror.artifacts}
-        if absent := [path for path in lacks if path not in objects]:
+    def _fetch(self, mirror: Mirror, on_mirror: Meta, paths: Sequence[str], objects: Mapping[str, ObjectInfo]) -> None:
+        by_path = {names.plain(artifact.path): artifact for artifact in on_mirror.artifacts}
+        if absent := [path for path in paths if path not in by_path]:
             raise IntegrityError(f"The meta of step {on_mirror.step} on {mirror.url} does not name {absent[0]}.")
-        wanted = [replace(objects[path], path=path, object=objects[path].object_name) for path in lacks]
+        wanted = [replace(by_path[path], path=path, object=by_path[path].object_name) for path in paths]
         for artifact in wanted:
-            if artifact.digest != self.needs[artifact.path].digest:
+            if artifact.digest != self._files[artifact.path].digest:
                 raise IntegrityError(f"{mirror.url}/{artifact.object_name} is not what the nodes saved.")
-        incoming = incoming_of(mirror, on_mirror, wanted, lambda path: self.path / path)
+        incoming = incoming_of(mirror, on_mirror, wanted, lambda path: self.path / path, objects=objects)
         check_space(self.path, incoming)
         receive(incoming, on_bytes=lambda _received, _kept: None)
-        self.got(lacks)
+        self.got(paths)
 
 
-def _is_for_comparison(path: str) -> bool:
+def _role_of(path: str) -> str:
     parsed = names.parse_name(path.partition("/")[0])
-    return parsed is not None and parsed.role == "tensors"
+    return parsed.role if parsed is not None else ""
 
 
 def _link(source: Path, target: Path) -> None:
@@ -236,10 +276,15 @@ def relay(channel: Ranks, view: View, plan: Sequence[Transfer], sizes_bytes: Map
     buffer = memoryview(bytearray(_PIECE_BYTES))
     for transfer in plan:
         path, pieces = view.path / transfer.path, _pieces(buffer, sizes_bytes[transfer.path])
-        if channel.rank == transfer.source:
-            failures += _send(channel, path, transfer.to, pieces)
-        elif channel.rank in transfer.to:
-            failures += _receive(channel, path, transfer.source, pieces)
+        chain = (transfer.source, *transfer.to)
+        if channel.rank not in chain:
+            continue
+        place = chain.index(channel.rank)
+        following = chain[place + 1] if place + 1 < len(chain) else None
+        if place == 0:
+            failures += _send(channel, path, transfer.to[0], pieces)
+        else:
+            failures += _receive(channel, path, chain[place - 1], following, pieces)
             view.got([transfer.path])
     return _gathered(failures[0]) if failures else Gathered()
 
@@ -250,7 +295,7 @@ def _pieces(buffer: memoryview, size_bytes: int) -> Iterator[memoryview]:
         yield buffer[: min(len(buffer), size_bytes - start)]
 
 
-def _send(channel: Ranks, path: Path, to: Sequence[int], pieces: Iterable[memoryview]) -> list[CkptMirrorError]:
+def _send(channel: Ranks, path: Path, to: int, pieces: Iterable[memoryview]) -> list[CkptMirrorError]:
     """Send a file; where it cannot be read, as many other bytes, which its checksum gives away."""
     failures: list[CkptMirrorError] = []
     with contextlib.ExitStack() as opened:
@@ -265,13 +310,14 @@ def _send(channel: Ranks, path: Path, to: Sequence[int], pieces: Iterable[memory
                 failures.append(error)
             except OSError as error:
                 failures.append(disk_error(error, "read", path))
-            for rank in to:
-                channel.send(piece, rank)
+            channel.send(piece, to)
     return failures
 
 
-def _receive(channel: Ranks, path: Path, source: int, pieces: Iterable[memoryview]) -> list[CkptMirrorError]:
-    """Receive a file; where it cannot be written, to the end all the same."""
+def _receive(
+    channel: Ranks, path: Path, source: int, following: int | None, pieces: Iterable[memoryview]
+) -> list[CkptMirrorError]:
+    """Receive a file, and pass it on to the node that follows; where it cannot be written, to the end all the same."""
     failures: list[CkptMirrorError] = []
     with contextlib.ExitStack() as opened:
         try:
@@ -282,6 +328,8 @@ def _receive(channel: Ranks, path: Path, source: int, pieces: Iterable[memoryvie
             failures.append(error)
         for piece in pieces:
             channel.receive(piece, source)
+            if following is not None:
+                channel.send(piece, following)
             try:
                 written = len(piece) if failures else 0
                 while written < len(piece):

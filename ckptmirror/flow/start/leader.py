@@ -94,12 +94,14 @@ class Node:
         state_dir: Path | None = None,
         persistent_dir: Path | None = None,
         workers_per_mirror: int = 2,
+        share_downloads: bool = False,
         clock: LeaseClock | None = None,
         verb: str | None = None,
     ) -> None:
         self.root, self.persistent_dir = root, persistent_dir
         self.specs = list(specs)
         self.retention = retention
+        self.share_downloads = share_downloads
         self.claim: RunClaim | None = None
         self._bus = bus
         bus.subscribe(self._on_event)

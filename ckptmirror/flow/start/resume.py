@@ -5,7 +5,8 @@ gathers the files that its ranks read (``flow/start/gather.py``). Every rank che
 votes. If any rank votes no, all ranks move on to the next copy of the same save, then to the next older save.
 
 Rules:
-* The leaders of the other nodes say what is on their disks, and record the claim that the job's leader made.
+* The leaders of the other nodes say what is on their disks, and record the claim that the job's leader made. For the
+  choice only the job's leader asks the mirrors.
 * Nothing is loaded until the ranks together have verified its checksums on this disk.
 * Once a rank has begun to load, only other copies of the same save are tried: loading an older save would leave parts
   of the newer one behind.
@@ -32,13 +33,13 @@ from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
 from ckptmirror.core.start.attempts import Claim
 from ckptmirror.core.start.decide import Result, Wish
 from ckptmirror.core.start.evidence import DISK
-from ckptmirror.core.start.sharing import Holding, transfers
+from ckptmirror.core.start.sharing import Holding, fetched_by, transfers
 from ckptmirror.flow.fetch.load_state import ResumeInfo, check_share, load_kind
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.disk_facts import DiskFacts
-from ckptmirror.flow.start.gather import Gathered, View, bring_back, discard_view, relay
+from ckptmirror.flow.start.gather import Asked, Gathered, View, ask_mirror, bring_back, discard_view, relay
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.resume_policy import Policy, settled_policy
 from ckptmirror.formats.train_state import left_out
@@ -212,9 +213,13 @@ def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, sta
     if at_place is not None and not proposal.mirror:
         copy_back = functools.partial(bring_back, root, Path(proposal.place), at_place)
         _check_all(_meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
-    view = View(root, meta, proposal.kind, trusted=proposal.place == DISK)
+    whose = ranks.node_ranks if state.ema is None else (0, *ranks.node_ranks)  # rank 0 may have the only average
+    view = View(root, meta, proposal.kind, whose, trusted=proposal.place == DISK)
     _complete(ranks, node, proposal, view, view.begin)
-    read = exchange_result(ranks, lambda: view.files_read(state), what="ask which files are read")
+    from ckptmirror.formats.base import LoadTarget
+
+    target = LoadTarget(state, ranks.rank, ranks.world_size)
+    read = exchange_result(ranks, lambda: view.files_read(target), what="ask which files are read")
     for rank in ranks.node_ranks:
         view.need(read[rank])
     _complete(ranks, node, proposal, view, view.look)
@@ -227,28 +232,22 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
     Raises:
         _CannotUse: A node cannot get a file.
     """
-    meta, at_place = proposal.meta, proposal.at_place
+    meta = proposal.meta
     assert meta is not None
-    mirror = next((one for one in node.mirrors if one.url == proposal.mirror), None) if node is not None else None
+    sizes_bytes = {artifact.path: artifact.digest.size_bytes for artifact in meta.artifacts}
     found = exchange_result(ranks, lambda: look() if node is not None else None, what="gather a save")
     holdings = {rank: holding for rank, holding in enumerate(found) if holding is not None}
-    if proposal.mirror and any(holding.lacks for holding in holdings.values()):
-
-        def fetch() -> Gathered:
-            assert mirror is not None
-            assert at_place is not None
-            return view.fetch(mirror, at_place, holdings[ranks.rank].lacks)
-
-        fetched = _meet_until_done(ranks, fetch if node is not None else None, node, "fetch a save")
-        failed = {rank: one for rank, one in fetched.items() if one.result is not None}
+    if proposal.mirror:
+        to_fetch = fetched_by(holdings, sizes_bytes, shared=proposal.share_downloads)
+        fetched = _fetch(ranks, node, proposal, view, to_fetch) if to_fetch else {}
         if proposal.place != DISK:
             _check_all(fetched)
-        holdings = {rank: one if rank in failed else Holding(one.has) for rank, one in holdings.items()}
-    if any(holding.lacks for holding in holdings.values()):
-        sizes_bytes = {artifact.path: artifact.digest.size_bytes for artifact in meta.artifacts}
-        plan, absent = transfers(holdings, sizes_bytes)
-        if absent:
-            raise _CannotUse(f"no node has {absent[0]}", Result.BROKEN)
+        for rank in (rank for rank, one in fetched.items() if one.result is None):
+            holdings[rank] = holdings[rank].with_files(to_fetch.get(rank, ()))
+    plan, absent = transfers(holdings, sizes_bytes)
+    if absent:
+        raise _CannotUse(f"no node has {absent[0]}", Result.BROKEN)
+    if plan:
         channel = ranks.channel("files")
         try:
             send = functools.partial(relay, channel, view, plan, sizes_bytes) if node is not None else None
@@ -256,6 +255,26 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
         finally:
             channel.close()
         _check_all(sent)
+
+
+def _fetch(
+    ranks: Ranks, node: Node | None, proposal: Proposal, view: View, to_fetch: Mapping[int, Sequence[str]]
+) -> dict[int, Gathered]:
+    """Fetch from the mirror on each node what it is to fetch; return how that went, by rank."""
+    at_place = proposal.at_place
+    assert at_place is not None
+    mirror = next((one for one in node.mirrors if one.url == proposal.mirror), None) if node is not None else None
+    paths = {path for of_node in to_fetch.values() for path in of_node}
+    ask = functools.partial(ask_mirror, mirror, at_place, paths) if mirror is not None and ranks.rank == 0 else None
+    asked: Asked = _meet_until_done(ranks, ask, node, "ask for the objects of a save")[0]
+    if asked.failed.result is not None:
+        return dict.fromkeys(to_fetch, asked.failed)
+
+    def fetch() -> Gathered:
+        assert mirror is not None
+        return view.fetch(mirror, at_place, to_fetch.get(ranks.rank, ()), asked)
+
+    return _meet_until_done(ranks, fetch if node is not None else None, node, "fetch a save")
 
 
 def _rotate_all(ranks: Ranks, node: Node | None) -> bool:

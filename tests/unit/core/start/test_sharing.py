@@ -7,14 +7,22 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmirror.core.start.sharing import Holding, transfers
+from ckptmirror.core.start.sharing import Holding, fetched_by, transfers
 
 PATHS = st.sets(st.sampled_from("abcdef"))
 
 
-@given(st.dictionaries(st.integers(0, 5), st.tuples(PATHS, PATHS), min_size=1))
+NODES = st.dictionaries(st.integers(0, 5), st.tuples(PATHS, PATHS), min_size=1)
+
+
+def reported(nodes: dict[int, tuple[set[str], set[str]]]) -> dict[int, Holding]:
+    """What nodes say that have and need these files."""
+    return {rank: Holding(frozenset(has), tuple(sorted(needs - has))) for rank, (has, needs) in nodes.items()}
+
+
+@given(NODES)
 def test_every_node_gets_what_it_lacks_from_one_that_has_it(nodes: dict[int, tuple[set[str], set[str]]]) -> None:
-    holdings = {rank: Holding(frozenset(has), tuple(sorted(needs - has))) for rank, (has, needs) in nodes.items()}
+    holdings = reported(nodes)
     sizes = dict.fromkeys("abcdef", 10)
     plan, absent = transfers(holdings, sizes)
     assert transfers(dict(reversed(holdings.items())), sizes) == (plan, absent)
@@ -52,3 +60,35 @@ def test_a_plan_for_many_files_takes_no_more_than_so_many_comparisons_for_each()
     plan, absent = transfers(holdings, dict.fromkeys(map(str, paths), 0))
     assert (len(plan), absent) == (len(paths), [])
     assert Path.compared < 20 * len(paths)
+
+
+@given(NODES)
+def test_downloads_that_are_shared_leave_the_mirror_once_and_reach_every_node(
+    nodes: dict[int, tuple[set[str], set[str]]],
+) -> None:
+    holdings, sizes = reported(nodes), dict.fromkeys("abcdef", 10)
+    fetched = fetched_by(holdings, sizes, shared=True)
+    assert fetched_by(dict(reversed(holdings.items())), sizes, shared=True) == fetched
+    lacked = {path for holding in holdings.values() for path in holding.lacks}
+    held = {path for holding in holdings.values() for path in holding.has}
+    assert Counter(path for paths in fetched.values() for path in paths) == dict.fromkeys(lacked - held, 1)
+    assert all(set(paths) <= set(holdings[rank].lacks) for rank, paths in fetched.items())
+    after = {rank: holding.with_files(fetched.get(rank, ())) for rank, holding in holdings.items()}
+    plan, absent = transfers(after, sizes)
+    arrived = Counter((transfer.path, rank) for transfer in plan for rank in transfer.to)
+    assert arrived == {(path, rank): 1 for rank, holding in after.items() for path in holding.lacks}
+    assert absent == []
+
+
+@given(NODES)
+def test_downloads_that_are_not_shared_are_what_each_node_lacks(nodes: dict[int, tuple[set[str], set[str]]]) -> None:
+    fetched = fetched_by(reported(nodes), {}, shared=False)
+    assert fetched == {rank: tuple(sorted(needs - has)) for rank, (has, needs) in nodes.items() if needs - has}
+
+
+def test_shared_downloads_are_spread_by_size_over_the_nodes_that_lack_them() -> None:
+    lacks = Holding(lacks=tuple("abcd"))
+    assert fetched_by({0: lacks, 1: lacks}, {"a": 30, "b": 10, "c": 10, "d": 10}, shared=True) == {
+        0: ("a",),
+        1: ("b", "c", "d"),
+    }
