@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Contestant", "Measured", "measure", "table"]
+__all__ = ["Contestant", "Measured", "Role", "measure", "table"]
 
 _REST_S = 1.0
 Role = Literal["limit", "ours", "peer"]
@@ -103,9 +103,17 @@ def table(measured: Sequence[Measured]) -> list[str]:
         heads = [what, "median", "to the limit", *[f"{one.name} to it" for one in ours]]
         lines += ["", "| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
         for row in rows:
-            value = f"{row.median:.3f} s" if row.unit == "s" else f"{row.median / 2**20:.0f} MiB"
+            value = _shown(row.median, row.unit)
             to_limit = f"{row.ratio_to(limit):.2f}" if limit is not None else ""
             ratios = ["" if row.role == "ours" else f"{one.ratio_to(row):.2f}" for one in ours]
             name = f"**{row.name}**" if row.role == "ours" else row.name
             lines.append("| " + " | ".join([name, value, to_limit, *ratios]) + " |")
     return lines
+
+
+def _shown(value: float, unit: str) -> str:
+    if unit == "s":
+        return f"{value:.3f} s"
+    if unit != "bytes":
+        return f"{value:.0f}"
+    return f"{value / 2**20:.0f} MiB" if value >= 10 * 2**20 else f"{value / 2**10:.1f} KiB"
