@@ -14,7 +14,8 @@ from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.start.decide import Result
 from ckptmirror.core.start.sharing import Transfer
 from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.flow.start.gather import View, _pieces, relay
+from ckptmirror.flow.start.gather import Asked, View, _pieces, relay
+from ckptmirror.formats.base import LoadTarget
 from ckptmirror.ranks.single import SingleRank
 from ckptmirror.stores import open_store
 from tests.kit.roots import make_mirrored, whole
@@ -35,7 +36,7 @@ class Sent(SingleRank):
 
 def view_of(root: Path, meta: Meta, kind: Kind = "dcp") -> View:
     (root / ".ckptmirror").mkdir(exist_ok=True)
-    return View(root, plain(meta), kind, trusted=True)
+    return View(root, plain(meta), kind, (0,), trusted=True)
 
 
 @pytest.mark.parametrize("has_links", [True, False])
@@ -126,7 +127,7 @@ def test_a_meta_on_the_mirror_that_lacks_a_file_of_the_save_is_a_broken_copy(tmp
     lacks = view.begin().lacks
     assert lacks == (path,)
     few = replace(meta, artifacts=tuple(artifact for artifact in meta.artifacts if artifact.path != path))
-    found = view.fetch(Mirror(url, True, store), few, lacks)
+    found = view.fetch(Mirror(url, True, store), few, lacks, Asked())
     assert (found.result, path in found.reason) == (Result.BROKEN, True)
     store.close()
 
@@ -143,7 +144,8 @@ def test_metadata_with_another_checksum_does_not_say_what_is_read(saved: tuple[P
     meta = replace(meta, artifacts=(*meta.artifacts, replace(more, path="dcp_000001/__9_0.distcp")))
     view = view_of(root, meta)
     view.begin()
-    assert view.files_read(new_state()) == {"dcp_000001/.metadata", "dcp_000001/__0_0.distcp"}
+    target = LoadTarget(new_state(), 0, 1)
+    assert view.files_read(target) == {"dcp_000001/__0_0.distcp"}
     changed = tuple(
         replace(artifact, digest=digest_of(b"x" * artifact.digest.size_bytes))
         if artifact.path.endswith(".metadata")
@@ -153,4 +155,4 @@ def test_metadata_with_another_checksum_does_not_say_what_is_read(saved: tuple[P
     other = view_of(root, replace(meta, artifacts=changed))
     other.begin()
     assert (other.path / "dcp_000001/.metadata").exists()  # left there by an earlier start
-    assert other.files_read(new_state()) is None
+    assert other.files_read(target) is None

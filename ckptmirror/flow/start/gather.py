@@ -161,7 +161,9 @@ class View:
         read = set(self.needs)
         try:
             if self._kind == "dcp":
-                metadata = self._files[f"{name.dcp_dir}/{METADATA_NAME}"]
+                metadata = self._files.get(f"{name.dcp_dir}/{METADATA_NAME}")
+                if metadata is None:
+                    return None
                 verify_file(self.path / metadata.path, metadata.digest)
                 shards = files_read(self.path / name.dcp_dir, target.state.model)
                 read |= {f"{name.dcp_dir}/{one}" for one in shards}
