@@ -25,6 +25,7 @@ __all__ = [
     "CkptMirrorError",
     "ClaimLost",
     "ConfigError",
+    "DataChanged",
     "DeadlinePassed",
     "DestinationOccupied",
     "ForeignTable",
@@ -138,6 +139,12 @@ class StepBehind(UsageError):
     """A save at a lower step than this attempt's last save is a rewind, which needs a new attempt."""
 
     hint = "Start again with manager.resume(state, policy=<step or reference>)."
+
+
+class DataChanged(UsageError):
+    """The data is not the data whose position was saved."""
+
+    hint = 'Bring back the data as it was, or start it from its beginning: exclude=("dataloader",).'
 
 
 class RanksDiffer(UsageError):

@@ -46,6 +46,7 @@ PLANTED = {
     "flow imports torch": ("flow/save/save.py", "import torch"),
     "cli imports torch": ("cli/stage.py", "import torch"),
     "config imports torch": ("config.py", "import torch"),
+    "formats imports data": ("formats/merging.py", "from ckptmirror.data import loader"),
     "stores imports formats": ("stores/file.py", "from ckptmirror.formats import base"),
     "formats imports ranks": ("formats/model.py", "from ckptmirror.ranks import base"),
     "stores imports the uploads table": ("stores/memory.py", "from ckptmirror.local import uploads"),
