@@ -35,7 +35,7 @@ from ckptmirror.formats.rng import capture_rng
 from ckptmirror.formats.shards import region_of
 from ckptmirror.formats.state_tree import has_position, position_of, state_of, warn_left_alone
 from ckptmirror.formats.tensor_bytes import is_wrapper
-from ckptmirror.formats.train_state import PARTS, TrainState, check_state
+from ckptmirror.formats.train_state import PARTS, SETTINGS, TrainState, check_state
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
 from ckptmirror.formats.weights_only_values import encode, has_shards
 
@@ -121,7 +121,7 @@ def capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
 
 def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
     check_state(state)
-    others = [n for n, v in vars(state).items() if n not in (*PARTS, "training_config") and v is not None]
+    others = [n for n, v in vars(state).items() if n not in (*PARTS, *SETTINGS) and v is not None]
     if unknown := [name for name in others if not name.startswith("_")]:
         raise UsageError(
             f"The state has {', '.join(unknown)}, which no save would keep.",

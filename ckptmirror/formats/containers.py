@@ -27,6 +27,7 @@ __all__ = [
     "placed_leaves",
     "rebuilt",
     "takes_state",
+    "with_item",
 ]
 
 TreePath = tuple[Hashable, ...]
@@ -114,6 +115,15 @@ def item_at(tree: Any, path: TreePath, absent: Any = None) -> Any:
             return absent
         tree = tree[key]
     return tree
+
+
+def with_item(tree: Any, path: TreePath, value: Any) -> Any:
+    """Return ``tree`` with another value at ``path``, where it has one; the containers on the way are new."""
+    if not path:
+        return value
+    items: Any = dict(tree) if is_mapping(tree) else list(tree)
+    items[path[0]] = with_item(tree[path[0]], path[1:], value)
+    return rebuilt(tree, items)
 
 
 def place(tree: Any, path: TreePath, name: str) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.core.model import Meta
-from ckptmirror.formats.containers import TreePath, changed, item_at
+from ckptmirror.formats.containers import TreePath, changed, item_at, with_item
 from ckptmirror.formats.shards import read_pieces, spread
 from ckptmirror.formats.tensor_bytes import has_plain_bytes
 from ckptmirror.formats.tensor_files import load_pt
@@ -94,6 +94,14 @@ class RankFiles:
     def below(self, key: str) -> RankFiles:
         """Return the same files, seen from what they have at ``key``."""
         return RankFiles(self._paths, self._own, (*self._at, key), self._trees)
+
+    def replaced(self, values: Mapping[TreePath, Any]) -> RankFiles:
+        """Return the same files, seen with other values at some paths of the first one."""
+        self.tree()
+        tree = self._trees[self._own]
+        for path, value in values.items():
+            tree = with_item(tree, (*self._at, *path), value)
+        return RankFiles(self._paths, self._own, self._at, {**self._trees, self._own: tree})
 
     def value(self, path: TreePath) -> Any:
         """Return what is at ``path`` in the first file, pieces as they are.

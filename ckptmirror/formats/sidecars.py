@@ -5,6 +5,7 @@ Rules:
 * Random generators and the data position belong to a rank. A rank that the save did not have keeps its own, and reports
   that; with fewer ranks, the positions of the missing ranks are reported. Everything else (scheduler, scaler, EMA, the
   user's extra) is shared: a new rank takes rank 0's. If the ranks' extras differed, that is reported.
+* Positions and values that can be merged (``formats.merging``) are: then no rank is new, and none is missing.
 * All parts of a load share one record of the memory that already has its values, since several parts may own the same
   memory.
 * A part that the save lacks, or that the live state lacks, is reported and logged, never skipped silently.
@@ -27,8 +28,9 @@ from ckptmirror.formats.already_filled import Taken, same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing, Snapshot, WriteContext
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
-from ckptmirror.formats.containers import any_leaf, leaves, takes_state
+from ckptmirror.formats.containers import any_leaf, item_at, leaves, place, placed_leaves, takes_state
 from ckptmirror.formats.extra_aliases import KEY as ALIASES
+from ckptmirror.formats.merging import merged, merged_keys, merges
 from ckptmirror.formats.names import some
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.rank_files import RankFiles, rank_files
@@ -135,6 +137,8 @@ def extra_files_read(root: Path, meta: Meta, target: LoadTarget) -> set[str]:
     everyone = {name.extra(rank) for rank in files.ranks}
     if target.world_size != meta.world_size or target.rank not in files.ranks or _may_need_others(files.tree()):
         return everyone
+    if any_leaf((target.state.dataloader, target.state.extra), merges):
+        return everyone
     own = name.extra(target.rank)
     if target.state.ema is None or "ema" in files.tree():
         return {own}
@@ -185,7 +189,8 @@ def load_extra(source: RankFiles, target: LoadTarget, step: int) -> LoadReport:
 
 class _Loader:
     def __init__(self, source: RankFiles, target: LoadTarget) -> None:
-        self.source, self.target, self.state = source, target, target.state
+        self.source, self.target, self.state = merged(source, target), target, target.state
+        self.merged_keys = merged_keys(target)
         self.own = target.rank in source.ranks  # whether the save has this rank's own generators and data position
         self.tree = self._tree(None)
         self.loaded: list[str] = []
@@ -214,7 +219,7 @@ class _Loader:
             if self.own and name in self.tree:
                 self.missing.unused(name)
         elif name == "dataloader" and not self.own:
-            self.missing.lacks(name, "position of this rank; it starts where it is")
+            self._take_merged_positions(target)
         elif name == "scaler" and self.tree.get(name) == {}:
             if state_of(target, name) == {}:
                 return  # it is disabled here too
@@ -224,12 +229,8 @@ class _Loader:
         elif name in self.tree or (name == "ema" and name in self._tree(0)):
             self._take(name, target)
             self.loaded.append(name)
-            if name == "dataloader" and (dropped := self._dropped()):
-                self.missing.say(
-                    f"dataloader: the positions of ranks {some(dropped)} of the save are dropped, as this job has no "
-                    "such ranks",
-                    "; what those ranks had read of the data is not known here",
-                )
+            if name == "dataloader":
+                self._count_positions()
             elif name == "extra":
                 self._compare_ranks()
         else:
@@ -253,6 +254,26 @@ class _Loader:
                 hint=f"Call sys.setrecursionlimit(n) first: it is {sys.getrecursionlimit()}.",
             ) from error
 
+    def _take_merged_positions(self, target: Any) -> None:
+        """Give this rank, which is new, the positions that were merged for it, and report the others."""
+        for path, loader in placed_leaves(target):
+            where = place(target, path, "dataloader")
+            if merges(loader) and item_at(self.tree, ("dataloader", *path)) is not None:
+                restorer = Restorer(self.source, self.taken, None, self.missing)
+                restorer.restore_objects(loader, ("dataloader", *path), where, has_position)
+                self.loaded += [] if "dataloader" in self.loaded else ["dataloader"]
+            elif has_position(loader):
+                self.missing.lacks(where, "position of this rank; it starts where it is")
+
+    def _count_positions(self) -> None:
+        unmerged = any_leaf(self.state.dataloader, lambda loader: has_position(loader) and not merges(loader))
+        if unmerged and (dropped := self._dropped()):
+            self.missing.say(
+                f"dataloader: the positions of ranks {some(dropped)} of the save are dropped, as this job has no "
+                "such ranks",
+                "; what those ranks had read of the data is not known here",
+            )
+
     def _compare_ranks(self) -> None:
         """Report it if the number of ranks changed and the ranks of the save had different values in extra."""
         first, *others = self.source.ranks
@@ -267,8 +288,11 @@ class _Loader:
             )
 
     def _differs(self, one: int, other: int) -> bool:
-        values = (self._tree(rank).get("extra") for rank in (one, other))
-        return not same(*values, shards_alike=True)
+        return not same(self._unmerged(one), self._unmerged(other), shards_alike=True)
+
+    def _unmerged(self, rank: int) -> Any:
+        extra = self._tree(rank).get("extra")
+        return {k: v for k, v in extra.items() if k not in self.merged_keys} if isinstance(extra, dict) else extra
 
     def _dropped(self) -> list[int]:
         return [rank for rank in self.source.ranks if rank >= self.target.world_size]

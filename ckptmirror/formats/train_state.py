@@ -8,16 +8,17 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.containers import has, place, placed_leaves
 
-__all__ = ["PARTS", "TrainState", "check_is_state", "check_state", "checked_parts", "left_out"]
+__all__ = ["PARTS", "SETTINGS", "TrainState", "check_is_state", "check_state", "checked_parts", "left_out"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "ema", "dataloader", "extra", "rng")
+SETTINGS = ("training_config", "merge_extra")  # what else a state has, which no load fills
 
 
 @dataclass
@@ -36,6 +37,9 @@ class TrainState:
             arrays, sets and byte arrays in place, except those that share memory with something saved with other
             values.
         training_config: Plain values that describe the run; they go into the meta.
+        merge_extra: By key of ``extra``, how a rank gets its value if the number of ranks has changed: a function of
+            the values of all ranks of the save, this rank and the number of ranks. Other values are taken as they are,
+            by a new rank from rank 0. An object with ``merge_state_dicts``, which has the same arguments, needs none.
 
     Raises:
         UsageError: A part is not of these kinds, such as the model's ``state_dict()`` in place of the model.
@@ -49,6 +53,7 @@ class TrainState:
     dataloader: Any = None
     extra: dict[str, Any] | None = None
     training_config: dict[str, Any] | None = None
+    merge_extra: Mapping[str, Callable[[Sequence[Any], int, int], Any]] | None = None
 
     def __post_init__(self) -> None:
         check_state(self)
@@ -90,10 +95,15 @@ def check_state(state: TrainState) -> None:
                     f"{place(objects, path, f'TrainState.{part}')} is {_kind(value)}, which has no {lacking[0]}.",
                     hint=f"Pass the {part} itself, or a list of several: each save asks for its state_dict().",
                 )
-    for part in ("extra", "training_config"):
+    for part in ("extra", "training_config", "merge_extra"):
         value = getattr(state, part)
         if not isinstance(value, Mapping | None):
             raise UsageError(f"TrainState.{part} is {_kind(value)}, not a dict.", hint=f'Pass {part}={{"name": ...}}.')
+    for key, function in (state.merge_extra or {}).items():
+        if key not in (state.extra or {}):
+            raise UsageError(f"merge_extra has a function for {key!r}, and extra has no {key!r}.")
+        if not callable(function):
+            raise UsageError(f"TrainState.merge_extra[{key!r}] is {_kind(function)}, not a function.")
 
 
 def _kind(value: Any) -> str:

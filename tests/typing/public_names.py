@@ -28,6 +28,7 @@ from ckptmirror import (
     stage_checkpoint_step,
     use_keys,
 )
+from ckptmirror.data import SampleLoader, ShardLoader
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -49,6 +50,18 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
             assert_type(manager.save_emergency_checkpoint(2, state), Path)
         manager.wait(until="mirrored", timeout_s=10.0)
         print(manager.status().newest_safe_step)
+
+
+def read(data: torch.utils.data.Dataset[int], files: dict[str, int]) -> None:
+    samples = SampleLoader(data, batch_size=8, seed=17, last="drop", num_workers=2)
+    shards = ShardLoader(files, lambda name, start: [name][start:], 8, shuffle_block=1000, open_shards=4)
+    state = TrainState(
+        model=torch.nn.Linear(1, 1),
+        dataloader=[samples, shards],
+        extra={"tokens": 0},
+        merge_extra={"tokens": lambda values, rank, world_size: sum(values) // world_size + rank},
+    )
+    print(len(samples), samples.epoch, [batch for batch in shards], state.merge_extra)
 
 
 def evaluate() -> None:

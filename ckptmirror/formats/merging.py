@@ -1,0 +1,96 @@
+"""What a rank gets of a value of which each rank of a save has its own, where an object or a function can merge them.
+
+Rules:
+* An object with ``merge_state_dicts(states, rank, world_size)``, as the data loader or anywhere in extra, gets the
+  states of all ranks in every load. What it returns is its saved state from then on.
+* A value of extra for which the state has a function in ``merge_extra`` is merged if the number of ranks has changed.
+* Everything is merged before anything of it is loaded: a load reads one rank's file, with the merged values in it.
+* Files of other ranks are read only when their state is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+from ckptmirror.core.errors import CkptMirrorError, UsageError
+from ckptmirror.formats.base import LoadTarget
+from ckptmirror.formats.containers import TreePath, has, item_at, place, placed_leaves, takes_state
+from ckptmirror.formats.rank_files import RankFiles
+
+__all__ = ["merged", "merged_keys", "merges"]
+
+_ABSENT = object()
+
+
+def merges(value: Any) -> bool:
+    """Whether an object can merge the states that each rank has of it."""
+    return takes_state(value) and has(value, "merge_state_dicts")
+
+
+def merged_keys(target: LoadTarget) -> frozenset[Any]:
+    """Return the keys of extra whose values are merged, all or in part, where the number of ranks has changed."""
+    extra = target.state.extra or {}
+    inside = {path[0] for path, leaf in placed_leaves(extra) if path and merges(leaf)}
+    return frozenset(inside | (target.state.merge_extra or {}).keys())
+
+
+def merged(source: RankFiles, target: LoadTarget) -> RankFiles:
+    """Return the files, with the merged values in place of those of the rank that reads.
+
+    Raises:
+        UsageError: An object or a function does not merge what the save has.
+        IntegrityError: A file is broken, or has not what the others have.
+    """
+    values: dict[TreePath, Any] = {}
+    tree = source.tree()
+
+    def merge(by: Callable[..., Any], path: TreePath, where: str) -> None:
+        if item_at(tree, path, _ABSENT) is not _ABSENT:
+            values[path] = _merge(by, _RankValues(source, path), target, where)
+
+    for name in ("dataloader", "extra"):
+        part = getattr(target.state, name)
+        for path, leaf in placed_leaves(part) if name not in target.exclude else ():
+            if merges(leaf):
+                merge(leaf.merge_state_dicts, (name, *path), place(part, path, name))
+    if "extra" not in target.exclude and len(source.ranks) != target.world_size:
+        for key, function in (target.state.merge_extra or {}).items():
+            merge(function, ("extra", key), f"extra.{key}")
+    return source.replaced(values) if values else source
+
+
+def _merge(by: Callable[..., Any], states: Sequence[Any], target: LoadTarget, where: str) -> Any:
+    try:
+        return by(states, target.rank, target.world_size)
+    except CkptMirrorError:
+        raise
+    except Exception as error:  # the user's own code may raise anything; the answer is the same
+        part = where.split(".")[0].split("[")[0]
+        raise UsageError(
+            f"The {where} of {len(states)} ranks cannot be merged: {type(error).__name__}: {error}",
+            hint=f'Correct it, or load without this part of the state: exclude=("{part}",).',
+        ) from error
+
+
+class _RankValues(Sequence[Any]):
+    """The values that the ranks of a save have at one place, by rank."""
+
+    def __init__(self, source: RankFiles, path: TreePath) -> None:
+        self._source = source
+        self._path = path
+
+    def __len__(self) -> int:
+        return len(self._source.ranks)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        return self._source.of(self._source.ranks[index]).full_value(self._path)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[number] for number in range(len(self)))
