@@ -10,6 +10,7 @@ Rules:
 * Nothing gets two values. Memory that already belongs to the model, an optimizer or an earlier tensor, and a container
   that was restored before, stay unchanged if the save shared them too, and are replaced if not. If they cannot be
   replaced, as with objects, that is an error.
+* A member of an enum, and a generator, need a live one at their place (``formats.live_only``).
 * A live object or DTensor that cannot take its state is an error. What the save lacks stays, and is reported and
   logged; so is, where only objects are allowed, what the save has and nothing here takes.
 * An optimizer's moments are sharded like its live parameters, since its own state is empty before the first step.
@@ -43,6 +44,8 @@ from ckptmirror.formats.containers import (
     takes_state,
 )
 from ckptmirror.formats.extra_aliases import aliases_in, in_order
+from ckptmirror.formats.generators import is_generator
+from ckptmirror.formats.live_only import is_live_only, put_into
 from ckptmirror.formats.load_model import Check, load_model
 from ckptmirror.formats.names import live_parameters
 from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like
@@ -83,6 +86,8 @@ class Restorer:
         if takes_state(now):
             self._restore_object(now, saved, path, where)
             return now
+        if is_live_only(saved):
+            return self._restore_live_only(now, saved, where)
         if isinstance(now, torch.Tensor) and isinstance(saved, (torch.Tensor, Piece)):
             return self._restore_tensor(now, saved, path, where)
         if (is_mapping(now) or is_sequence(now)) and type(now) is type(saved):
@@ -95,7 +100,7 @@ class Restorer:
             self.missing.say(
                 f"{where} was saved sharded; nothing here says how to shard it, so every rank holds all of it"
             )
-        return self._replaced(now, self.source.full_value(path), where)
+        return self._replaced(now, self._full(path, now, where), where)
 
     def restore_values(self, now: dict[str, Any], path: TreePath, where: str) -> None:
         """Restore the values of the user's own dict; entries that the save lacks stay and are reported."""
@@ -238,15 +243,15 @@ class Restorer:
             raise UsageError(
                 f"{where} has the shape {first.region.shape} in the checkpoint and {tuple(now.shape)} here, sharded."
             )
-        value = self._fresh(now, path)
+        value = self._fresh(now, path, where)
         return value if self.taken.owner_of(now) is not None else self._replaced(now, value, where)
 
     def _restore_buffer(self, now: Any, saved: Any, path: TreePath, where: str) -> Any:
         """Fill a set, an array or a byte array."""
         if self.taken.has_buffer(now):
-            return now if self._aliased(path) and same(now, saved) else self._fresh(now, path)
+            return now if self._aliased(path) and same(now, saved) else self._fresh(now, path, where)
         if not same(now, saved) and not fill_buffer(now, saved):
-            return self._replaced(now, self._fresh(now, path), where)
+            return self._replaced(now, self._fresh(now, path, where), where)
         self.taken.take_buffer(now, where)
         return now
 
@@ -260,14 +265,35 @@ class Restorer:
             )
         return value
 
-    def _fresh(self, now: Any, path: TreePath) -> Any:
+    def _fresh(self, now: Any, path: TreePath, where: str) -> Any:
         """Return the saved value in new memory, sharded like ``now`` and on the same devices."""
 
         def beside(leaf: Any, below: TreePath) -> Any:
             live = live_at(now, below) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) else None
             return leaf.to(live.device) if isinstance(live, torch.Tensor) and not live.is_meta else leaf
 
-        return changed(self.source.full_value(path, now), beside)
+        return changed(self._full(path, now, where, now), beside)
+
+    def _full(self, path: TreePath, now: Any, where: str, like: Any = None) -> Any:
+        """Return the saved value with its pieces joined, and with the live values that parts of it stand for."""
+        value = self.source.full_value(path, like)
+        if not any_leaf(value, is_live_only):
+            return value
+
+        def alive(leaf: Any, below: TreePath) -> Any:
+            if not is_live_only(leaf):
+                return leaf
+            return self._restore_live_only(live_at(now, below), leaf, place(value, below, where))
+
+        return changed(value, alive)
+
+    def _restore_live_only(self, now: Any, saved: Any, where: str) -> Any:
+        """Set a generator, or return a member of the enum that ``now`` is a member of."""
+        if is_generator(now):
+            if self.taken.knows(now) and not self.taken.was_given(now, saved):
+                raise _saved_as_two(where, now)
+            self.taken.remember(now, saved)
+        return put_into(now, saved, where)
 
     def _restore_container(self, now: Any, saved: Any, path: TreePath, where: str) -> Any:
         if not isinstance(now, tuple):
@@ -277,7 +303,7 @@ class Restorer:
                     return now
                 if holds_objects:
                     raise _saved_as_two(where, now)
-                return self._fresh(now, path)
+                return self._fresh(now, path, where)
             self.taken.remember(now, saved)
         give = self._restore_mapping if is_mapping(now) else self._restore_sequence
         return give(now, saved, path, where)
@@ -304,7 +330,9 @@ class Restorer:
         if len(now) != len(saved) and (alive := _kind_alive(now)) is not None:
             raise _other_number(where, len(saved), len(now), alive)
         live = list(now)
-        if all(map(_is_plain, live)) and not any_leaf(saved, lambda leaf: isinstance(leaf, Piece)):
+        if all(map(_is_plain, live)) and not any_leaf(
+            saved, lambda leaf: isinstance(leaf, Piece) or is_live_only(leaf)
+        ):
             given = list(self.source.full_value(path))
         else:
             given = []
@@ -344,8 +372,8 @@ def _saved_as_two(where: str, now: Any) -> UsageError:
 
 
 def _kind_alive(value: Any) -> str | None:
-    """Return the class name of the first object or DTensor in ``value`` that can only be restored in place."""
-    alive = (leaf for leaf in leaves(value) if takes_state(leaf) or isinstance(leaf, DTensor))
+    """Return the class name of the first object, DTensor or generator in ``value``, which is restored in place."""
+    alive = (leaf for leaf in leaves(value) if takes_state(leaf) or isinstance(leaf, DTensor) or is_generator(leaf))
     return next((type(leaf).__qualname__ for leaf in alive), None)
 
 

@@ -2,6 +2,7 @@
 
 Rules:
 * A save and a load walk the same containers (see ``formats.restore``).
+* A member of an enum and a random number generator become what is saved of them (``formats.live_only``).
 * The versions of a module are collected too, to be saved beside its values.
 * A data loader without ``state_dict`` and ``load_state_dict`` is not changed, and the log names it once. In a saved
   sequence its place holds None; in a saved mapping it is left out.
@@ -28,6 +29,7 @@ from ckptmirror.formats.containers import (
     rebuilt,
     takes_state,
 )
+from ckptmirror.formats.live_only import saved_as
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import state_by_key
 from ckptmirror.formats.versions import clean_versions, to_text
@@ -67,7 +69,7 @@ def state_of(part: Any, where: str, *, versions: list[list[Any]] | None = None, 
                     hint="Give it load_state_dict(), or save what its state_dict() returns.",
                 )
             return leaf.state_dict()
-        return leaf
+        return saved_as(leaf) or leaf
 
     return changed(part, state_at)
 

@@ -32,10 +32,10 @@ class TrainState:
         scaler: A ``GradScaler``.
         ema: Shadow weights: a module, or anything with ``state_dict`` and ``load_state_dict``, or a list of such.
         dataloader: A data loader that can save its position (``state_dict``, ``load_state_dict``); others are ignored.
-        extra: Your own values: plain values, tensors (sharded ones too), arrays, objects with ``state_dict`` and
-            ``load_state_dict``, and lists and dicts of these. A load writes back into this dict, filling tensors,
-            arrays, sets and byte arrays in place, except those that share memory with something saved with other
-            values.
+        extra: Your own values: plain values, paths, times, members of enums, tensors (sharded ones too), arrays, random
+            generators, objects with ``state_dict`` and ``load_state_dict``, and lists and dicts of these. A load writes
+            back into this dict, filling tensors, arrays, sets, byte arrays and generators in place, except those that
+            share memory with something saved with other values.
         training_config: Plain values that describe the run; they go into the meta.
         merge_extra: By key of ``extra``, how a rank gets its value if the number of ranks has changed: a function of
             the values of all ranks of the save, this rank and the number of ranks. Other values are taken as they are,

@@ -24,9 +24,11 @@ from torch.serialization import get_safe_globals
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 from ckptmirror.formats.containers import leaves
+from ckptmirror.formats.live_only import SavedGenerator, SavedMember
 from ckptmirror.formats.read_limits import Budget
 from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.tensor_files import load_bytes
+from ckptmirror.formats.text_values import text_of, value_of
 from ckptmirror.formats.versions import attached, checked, is_plain
 
 __all__ = ["MARK", "as_torch_has_it", "decode", "encode", "has_shards"]
@@ -213,6 +215,12 @@ def _encode_marked(value: Any, where: str) -> Any | None:
         return {MARK: kind.__name__, "items": items}
     if kind is torch.Size:
         return {MARK: "size", "items": list(value)}
+    if (written := text_of(value, where)) is not None:
+        return {MARK: "written", **written}
+    if kind is SavedMember:
+        return {MARK: "enum", "enum": value.enum, "name": value.name, "value": value.value}
+    if kind is SavedGenerator:
+        return {MARK: "generator", "kind": value.kind, "state": encode(value.state, where)}
     if _is_numpy(value, "generic") and value.dtype.kind in "US":
         return {MARK: "text", "value": encode(value.item(), "")}
     if _is_numpy(value, "generic") and value.dtype.kind in "biufcmM":
@@ -303,6 +311,19 @@ def _decode_array(value: dict[str, Any]) -> Any:
     return data.numpy().view(dtype).reshape(value["shape"])
 
 
+def _decode_member(value: dict[str, Any]) -> SavedMember:
+    member = SavedMember(value["enum"], value["name"], value["value"])
+    if type(member.enum) is not str or type(member.name) is not str or type(member.value) is not int:
+        raise TypeError("a member without a name")
+    return member
+
+
+def _decode_generator(value: dict[str, Any]) -> SavedGenerator:
+    if type(value["kind"]) is not str or type(value["state"]) is not dict:
+        raise TypeError("a generator without a state")
+    return SavedGenerator(value["kind"], value["state"])
+
+
 def _is_numpy(value: Any, name: str) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, getattr(numpy, name))
@@ -337,4 +358,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "scalar": _decode_scalar,
     "text": _decode_text,
     "array": _decode_array,
+    "written": value_of,
+    "enum": _decode_member,
+    "generator": _decode_generator,
 }

@@ -9,6 +9,7 @@ import pickle
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy
 import pytest
@@ -84,7 +85,7 @@ class _Opaque:
     ("where", "value"),
     [
         ("extra.opaque", _Opaque()),
-        ("extra.path", Path("x")),
+        ("extra.id", UUID(int=1)),
         ("extra.nested.deep[1]", {"deep": [0, _Opaque()]}),
         ("extra.function", len),
     ],
