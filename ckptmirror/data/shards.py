@@ -227,8 +227,6 @@ class _Reading:
                 break
             else:
                 opened.popleft()
-                if waiting:
-                    opened.appendleft(begin())
 
     def _rest_of(self, shard: Shard, epoch: int) -> Iterator[Any]:
         number, read = divmod(shard.offset, self.block)

@@ -202,6 +202,16 @@ def test_only_the_newest_iteration_goes_on(loader_and_all: Any) -> None:
         next(second)
 
 
+def test_an_old_iteration_does_not_end_the_epoch_of_a_newer_one() -> None:
+    loader = samples()
+    first = iter(loader)
+    list(itertools.islice(first, len(loader)))
+    loader.load_state_dict(samples().state_dict())
+    with pytest.raises(UsageError, match="a position was loaded"):
+        next(first)
+    assert (loader.epoch, len(loader)) == (0, 10)
+
+
 @pytest.mark.parametrize(
     ("build", "saved", "here", "said"),
     [

@@ -138,6 +138,25 @@ def test_the_same_workers_go_on_in_the_same_order_wherever_they_stopped(
     assert found == whole
 
 
+def test_what_a_rank_has_read_of_a_later_epoch_is_kept_over_several_jobs() -> None:
+    data = Data([2, 2, 2, 2, 2, 2], 1, 1, 1)
+    ranks = [data.start_of(rank, 2, 1, 0, {}) for rank in range(2)]
+    ranks[0] = data.go_on(ranks[0], 9)  # six of epoch 0, three of epoch 1
+    for world_size, batches in ((3, 5), (2, 4)):
+        ranks = [merge_shard_cursors(ranks, data.ordered, rank, world_size, 1) for rank in range(world_size)]
+        ranks[0] = data.go_on(ranks[0], batches)
+        assert [cursor.epoch for cursor in ranks] == [1, *[0] * (world_size - 1)]
+    data.finish(ranks)
+
+
+def test_a_worker_reads_a_sample_of_each_open_shard_in_turn() -> None:
+    data = Data([2, 2, 2], 1, 3, 100)
+    (batch,) = (batch for batch, _ in data.batches(data.start_of(0, 1, 1, 0, {})))
+    read = [name for name, _ in batch]
+    assert read[:3] == read[3:]
+    assert len(set(read)) == 3
+
+
 def test_an_unread_shard_that_is_gone_or_has_changed_is_named() -> None:
     data = Data([3, 3, 3, 3], 1, 1, 1)
     ranks = [data.start_of(rank, 2, 1, 0, {}) for rank in range(2)]
