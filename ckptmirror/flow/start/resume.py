@@ -235,8 +235,7 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
     meta = proposal.meta
     assert meta is not None
     sizes_bytes = {artifact.path: artifact.digest.size_bytes for artifact in meta.artifacts}
-    found = exchange_result(ranks, lambda: look() if node is not None else None, what="gather a save")
-    holdings = {rank: holding for rank, holding in enumerate(found) if holding is not None}
+    holdings = _meet_until_done(ranks, look if node is not None else None, node, "gather a save")
     if proposal.mirror:
         to_fetch = fetched_by(holdings, sizes_bytes, shared=proposal.share_downloads)
         fetched = _fetch(ranks, node, proposal, view, to_fetch) if to_fetch else {}
