@@ -11,13 +11,16 @@ Rules:
   may go once a newer save of the lineage, which continues it, is verified and committed on every required mirror
   (docs/adr/0003). A superseded snapshot has no such save.
 * Saves are ordered by step along the lineage, never by time.
+* While the disk has no room for the next save, saves that the policy keeps go early, the oldest first and no more than
+  needed. Only those go that every required mirror has, never the newest, one of the best, or one that is pinned or in
+  use. Where the policy keeps every step, none goes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,7 +28,18 @@ from ckptmirror.core.errors import ConfigError
 from ckptmirror.core.model import Kind
 from ckptmirror.core.start.lineage import Standing
 
-__all__ = ["MirrorSafety", "Retention", "RotationPlan", "SaveStatus", "plan_rotation"]
+__all__ = [
+    "MirrorSafety",
+    "Retention",
+    "Room",
+    "RotationPlan",
+    "SaveStatus",
+    "next_save_bytes",
+    "plan_rotation",
+]
+
+_GROWTH = 20  # a save may be this fraction larger than the one before it
+_SMALL_FILES_BYTES = 1024 * 1024  # the meta, the records, and what a file system rounds up
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,7 @@ class SaveStatus:
         in_use: Whether a process reads it, or a start is about to continue from it.
         pinned: Whether a person pinned it.
         whole: False for an incomplete save, which never counts and is never deleted here.
+        size_bytes: What it takes on this disk.
     """
 
     save_id: str
@@ -103,6 +118,26 @@ class SaveStatus:
     in_use: bool = False
     pinned: bool = False
     whole: bool = True
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The room on the disk, at one moment.
+
+    Attributes:
+        free_bytes: What is free for the next save. What a save in flight has written so far counts as free, since the
+            room for that save is all that is needed.
+        needed_bytes: What the next save needs (:func:`next_save_bytes`).
+    """
+
+    free_bytes: int
+    needed_bytes: int
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the next save may not fit."""
+        return self.free_bytes < self.needed_bytes
 
 
 @dataclass(frozen=True)
@@ -110,6 +145,7 @@ class RotationPlan:
     """Every save is in exactly one of ``keep``, ``delete`` and ``refuse``: save id -> reason, oldest step first.
 
     Attributes:
+        early: The saves in ``keep`` that may go while the disk has no room for the next save, oldest step first.
         refuse: Saves that policy does not want, but that are not provably on the mirrors, so they stay.
         successors: For each emergency snapshot in ``delete``, the newer save that must be on the mirrors in place of
             it.
@@ -121,6 +157,28 @@ class RotationPlan:
     refuse: dict[str, str]
     warnings: tuple[str, ...] = ()
     successors: dict[str, str] = field(default_factory=dict)
+    early: tuple[str, ...] = ()
+
+    def next_early(self, room: Room, tried: Collection[str]) -> str | None:
+        """Return the save that has to go next to make room; None if there is room, or no other save may go.
+
+        Args:
+            room: The room as it is now.
+            tried: The saves that were already chosen, whether they could be deleted or not.
+        """
+        return next((one for one in self.early if one not in tried), None) if room.is_short else None
+
+
+def next_save_bytes(saves: Iterable[SaveStatus]) -> int:
+    """Return how much room the next save needs: what the newest step took, and some more; 0 if there is none yet."""
+    regular = [save for save in saves if save.standing == "current" and save.whole and save.kinds != ("emergency",)]
+    newest = max((save.step for save in regular), default=None)
+    return _with_margin(sum(save.size_bytes for save in regular if save.step == newest))
+
+
+def _with_margin(size_bytes: int) -> int:
+    """Return the room to leave for a save of about this size; 0 for 0."""
+    return size_bytes + size_bytes // _GROWTH + _SMALL_FILES_BYTES if size_bytes else 0
 
 
 def plan_rotation(
@@ -135,11 +193,15 @@ def plan_rotation(
             a current save here is verified and committed on every required mirror.
     """
     counted = [save for save in saves if save.standing == "current" and save.whole]
-    wanted, warnings = _wanted_steps(counted, retention)
+    held, warnings = _held_steps(counted, retention)
+    wanted = _counted_steps(counted, retention) | held
     successor_is_safe = any(_why_unsafe(save) is None for save in counted)
-    plan = RotationPlan({}, {}, {}, warnings)
     times = Counter(save.save_id for save in saves)
-    for save in sorted(saves, key=lambda save: (save.step, save.save_id)):
+    in_order = sorted(saves, key=lambda save: (save.step, save.save_id))
+    spare = wanted.keys() - held.keys() if retention.keep_last is not None else frozenset()
+    early = tuple(save.save_id for save in in_order if times[save.save_id] == 1 and _may_go_early(save, spare))
+    plan = RotationPlan({}, {}, {}, warnings, early=early)
+    for save in in_order:
         keep = _why_keep(save, wanted) if times[save.save_id] == 1 else "several local saves have this id"
         if keep is not None:
             plan.keep[save.save_id] = keep
@@ -162,6 +224,12 @@ def plan_rotation(
         else:
             plan.refuse[save.save_id] = unsafe
     return plan
+
+
+def _may_go_early(save: SaveStatus, spare: Collection[int]) -> bool:
+    """Whether a save may go while the disk has no room; ``spare``: the steps that only ``keep_*`` numbers keep."""
+    is_spare = save.standing == "current" and save.step in spare
+    return is_spare and _why_keep(save, {}) is None and _why_unsafe(save) is None
 
 
 def _successor_of(save: SaveStatus, counted: Sequence[SaveStatus]) -> SaveStatus | None:
@@ -199,28 +267,34 @@ def _why_unsafe(save: SaveStatus) -> str | None:
     return None
 
 
-def _wanted_steps(counted: Sequence[SaveStatus], retention: Retention) -> tuple[dict[int, str], tuple[str, ...]]:
-    """Return the steps to keep, each with the reason, and warnings."""
-    steps = sorted({save.step for save in counted}, reverse=True)
-    regular = sorted({save.step for save in counted if save.kinds != ("emergency",)}, reverse=True)
-    wanted: dict[int, str] = {}
+def _held_steps(counted: Sequence[SaveStatus], retention: Retention) -> tuple[dict[int, str], tuple[str, ...]]:
+    """Return the steps that stay however full the disk is, each with the reason, and warnings."""
+    steps = {save.step for save in counted}
+    regular = {save.step for save in counted if save.kinds != ("emergency",)}
+    held: dict[int, str] = {}
     if steps:
-        wanted[steps[0]] = "it is the newest of the lineage"
+        held[max(steps)] = "it is the newest of the lineage"
     if regular:
-        wanted.setdefault(regular[0], "it is the newest of the lineage that is not an emergency snapshot")
+        held.setdefault(max(regular), "it is the newest of the lineage that is not an emergency snapshot")
     best, warnings = _best_steps(counted, retention)
     for step in best:
-        wanted.setdefault(step, f"it is among the best {retention.keep_best} by {retention.metric}")
-    for step in regular if retention.keep_last is None else regular[: retention.keep_last]:
-        wanted.setdefault(
-            step, "every step is kept" if retention.keep_last is None else f"keep_last={retention.keep_last}"
-        )
-    for step in steps:
-        if retention.keep_last is None:
-            wanted.setdefault(step, "every step is kept")
-        if retention.keep_every is not None and step % retention.keep_every == 0:
-            wanted.setdefault(step, f"keep_every={retention.keep_every}")
-    return wanted, warnings
+        held.setdefault(step, f"it is among the best {retention.keep_best} by {retention.metric}")
+    return held, warnings
+
+
+def _counted_steps(counted: Sequence[SaveStatus], retention: Retention) -> dict[int, str]:
+    """Return the steps that ``keep_last`` and ``keep_every`` keep, each with the reason."""
+    steps = {save.step for save in counted}
+    if retention.keep_last is None:
+        return dict.fromkeys(steps, "every step is kept")
+    regular = sorted({save.step for save in counted if save.kinds != ("emergency",)}, reverse=True)
+    kept = dict.fromkeys(regular[: retention.keep_last], f"keep_last={retention.keep_last}")
+    return dict.fromkeys(_divided_steps(counted, retention), f"keep_every={retention.keep_every}") | kept
+
+
+def _divided_steps(counted: Sequence[SaveStatus], retention: Retention) -> set[int]:
+    every = retention.keep_every
+    return {save.step for save in counted if every is not None and save.step % every == 0}
 
 
 def _best_steps(counted: Sequence[SaveStatus], retention: Retention) -> tuple[list[int], tuple[str, ...]]:

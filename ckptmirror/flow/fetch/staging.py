@@ -64,6 +64,7 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.places.select import MAIN_ROLE, lineage_of
 from ckptmirror.local import directories, files, trash
+from ckptmirror.local.free_space import allocated_bytes, free_bytes
 from ckptmirror.local.inventory import LocalSave
 from ckptmirror.local.own_files import OWN_DIRECTORY_HINT, may_move
 from ckptmirror.stores.base import ObjectInfo
@@ -146,9 +147,8 @@ def check_space(dest: Path, incoming: Sequence[Incoming]) -> None:
     Raises:
         LocalStorageFull: It has not.
     """
-    needed = sum(max(0, one.source.digest.size_bytes - _allocated_bytes(one.path)) for one in incoming)
-    found = os.statvfs(dest)
-    free = found.f_bavail * found.f_frsize
+    needed = sum(max(0, one.source.digest.size_bytes - allocated_bytes(one.path)) for one in incoming)
+    free = free_bytes(dest)
     if needed > free:
         raise LocalStorageFull(
             f"{dest} has {free} bytes free, and {needed} more are needed.",
@@ -503,10 +503,3 @@ def _says_the_same(standing: Meta, new: Meta) -> bool:
         return set(meta.kinds), meta.tag, meta.partial, needed, _digests(meta)
 
     return said(standing) == said(new)
-
-
-def _allocated_bytes(path: Path) -> int:
-    try:
-        return path.lstat().st_blocks * 512
-    except (FileNotFoundError, NotADirectoryError):
-        return 0

@@ -15,6 +15,8 @@ Rules:
   except those that a later save of the same bytes now names.
 * An emergency snapshot is deleted once the mirrors confirm a newer save that takes its place (docs/adr/0003), together
   with its copy in the persistent directory.
+* While the disk has no room for the next save, safe saves that the policy keeps go early (``core.retention``). The room
+  is measured before each, after what the policy does not keep is gone.
 * ``latest`` is moved to the newest save of the lineage before its target is deleted.
 * A lock file allows only one rotation at a time per root.
 """
@@ -25,7 +27,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -34,7 +36,7 @@ from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, StoreHangs, WaitTimeout
 from ckptmirror.core.model import AttemptList, Meta, top_names
-from ckptmirror.core.retention import Retention, RotationPlan, SaveStatus, plan_rotation
+from ckptmirror.core.retention import Retention, Room, RotationPlan, SaveStatus, next_save_bytes, plan_rotation
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, local_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
 from ckptmirror.flow.places.trash import empty_trash
@@ -45,6 +47,7 @@ from ckptmirror.flow.save.emergency_files import delete_emergency, is_emergency,
 from ckptmirror.flow.save.persistent_dir import snapshots_in
 from ckptmirror.local import directories, files, trash
 from ckptmirror.local.checksums import digest_file
+from ckptmirror.local.free_space import room_bytes
 from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.local.lock import exclusive
 from ckptmirror.local.save_logger import save_logger
@@ -66,7 +69,7 @@ class RotationReport:
 
     Attributes:
         plan: The plan by policy and the table.
-        deleted: Step and save id of each save that was deleted.
+        deleted: Step and save id of each save that was deleted, also of those that went early.
         refused: Reason by save id, including the reasons found by asking the mirrors.
         steps: The step of every save id named above.
     """
@@ -102,6 +105,7 @@ def gather(
                 standing=standing[meta.save_id],
                 safety=save_safety(table, mirrors, meta.save_id),
                 skipped=is_skipped(table, mirrors, meta.save_id),
+                size_bytes=meta.size_bytes,
             )
         )
     return statuses, dict(catalog.saves)
@@ -119,6 +123,7 @@ def rotate(
     snapshots: bool = False,
     persistent_dir: Path | None = None,
     abandoned: Collection[str] = frozenset(),
+    make_room: bool = False,
 ) -> RotationReport:
     """Delete the saves that the plan names and the mirrors confirm, now, without waiting for uploads.
 
@@ -133,45 +138,114 @@ def rotate(
         snapshots: Delete emergency snapshots too. Only the running attempt does, after its claim.
         persistent_dir: The directory with copies of emergency snapshots.
         abandoned: Saves of which this disk has a part, and which are whole nowhere.
+        make_room: Also delete saves early while the disk has no room for the next one. Only a running trainer does.
 
     Raises:
         WaitTimeout: Another rotation of this root does not end.
     """
-    bus = bus or events.EventBus()
     with exclusive(root / ROTATE_LOCK_NAME, timeout_s=_LOCK_WAIT_S):
         if not dry_run:
             _finish(root, table, mirrors)
         copies = snapshots_in(persistent_dir) if persistent_dir is not None else {}
         statuses, metas = gather(root, table, mirrors, attempts, copies)
         plan = plan_rotation(statuses, retention, abandoned=abandoned)
-        refused = dict(plan.refuse)
-        deleted = []
-        absent = _required_and_absent(table, mirrors)
-        for save_id in plan.delete if not dry_run else ():
-            meta, began = metas[save_id], time.monotonic()
-            successor = metas.get(plan.successors.get(save_id, save_id))
-            assert successor is not None
-            homes = _homes(root, persistent_dir, meta, copies)
-            copy = copies.get(save_id, meta)  # it has the parts of all nodes
-            touched = [
-                why for home in homes if (why := _why_not_ours(root, home, meta if home == root else copy)) is not None
-            ]
-            reason = absent or next(iter(touched), None) or _why_not_elsewhere(table, mirrors, successor)
-            if reason is None and successor is not meta:
-                reason = _why_gone(table, mirrors, successor)
-            if reason is None and is_emergency(meta) and not snapshots:
-                reason = "only the running trainer deletes an emergency snapshot: a start may be reading it"
-            if reason is None:
-                reason = _delete_pointed_at(root, table, meta, _newest(statuses, metas), homes)
-            if reason is not None:
-                refused[save_id] = reason
-                continue
-            deleted.append((meta.step, save_id))
-            reason, took_s = plan.delete[save_id], time.monotonic() - began
-            bus.emit(events.SaveRotated(step=meta.step, save_id=save_id, reason=reason, duration_s=took_s))
-        for save_id, reason in refused.items():
-            bus.emit(events.RotationRefused(step=metas[save_id].step, save_id=save_id, reason=reason))
-        return RotationReport(plan, tuple(deleted), refused, {save_id: meta.step for save_id, meta in metas.items()})
+        rotation = _Rotation(
+            root, table, mirrors, bus or events.EventBus(), statuses, metas, plan, copies, persistent_dir, snapshots
+        )
+        if not dry_run:
+            rotation.delete_unwanted()
+        if make_room and not dry_run:
+            rotation.delete_early()
+        return rotation.report()
+
+
+@dataclass
+class _Rotation:
+    """One rotation, from its plan on; the caller holds the lock."""
+
+    root: Path
+    table: UploadsTable
+    mirrors: Sequence[Mirror]
+    bus: events.EventBus
+    statuses: Sequence[SaveStatus]
+    metas: Mapping[str, Meta]
+    plan: RotationPlan
+    copies: Mapping[str, Meta]
+    persistent_dir: Path | None
+    snapshots: bool
+    deleted: list[tuple[int, str]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.refused |= self.plan.refuse
+        self._absent = _required_and_absent(self.table, self.mirrors)
+
+    def delete_unwanted(self) -> None:
+        """Delete the saves that the policy does not keep."""
+        for save_id, why in self.plan.delete.items():
+            self._delete(save_id, why)
+
+    def delete_early(self) -> None:
+        """Delete saves that the policy keeps, while the disk has no room for the next save."""
+        needed_bytes = next_save_bytes(self.statuses)
+        tried: list[str] = []
+        went: list[str] = []
+        room = Room(room_bytes(self.root), needed_bytes)
+        while (save_id := self.plan.next_early(room, tried)) is not None:
+            tried.append(save_id)
+            why = f"the next save needs {room.needed_bytes} bytes, and {room.free_bytes} are free"
+            if self._delete(save_id, f"{why}; every required mirror has it"):
+                went.append(f"{self.metas[save_id].step} ({why})")
+            room = Room(room_bytes(self.root), needed_bytes)
+        if went:
+            _log.warning(
+                "%s is short of space, so saves that the retention keeps were deleted early, since every required "
+                "mirror has them: step %s. Free space there, or lower keep_last.",
+                self.root,
+                ", ".join(went),
+            )
+
+    def report(self) -> RotationReport:
+        """Tell what was refused, and return what the rotation did."""
+        for save_id, reason in self.refused.items():
+            self.bus.emit(events.RotationRefused(step=self.metas[save_id].step, save_id=save_id, reason=reason))
+        steps = {save_id: meta.step for save_id, meta in self.metas.items()}
+        return RotationReport(self.plan, tuple(self.deleted), self.refused, steps)
+
+    def _delete(self, save_id: str, why: str) -> bool:
+        """Delete a save if the mirrors confirm it now; return whether it is gone."""
+        meta, began = self.metas[save_id], time.monotonic()
+        reason = self._why_not(save_id)
+        if reason is None:
+            homes = self._homes(meta)
+            reason = _delete_pointed_at(self.root, self.table, meta, _newest(self.statuses, self.metas), homes)
+        if reason is not None:
+            self.refused[save_id] = reason
+            return False
+        self.deleted.append((meta.step, save_id))
+        took_s = time.monotonic() - began
+        self.bus.emit(events.SaveRotated(step=meta.step, save_id=save_id, reason=why, duration_s=took_s))
+        return True
+
+    def _why_not(self, save_id: str) -> str | None:
+        """Return why a save of the plan cannot be deleted now; None if it can."""
+        meta = self.metas[save_id]
+        successor = self.metas[self.plan.successors.get(save_id, save_id)]
+        copy = self.copies.get(save_id, meta)  # it has the parts of all nodes
+        touched = [
+            why
+            for home in self._homes(meta)
+            if (why := _why_not_ours(self.root, home, meta if home == self.root else copy)) is not None
+        ]
+        reason = self._absent or next(iter(touched), None) or _why_not_elsewhere(self.table, self.mirrors, successor)
+        if reason is None and successor is not meta:
+            reason = _why_gone(self.table, self.mirrors, successor)
+        if reason is None and is_emergency(meta) and not self.snapshots:
+            reason = "only the running trainer deletes an emergency snapshot: a start may be reading it"
+        return reason
+
+    def _homes(self, meta: Meta) -> list[Path]:
+        return _homes(self.root, self.persistent_dir, meta, self.copies)
 
 
 def _required_and_absent(table: UploadsTable, mirrors: Sequence[Mirror]) -> str | None:

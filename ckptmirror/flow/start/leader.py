@@ -413,6 +413,7 @@ class Node:
             snapshots=self.claim is not None and not self.lock.lost,
             persistent_dir=self.persistent_dir,
             abandoned=self._abandoned,
+            make_room=self._rotation_thread is not None,  # not while a start chooses what it continues from
         )
 
     def write_status(self, status: str, **more: object) -> None:

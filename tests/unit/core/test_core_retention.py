@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmirror.core.errors import ConfigError
-from ckptmirror.core.retention import MirrorSafety, Retention, RotationPlan, SaveStatus, plan_rotation
+from ckptmirror.core.retention import (
+    MirrorSafety,
+    Retention,
+    Room,
+    RotationPlan,
+    SaveStatus,
+    next_save_bytes,
+    plan_rotation,
+)
 
 SAFE = (MirrorSafety("gs://b/run", True, True, True),)
 UNVERIFIED = (MirrorSafety("gs://b/run", True, False, False, "2 of 5 files pending"),)
@@ -275,6 +283,66 @@ def test_settings_that_make_no_sense_are_refused_at_once(wrong: dict[str, Any]) 
         Retention(**wrong)
 
 
+# -- a disk that is short of space ------------------------------------------------------------------------------
+
+SHORT, ROOMY = Room(free_bytes=99, needed_bytes=100), Room(free_bytes=100, needed_bytes=100)
+
+
+def early_steps(saves: list[SaveStatus], **policy: Any) -> list[int]:
+    return [int(save_id[1:]) for save_id in plan_rotation(saves, Retention(**policy)).early]
+
+
+def test_while_the_disk_is_short_the_oldest_safe_saves_go_early_one_after_another_until_there_is_room() -> None:
+    plan = plan_rotation([status(step) for step in (100, 200, 300, 400)], Retention(keep_last=3, keep_every=100))
+    assert kept_steps(plan) == [100, 200, 300, 400]
+    assert plan.next_early(SHORT, []) == "s100"
+    assert plan.next_early(ROOMY, []) is None
+    assert plan.next_early(SHORT, ["s100"]) == "s200"
+    assert plan.next_early(ROOMY, ["s100"]) is None
+    assert plan.next_early(SHORT, ["s100", "s200", "s300"]) is None
+
+
+@pytest.mark.parametrize(
+    "stays",
+    [
+        {"safety": UNVERIFIED},
+        {"safety": UNCOMMITTED},
+        {"safety": ()},
+        {"skipped": True, "safety": UNVERIFIED},
+        {"pinned": True},
+        {"in_use": True},
+        {"whole": False},
+        {"standing": "unknown"},
+        {"metrics": {"loss": 1.0}},
+    ],
+    ids=str,
+)
+def test_i1_what_is_not_safe_or_is_wanted_for_itself_does_not_go_early(stays: dict[str, Any]) -> None:
+    saves = [status(100, **stays), status(200), status(300), status(400, metrics={"loss": 2.0})]
+    assert early_steps(saves, keep_last=4, keep_best=1, metric="loss") == [200, 300]
+
+
+def test_the_newest_save_does_not_go_early_nor_the_one_below_a_snapshot_nor_any_where_every_step_is_kept() -> None:
+    saves = [status(100), status(200), status(250, kinds=("emergency",), safety=UNVERIFIED)]
+    assert early_steps(saves, keep_last=2) == [100]
+    assert early_steps(saves) == []
+    assert early_steps([status(100)], keep_last=1) == []
+
+
+def test_the_next_save_needs_what_the_newest_step_took_and_some_more() -> None:
+    mib = 1024 * 1024
+    saves = [
+        status(100, size_bytes=900 * mib),
+        status(200, save_id="s1", size_bytes=100 * mib),
+        status(200, save_id="s2", kinds=("model",), size_bytes=20 * mib),
+        status(200, save_id="s3", size_bytes=500 * mib, standing="replaced"),
+        status(250, size_bytes=700 * mib, kinds=("emergency",)),
+        status(300, size_bytes=800 * mib, whole=False),
+    ]
+    assert next_save_bytes(saves) == (120 + 6 + 1) * mib
+    assert next_save_bytes(saves[-2:]) == 0
+
+
 # -- any saves ----------------------------------------------------------------------------------------------
 
 safeties = st.lists(
@@ -298,6 +366,7 @@ statuses = st.builds(
     in_use=st.booleans(),
     pinned=st.booleans(),
     whole=st.sampled_from([True, True, True, False]),
+    size_bytes=st.integers(0, 10**12),
 )
 policies = st.builds(
     Retention,
@@ -374,3 +443,45 @@ def test_rotating_twice_deletes_nothing_more(saves: list[SaveStatus], retention:
     plan = plan_rotation(saves, retention)
     left = [save for save in saves if save.save_id not in plan.delete]
     assert plan_rotation(left, retention).delete == {}
+
+
+@given(st.lists(statuses, max_size=12), policies)
+def test_what_goes_early_is_kept_by_a_number_alone_and_is_safe(saves: list[SaveStatus], retention: Retention) -> None:
+    plan = plan_rotation(saves, retention)
+    by_id = {save.save_id: save for save in saves}
+    assert [by_id[one].step for one in plan.early] == sorted(by_id[one].step for one in plan.early)
+    counted = [save for save in saves if save.standing == "current" and save.whole]
+    left = [save for save in saves if save.save_id not in plan.early]
+    for save_id in plan.early:
+        save = by_id[save_id]
+        assert save_id in plan.keep
+        assert retention.keep_last is not None
+        assert any(safety.required for safety in save.safety)
+        assert _is_safe(save)
+        assert save in counted
+        assert not save.in_use
+        assert not save.pinned
+        assert save.step < max(one.step for one in counted)
+    # the newest and the best are still those that they were
+    again = plan_rotation(left, retention)
+    assert {one for one in again.keep if "among the best" in again.keep[one]} >= {
+        one for one in plan.keep if "among the best" in plan.keep[one]
+    }
+    if counted:
+        assert max(save.step for save in counted) in {save.step for save in left}
+
+
+@given(st.lists(statuses, max_size=12), policies, st.integers(0, 10**13))
+def test_no_more_goes_early_than_the_next_save_needs(
+    saves: list[SaveStatus], retention: Retention, free_bytes: int
+) -> None:
+    plan = plan_rotation(saves, retention)
+    sizes_bytes = {save.save_id: save.size_bytes for save in saves}
+    room, went = Room(free_bytes, next_save_bytes(saves)), []
+    while (one := plan.next_early(room, went)) is not None:
+        went.append(one)
+        room = replace(room, free_bytes=room.free_bytes + sizes_bytes[one])
+    assert tuple(went) == plan.early[: len(went)]
+    if went:
+        assert room.free_bytes - sizes_bytes[went[-1]] < room.needed_bytes
+    assert not room.is_short or tuple(went) == plan.early
