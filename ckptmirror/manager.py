@@ -29,6 +29,7 @@ from ckptmirror.flow.save.emergency import save_emergency
 from ckptmirror.flow.save.handle import DEFAULT_WAIT_S, SaveHandle, raise_skipped
 from ckptmirror.flow.save.save import LeaderSide, Saver, SaveRequest
 from ckptmirror.flow.save.save_parts import import_formats
+from ckptmirror.flow.start.disk_room import say_if_disk_is_small
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.resume import resume_run
 from ckptmirror.flow.start.resume_policy import Policy
@@ -171,7 +172,8 @@ class CheckpointManager:
     ) -> ResumeInfo | None:
         """Load the newest whole save of the lineage into ``state``; None means that training starts at step 0.
 
-        Call it once at every start, before the first save. The same command then starts a run and resumes it.
+        Call it once at every start, before the first save. The same command then starts a run and resumes it. If the
+        disk cannot hold ``keep_last`` saves of this state and one more, it logs a warning.
 
         Args:
             state: What to load into.
@@ -224,6 +226,7 @@ class CheckpointManager:
             )
             self._saver.last_step = info.step
             self._saver.reserve(self.kinds, state)
+        say_if_disk_is_small(self.ranks, self._node, state, self.kinds)
         return info
 
     def load(self, state: TrainState, reference: Reference = "latest", *, exclude: Collection[str] = ()) -> ResumeInfo:

@@ -34,8 +34,10 @@ __all__ = [
     "Room",
     "RotationPlan",
     "SaveStatus",
+    "Shortage",
     "next_save_bytes",
     "plan_rotation",
+    "shortage",
 ]
 
 _GROWTH = 20  # a save may be this fraction larger than the one before it
@@ -179,6 +181,52 @@ def next_save_bytes(saves: Iterable[SaveStatus]) -> int:
 def _with_margin(size_bytes: int) -> int:
     """Return the room to leave for a save of about this size; 0 for 0."""
     return size_bytes + size_bytes // _GROWTH + _SMALL_FILES_BYTES if size_bytes else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A disk that is too small for its retention.
+
+    Attributes:
+        saves: How many saves the disk has to hold at once: ``keep_last``, and the next one. 1 where nothing is ever
+            deleted.
+        needed_bytes: What they need.
+        free_bytes: What is free.
+        freeable_bytes: What saves take that are there and that rotation may delete, now or later.
+    """
+
+    saves: int
+    needed_bytes: int
+    free_bytes: int
+    freeable_bytes: int
+
+
+def shortage(
+    saves: Sequence[SaveStatus], retention: Retention, *, has_required: bool, save_bytes: int, free_bytes: int
+) -> Shortage | None:
+    """Return how the disk falls short of ``keep_last`` saves and one more; None if it has room for them.
+
+    Args:
+        saves: Every local save.
+        retention: The policy.
+        has_required: Whether a mirror is required. Without one nothing is ever deleted.
+        save_bytes: What one save of the state takes; 0 if that is unknown.
+        free_bytes: What is free on the disk.
+    """
+    deletes = has_required and retention.keep_last is not None
+    kept = (retention.keep_last or 0) if deletes else 0
+    counted = [save for save in saves if save.standing == "current" and save.whole]
+    lasting = {*_best_steps(counted, retention)[0], *_divided_steps(counted, retention)}
+    freeable_bytes = sum(
+        save.size_bytes
+        for save in saves
+        if _why_keep(save, {}) is None and not (save.standing == "current" and save.step in lasting)
+    )
+    found = Shortage(
+        kept + 1, kept * save_bytes + _with_margin(save_bytes), free_bytes, freeable_bytes if deletes else 0
+    )
+    is_short = save_bytes and found.free_bytes + found.freeable_bytes < found.needed_bytes
+    return found if is_short else None
 
 
 def plan_rotation(

@@ -17,8 +17,10 @@ from ckptmirror.core.retention import (
     Room,
     RotationPlan,
     SaveStatus,
+    Shortage,
     next_save_bytes,
     plan_rotation,
+    shortage,
 )
 
 SAFE = (MirrorSafety("gs://b/run", True, True, True),)
@@ -341,6 +343,50 @@ def test_the_next_save_needs_what_the_newest_step_took_and_some_more() -> None:
     ]
     assert next_save_bytes(saves) == (120 + 6 + 1) * mib
     assert next_save_bytes(saves[-2:]) == 0
+
+
+# -- a disk that is too small -----------------------------------------------------------------------------------
+
+GIB = 1024**3
+MARGIN = GIB // 20 + 1024**2
+
+
+def shortage_of(saves: list[SaveStatus], free_bytes: int, *, mirrored: bool = True, **policy: Any) -> Shortage | None:
+    return shortage(saves, Retention(**policy), has_required=mirrored, save_bytes=GIB, free_bytes=free_bytes)
+
+
+def test_a_disk_has_to_hold_keep_last_saves_and_one_more() -> None:
+    assert shortage_of([], 3 * GIB + MARGIN, keep_last=2) is None
+    assert shortage_of([], 3 * GIB, keep_last=2) == Shortage(3, 3 * GIB + MARGIN, 3 * GIB, 0)
+    unknown = shortage([], Retention(keep_last=2), has_required=True, save_bytes=0, free_bytes=0)
+    assert unknown is None
+
+
+def test_saves_that_are_there_count_as_room_where_rotation_may_delete_them() -> None:
+    there = [
+        status(100, size_bytes=GIB, standing="superseded"),
+        status(200, size_bytes=GIB),
+        status(300, size_bytes=GIB, safety=UNVERIFIED),
+    ]
+    assert shortage_of(there, MARGIN, keep_last=2) is None
+    found = shortage_of(there, MARGIN - 1, keep_last=2)
+    assert found is not None
+    assert found.freeable_bytes == 3 * GIB
+    for stays in ({"pinned": True}, {"in_use": True}, {"standing": "unknown"}, {"whole": False}, {"step": 1000}):
+        held = [*there[:2], replace(there[2], **stays)]
+        found = shortage_of(held, MARGIN, keep_last=2, keep_every=1000)
+        assert found is not None
+        assert found.freeable_bytes == 2 * GIB
+    best = [*there[:2], replace(there[2], metrics={"loss": 1.0})]
+    assert shortage_of(best, MARGIN, keep_last=2, keep_best=1, metric="loss") is not None
+
+
+@pytest.mark.parametrize(("mirrored", "keep_last"), [(False, 2), (True, None)])
+def test_where_nothing_is_ever_deleted_only_the_next_save_counts(mirrored: bool, keep_last: int | None) -> None:
+    there = [status(100, size_bytes=GIB)]
+    assert shortage_of(there, GIB + MARGIN, mirrored=mirrored, keep_last=keep_last) is None
+    found = shortage_of(there, GIB, mirrored=mirrored, keep_last=keep_last)
+    assert found == Shortage(1, GIB + MARGIN, GIB, 0)
 
 
 # -- any saves ----------------------------------------------------------------------------------------------
