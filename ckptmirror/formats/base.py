@@ -71,6 +71,7 @@ class WriteContext:
         rank: Global rank; ``world_size`` ranks in all.
         is_leader: Whether this rank leads its node.
         torch_group: A separate CPU process group that only this thread uses; None in a single process.
+        nodes_of_ranks: The node of each rank, for messages; empty in a job of one node.
     """
 
     root: Path
@@ -81,6 +82,7 @@ class WriteContext:
     world_size: int
     is_leader: bool
     torch_group: Any = None
+    nodes_of_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from torch.utils.serialization import config as serialization_config
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Artifact, Digest, Kind, Meta
 from ckptmirror.core.names import SaveName, tmp_name
+from ckptmirror.core.rank_names import rank_name
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.dcp_files import SMALL, DirectoryWriter
@@ -134,7 +135,7 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
                 no_dist=group is None,
             )
     except CheckpointException as error:
-        raise _of_first_rank(error) from error
+        raise _of_first_rank(error, context.nodes_of_ranks) from error
     # Every rank comes here or none; what may fail on one rank alone follows only after the last collective.
     copy = _share_metadata(writer.directory, group) if group is not None else None
     mine = dist.get_rank(group) if group is not None else 0
@@ -148,11 +149,11 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
     return digests
 
 
-def _of_first_rank(error: CheckpointException) -> CkptMirrorError:
-    """Return the error to raise for torch's: that of the first failed rank, with its number."""
+def _of_first_rank(error: CheckpointException, nodes_of_ranks: Sequence[int]) -> CkptMirrorError:
+    """Return the error to raise for torch's: that of the first failed rank, with its number and node."""
     rank, (cause, _) = sorted(error.failures.items())[0]
     others = f" ({len(error.failures)} ranks failed)" if len(error.failures) > 1 else ""
-    where = f"writing kind dcp: rank {rank}"
+    where = f"writing kind dcp: {rank_name(rank, nodes_of_ranks)}"
     if isinstance(cause, CkptMirrorError):
         return type(cause)(f"{where}: {cause.message}{others}", hint=cause.hint)
     kind = type(cause).__name__

@@ -19,11 +19,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.model import Kind
-from ckptmirror.formats.containers import leaves
+from ckptmirror.formats.containers import is_sharded, leaves
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.shards import local_of
 from ckptmirror.formats.train_state import TrainState
-from ckptmirror.formats.tree_queries import is_sharded
 
 __all__ = ["estimated_bytes"]
 

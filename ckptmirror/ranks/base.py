@@ -59,6 +59,11 @@ class Ranks(Protocol):
         ...
 
     @property
+    def nodes_of_ranks(self) -> tuple[int, ...]:
+        """The node of each rank; empty in a job of one node."""
+        ...
+
+    @property
     def is_leader(self) -> bool:
         """Whether this process owns the table, the meta and the uploads of its node (``local_rank == 0``)."""
         ...
@@ -77,7 +82,7 @@ class Ranks(Protocol):
             error: This rank's failure. The rank still takes part, and its own error is raised here again.
 
         Raises:
-            RankFailed: Another rank sent an error; the message names the rank and quotes the error.
+            RankFailed: Another rank sent an error; the message names the rank (and its node) and quotes the error.
             WaitTimeout: Not all ranks took part within the channel's limit.
         """
         ...

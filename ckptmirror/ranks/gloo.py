@@ -125,6 +125,11 @@ class GlooRanks:
         return self._layout.ranks
 
     @property
+    def nodes_of_ranks(self) -> tuple[int, ...]:
+        """The node of each rank; empty in a job of one node."""
+        return self._layout.of_ranks
+
+    @property
     def is_leader(self) -> bool:
         """Whether this is the first rank of its node."""
         return self._layout.local_rank == 0
@@ -159,7 +164,7 @@ class GlooRanks:
         answer = self._collect(report, deadline) if self._rank == 0 else self._deliver(report, deadline)
         if answer.outcome == "values":
             return [pickle.loads(item) for item in answer.values]  # noqa: S301  sent by the same job's ranks
-        refused = refusal(answer, what)
+        refused = refusal(answer, what, self.nodes_of_ranks)
         if answer.outcome != "failed":
             self._broken = refused
         if error is not None:

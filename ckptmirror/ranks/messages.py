@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from ckptmirror.core import errors
 from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError, WaitTimeout
+from ckptmirror.core.rank_names import rank_name
 
 __all__ = [
     "MAX_VALUE_BYTES",
@@ -114,17 +115,19 @@ def decide(reports: Sequence[Report]) -> Answer:
     return Answer("values", values=tuple(report.value for report in reports))
 
 
-def refusal(answer: Answer, what: str) -> CkptMirrorError:
+def refusal(answer: Answer, what: str, nodes_of_ranks: Sequence[int] = ()) -> CkptMirrorError:
     """Return the error that a rank without an error of its own raises on ``answer``.
 
-    If all errors are of one ckptmirror class, its exit code, hint and flags are kept.
+    It names the ranks that failed; where ``nodes_of_ranks`` has the node of each rank, also their nodes. If all errors
+    are of one ckptmirror class, its exit code, hint and flags are kept.
     """
     if answer.outcome == "late":
         return WaitTimeout(f"{what}: {answer.reason}")
     failures = answer.failures or {}
     if not failures:
         return RankFailed(f"{what}: {answer.reason}")
-    text = "; ".join(f"rank {rank} failed: {failure.message}" for rank, failure in sorted(failures.items())[:8])
+    first = sorted(failures.items())[:8]
+    text = "; ".join(f"{rank_name(rank, nodes_of_ranks)} failed: {failure.message}" for rank, failure in first)
     if len(failures) > 8:
         text += f"; and {len(failures) - 8} more ranks"
     error = RankFailed(f"{what}: {text}")

@@ -41,12 +41,14 @@ class NodeLayout:
         nodes: How many there are.
         ranks: All ranks of the node, ascending. Other nodes may have ranks between them.
         rank: The rank itself.
+        of_ranks: The node of each rank; empty if there is one node.
     """
 
     node: int
     nodes: int
     ranks: tuple[int, ...]
     rank: int
+    of_ranks: tuple[int, ...] = ()
 
     @property
     def local_rank(self) -> int:
@@ -58,7 +60,8 @@ def layout_of(keys: Sequence[str], rank: int) -> NodeLayout:
     """Return the layout of ``rank``, given every rank's node key."""
     order = list(dict.fromkeys(keys))
     mine = tuple(index for index, key in enumerate(keys) if key == keys[rank])
-    return NodeLayout(order.index(keys[rank]), len(order), mine, rank)
+    of_ranks = tuple(map(order.index, keys)) if len(order) > 1 else ()
+    return NodeLayout(order.index(keys[rank]), len(order), mine, rank, of_ranks)
 
 
 def joined(keys: Sequence[str], seen: Sequence[Collection[int]]) -> list[str]:

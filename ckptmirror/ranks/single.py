@@ -26,6 +26,7 @@ class SingleRank:
     local_rank = 0
     local_world_size = 1
     node_ranks = (0,)
+    nodes_of_ranks: tuple[int, ...] = ()
     is_leader = True
     torch_group = None
 

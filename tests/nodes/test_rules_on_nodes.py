@@ -94,8 +94,10 @@ def test_a_root_that_was_copied_to_another_node_is_not_that_nodes_part(tmp_path:
 
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_node_that_cannot_commit_leaves_no_part_on_any(full: int, tmp_path: Path) -> None:
-    for one in Job(tmp_path, "ab", (1, 2), full=full).run():
+    found = Job(tmp_path, "ab", (1, 2), full=full).run()
+    for one in found:
         assert "no room for records" in one.failed
+    assert f"rank {full} on node {full} failed" in found[1 - full].failed
     for node in "ab":
         assert list((tmp_path / node).glob("*_000002*")) == []
         assert leftovers(tmp_path / node) == []

@@ -149,12 +149,16 @@ def test_nodes_save_together_and_the_last_to_upload_commits(
         assert loaded.optimizer is not None
 
 
-@pytest.mark.parametrize("full", ["a", "b"])
-def test_a_disk_that_is_full_on_one_node_fails_the_save_on_all_and_no_other(full: str, tmp_path: Path) -> None:
-    found = run_ranks(3, save_together, str(tmp_path), "aba", BOTH, full)
-    for _, why in found:
+@pytest.mark.parametrize(("full", "kinds"), [("a", BOTH), ("b", BOTH), ("b", ("dcp",)), ("b", ("model",))])
+def test_a_disk_that_is_full_on_one_node_fails_the_save_on_all_and_no_other(
+    full: str, kinds: tuple[Kind, ...], tmp_path: Path
+) -> None:
+    found = run_ranks(3, save_together, str(tmp_path), "aba", kinds, full)
+    for rank, (_, why) in enumerate(found):
         assert "no space is left" in why
         assert str(tmp_path / full) in why
+        if "aba"[rank] != full:  # there the paths may be the same
+            assert f"on node {'ab'.index(full)}" in why
     places = [MirroredRoot(tmp_path / name, [url_of(tmp_path)]) for name in "ab"]
     for place in places:
         assert leftovers(place.root) == []

@@ -154,6 +154,7 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteCont
         world_size=ranks.world_size,
         is_leader=ranks.is_leader,
         torch_group=ranks.torch_group,
+        nodes_of_ranks=ranks.nodes_of_ranks,
     )
 
 

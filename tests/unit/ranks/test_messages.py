@@ -34,6 +34,8 @@ def test_one_error_refuses_for_all_and_names_the_rank() -> None:
     error = refusal(answer, "commit step 200")
     assert type(error) is RankFailed
     assert error.message == "commit step 200: rank 1 failed: no space"
+    on_nodes = refusal(answer, "commit step 200", (0, 2, 1))
+    assert on_nodes.message == "commit step 200: rank 1 on node 2 failed: no space"
 
 
 def test_one_kind_of_error_keeps_its_exit_code_and_hint() -> None:

@@ -28,11 +28,16 @@ def test_ranks_whose_tokens_are_seen_share_a_root(keys: str, seen: list[list[int
 
 def test_nodes_count_by_their_lowest_rank() -> None:
     keys = ["b", "a", "b", "c", "a"]
+    of_ranks = (0, 1, 0, 2, 1)
     assert [layout_of(keys, rank) for rank in range(5)] == [
-        NodeLayout(0, 3, (0, 2), 0),
-        NodeLayout(1, 3, (1, 4), 1),
-        NodeLayout(0, 3, (0, 2), 2),
-        NodeLayout(2, 3, (3,), 3),
-        NodeLayout(1, 3, (1, 4), 4),
+        NodeLayout(0, 3, (0, 2), 0, of_ranks),
+        NodeLayout(1, 3, (1, 4), 1, of_ranks),
+        NodeLayout(0, 3, (0, 2), 2, of_ranks),
+        NodeLayout(2, 3, (3,), 3, of_ranks),
+        NodeLayout(1, 3, (1, 4), 4, of_ranks),
     ]
     assert [layout_of(keys, rank).local_rank for rank in range(5)] == [0, 0, 1, 0, 1]
+
+
+def test_a_job_of_one_node_names_no_nodes() -> None:
+    assert layout_of(["a", "a"], 1) == NodeLayout(0, 1, (0, 1), 1)
