@@ -11,11 +11,13 @@ from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._human_text import age_text, on_no_mirror, plain_reason, size
 from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import json_option, print_json, root_option
+from ckptmirror.cli._progress import progress
 from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, is_for_people, print_line, print_table, standing_style
+from ckptmirror.cli._waiting_saves import waiting_facts, waiting_text
 from ckptmirror.core.errors import CkptMirrorError, DeadlinePassed, IntegrityError, RefusedOnlyCopy
 
 if TYPE_CHECKING:
-    from ckptmirror.flow.status import SaveLine, Status
+    from ckptmirror.flow.status import AwaitedSave, SaveLine, Status
 
 
 _RUNNING = "running"
@@ -27,15 +29,25 @@ _COLUMNS = (
 )
 
 
-@exit_codes(6, 7, 8, 10, 11)
+@exit_codes(5, 6, 7, 8, 10, 11, 12)
 @click.command(short_help="Show which saves are not yet on every required mirror.")
 @root_option
 @click.option(
     "--exit-code", "with_code", is_flag=True, help="Exit with 0 only if everything is safe, else with 8, 7 or 6."
 )
+@click.option(
+    "--mirror",
+    "mirrors",
+    multiple=True,
+    metavar="URL",
+    help="Also ask this mirror which saves wait for nodes of the job (may be repeated).  [default: ask none]",
+)
 @json_option
-def command(root: Path, with_code: bool, as_json: bool) -> int:
+def command(root: Path, with_code: bool, mirrors: tuple[str, ...], as_json: bool) -> int:
     """Show which saves are not yet on every required mirror. Reads only the local disk; a trainer may be running.
+
+    On several nodes, this is what this node knows. With --mirror, the mirror is asked what the whole save lacks: the
+    nodes that have not finished, what is there of each, and what this node has still to send.
 
     With --exit-code, for a monitor, the exit code is 8 if uploads are pending or failed, 7 if this disk holds the only
     copy and no upload will change that, and 6 if something on the disk is damaged. Without it, the exit code is 0 if
@@ -46,13 +58,19 @@ def command(root: Path, with_code: bool, as_json: bool) -> int:
       ckptmirror status /local-ssd/run-17
       ckptmirror status /local-ssd/run-17 --json | jq .unsafe_bytes
       ckptmirror status /local-ssd/run-17 --exit-code || page-someone
+      ckptmirror status /local-ssd/run-17 --mirror gs://bucket/run-17
     """
-    from ckptmirror.flow.status import read_status
+    from ckptmirror.flow.status import read_awaited, read_status
 
     status = read_status(root)
     exit_code, verdict = _verdict(status)
+    awaited: list[AwaitedSave] = []
+    if mirrors:
+        with progress("status") as pace:
+            pace.doing("asking the mirror")
+            awaited = read_awaited(root, mirrors, on_wait=pace.waiting)
     if as_json:
-        print_json(_facts(status))
+        print_json({**_facts(status), "waiting": [_awaited_facts(one) for one in awaited]})
         return exit_code if with_code else 0
     print_line(with_places(verdict, {"root": root}), "bold red" if exit_code else "bold green")
     if status.skipped:
@@ -64,11 +82,26 @@ def command(root: Path, with_code: bool, as_json: bool) -> int:
     for url, lacking in status.pushed.items():
         has = f"lacks {lacking} of {_sent(status)} saves; `ckptmirror drain` sends them"
         print(with_places(f"pushed: {url} {has if lacking else 'has every save that is here'}", {"root": status.root}))
+    for one in awaited:
+        print(f"waiting: {with_places(waiting_text(one.mirror, one.found, _of_this_node(one)), {'root': root})}")
     for name, why in status.problems.items():
         print(f"  problem: {name}: {why}")
     if status.trainer:
         print(_trainer(status))
     return exit_code if with_code else 0
+
+
+def _of_this_node(one: AwaitedSave) -> str:
+    """Say what this node has still to send of a save, and how; "" if it only waits for others."""
+    if not one.unsent_files or one.this_node in one.found.parts.names:
+        return ""
+    files = f"{one.unsent_files} file{'s' if one.unsent_files > 1 else ''} ({size(one.unsent_bytes)})"
+    return f"this is node {one.this_node}, and {files} of it are not verified there: `ckptmirror drain` sends them"
+
+
+def _awaited_facts(one: AwaitedSave) -> dict[str, Any]:
+    unsent = {"unsent_files": one.unsent_files, "unsent_bytes": one.unsent_bytes}
+    return {**waiting_facts(one.mirror, one.found), "this_node": one.this_node, **unsent}
 
 
 def _verdict(status: Status) -> tuple[int, str]:

@@ -14,6 +14,7 @@ from ckptmirror.cli._human_text import size
 from ckptmirror.cli._options import DIRECTORY, configured_place, json_option, print_json, step_option
 from ckptmirror.cli._progress import progress
 from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, print_table, standing_style
+from ckptmirror.cli._waiting_saves import waiting_facts, waiting_text
 from ckptmirror.core.errors import IntegrityError, NotAuthorised, Temporary, UsageError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def command(
         print_json(_facts(found))
     else:
         _print(found)
-    for note in found.notes:
+    for note in [*found.notes, *(waiting_text(url, one) for url, one in found.waiting)]:
         print(f"note: {note}", file=sys.stderr)
     return _print_result(found, target)
 
@@ -177,6 +178,7 @@ def _facts(found: Verification) -> dict[str, Any]:
         "outcome": found.outcome,
         "pending_again": found.pending_again,
         "notes": list(found.notes),
+        "waiting": [waiting_facts(url, one) for url, one in found.waiting],
         "saves": [
             {
                 "place": save.place,

@@ -8,18 +8,15 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 from ckptmirror.core import names
 from ckptmirror.core.model import Attempt, Kind, Meta, Tombstone
 from ckptmirror.core.start.lineage import SaveFacts, lineage
 
-__all__ = ["Hindrance", "Problem", "facts_of", "skipped_for", "uncommitted", "unexplained"]
-
-_NAMED = 8  # as many numbers are named
+__all__ = ["Hindrance", "Problem", "facts_of", "skipped_for", "unexplained"]
 
 _PARTS_OF_SAVES: frozenset[names.Role] = frozenset({"model", "optim", "extra", "tensors", "dcp", "part"})
 _OF_OLDER_LAYOUTS: frozenset[names.Role] = frozenset(
@@ -136,29 +133,6 @@ def unexplained(
             if not owners or (parsed.tag and parsed.tag not in owners):
                 groups.setdefault((parsed.step, parsed.tag), []).append(name)
     return {found[0]: _loose(step, found) for (step, _), found in groups.items()}
-
-
-def uncommitted(listed: Iterable[str], known: Iterable[str]) -> dict[str, Problem]:
-    """Return a mirror's saves of which some nodes have their part there and others do not, by the first part's name.
-
-    Args:
-        listed: All names on the mirror.
-        known: The ids of the saves that a meta or a tombstone there names.
-    """
-    tags = {save_id[:8] for save_id in known}
-    found: dict[tuple[int, str, int], dict[int, str]] = {}
-    for name in listed:
-        parsed = names.parse_name(name)
-        if parsed is not None and parsed.role == "part" and parsed.step is not None and parsed.tag not in tags:
-            found.setdefault((parsed.step, parsed.tag, parsed.parts), {})[parsed.part] = name
-    return {there[min(there)]: _of_parts(step, of, there) for (step, _, of), there in sorted(found.items())}
-
-
-def _of_parts(step: int, of: int, there: Collection[int]) -> Problem:
-    absent = list(islice((str(part - 1) for part in range(1, of + 1) if part not in there), _NAMED + 1))
-    nodes = ", ".join(absent[:_NAMED]) + (", ..." if len(absent) > _NAMED else "")
-    what = f"node{'s' if of - len(there) > 1 else ''} {nodes}" if absent else "the last of them to commit"
-    return Problem(f"{of} nodes saved it, and it waits for {what}: `ckptmirror drain` there finishes it", step)
 
 
 def _loose(step: int | None, found: Sequence[str]) -> Problem:

@@ -1,4 +1,4 @@
-"""Status: how much training is not yet safe. It reads only this node's disk.
+"""Status: how much training is not yet safe. It reads only this node's disk, and a mirror only if it is named.
 
 Rules:
 * Unsafe saves come first. A save without a record is not safe.
@@ -7,24 +7,28 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Kind
+from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.mirrors import counting_rows
 from ckptmirror.flow.places.select import lineage_of
+from ckptmirror.flow.places.uncommitted import uncommitted_on
 from ckptmirror.flow.retention.durability import count_lacking, durability, open_saves
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of
 from ckptmirror.local.status_file import is_writer_alive, read_status_file
 from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import UploadRecord
+from ckptmirror.stores import normalise_url
+from ckptmirror.stores.retrying import OnWait
 
-__all__ = ["SaveLine", "Status", "is_mirrored", "read_status"]
+__all__ = ["AwaitedSave", "SaveLine", "Status", "is_mirrored", "read_awaited", "read_status"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,48 @@ class Status:
             return not (self.unsettled or self.unasked)
         mirrored = {line.save_id for line in self.saves if line.kinds != ("emergency",)}
         return save_id in mirrored and save_id not in self.unsettled
+
+
+@dataclass(frozen=True)
+class AwaitedSave:
+    """A save on a mirror that waits for nodes, and what this node has still to send of it.
+
+    Attributes:
+        mirror: The mirror's URL.
+        found: What the mirror has of it.
+        this_node: This node's number in that save; None if this disk has no part of it.
+        unsent_files: How many files of this node's part its table has not verified there; its meta is one of them.
+        unsent_bytes: Their bytes.
+    """
+
+    mirror: str
+    found: Uncommitted
+    this_node: int | None = None
+    unsent_files: int = 0
+    unsent_bytes: int = 0
+
+
+def read_awaited(
+    root: Path, mirrors: Sequence[str], state_dir: Path | None = None, on_wait: OnWait | None = None
+) -> list[AwaitedSave]:
+    """Return the saves on these mirrors that wait for nodes, and what this node lacks of them there.
+
+    Raises:
+        NoTable: ckptmirror has not saved here.
+        StoreTemporary: A mirror does not answer.
+    """
+    awaited = []
+    with open_known_table(root, state_dir, read_only=True) as table:
+        parts = local_catalog(root).parts
+        for url in dict.fromkeys(normalise_url(url) for url in mirrors):
+            for found in uncommitted_on(url, on_wait):
+                mine = next((one for one in parts.values() if one.save_id.startswith(found.save_id)), None)
+                records = table.records(save_id=mine.save_id, mirror=url) if mine is not None else []
+                unsent = [record for record in records if record.state in WAITING]
+                unsent_bytes = sum(record.size_bytes or 0 for record in unsent)
+                node = mine.node if mine is not None else None
+                awaited.append(AwaitedSave(url, found, node, len(unsent), unsent_bytes))
+    return awaited
 
 
 def is_mirrored(

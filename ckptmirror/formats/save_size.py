@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.model import Kind
-from ckptmirror.formats.containers import is_sharded, leaves
+from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.shards import local_of
 from ckptmirror.formats.train_state import TrainState
@@ -38,7 +38,7 @@ def estimated_bytes(state: TrainState, kinds: Sequence[Kind], *, rank: int, worl
     """
     parameters, buffers = list(state.model.parameters()), list(state.model.buffers())
     moments = list(_moments(state.optimizer))
-    is_first, sharded = rank == 0, is_sharded(state.model)
+    is_first, sharded = rank == 0, has_shards(state.model)
     total = 0.0
     if "dcp" in kinds:
         total += sum(_held_bytes(one) * times / _copies(one, world_size) for one, times in moments)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ckptmirror import CheckpointManager, Retention, errors
@@ -155,25 +156,40 @@ def test_a_disk_that_is_full_on_one_node_costs_that_save_on_all_and_no_training(
         assert leftovers(root) == []
 
 
-def fill_up(rank: int, base: str) -> Heard:
-    """Save more often than the second disk has room for."""
-    heard = Heard()
+def fill_up(rank: int, base: str) -> tuple[Heard, dict[str, torch.Tensor]]:
+    """Save more often than the second disk has room for; return also what the first save has."""
+    heard, first = Heard(), {}
     state = built("fsdp")
     with open_manager(rank, Path(base), heard, retention=Retention(keep_last=50)) as manager:
         manager.resume(state)
         for step in range(1, 10):
             train(state, rank, step)
             state.extra = {"large": "x" * 3_000_000}
+            first = first or whole(state)
             manager.save(step, state).wait("mirrored", timeout_s=WAIT_S)
             manager.rotate()
             dist.barrier()
-    return heard
+    return heard, first
+
+
+def go_back(rank: int, base: str, step: int) -> tuple[Heard, dict[str, torch.Tensor]]:
+    """Continue from an older save, on purpose."""
+    heard, state = Heard(), built("fsdp")
+    with open_manager(rank, Path(base), heard) as manager:
+        start = manager.resume(state, policy=step)
+        assert start is not None
+        heard.began = start.step
+        manager.close(timeout_s=0)
+    return heard, whole(state)
 
 
 def test_each_node_makes_room_on_its_own_disk_and_a_start_brings_to_it_what_went(base: Path) -> None:
-    large, small = run_ranks(2, fill_up, str(base))
+    (large, first), (small, _) = run_ranks(2, fill_up, str(base))
     assert (large.skipped, small.skipped, large.rotated) == ({}, {}, [])
     assert small.rotated == list(range(1, len(small.rotated) + 1))
     assert len(small.rotated) > 2
     parts = {node: sorted(meta.step for meta in local_catalog(base / node).parts.values()) for node in "ab"}
     assert parts == {"a": list(range(1, 10)), "b": list(range(len(small.rotated) + 1, 10))}
+    for one, found in run_ranks(2, go_back, str(base), 1):
+        assert one.began == 1
+        assert same(found, first)

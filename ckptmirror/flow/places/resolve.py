@@ -29,7 +29,7 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.model import KINDS, Artifact, Kind, Meta, top_names
-from ckptmirror.core.problems import uncommitted
+from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, read_mirror_meta
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import CheckpointReference, Located, list_hint, locate
@@ -41,6 +41,7 @@ from ckptmirror.flow.places.select import (
     not_superseded,
     warn_of_what_is_broken,
 )
+from ckptmirror.flow.places.uncommitted import uncommitted_saves
 from ckptmirror.local import directories
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.save_logger import save_logger
@@ -77,6 +78,7 @@ class ListedCheckpoint:
         standing: ``incomplete`` if it is not whole or its meta is broken; ``older`` for a legacy checkpoint, which has
             no checksums and is not part of any lineage; otherwise its standing in the lineage.
         why: Why it is incomplete.
+        size_bytes: Of a mirror's save that waits for nodes: what of it is there.
         kinds: Empty if the meta cannot be read.
         current_kinds: The kinds in which this save is the current one of its step.
         place: The meta's path, or its name on the mirror.
@@ -325,17 +327,18 @@ def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
         url = normalise_url(located.place)
         mirror = Mirror(url, False, open_store(url))
         try:
-            lines = _listed(mirror_catalog(mirror), None)
+            catalog = mirror_catalog(mirror)
+            lines = _listed(catalog, None, uncommitted_saves(mirror, catalog, with_parts=False))
         finally:
             mirror.store.close()
     step = located.parsed.step if located.parsed is not None else None
     return [line for line in lines if step in (None, line.step)]
 
 
-def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
+def _listed(catalog: Catalog, root: Path | None, waiting: Iterable[Uncommitted] = ()) -> list[ListedCheckpoint]:
     from ckptmirror.flow.places.legacy_references import find_older, older_on_mirror
 
-    lines = [line for one in by_run(catalog) for line in _listed_whole(one)]
+    lines = [line for part in by_run(catalog) for line in _listed_whole(part)]
     for name, problem in catalog.problems.items():
         parsed = names.parse_name(Path(name).name)
         step = parsed.step if parsed is not None and parsed.step is not None else -1
@@ -344,10 +347,9 @@ def _listed(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
             lines.append(_line(rest, "incomplete", why=problem.why, place=name))
         else:
             lines.append(ListedCheckpoint(step, (), "incomplete", why=problem.why, place=name))
-    known = [*catalog.tombstones, *(meta.save_id for meta in catalog.metas())]
-    for name, problem in uncommitted(catalog.others, known).items():
-        step = problem.step if problem.step is not None else -1
-        lines.append(ListedCheckpoint(step, (), "incomplete", why=problem.why, place=name))
+    for one in waiting:
+        name, why = next(iter(one.parts.names.values())), one.parts.problem.why
+        lines.append(ListedCheckpoint(one.parts.step, (), "incomplete", size_bytes=one.size_bytes, why=why, place=name))
     lines += [_listed_older(one) for one in (find_older(root) if root is not None else ())]
     for step, name in older_on_mirror(catalog.others) if root is None else ():
         lines.append(ListedCheckpoint(step, ("dcp",), "older", why="copy it to a disk to read it", place=name))

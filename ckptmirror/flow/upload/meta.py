@@ -196,7 +196,12 @@ class MetaUpload(Sending):
             raise self._behind(awaited)
 
     def _behind(self, part: str) -> NodeBehind:
-        return NodeBehind(f"{part} is not on {self._context.mirror.url} yet: its node has still to upload it.")
+        parsed = names.parse_name(part)
+        assert parsed is not None
+        return NodeBehind(
+            f"node {parsed.part - 1} of {parsed.parts} (from 0) has still to upload what it saved: {part} is not on "
+            f"{self._context.mirror.url} yet."
+        )
 
     def _publish_part(self, meta: Meta, mine: Meta) -> None:
         if meta.partial:  # no stage brings a part: somebody else made this meta that of a copy

@@ -10,7 +10,7 @@ Rules:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, MutableSequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.problems import Hindrance, Problem, facts_of, unexplained
 from ckptmirror.core.start.lineage import Standing
+from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.core.verification import State, standing_if_whole, worst
 from ckptmirror.flow.fetch.blocks import Finding
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, objects_of
@@ -26,6 +27,7 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.places.resolve import by_run
 from ckptmirror.flow.places.select import attempts_of, lineage_of
+from ckptmirror.flow.places.uncommitted import uncommitted_saves
 from ckptmirror.local.listing import Listing
 from ckptmirror.stores.base import ObjectInfo
 
@@ -157,15 +159,19 @@ def look_at_root(root: Path, step: int | None, notes: MutableSequence[str]) -> l
     return [subject for subject in subjects if not subject.is_gone()]
 
 
-def look_at_mirror(mirror: Mirror, step: int | None, notes: MutableSequence[str]) -> list[Subject]:
-    """Look at the saves of a mirror.
+def look_at_mirror(
+    mirror: Mirror, step: int | None, notes: MutableSequence[str], waiting: MutableSequence[tuple[str, Uncommitted]]
+) -> list[Subject]:
+    """Look at the saves of a mirror; add to ``waiting`` those that wait for nodes, with the mirror.
 
     Raises:
         StoreTemporary: It does not answer.
         BrokenMeta: Its list of attempts cannot be trusted.
     """
     catalog = mirror_catalog(mirror, step=step)
-    _note_strays(catalog, step, notes)
+    found = uncommitted_saves(mirror, catalog, step=step, with_parts=True)
+    waiting += [(mirror.url, one) for one in found if step in (None, one.parts.step)]
+    _note_strays(catalog, step, notes, {(one.parts.step, tag) for one in found for tag in ("", one.parts.digits)})
     store, directory = mirror.store, mirror.store.local_directory
     subjects = _subjects(catalog, step, lambda name: store.stat(name) is not None)
     subjects = [subject for subject in subjects if subject.meta is not None or subject.exists(subject.name)]
@@ -241,11 +247,19 @@ def _meta_name(catalog: Catalog, meta: Meta) -> str:
     return str(Path(catalog.place, names.SaveName(meta.step, meta.tag).meta))
 
 
-def _note_strays(catalog: Catalog, step: int | None, notes: MutableSequence[str]) -> None:
+def _note_strays(
+    catalog: Catalog,
+    step: int | None,
+    notes: MutableSequence[str],
+    waiting: Collection[tuple[int | None, str]] = (),
+) -> None:
+    """Note the files that no meta names, but for those of saves that wait for nodes, given by step and tag."""
     metas = [*catalog.saves.values(), *(one.meta for one in catalog.problems.values() if one.meta is not None)]
     loose = unexplained(catalog.others, metas, catalog.tombstones.values())
     told = {problem.step for problem in catalog.problems.values()}  # the files of a broken meta are loose
     for name, problem in loose.items():
-        if problem.step not in told and (step is None or problem.step == step):
+        parsed = names.parse_name(name)
+        is_awaited = parsed is not None and (parsed.step, parsed.tag) in waiting
+        if problem.step not in told and not is_awaited and (step is None or problem.step == step):
             under_way = "; its upload may not be finished" if "://" in catalog.place else ""
             notes.append(f"{catalog.place}/{name}: {problem.why}{under_way}")

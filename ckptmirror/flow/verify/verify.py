@@ -11,6 +11,7 @@ Rules:
 * With the root, its table is read too: if it calls a save committed on a mirror, and the save is not there, that is
   damage.
 * A place without any save counts as damaged: its name was mistyped, or its saves were lost.
+* A save that some nodes have uploaded and others not is not damage: it is reported apart from the others.
 * A broken meta beside a whole save of its step does not mean that anything is missing: it may be deleted.
 """
 
@@ -27,6 +28,7 @@ from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound
 from ckptmirror.core.model import Artifact, Kind
 from ckptmirror.core.nearest_steps import nearest_steps
+from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.core.verification import State, Verdict, delete_command, kinds_to_stage, outcome, repair_command, worst
 from ckptmirror.flow.fetch.blocks import FileToRead, ObjectToRead, read_all
 from ckptmirror.flow.fetch.destination import is_training_root
@@ -78,6 +80,7 @@ class Verification:
     Attributes:
         saves: By place, then step.
         notes: Other findings, which are not damage.
+        waiting: Saves on a mirror that wait for nodes, each with the mirror's URL.
         pending_again: How many upload records became pending because their verified object is damaged.
     """
 
@@ -85,6 +88,7 @@ class Verification:
     saves: tuple[VerifiedSave, ...]
     notes: tuple[str, ...] = ()
     pending_again: int = 0
+    waiting: tuple[tuple[str, Uncommitted], ...] = ()
 
     @property
     def outcome(self) -> State:
@@ -148,14 +152,16 @@ def verify(
     with table, _opened(target, table, on_wait) as mirrors:
         notes: list[str] = []
         found = [look_at_root(target.root, step, notes)] if target.root is not None else []
-        found += [look_at_mirror(mirror, step, notes) for mirror in mirrors]
+        waiting: list[tuple[str, Uncommitted]] = []
+        found += [look_at_mirror(mirror, step, notes, waiting) for mirror in mirrors]
         everything = [subject for place in found for subject in place]
         for mirror in mirrors:
             everything += table.missed_on(mirror, everything, step)
         subjects = [subject for subject in everything if subject.is_named(target.name)]
         if not subjects:
-            raise _nothing_found(target, step, mirrors)
-        _check_every_place(target, step, mirrors, {subject.place for subject in subjects})
+            raise _nothing_found(target, step, mirrors, waiting)
+        with_something = {subject.place for subject in subjects} | {url for url, _ in waiting}
+        _check_every_place(target, step, mirrors, with_something)
         if deep:
             _read(subjects, mirrors, on_progress)
             subjects = [subject for subject in subjects if not subject.is_gone()]
@@ -170,7 +176,7 @@ def verify(
             pending_again += table.doubt(mirror, on_it, notes) if deep else 0
             notes += table.notes_on(mirror, on_it)
         saves = tuple(_verified(subject, subjects, table) for subject in subjects)
-    return Verification(deep, saves, tuple(dict.fromkeys(notes)), pending_again)
+    return Verification(deep, saves, tuple(dict.fromkeys(notes)), pending_again, tuple(waiting))
 
 
 @contextmanager
@@ -201,7 +207,16 @@ def _check_every_place(target: Target, step: int | None, mirrors: Sequence[Mirro
         )
 
 
-def _nothing_found(target: Target, step: int | None, mirrors: Sequence[Mirror]) -> CheckpointNotFound:
+def _nothing_found(
+    target: Target, step: int | None, mirrors: Sequence[Mirror], waiting: Sequence[tuple[str, Uncommitted]]
+) -> CheckpointNotFound:
+    if waiting and not target.name:
+        url, one = waiting[0]
+        return CheckpointNotFound(
+            f"{url} holds no whole save{'' if step is None else f' of step {step}'}. Of step {one.parts.step}, "
+            f"{one.parts.nodes} nodes have saved a part, and it waits for {one.parts.awaited}.",
+            hint="`ckptmirror drain` on that node finishes it; `ckptmirror ls` lists what else there is.",
+        )
     places = ", ".join([str(target.root)] * (target.root is not None) + [mirror.url for mirror in mirrors])
     if target.name:
         of = Path(target.root, target.name) if target.root is not None else f"{target.mirrors[0]}/{target.name}"
@@ -210,7 +225,7 @@ def _nothing_found(target: Target, step: int | None, mirrors: Sequence[Mirror]) 
     if step is None:
         return CheckpointNotFound(f"{places} holds no saves.", hint="Check the directory or the URL.")
     found = look_at_root(target.root, None, []) if target.root is not None else []
-    found += [subject for mirror in mirrors for subject in look_at_mirror(mirror, None, [])]
+    found += [subject for mirror in mirrors for subject in look_at_mirror(mirror, None, [], [])]
     steps = {subject.step for subject in found if subject.step is not None}
     return CheckpointNotFound(f"{places} has no step {step}.{nearest_steps(steps, step)}")
 

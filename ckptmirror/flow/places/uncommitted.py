@@ -1,0 +1,101 @@
+"""Finds the saves of a mirror that wait for nodes, and asks the mirror what of them is there.
+
+Rules:
+* The names of parts come from a listing that the caller has. Only where some save waits is the mirror asked for more:
+  for the parts, and for the names of that step.
+* A part that cannot be read is left out: its files count as files that no part names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_from_bytes
+from ckptmirror.core.errors import IntegrityError, ObjectNotFound, StorePermanent
+from ckptmirror.core.model import Meta
+from ckptmirror.core.uncommitted import ROLES, PartsThere, Uncommitted, parts_there, uncommitted_save
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, Catalog, mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.local.daemon_pool import run_jobs
+from ckptmirror.stores import normalise_url, open_store
+from ckptmirror.stores.retrying import OnWait
+
+__all__ = ["uncommitted_on", "uncommitted_saves"]
+
+_READERS = 8
+
+
+def uncommitted_on(url: str, on_wait: OnWait | None = None) -> list[Uncommitted]:
+    """Return the saves of a mirror that wait for nodes, with what their parts say.
+
+    Raises:
+        StoreTemporary: It does not answer.
+        NotAuthorised: It does not accept the credentials.
+        ConfigError: The URL is wrong.
+    """
+    url = normalise_url(url)
+    mirror = Mirror(url, False, open_store(url, on_wait=on_wait))
+    try:
+        return uncommitted_saves(mirror, mirror_catalog(mirror), with_parts=True)
+    finally:
+        mirror.store.close()
+
+
+def uncommitted_saves(
+    mirror: Mirror, catalog: Catalog, *, step: int | None = None, with_parts: bool
+) -> list[Uncommitted]:
+    """Return the saves of a mirror that wait for nodes.
+
+    Args:
+        mirror: The mirror.
+        catalog: Its catalog.
+        step: The step that the catalog is limited to.
+        with_parts: Whether to read the parts, of each node that has published one.
+
+    Raises:
+        StoreTemporary: The mirror does not answer.
+    """
+    listed = catalog.others
+    if step is not None:
+        prefix = f"{names.PARTS_DIR}/meta_{names.SaveName(step).stem}-"
+        listed = tuple(info.name for info in mirror.store.list(prefix))
+    known = [*catalog.tombstones, *(meta.save_id for meta in catalog.metas())]
+    waiting = parts_there(listed, known)
+    objects = {at: _objects_of_step(mirror, at) for at in dict.fromkeys(one.step for one in waiting)}
+    claimed = {artifact.object_name for meta in catalog.metas() for artifact in meta.artifacts}
+    return [
+        uncommitted_save(
+            one,
+            _read_parts(mirror, one) if with_parts else (),
+            objects[one.step],
+            claimed,
+            is_alone=sum(other.step == one.step for other in waiting) == 1,
+        )
+        for one in waiting
+    ]
+
+
+def _read_parts(mirror: Mirror, there: PartsThere) -> Sequence[Meta]:
+    found: list[Meta] = []
+
+    def read(name: str) -> None:
+        try:
+            part = meta_from_bytes(mirror.store.read(name, limit_bytes=META_LIMIT_BYTES)[0])
+        except (IntegrityError, ObjectNotFound, StorePermanent):
+            return
+        says = (part.step, part.save_id[:8], part.nodes, there.names.get(part.node))
+        if says == (there.step, there.digits, there.nodes, name):
+            found.append(part)
+
+    run_jobs(list(there.names.values()), read, name="ckptmirror-parts", workers=_READERS)
+    return found
+
+
+def _objects_of_step(mirror: Mirror, step: int) -> dict[str, tuple[int, str]]:
+    stem = names.SaveName(step).stem
+    return {
+        info.name: (info.size_bytes, info.metadata.get("ckptmirror-save", ""))
+        for role in ROLES
+        for info in mirror.store.list(f"{role}_{stem}")
+    }

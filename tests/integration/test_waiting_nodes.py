@@ -1,0 +1,136 @@
+"""A save that some nodes have uploaded and others not: status, ls and verify name the nodes and the bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptmirror.cli._human_text import size
+from ckptmirror.core import names
+from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.model import Meta
+from tests.kit.cli import run
+from tests.kit.roots import MirroredRoot
+from tests.kit.saves import make_save
+
+STEP = 200
+
+
+@dataclass
+class Nodes:
+    """Two nodes with a part each of one save, and their mirror; nothing of it is uploaded."""
+
+    url: str
+    places: list[MirroredRoot]
+    parts: list[Meta]
+
+    @property
+    def files(self) -> list[str]:
+        """What each node saved, as people read it."""
+        return [f"{len(part.artifacts)} files ({size(part.size_bytes)})" for part in self.parts]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    url = f"file://{tmp_path}/mirror"
+    places = [MirroredRoot(tmp_path / name, [url]) for name in "ab"]
+    whole = make_save(places[0].root, STEP, ("model",), ranks=2, number=2, write_meta=False)
+    parts = []
+    for node, place in enumerate(places):
+        mine = tuple(artifact for artifact in whole.artifacts if artifact.rank == node)
+        parts.append(replace(whole, nodes=2, node=node, artifacts=mine))
+        for artifact in mine if node else ():
+            shutil.move(places[0].root / artifact.path, place.root / artifact.path)
+        (place.root / names.SaveName(STEP).meta).write_bytes(meta_to_bytes(parts[-1]))
+        place.add(parts[-1])
+        place.table.release_save(whole.save_id)
+    yield Nodes(url, places, parts)
+    for place in places:
+        place.close()
+
+
+def waiting(place: MirroredRoot, url: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(run("status", place.root, "--mirror", url, "--json").stdout)["waiting"]
+    return found
+
+
+def test_the_node_that_is_done_and_the_mirror_name_the_node_that_is_not(nodes: Nodes) -> None:
+    done, late = nodes.places
+    done.upload(limit=30)
+    said = run("status", done.root).stdout
+    assert "node 1 of 2 (from 0) has still to upload what it saved" in said
+    assert "waiting:" not in said
+    (line,) = [one for one in run("status", done.root, "--mirror", nodes.url).stdout.splitlines() if "waiting:" in one]
+    assert f"step 200 (save {nodes.parts[0].save_id[:8]}) is not committed on {nodes.url}" in line
+    assert (
+        f"it waits for node 1. There so far: node 0 with {nodes.files[0]}; how much is lacking, `ckptmirror status"
+        in line
+    )
+    unsent = [record for record in late.records() if record.state.value != "verified"]
+    (line,) = [one for one in run("status", late.root, "--mirror", nodes.url).stdout.splitlines() if "waiting:" in one]
+    assert f"this is node 1, and {len(unsent)} files (" in line
+    assert f"`ckptmirror drain --root {late.root}` sends them" in line
+    (listed,) = run("ls", nodes.url).stdout.splitlines()
+    assert listed.split()[:4] == ["200", "-", *size(nodes.parts[0].size_bytes).split()]
+    assert "it waits for node 1" in listed
+    missing = run("verify", nodes.url)
+    assert missing.returncode == 3
+    assert "2 nodes have saved a part, and it waits for node 1" in missing.stderr
+
+
+def test_verify_of_a_mirror_with_other_saves_says_what_waits_and_calls_it_no_damage(nodes: Nodes) -> None:
+    done, late = nodes.places
+    done.commit(100)
+    done.upload(limit=30)
+    late.upload(limit=2)
+    for more in ([], ["--step", "200"]):
+        said = run("verify", nodes.url, *more)
+        assert said.returncode == (3 if more else 0)
+    said = run("verify", nodes.url)
+    (note,) = said.stderr.splitlines()[:1]
+    assert f"it waits for node 1. There so far: node 0 with {nodes.files[0]}, 2 files (" in note
+    assert "of nodes that are not done" in note
+    assert "no valid meta" not in said.stderr
+    facts = json.loads(run("verify", "--root", done.root, "--mirror", nodes.url, "--json").stdout)
+    assert facts["outcome"] == "whole"
+    (one,) = facts["waiting"]
+    mine = nodes.parts[0]
+    assert one["parts"] == [
+        {"node": 0, "files": len(mine.artifacts), "size_bytes": mine.size_bytes, "missing_files": 0, "missing_bytes": 0}
+    ]
+    assert (one["mirror"], one["step"], one["save_id"]) == (nodes.url, STEP, mine.save_id)
+    assert (one["nodes"], one["absent"], one["other_files"]) == (2, [1], 2)
+
+
+def test_a_file_of_a_part_that_is_gone_from_the_mirror_is_missing_bytes(nodes: Nodes) -> None:
+    done, _ = nodes.places
+    done.upload(limit=30)
+    (gone,) = [artifact for artifact in nodes.parts[0].artifacts if artifact.path.startswith("model")]
+    (Path(nodes.url.removeprefix("file://")) / gone.path).unlink()
+    (one,) = waiting(done, nodes.url)
+    (share,) = one["parts"]
+    assert (share["missing_files"], share["missing_bytes"]) == (1, gone.digest.size_bytes)
+    said = run("status", done.root, "--mirror", nodes.url).stdout
+    assert f", of which 1 file ({size(gone.digest.size_bytes)}) disappeared" in said
+
+
+def test_a_save_that_all_have_uploaded_waits_for_nobody(nodes: Nodes) -> None:
+    for place in nodes.places:
+        place.upload(limit=30)
+    for place in nodes.places:
+        place.upload(limit=30)
+        assert waiting(place, nodes.url) == []
+        assert "safe" in run("status", place.root, "--mirror", nodes.url).stdout
+    assert run("verify", nodes.url).returncode == 0
+
+
+def test_a_mirror_that_is_not_there_is_an_error_that_names_it(nodes: Nodes, tmp_path: Path) -> None:
+    ended = run("status", nodes.places[0].root, "--mirror", f"file://{tmp_path}/elsewhere/run", "--json")
+    assert (ended.returncode, ended.stdout) == (10, "")
+    assert f"{tmp_path}/elsewhere" in ended.stderr
