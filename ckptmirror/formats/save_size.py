@@ -23,6 +23,7 @@ from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.shards import local_of
 from ckptmirror.formats.train_state import TrainState
+from ckptmirror.formats.weights_only_values import has_shards
 
 __all__ = ["estimated_bytes"]
 

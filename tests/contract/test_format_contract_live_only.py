@@ -197,7 +197,9 @@ def test_a_generator_goes_on_where_it_was_in_place(kind: Kind, which: str, tmp_p
     assert draw(inner) == draw(saved_inner)
 
 
-@pytest.mark.parametrize("now", [None, 3, random.Random(1), numpy.random.default_rng(1)], ids=repr)
+@pytest.mark.parametrize(
+    "now", [None, 3, random.Random(1), numpy.random.default_rng(1)], ids=lambda now: type(now).__name__
+)
 def test_a_generator_is_put_into_no_other_kind(kind: Kind, now: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"extra\.g was saved as a random number generator of kind torch cpu"):
         through(kind, tmp_path, {"g": torch.Generator()}, {"g": now})
