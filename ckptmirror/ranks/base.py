@@ -11,13 +11,14 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
-from ckptmirror.ranks.messages import pack_value, unpack_value
-
-__all__ = ["Ranks", "collect_result", "exchange_result"]
+__all__ = ["Ranks", "Readers", "exchange_result", "gather_result"]
 
 T = TypeVar("T")
+
+Readers = Literal["node", "first"]
+"""Who reads the values of a :meth:`Ranks.gather`: the ranks of each sender's node, or rank 0 alone."""
 
 
 class Ranks(Protocol):
@@ -87,6 +88,23 @@ class Ranks(Protocol):
         """
         ...
 
+    def gather(self, value: T, *, what: str, to: Readers, error: BaseException | None = None) -> dict[int, T]:
+        """Do the same as :meth:`exchange`, but return, by rank, only the values that are sent to this rank.
+
+        An exchange of values that all differ costs the square of the number of ranks; this does not.
+
+        Args:
+            value: This rank's value.
+            what: As in :meth:`exchange`.
+            to: Who gets it: all ranks of this rank's node, or rank 0 alone. Rank 0 gets every value in any case.
+            error: As in :meth:`exchange`.
+
+        Raises:
+            RankFailed: As in :meth:`exchange`; every rank learns of an error.
+            WaitTimeout: As in :meth:`exchange`.
+        """
+        ...
+
     def send(self, data: memoryview, to: int) -> None:
         """Send bytes to one rank, which receives as many with :meth:`receive`.
 
@@ -118,21 +136,17 @@ def exchange_result(ranks: Ranks, work: Callable[[], T], *, what: str) -> list[T
     Raises:
         BaseException: Whatever ``work`` raised here; otherwise the same as :meth:`Ranks.exchange`.
     """
+    return ranks.exchange(_result(ranks, work, what), what=what)
+
+
+def gather_result(ranks: Ranks, work: Callable[[], T], *, what: str, to: Readers) -> dict[int, T]:
+    """Do the same as :func:`exchange_result`, with :meth:`Ranks.gather`."""
+    return ranks.gather(_result(ranks, work, what), what=what, to=to)
+
+
+def _result(ranks: Ranks, work: Callable[[], T], what: str) -> T:
     try:
-        result = work()
+        return work()
     except BaseException as error:
         ranks.exchange(None, what=what, error=error)  # raises it again after the other ranks have it
         raise
-    return ranks.exchange(result, what=what)
-
-
-def collect_result(ranks: Ranks, work: Callable[[], T], *, what: str) -> list[T]:
-    """Do ``work`` on this rank and return every rank's result, on rank 0; the others return an empty list.
-
-    For results that may be large: no other rank makes objects of them.
-
-    Raises:
-        BaseException: As :func:`exchange_result`.
-    """
-    packed = exchange_result(ranks, lambda: pack_value(work()), what=what)
-    return [unpack_value(one) for one in packed] if ranks.rank == 0 else []

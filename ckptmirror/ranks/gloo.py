@@ -2,7 +2,8 @@
 
 Each rank sends its report to the channel's rank 0, which sends the answer back, point to point. If a rank dies, rank 0
 sees the connection close and tells the others which rank it was; if rank 0 dies, every other rank sees that itself.
-Rank 0 reads the ranks in order, so it notices a death once the lower ranks have reported, or at the limit.
+Rank 0 reads the ranks in order, so it notices a death once the lower ranks have reported, or at the limit. It sends to
+each rank only the values that this rank reads.
 
 Rules:
 * Nothing is ever sent on the training's group. A channel has two groups of its own, one for messages and one for
@@ -20,19 +21,19 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError, WaitTimeout
-from ckptmirror.ranks.base import exchange_result
+from ckptmirror.ranks.base import Readers, exchange_result
 from ckptmirror.ranks.messages import Answer, Report, decide, failure_of, pack_value, refusal
-from ckptmirror.ranks.nodes import NodeLayout, Probe, joined, layout_of
+from ckptmirror.ranks.nodes import NodeLayout, Probe, joined, layout_of, ranks_by_node
 
-__all__ = ["GlooRanks"]
+__all__ = ["GlooRanks", "frame_bytes"]
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ class GlooRanks:
         self._rank: int = self._group.rank()
         self._size: int = self._group.size()
         self._layout = NodeLayout(0, 1, tuple(range(self._size)), self._rank)
+        self._nodes = [self._layout.ranks]
         self._store = _store_of(self._group)
 
     @classmethod
@@ -76,7 +78,7 @@ class GlooRanks:
         except BaseException:
             ranks.close()
             raise
-        ranks._layout = layout_of(keys, ranks._rank)
+        ranks._layout, ranks._nodes = layout_of(keys, ranks._rank), ranks_by_node(keys)
         return ranks
 
     def _joined(self, keys: list[str], probe: Probe) -> list[str]:
@@ -141,14 +143,21 @@ class GlooRanks:
 
     def exchange(self, value: T, *, what: str, error: BaseException | None = None) -> list[T]:
         """Send ``value`` or ``error`` to all ranks and return every rank's value, by rank. See :class:`Ranks`."""
+        return list(self._in_turn(value, what, "all", error).values())
+
+    def gather(self, value: T, *, what: str, to: Readers, error: BaseException | None = None) -> dict[int, T]:
+        """Send ``value`` to some ranks, or ``error`` to all, and return what this rank is sent. See :class:`Ranks`."""
+        return self._in_turn(value, what, to, error)
+
+    def _in_turn(self, value: T, what: str, to: Readers | Literal["all"], error: BaseException | None) -> dict[int, T]:
         if not self._busy.acquire(blocking=False):
             raise UsageError(f"{what}: this channel is in use by another thread; open one with channel()")
         try:
-            return self._exchange(value, what, error)
+            return self._exchange(value, what, to, error)
         finally:
             self._busy.release()
 
-    def _exchange(self, value: T, what: str, error: BaseException | None) -> list[T]:
+    def _exchange(self, value: T, what: str, to: Readers | Literal["all"], error: BaseException | None) -> dict[int, T]:
         broken = self._broken
         if broken is not None:
             raise error if error is not None else type(broken)(f"{what}: the channel broke before: {broken.message}")
@@ -161,9 +170,9 @@ class GlooRanks:
         self._number += 1
         report = Report(self._number, what, data, failure_of(error) if error is not None else None)
         deadline = time.monotonic() + self._timeout_s
-        answer = self._collect(report, deadline) if self._rank == 0 else self._deliver(report, deadline)
+        answer = self._collect(report, to, deadline) if self._rank == 0 else self._deliver(report, deadline)
         if answer.outcome == "values":
-            return [pickle.loads(item) for item in answer.values]  # noqa: S301  sent by the same job's ranks
+            return answer.values()
         refused = refusal(answer, what, self.nodes_of_ranks)
         if answer.outcome != "failed":
             self._broken = refused
@@ -191,7 +200,7 @@ class GlooRanks:
     def channel(self, name: str) -> GlooRanks:
         """Open another channel between the same ranks (all ranks call this in the same order)."""
         other = GlooRanks(self._parent, name=name, timeout_s=self._timeout_s)
-        other._layout = self._layout
+        other._layout, other._nodes = self._layout, self._nodes
         other.exchange(None, what=f"open channel {name}")
         return other
 
@@ -210,7 +219,7 @@ class GlooRanks:
 
     # -- rank 0 ---------------------------------------------------------------------------------------------------
 
-    def _collect(self, own: Report, deadline: float) -> Answer:
+    def _collect(self, own: Report, to: Readers | Literal["all"], deadline: float) -> Answer:
         """Receive every rank's report, decide, and send the answer to all ranks that can still be reached."""
         frames = {peer: bytearray(_FRAME_BYTES) for peer in range(1, self._size)}
         works: dict[int, Any] = {}
@@ -232,23 +241,39 @@ class GlooRanks:
         if missing:
             peers = "; ".join(f"rank {peer} is gone: {why}" for peer, why in sorted(missing.items()))
             answer = Answer("missing", reason=peers)
-        else:
-            answer = decide([own, *map(_report, messages)])
-        self._tell(answer, [peer for peer in works if peer not in missing], deadline)
+            self._tell([(answer, works.keys() - missing.keys())], deadline)
+            return answer
+        reports = [own, *map(_report, messages)]
+        answer = decide(reports)
+        self._tell(self._answers(answer, reports, to), deadline)
         return answer
+
+    def _answers(
+        self, answer: Answer, reports: Sequence[Report], to: Readers | Literal["all"]
+    ) -> Iterator[tuple[Answer, Iterable[int]]]:
+        """Return what is sent to whom."""
+        peers = range(1, self._size)
+        if answer.outcome != "values" or to == "all":
+            yield answer, peers
+        elif to == "first":
+            yield Answer("values"), peers
+        else:
+            for ranks in self._nodes:
+                yield Answer.with_values(reports, ranks), [rank for rank in ranks if rank != 0]
 
     def _late(self, own: Report, reason: str) -> Answer:
         self._leave_reason(f"{reason} (in {own.what!r})")
         return Answer("late", reason=reason)
 
-    def _tell(self, answer: Answer, peers: Sequence[int], deadline: float) -> None:
-        data = pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
+    def _tell(self, answers: Iterable[tuple[Answer, Iterable[int]]], deadline: float) -> None:
         pending = []
-        for peer in peers:
-            try:
-                pending += [self._group.send([piece], peer, _TAG) for piece in _frames(data)]
-            except RuntimeError:
-                continue  # it died meanwhile: the next exchange names it
+        for answer, peers in answers:
+            pieces = _frames(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))  # one copy for all of them
+            for peer in peers:
+                try:
+                    pending += [self._group.send([piece], peer, _TAG) for piece in pieces]
+                except RuntimeError:
+                    continue  # it died meanwhile: the next exchange names it
         for work in pending:
             try:
                 _wait(work, deadline)
@@ -331,6 +356,11 @@ def _over(memory: bytearray | memoryview) -> torch.Tensor:
 
 def _report(message: bytearray) -> Report:
     return cast(Report, pickle.loads(message))  # noqa: S301  sent by the same job's ranks
+
+
+def frame_bytes(size_bytes: int) -> int:
+    """Return how many bytes a message of this size takes on the wire, without gloo's own."""
+    return max(_FRAME_BYTES, _SIZE_BYTES + size_bytes)
 
 
 def _frames(data: bytes) -> list[torch.Tensor]:

@@ -4,13 +4,15 @@ Rules:
 * A report is one rank's value or error; the answer is either every rank's value or one refusal for all.
 * An error travels as text, never as a pickled object, since the receiver may not have its class.
 * Reports carry the exchange's purpose and number, so that two exchanges can never be confused.
+* Equal values of ranks in a row travel once, and a rank gets only what it reads: an answer that has something of each
+  rank, and goes to each rank, costs the square of their number.
 * Values are pickled: they come from the same job, which runs the same code.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,17 +20,7 @@ from ckptmirror.core import errors
 from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError, WaitTimeout
 from ckptmirror.core.rank_names import rank_name
 
-__all__ = [
-    "MAX_VALUE_BYTES",
-    "Answer",
-    "Failure",
-    "Report",
-    "decide",
-    "failure_of",
-    "pack_value",
-    "refusal",
-    "unpack_value",
-]
+__all__ = ["MAX_VALUE_BYTES", "Answer", "Failure", "Report", "Run", "decide", "failure_of", "pack_value", "refusal"]
 
 MAX_VALUE_BYTES = 256 * 1024 * 1024
 _MESSAGE_CHARS = 4000
@@ -53,22 +45,49 @@ class Report:
     failure: Failure | None
 
 
+Run = tuple[int, int, bytes]
+"""A rank, how many ranks from it on sent the same value, and that value, pickled."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What all ranks receive.
+    """What a rank receives.
 
     Attributes:
         outcome: "values", or why there are none: "failed" (the channel is still good), or "late", "missing", "mixed"
             (it is not).
-        values: Every rank's pickled value, by rank.
+        runs: The values of the ranks that this one reads, in the order of the ranks.
         failures: The errors, by rank.
         reason: One sentence, except for "values" and "failed".
     """
 
     outcome: Literal["values", "failed", "late", "missing", "mixed"]
-    values: tuple[bytes, ...] = ()
+    runs: tuple[Run, ...] = ()
     failures: Mapping[int, Failure] | None = None
     reason: str = ""
+
+    def values(self) -> dict[int, Any]:
+        """Return the values by rank. Ranks in a row that sent equal ones share one object."""
+        found: dict[int, Any] = {}
+        for first, count, data in self.runs:
+            found |= dict.fromkeys(range(first, first + count), pickle.loads(data))  # noqa: S301  of the same job
+        return found
+
+    @classmethod
+    def with_values(cls, reports: Sequence[Report], ranks: Iterable[int]) -> Answer:
+        """Return the answer with the values of these ranks, given in ascending order.
+
+        Ranks in a row that sent equal values become one run. Values that are equal elsewhere are one object for pickle.
+        """
+        known: dict[bytes, bytes] = {}
+        runs: list[Run] = []
+        for rank in ranks:
+            data = known.setdefault(reports[rank].value, reports[rank].value)
+            if runs and runs[-1][2] is data and runs[-1][0] + runs[-1][1] == rank:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1, data)
+            else:
+                runs.append((rank, 1, data))
+        return cls("values", tuple(runs))
 
 
 def pack_value(value: Any) -> bytes:
@@ -86,11 +105,6 @@ def pack_value(value: Any) -> bytes:
     return data
 
 
-def unpack_value(data: bytes) -> Any:
-    """Return what :func:`pack_value` packed on another rank of this job."""
-    return pickle.loads(data)  # noqa: S301  sent by the same job's ranks
-
-
 def failure_of(error: BaseException) -> Failure:
     """Convert an error to text."""
     text = str(error) or type(error).__name__
@@ -100,7 +114,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def decide(reports: Sequence[Report]) -> Answer:
-    """Turn every rank's report, by rank, into the answer that all of them get."""
+    """Turn every rank's report, by rank, into the answer for a rank that reads all values."""
     first = reports[0]
     for rank, report in enumerate(reports):
         if (report.number, report.what) != (first.number, first.what):
@@ -112,7 +126,7 @@ def decide(reports: Sequence[Report]) -> Answer:
     failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure is not None}
     if failures:
         return Answer("failed", failures=failures)
-    return Answer("values", values=tuple(report.value for report in reports))
+    return Answer.with_values(reports, range(len(reports)))
 
 
 def refusal(answer: Answer, what: str, nodes_of_ranks: Sequence[int] = ()) -> CkptMirrorError:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["NodeLayout", "Probe", "joined", "layout_of"]
+__all__ = ["NodeLayout", "Probe", "joined", "layout_of", "ranks_by_node"]
 
 
 class Probe(Protocol):
@@ -58,10 +58,21 @@ class NodeLayout:
 
 def layout_of(keys: Sequence[str], rank: int) -> NodeLayout:
     """Return the layout of ``rank``, given every rank's node key."""
-    order = list(dict.fromkeys(keys))
-    mine = tuple(index for index, key in enumerate(keys) if key == keys[rank])
-    of_ranks = tuple(map(order.index, keys)) if len(order) > 1 else ()
-    return NodeLayout(order.index(keys[rank]), len(order), mine, rank, of_ranks)
+    nodes = ranks_by_node(keys)
+    of_ranks = [0] * len(keys)
+    for number, ranks in enumerate(nodes):
+        for one in ranks:
+            of_ranks[one] = number
+    node = of_ranks[rank]
+    return NodeLayout(node, len(nodes), nodes[node], rank, tuple(of_ranks) if len(nodes) > 1 else ())
+
+
+def ranks_by_node(keys: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the ranks of each node, ascending, given every rank's node key."""
+    found: dict[str, list[int]] = {}
+    for rank, key in enumerate(keys):
+        found.setdefault(key, []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
 
 
 def joined(keys: Sequence[str], seen: Sequence[Collection[int]]) -> list[str]:

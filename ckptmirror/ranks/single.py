@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from ckptmirror.core.errors import UsageError
+from ckptmirror.ranks.base import Readers
 
 __all__ = ["SingleRank"]
 
@@ -35,6 +36,10 @@ class SingleRank:
         if error is not None:
             raise error
         return [value]
+
+    def gather(self, value: T, *, what: str, to: Readers, error: BaseException | None = None) -> dict[int, T]:  # noqa: ARG002  as in Ranks
+        """Return ``{0: value}``, or raise ``error``."""
+        return dict(enumerate(self.exchange(value, what=what, error=error)))
 
     def send(self, data: memoryview, to: int) -> None:  # noqa: ARG002  as in Ranks
         """Raise UsageError: there is no other rank."""

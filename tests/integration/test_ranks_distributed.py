@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ckptmirror.core.errors import LocalStorageFull, RankFailed, UsageError
 from ckptmirror.ranks import StopRequest, gloo, open_ranks
-from ckptmirror.ranks.base import collect_result
+from ckptmirror.ranks.base import gather_result
 from tests.kit.processes import outcome, run_ranks
 
 pytestmark = pytest.mark.long
@@ -67,9 +67,9 @@ class _Large:
 
 def _collects(rank: int) -> Any:
     ranks = open_ranks(node_key="a", timeout_s=60)
-    found = collect_result(ranks, lambda: _Large(rank), what="collect")
+    found = gather_result(ranks, lambda: _Large(rank), what="collect", to="first")
     ranks.close()
-    return [one.rank for one in found], _made
+    return [one.rank for one in found.values()], _made
 
 
 def test_what_only_the_first_rank_needs_becomes_objects_there_alone() -> None:
@@ -304,6 +304,27 @@ def test_a_channel_in_use_by_another_thread_is_refused() -> None:
     _, (refused, first) = run_ranks(2, _two_threads)
     assert refused[0] == UsageError.__name__
     assert first == ("value", "[0, 1]")
+
+
+def _gathers(rank: int) -> Any:
+    ranks = open_ranks(node_key="ab"[rank % 2], timeout_s=60)
+    background = ranks.channel("background")
+    value = bytes([rank]) * 10_000  # more than fits in a frame
+    on_node = background.gather(value, what="report to the node", to="node")
+    at_first = ranks.gather(rank, what="report to the first", to="first")
+    error = LocalStorageFull("full") if rank == 3 else None
+    failed = outcome(lambda: ranks.gather(rank, what="report to the first", to="first", error=error))[0]
+    after = ranks.exchange(rank, what="go on")
+    return {of: (set(data), len(data)) for of, data in on_node.items()}, at_first, failed, after
+
+
+def test_a_gather_sends_a_value_to_the_ranks_of_its_node_or_to_the_first_and_an_error_to_all() -> None:
+    for rank, (on_node, at_first, failed, after) in enumerate(run_ranks(4, _gathers)):
+        read = range(4) if rank == 0 else range(rank % 2, 4, 2)
+        assert on_node == {of: ({of}, 10_000) for of in read}
+        assert at_first == (dict(enumerate(range(4))) if rank == 0 else {})
+        assert failed == ("LocalStorageFull" if rank == 3 else "RankFailed")
+        assert after == [0, 1, 2, 3]
 
 
 def _subset(rank: int) -> Any:

@@ -3,8 +3,10 @@
 Rules:
 * Only the capture and the host copy block the caller, and callers take turns. One save is in flight; the next waits.
 * The background thread exchanges with the other ranks three times, over a channel of its own: what is saved under which
-  name, what every rank wrote and holds, and whether the leader committed it. If ranks hold different values, they
-  exchange once more. A rank that failed takes part with its error, so all ranks fail together.
+  name, what every rank wrote and holds, and whether the leader committed it. Where there are several nodes, they do so
+  twice more: rank 0 says whether ranks hold different values, and all learn whether every node is ready to commit. If
+  ranks hold different values, they exchange once more. A rank that failed takes part with its error, so all ranks fail
+  together.
 * The same applies to a rank on which ``save`` itself raises: every call takes a number and an exchange, so the next
   save works. If the capture has collectives (gathering a sharded model), all ranks agree before those as well.
 * A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones. A save
@@ -333,7 +335,15 @@ class Saver:
         except OSError as error:
             failure = LocalStorageUnwritable(f"{self.root} cannot be listed: {error.strerror}.")
         plans = self._ranks.exchange(
-            Plan(request.step, request.kinds, request.number, save_id, free, holdings_of(copied), self._said(copied)),
+            Plan(
+                request.step,
+                request.kinds,
+                request.number,
+                save_id if self._ranks.rank == 0 else "",
+                free,
+                holdings_of(copied),
+                self._said(copied),
+            ),
             what=f"agree on a save (number {request.number})",
             error=failure,
         )
@@ -349,7 +359,7 @@ class Saver:
     def _write_all(self, copied: Copied, context: WriteContext) -> list[Artifact]:
         """Write and seal this rank's files, and return this node's.
 
-        Second exchange: ranks report their files, and compare what they hold.
+        Second exchange: ranks report their files to those of their node, and what they hold to rank 0.
         """
         mine: list[Artifact] = []
         held: list[Held] = []
@@ -359,8 +369,8 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error
         what = f"report the files of step {context.name.step}"
-        reports = self._ranks.exchange((mine, digests_of(held)), what=what, error=failure)
-        self.replicas.compare(self._ranks, held, [digests for _, digests in reports], context)
+        reports = self._ranks.gather((mine, digests_of(held)), what=what, to="node", error=failure)
+        self.replicas.compare(self._ranks, held, [digests for _, digests in reports.values()], context)
         return [artifact for rank in self._ranks.node_ranks for artifact in reports[rank][0]]
 
     def _commit(

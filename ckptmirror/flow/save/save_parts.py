@@ -94,7 +94,7 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks agree on before anything is written. Rank 0 also says what stands in the meta of every node."""
+    """What the ranks agree on before anything is written. Rank 0 also says the save id, and what all metas have."""
 
     step: int
     kinds: tuple[Kind, ...]
@@ -226,16 +226,20 @@ class ReplicaCheck:
         Args:
             ranks: The channel.
             held: The tensors that this rank holds.
-            digests: Every rank's digests, by rank.
+            digests: Every rank's digests, by rank, on rank 0. Where there is one node, on every rank.
             context: The save's context.
 
         Raises:
             RanksDiffer: Parameters, or the optimizer's state, differ. Raised on every rank.
         """
         self.differ = False
-        asked = replica_agreement.representatives(
-            digests, skip=replica_agreement.BUFFERS if self._buffers_differ else None
-        )
+        skip = replica_agreement.BUFFERS if self._buffers_differ else None
+        is_told = ranks.nodes > 1 and ranks.rank != 0
+        asked = replica_agreement.representatives(digests, skip=skip) if not is_told else {}
+        sides = {group: replica_agreement.sides(digests, group) for group in asked}
+        if ranks.nodes > 1:
+            what = f"learn whether the tensors of step {context.name.step} differ"
+            asked, sides = ranks.exchange((asked, sides), what=what)[0]
         if not asked:
             return
         mine = [one for one in held if ranks.rank in asked.get(one.group, ())]
@@ -251,7 +255,7 @@ class ReplicaCheck:
                 )
         if found:
             self.differ = True
-            apart = next(sides for group in found if (sides := replica_agreement.sides(digests, group)))
+            apart = next(sides[group] for group in found if sides[group])
             names = [name for group in found.values() for name in group]
             raise RanksDiffer(
                 f"{_some(names)} {'have' if len(names) > 1 else 'has'} different values on "

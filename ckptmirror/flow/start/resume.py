@@ -45,7 +45,7 @@ from ckptmirror.flow.start.resume_policy import Policy, settled_policy
 from ckptmirror.formats.train_state import left_out
 from ckptmirror.local.listing import Fault
 from ckptmirror.local.save_logger import save_logger
-from ckptmirror.ranks.base import Ranks, collect_result, exchange_result
+from ckptmirror.ranks.base import Ranks, exchange_result, gather_result
 
 if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadReport
@@ -191,7 +191,7 @@ def _propose(ranks: Ranks, bringer: Bringer | None, node: Node | None) -> Propos
 
 
 def _disks_of_others(ranks: Ranks, node: Node | None) -> list[DiskFacts]:
-    """Return what the other nodes know of their disks, by node, on rank 0."""
+    """Return, on the job's leader, what the other nodes know of their disks, by node."""
 
     def look() -> DiskFacts | None:
         if node is None or ranks.rank == 0:
@@ -199,7 +199,8 @@ def _disks_of_others(ranks: Ranks, node: Node | None) -> list[DiskFacts]:
         node.prepare()
         return node.look_at_disk()
 
-    return [disk for disk in collect_result(ranks, look, what="look at the disks") if disk is not None]
+    found = gather_result(ranks, look, what="look at the disks", to="first")
+    return [disk for disk in found.values() if disk is not None]
 
 
 def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, state: TrainState) -> View:
@@ -219,7 +220,7 @@ def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, sta
     from ckptmirror.formats.base import LoadTarget
 
     target = LoadTarget(state, ranks.rank, ranks.world_size)
-    read = exchange_result(ranks, lambda: view.files_read(target), what="ask which files are read")
+    read = gather_result(ranks, lambda: view.files_read(target), what="ask which files are read", to="node")
     for rank in ranks.node_ranks:
         view.need(read[rank])
     _complete(ranks, node, proposal, view, view.look)
@@ -235,7 +236,18 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
     meta = proposal.meta
     assert meta is not None
     sizes_bytes = {artifact.path: artifact.digest.size_bytes for artifact in meta.artifacts}
-    holdings = _meet_until_done(ranks, look if node is not None else None, node, "gather a save")
+    mine: Holding | None = None
+
+    def lacks_any() -> bool:
+        nonlocal mine
+        mine = look()
+        return bool(mine.lacks)
+
+    lacking = _meet_until_done(ranks, lacks_any if node is not None else None, node, "gather a save")
+    if not any(lacking.values()):
+        return
+    found = ranks.exchange(mine, what="find out which node has what")
+    holdings = {rank: holding for rank, holding in enumerate(found) if holding is not None}
     if proposal.mirror:
         to_fetch = fetched_by(holdings, sizes_bytes, shared=proposal.share_downloads)
         fetched = _fetch(ranks, node, proposal, view, to_fetch) if to_fetch else {}

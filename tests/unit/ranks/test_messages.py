@@ -26,7 +26,24 @@ def report(value: object = None, error: BaseException | None = None, *, number: 
 def test_values_come_by_rank() -> None:
     answer = decide([report("a"), report("b")])
     assert answer.outcome == "values"
-    assert [pickle.loads(value) for value in answer.values] == ["a", "b"]
+    assert answer.values() == {0: "a", 1: "b"}
+
+
+def test_values_that_ranks_in_a_row_send_alike_travel_once() -> None:
+    answer = decide([report("plan"), *[report("same")] * 7000])
+    assert answer.values() == {0: "plan", **dict.fromkeys(range(1, 7001), "same")}
+    assert len(pickle.dumps(answer)) < 300
+    apart = decide(
+        [report(rank % 2) for rank in range(200)]
+    )  # the leaders of many nodes say one thing, the others another
+    assert list(apart.values().values()) == [0, 1] * 100
+    assert len(pickle.dumps(apart)) < 200 * 20
+
+
+def test_an_answer_for_some_ranks_has_only_their_values() -> None:
+    reports = [report("x" * rank) for rank in range(1000)]
+    assert Answer.with_values(reports, (3, 4, 9)).values() == {3: "xxx", 4: "xxxx", 9: "xxxxxxxxx"}
+    assert len(pickle.dumps(Answer.with_values(reports, (3, 4, 9)))) < 300
 
 
 def test_one_error_refuses_for_all_and_names_the_rank() -> None:

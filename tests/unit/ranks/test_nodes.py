@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptmirror.ranks.nodes import NodeLayout, joined, layout_of
+from ckptmirror.ranks.nodes import NodeLayout, joined, layout_of, ranks_by_node
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,7 @@ def test_nodes_count_by_their_lowest_rank() -> None:
         NodeLayout(1, 3, (1, 4), 4, of_ranks),
     ]
     assert [layout_of(keys, rank).local_rank for rank in range(5)] == [0, 0, 1, 0, 1]
+    assert ranks_by_node(keys) == [(0, 2), (1, 4), (3,)]
 
 
 def test_a_job_of_one_node_names_no_nodes() -> None:
