@@ -273,11 +273,11 @@ class NodeBehind(CkptMirrorError):
     """Another node has not uploaded its part of a save yet, or not written its meta; the mirror answers.
 
     Attributes:
-        is_writing: Whether all parts are there, so that another node is about to write the meta.
+        writes_for_s: If all parts are there, how long another node may need to write the meta; else 0.
     """
 
     exit_code = 8
-    is_writing = False
+    writes_for_s = 0.0
     hint = (
         "It does so by itself. If that node is gone, the save never becomes whole, and the run continues from another."
     )

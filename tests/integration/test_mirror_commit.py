@@ -17,6 +17,9 @@ from ckptmirror.core.model import ALL_NODES, Meta, new_id
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.retention import durability
+from ckptmirror.flow.retention.durability import why_not_safe
+from ckptmirror.flow.retention.reconcile import add_missing_records
 from ckptmirror.flow.upload.record import upload_claimed
 from ckptmirror.local.uploads import UploadRecord
 from ckptmirror.stores.base import ObjectInfo, Store
@@ -219,3 +222,33 @@ def test_who_finds_all_parts_while_waiting_lets_the_last_node_write_the_meta_but
     assert first.states() == {"verified"}
     assert look(1).state is RecordState.VERIFIED
     assert last.states() == {"verified"}
+
+
+def test_what_every_node_has_is_sent_by_the_first_at_once_and_by_the_others_last(nodes: list[MirroredRoot]) -> None:
+    metas = save_together(nodes, 100)
+    for place, meta in zip(nodes, metas, strict=True):
+        place.lose_table()
+        add_missing_records(place.table, place.mirrors, [meta])
+    orders = [[record.path for record in place.records() if record.role == "artifact"] for place in nodes]
+    shared = "dcp_000100/.metadata"
+    assert [order.index(shared) for order in orders] == [0, *(len(order) - 1 for order in orders[1:])]
+
+
+def test_a_rotation_reads_a_large_meta_only_if_it_is_not_the_one_that_was_verified(
+    nodes: list[MirroredRoot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (meta, *_) = save_together(nodes, 100)
+    for one in nodes * 2:
+        one.upload()
+    place, spy = nodes[1], Requests(nodes[1].store)
+    mirrors = [Mirror(spy.url, True, spy)]
+    assert why_not_safe(place.table, mirrors, meta.save_id) is None
+    assert spy.made.pop("read") == 1
+    monkeypatch.setattr(durability, "_READ_AGAIN_BYTES", 100)
+    assert why_not_safe(place.table, mirrors, meta.save_id) is None
+    assert spy.made["read"] == 0
+    name = names.SaveName(100).meta
+    data, info = place.store.read(name, limit_bytes=1 << 20)
+    place.store.write(name, data, if_generation=info.generation, metadata=info.metadata)
+    assert "generation changed" in str(why_not_safe(place.table, mirrors, meta.save_id))
+    assert spy.made["read"] == 1

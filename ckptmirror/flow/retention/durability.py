@@ -49,6 +49,8 @@ __all__ = [
     "why_not_same",
 ]
 
+_READ_AGAIN_BYTES = 1 << 20  # a meta up to this size is read again before each deletion
+
 
 @dataclass(frozen=True)
 class OpenSave:
@@ -254,23 +256,38 @@ def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None
     meta = next((record for record in records if record.role == "meta"), None)
     if meta is None:
         return "the table does not say that its meta was uploaded"
-    try:
-        data, _ = mirror.store.read(meta.object or meta.path, limit_bytes=META_LIMIT_BYTES)
-    except ObjectNotFound:
-        forget_verified(table, meta, "the mirror's meta is gone")
-        return "its meta is gone from the mirror"
-    found = meta_or_tombstone_from_bytes(data)
-    if found.save_id != save_id:
-        return f"{meta.object or meta.path} is another save's meta"
-    if isinstance(found, Tombstone):
-        return None
+    found: Meta | None = None
+    if not _is_large_and_as_verified(mirror, meta):
+        try:
+            data, _ = mirror.store.read(meta.object or meta.path, limit_bytes=META_LIMIT_BYTES)
+        except ObjectNotFound:
+            forget_verified(table, meta, "the mirror's meta is gone")
+            return "its meta is gone from the mirror"
+        there_now = meta_or_tombstone_from_bytes(data)
+        if there_now.save_id != save_id:
+            return f"{meta.object or meta.path} is another save's meta"
+        if isinstance(there_now, Tombstone):
+            return None
+        found = there_now
     for record in records:
         name = record.object or record.path
         why = why_differs(record, mirror.store.stat(name), store=mirror.store)
         if why is not None:
             forget_verified(table, record, f"{name} {why}")
             return f"{name} {why}"
-    return _why_meta_differs(found, records)
+    return _why_meta_differs(found, records) if found is not None else None
+
+
+def _is_large_and_as_verified(mirror: Mirror, meta: UploadRecord) -> bool:
+    """Whether a large meta is the object that was read, and compared, when this record became verified.
+
+    It names the files of all nodes, of which there are many: if each node read it for each save that it deletes, that
+    would cost the square of their number. Its generation and checksum say the same.
+    """
+    if (meta.size_bytes or 0) <= _READ_AGAIN_BYTES or not mirror.store.capabilities.server_crc32c:
+        return False
+    found = mirror.store.stat(meta.object or meta.path)
+    return found is not None and found.crc32c is not None and why_differs(meta, found) is None
 
 
 def _why_meta_differs(found: Meta, records: Sequence[UploadRecord]) -> str | None:

@@ -35,7 +35,13 @@ from ckptmirror.flow.places.trash import empty_trash, parsed_in_trash
 from ckptmirror.flow.retention.durability import open_saves
 from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.rotation import finish_interrupted
-from ckptmirror.flow.save.commit import claimed_by_others, made_by, may_be_meta_of, remove_uncommitted
+from ckptmirror.flow.save.commit import (
+    claimed_by_others,
+    in_order_of_upload,
+    made_by,
+    may_be_meta_of,
+    remove_uncommitted,
+)
 from ckptmirror.flow.save.emergency_files import remove_stale_notes
 from ckptmirror.flow.upload.workers import free_dead_workers
 from ckptmirror.local import files, trash
@@ -181,7 +187,8 @@ def add_missing_records(
 
 def _add(table: UploadsTable, urls: Sequence[str], meta: Meta) -> int:
     meta_path = names.SaveName(meta.step, meta.tag).meta
-    count = table.add_save(meta.save_id, meta.step, meta.kinds, meta.artifacts, urls, meta_path=meta_path)
+    artifacts = in_order_of_upload(meta)
+    count = table.add_save(meta.save_id, meta.step, meta.kinds, artifacts, urls, meta_path=meta_path)
     table.release_save(meta.save_id)
     return count
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError
-from ckptmirror.core.model import Meta, top_names
+from ckptmirror.core.model import Artifact, Meta, top_names
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.places.trash import empty_trash
@@ -51,6 +51,7 @@ __all__ = [
     "claimed_by_others",
     "commit_save",
     "free_tag",
+    "in_order_of_upload",
     "latest_target",
     "made_by",
     "may_be_meta_of",
@@ -109,7 +110,7 @@ class SaveCommit:
             meta.save_id,
             meta.step,
             meta.kinds,
-            meta.artifacts,
+            in_order_of_upload(meta),
             [mirror.url for mirror in self._mirrors],
             meta_path=self._meta_path.name,
         )
@@ -193,6 +194,15 @@ def claimed_by_others(root: Path, save_id: str) -> set[str]:
     inventory = read_inventory(root)
     others = [save.meta for save in (*inventory.saves, *inventory.incomplete) if save.meta.save_id != save_id]
     return {name for meta in others for name in top_names(meta.artifacts)}
+
+
+def in_order_of_upload(meta: Meta) -> list[Artifact]:
+    """Return the artifacts in the order in which a node sends them.
+
+    Every node has a copy of what belongs to no single rank. The first sends it at once, the others after the rest: by
+    then they find it on the mirror, and do not all send it at the same time.
+    """
+    return sorted(meta.artifacts, key=lambda artifact: meta.node != 0 and artifact.rank is None)
 
 
 def latest_target(meta: Meta) -> str:

@@ -7,7 +7,8 @@ Rules:
   node may, and all write the same. No node believes that a part is its own, or that a meta is the whole one, because
   of its name.
 * The requests of a node do not grow with the number of nodes: one that waits asks for one missing part at a time, and
-  one that finds all parts lets the node that came last write the meta before it does so itself.
+  one that finds all parts lets the node that came last write the meta. If that takes too long, a few stand in for it,
+  drawn by lot, and twice as many at each further look: if all did, each of them would read the parts of all.
 * If an object has the name already, it is read. If it is our own meta, the upload has succeeded. If it is another
   save's, the upload uses its other name. If it is a tombstone, the save is not uploaded.
 """
@@ -15,6 +16,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import random
 from dataclasses import replace
 
 from ckptmirror.core import events, names
@@ -41,6 +43,11 @@ from ckptmirror.stores.base import ObjectInfo
 __all__ = ["MetaUpload"]
 
 _READERS = 8
+_WRITING_S = 5.0  # the least time that a node gets for writing the meta of all
+_WRITING_PART_S = 0.03  # and for each part that it reads: two requests, eight at a time, each well below 0.1 s
+_STAND_INS = 4  # so many nodes, if all look, stand in for one that took too long, at the first look
+_DOUBLINGS_LIMIT = 30
+_random = random.Random()  # does not disturb the random numbers of the training
 
 
 class MetaUpload(Sending):
@@ -62,13 +69,13 @@ class MetaUpload(Sending):
         if meta.is_whole:
             self._write(meta, mine, meta_to_bytes(mine))
             return
-        if meta.save_id not in context.awaited:
-            self._publish_part(meta, mine)
+        came_last = meta.save_id not in context.awaited and self._publish_part(meta, mine)
         if not self._is_settled(meta, mine, None, []):
-            merged = self._merged(mine)
+            merged = self._merged(mine, came_last)
             context.confirm(context.mirror, meta)
             self._write(meta, mine, meta_to_bytes(merged))
         context.awaited.pop(meta.save_id, None)
+        context.left.pop(meta.save_id, None)
 
     def _write(self, meta: Meta, mine: Meta, data: bytes) -> None:
         damaged: list[str] = []
@@ -134,13 +141,14 @@ class MetaUpload(Sending):
             Temporary: Another process changed it meanwhile.
         """
         verified = {names.untagged(artifact.path): artifact.object_name for artifact in mine.artifacts}
-        wanted = [verified.get(names.untagged(a.path), a.object_name) for a in there.artifacts]
+        artifacts = zip(_untagged_paths(there), there.artifacts, strict=True)
+        wanted = [verified.get(path, artifact.object_name) for path, artifact in artifacts]
         if wanted == [artifact.object_name for artifact in there.artifacts]:
             return info, data
-        artifacts = tuple(
+        named = tuple(
             replace(a, object=name if name != a.path else None) for a, name in zip(there.artifacts, wanted, strict=True)
         )
-        data = meta_to_bytes(replace(there, artifacts=artifacts))
+        data = meta_to_bytes(replace(there, artifacts=named))
         try:
             info = self._store.write(info.name, data, if_generation=info.generation, metadata=info.metadata)
         except PreconditionFailed as error:
@@ -203,41 +211,46 @@ class MetaUpload(Sending):
             f"{self._context.mirror.url} yet."
         )
 
-    def _publish_part(self, meta: Meta, mine: Meta) -> None:
+    def _publish_part(self, meta: Meta, mine: Meta) -> bool:
+        """Publish this node's part; return whether it was not there yet."""
         if meta.partial:  # no stage brings a part: somebody else made this meta that of a copy
             raise StorePermanent(
                 f"The meta of step {meta.step} in {self._context.root} names only a part of the files of its node.",
                 hint="Put back the meta that the save wrote, then `ckptmirror retry`.",
             )
         own = names.part_name(mine.step, mine.save_id, mine.node + 1, mine.nodes)
-        with contextlib.suppress(PreconditionFailed):  # already published
+        try:
             self._store.write(own, meta_to_bytes(mine), if_generation=0, metadata=self._metadata(mine))
+        except PreconditionFailed:
+            return False
+        return True
 
-    def _merged(self, mine: Meta) -> Meta:
+    def _merged(self, mine: Meta, came_last: bool) -> Meta:
         """Merge the parts of all nodes.
+
+        Args:
+            mine: This node's part.
+            came_last: Whether this node has just published it: if all parts are there, it came last.
 
         Raises:
             NodeBehind: A part is not there yet; or all are, and the node that came last is about to merge them.
             IntegrityError: A part is not of this save, or the one with this node's name lacks files of this node:
                 somebody else wrote it.
         """
+        awaited, left = self._context.awaited, self._context.left
+        if mine.save_id in left and not self._stands_in(mine):
+            raise self._left_to_the_last(mine)
         part_names = [names.part_name(mine.step, mine.save_id, number + 1, mine.nodes) for number in range(mine.nodes)]
         there = {info.name for info in self._store.list(names.parts_prefix(mine.step, mine.save_id))}
-        awaited = self._context.awaited
         if missing := [name for name in part_names if name not in there]:
             if part_names[mine.node] in missing:  # somebody deleted it: it is published again
                 awaited.pop(mine.save_id, None)
                 raise self._behind(part_names[mine.node])
             awaited[mine.save_id] = missing[mine.node % len(missing)]  # not all nodes wait for the same
             raise self._behind(missing[0])
-        if awaited.get(mine.save_id):
-            awaited[mine.save_id] = ""
-            last = NodeBehind(
-                f"All parts of step {mine.step} are on {self._context.mirror.url}, and the node that came last is "
-                "about to write its meta."
-            )
-            last.is_writing = True
-            raise last
+        has_waited = bool(awaited.get(mine.save_id))
+        if has_waited or not (came_last or mine.save_id in left or self._stands_in(mine)):
+            raise self._left_to_the_last(mine)
         found: dict[str, Meta] = {}
 
         def read(name: str) -> None:
@@ -261,6 +274,21 @@ class MetaUpload(Sending):
             f"{name} on {url} is not what a node of this job wrote: {why}",
             hint="Delete it, then `ckptmirror retry` on each node.",
         )
+
+    def _stands_in(self, mine: Meta) -> bool:
+        """Draw whether this node writes the meta now in place of the one that came last."""
+        looks = self._context.left.get(mine.save_id, 0)
+        return _random.random() * mine.nodes < _STAND_INS << min(looks, _DOUBLINGS_LIMIT)
+
+    def _left_to_the_last(self, mine: Meta) -> NodeBehind:
+        self._context.awaited[mine.save_id] = ""
+        self._context.left[mine.save_id] = self._context.left.get(mine.save_id, -1) + 1
+        last = NodeBehind(
+            f"All parts of step {mine.step} are on {self._context.mirror.url}, and the node that came last is about to "
+            "write its meta."
+        )
+        last.writes_for_s = max(_WRITING_S, _WRITING_PART_S * mine.nodes)
+        return last
 
     # -- the table --------------------------------------------------------------------------------------------
 
@@ -288,5 +316,10 @@ def _meta_or_none(data: bytes) -> Meta | Tombstone | None:
 
 def _covers(there: Meta, mine: Meta) -> bool:
     """Whether a mirror's meta names every file of a local save. A staged copy may hold only some kinds."""
-    named = {names.untagged(artifact.path): artifact.digest for artifact in there.artifacts}
+    named = {path: artifact.digest for path, artifact in zip(_untagged_paths(there), there.artifacts, strict=True)}
     return all(named.get(names.untagged(artifact.path)) == artifact.digest for artifact in mine.artifacts)
+
+
+def _untagged_paths(meta: Meta) -> list[str]:
+    """Return the artifacts' paths without the meta's tag. Thousands of names need no look if it has none."""
+    return [names.untagged(artifact.path) if meta.tag else artifact.path for artifact in meta.artifacts]

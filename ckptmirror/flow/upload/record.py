@@ -25,7 +25,6 @@ __all__ = ["TRIES_LIMIT", "upload_claimed"]
 TRIES_LIMIT = 10_000  # about a week at the longest delay
 _FIRST_DELAY_S = 2.0
 _NODE_DELAY_S = 0.5  # nodes that save together also end together, or nearly
-_WRITING_S = 5.0  # a thousand parts are read, and the meta is written, in about a second
 _LONGEST_DELAY_S = 60.0
 
 
@@ -45,7 +44,7 @@ def upload_claimed(context: UploadContext, claim: Claim) -> None:
         return  # the lease expired and another worker has the record; it finds what we sent
     except NodeBehind as error:  # the mirror answers, and nothing is wrong
         delay_s = retry_delay_s(error, record.attempts_made, first_s=_NODE_DELAY_S, longest_s=_LONGEST_DELAY_S)
-        delay_s = _WRITING_S + min(delay_s, _WRITING_S) if error.is_writing else delay_s
+        delay_s = error.writes_for_s + min(delay_s, error.writes_for_s) if error.writes_for_s else delay_s
         with contextlib.suppress(ClaimLost):
             context.table.put_back(claim, str(error), not_before_s=delay_s)
         context.under_way.waits(record.mirror, delay_s, error)
