@@ -22,7 +22,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ckptmirror.core.errors import UsageError
+from ckptmirror.core.errors import RankFailed, UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.containers import any_leaf, placed_leaves
@@ -203,7 +203,7 @@ def _gather(live: torch.nn.Module, model: Mapping[str, Any], *, keep: bool) -> d
             continue
         key = identity.get(name, -1 - len(gathered))
         if key not in gathered:
-            full = value.full_tensor()
+            full = _gathered(name, value)
             try:
                 gathered[key] = full.cpu() if keep and failure is None else None
             except (RuntimeError, MemoryError) as error:  # no memory; but the other ranks wait in the next collectives
@@ -213,6 +213,15 @@ def _gather(live: torch.nn.Module, model: Mapping[str, Any], *, keep: bool) -> d
     if failure is not None:
         raise failure
     return whole if keep else None
+
+
+def _gathered(name: str, value: DTensor) -> torch.Tensor:
+    try:
+        return value.full_tensor()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise RankFailed(f"{name} cannot be gathered from the ranks, as kind model needs: {error}") from error
 
 
 def _buffers(live: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, Any]:

@@ -176,9 +176,10 @@ class GlooRanks:
         refused = refusal(answer, what, self.nodes_of_ranks)
         if answer.outcome != "failed":
             self._broken = refused
-        if error is not None:
+        is_of_gloo = isinstance(error, RuntimeError) and not isinstance(error, CkptMirrorError)
+        if error is not None and not (is_of_gloo and answer.outcome == "missing"):
             raise error
-        raise refused
+        raise refused from error  # gloo's error, if any, does not name the rank that is gone
 
     def send(self, data: memoryview, to: int) -> None:
         """Send bytes to one rank. See :class:`Ranks`."""
@@ -298,7 +299,7 @@ class GlooRanks:
                 self._leave_reason(f"{reason} (in {report.what!r})")
                 return Answer("late", reason=reason)
             if reason := self._reason_of(0):
-                return Answer("late", reason=reason)
+                return Answer("late", reason=reason.removesuffix(f" (in {report.what!r})"))
             return Answer("missing", reason=f"rank 0 is gone: {_words(error)}")
         return cast(Answer, pickle.loads(message))  # noqa: S301  sent by the same job's ranks
 

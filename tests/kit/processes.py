@@ -23,7 +23,10 @@ from ckptmirror.local import crashpoints
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([
     "pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch._dynamo",  # fully_shard imports it
     "ckptmirror.manager", "ckptmirror.flow.start.leader", "tests.kit.processes", "tests.kit.roots",
+    "ckptmirror.formats.dcp", "ckptmirror.formats.emergency", "ckptmirror.formats.model", "ckptmirror.formats.restore",
+    "ckptmirror.ranks.gloo", "ckptmirror.stores.file", "ckptmirror.stores.gs_client", "google.cloud.storage",
 ])  # fmt: skip
 Pipe = _CONTEXT.Pipe
 LIMIT_S = 60.0

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-KINDS_BEST_FIRST = ("dcp", "model")
+KINDS_BEST_FIRST = ("dcp", "model", "emergency")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""Where a start may continue: by the reference of the simulation, which shares nothing with the package.
+
+Rules:
+* It is told all that lies on the disks of the job's nodes and on the mirrors, silent ones included: what is there when
+  everybody answers is what must be continued from.
+* While a mirror is silent a start may always wait. What it continues from must be the newest all the same, but where no
+  mirror answers: then it is the newest of its own disks, and a branch may begin (docs/adr/0004).
+* An emergency snapshot of a sharded model is for as many ranks as took it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptmirror.core.model import Attempt, Meta
+from tests.nodes.campaign.sight import Seen, look_at_disk, look_at_mirror, together
+from tests.nodes.campaign.world import World
+from tests.simulation.reference import (
+    Allowed,
+    KnownAttempt,
+    SeenSave,
+    View,
+    expected_start,
+    in_order,
+    is_forward,
+)
+
+__all__ = ["allowed_starts", "on_the_lineage", "view_of"]
+
+
+def allowed_starts(world: World, nodes: str, policy: str) -> list[Allowed]:
+    """Every outcome to which a start on these nodes may come."""
+    view = view_of(world, nodes, mirrors=True)
+    found = [_for_ranks(one, view, world, len(nodes)) for one in expected_start(view, policy, policy == "scratch")]
+    if not world.silent:
+        return found
+    if policy == "scratch":
+        return [Allowed("wait", "a start over needs every mirror")]
+    if len(world.silent) == len(world.mirrors):
+        alone = view_of(world, nodes, mirrors=False)
+        found += [_for_ranks(one, alone, world, len(nodes)) for one in expected_start(alone, policy, force=False)]
+    # a step 0 needs the word of every mirror, and so does everything that a mirror might contradict
+    return [Allowed("wait", "a mirror is silent"), *(one for one in found if one.does in ("resume", "refuse"))]
+
+
+def _for_ranks(one: Allowed, view: View, world: World, ranks: int) -> Allowed:
+    """What becomes of an outcome where only another number of ranks can load an emergency snapshot."""
+    save = one.save
+    if save is None or one.kind != "emergency":
+        return one
+    taken_by = world.plans[world.truths[save.save_id].job]
+    if taken_by.wrapped == "ddp" or taken_by.size == ranks:
+        return one
+    others = [other for other in in_order(view.attempts, view.saves, view.counting) if other.step == save.step]
+    for other in reversed(others):
+        for kind in ("dcp", "model"):
+            if kind in other.kinds:
+                return Allowed("resume", "the snapshot is for other ranks", other, kind)
+    return Allowed("refuse", "the snapshot is for other ranks")
+
+
+def view_of(world: World, nodes: Iterable[str], *, mirrors: bool) -> View:
+    """What lies on the disks of these nodes and, if they count, on all mirrors."""
+    disks = [look_at_disk(world, world.root(node)) for node in sorted(set(nodes))]
+    there = [look_at_mirror(world, mirror.url, mirror.objects()) for mirror in world.mirrors] if mirrors else []
+    disk = together(disks)
+    places = [disk, *there]
+    attempts = _attempts([*disks, *there])
+    kinds: dict[str, set[str]] = {}
+    metas: dict[str, Meta] = {}
+    for place in places:
+        for save_id, (meta, whole) in place.whole().items():
+            metas[save_id] = meta
+            kinds.setdefault(save_id, set()).update(whole)
+    saves = [
+        SeenSave(i, meta.attempt.id, meta.save_number, meta.step, frozenset(kinds[i])) for i, meta in metas.items()
+    ]
+    counting = {meta.attempt.id for place in there for meta in place.metas} & attempts.keys()
+    lists = [{one.id for one in place.attempts.attempts} for place in there if place.attempts is not None]
+    counting |= {one for one, a in attempts.items() if a.by_person and all(one in listed for listed in lists)}
+    _count_on_disk(attempts, saves, counting, disk, there)
+    damaged = {meta.save_id: meta for place in places for meta in place.metas if meta.save_id not in metas}
+    return View(
+        attempts=list(attempts.values()),
+        counting=counting,
+        saves=saves,
+        copies={(save.save_id, kind): [("somewhere", True)] for save in saves for kind in save.kinds},
+        silent=False,
+        silent_required=False,
+        remnants=any(place.loose for place in places) or bool(damaged),
+        damaged=[
+            SeenSave(m.save_id, m.attempt.id, m.save_number, m.step, frozenset(m.kinds)) for m in damaged.values()
+        ],
+    )
+
+
+def on_the_lineage(world: World) -> set[str]:
+    """The ids of the saves of the lineage by all mirrors and all disks."""
+    view = view_of(world, world.disk, mirrors=True)
+    return {save.save_id for save in in_order(view.attempts, view.saves, view.counting)}
+
+
+def _known(attempt: Attempt) -> KnownAttempt:
+    parent = attempt.parent
+    ref = None if parent is None else (parent.attempt, parent.number, parent.step, parent.save_id)
+    return KnownAttempt(attempt.id, attempt.number, ref, attempt.by_person, attempt.required, attempt.root)
+
+
+def _attempts(places: Iterable[Seen]) -> dict[str, KnownAttempt]:
+    found: dict[str, KnownAttempt] = {}
+    for place in places:
+        listed = place.attempts.attempts if place.attempts is not None else [meta.attempt for meta in place.metas]
+        for attempt in listed:
+            before = found.get(attempt.id)
+            if before is None or (attempt.by_person and not before.by_person):
+                found[attempt.id] = _known(attempt)
+    return found
+
+
+def _count_on_disk(
+    attempts: dict[str, KnownAttempt], saves: list[SeenSave], counting: set[str], disk: Seen, there: list[Seen]
+) -> None:
+    """Add the attempts whose saves are on these disks alone, oldest first, each while it is a fast-forward."""
+    mirrored = {save_id for place in there for save_id in place.whole()}
+    committed = [save for save in saves if save.save_id in mirrored]
+    here = {meta.attempt.id for meta, _ in disk.whole().values() if meta.staged_from is None} & attempts.keys()
+    for one in sorted(here - counting, key=lambda one: (attempts[one].number, one)):
+        if is_forward(list(attempts.values()), committed, counting, one):
+            counting.add(one)
+            committed += [save for save in saves if save.attempt == one and save not in committed]

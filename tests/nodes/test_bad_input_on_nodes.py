@@ -1,0 +1,117 @@
+"""Nodes that were started wrongly, or on machines that differ: every rank says the same, in time."""
+
+from __future__ import annotations
+
+import datetime as clock
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptmirror.manager
+from ckptmirror import CheckpointManager, MirrorSpec, list_checkpoints
+from ckptmirror.core.errors import ConfigError, WaitTimeout
+from tests.kit.processes import outcome, run_ranks
+from tests.nodes.jobs import WAIT_S, Job, built, expect, take_part
+
+pytestmark = pytest.mark.long
+
+SHORT_S = 4.0
+DAY_S = 86_400.0
+
+
+def open_as(rank: int, base: str, versions: list[str], mirrors: list[list[tuple[str, bool]]]) -> tuple[str, str, int]:
+
+    def job() -> None:
+        ckptmirror.manager.__version__ = versions[rank]
+        specs = [MirrorSpec(url, required=required) for url, required in mirrors[rank]]
+        CheckpointManager(Path(base) / "abcd"[rank], specs, timeout_s=WAIT_S).close()
+
+    return outcome(job)
+
+
+def test_nodes_of_which_half_have_an_older_release_are_refused_on_every_rank(tmp_path: Path) -> None:
+    for kind, message, code in run_ranks(4, open_as, str(tmp_path), ["0.2.0", "0.2.0", "0.1.0", "0.1.0"], [[]] * 4):
+        assert (kind, code) == (ConfigError.__name__, 10)
+        assert "node 0 has 0.2.0" in message
+        assert "node 2 has 0.1.0" in message
+    assert list(tmp_path.glob("*/meta_*")) == []
+
+
+@pytest.mark.parametrize(
+    ("mirrors", "values"),
+    [
+        ([[("one", True), ("two", True)], [("two", True), ("one", True)]], ("one, file://", "two, file://")),
+        ([[("one", True)], [("one", False)]], ("node 0 has file://", "one (optional)")),
+        ([[("one", True)], []], ("node 0 has file://", "node 1 has none")),
+    ],
+)
+def test_nodes_whose_mirrors_differ_in_any_way_are_refused_on_every_rank(
+    mirrors: list[list[tuple[str, bool]]], values: tuple[str, ...], tmp_path: Path
+) -> None:
+    given = [[(f"file://{tmp_path}/{name}", required) for name, required in of_rank] for of_rank in mirrors]
+    for kind, message, code in run_ranks(2, open_as, str(tmp_path), ["0.2.0"] * 2, given):
+        assert (kind, code) == (ConfigError.__name__, 10)
+        assert all(value in message.replace(f"{tmp_path}/", "") for value in ("mirrors", *values))
+
+
+def resume_without(rank: int, base: str, missing: int, opens: bool) -> tuple[str, str, int, float]:
+    """Resume on every rank but one, which opens the manager at most; return the error, and after how long it came."""
+    began = time.monotonic()
+
+    def job() -> None:
+        if rank == missing and not opens:
+            return
+        state = built("ddp")
+        manager = CheckpointManager(Path(base) / "abb"[rank], timeout_s=SHORT_S)
+        if rank == missing:
+            return
+        manager.resume(state)
+
+    return *outcome(job), time.monotonic() - began
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_ranks_do_not_wait_for_one_that_never_resumes_and_name_it(missing: int, tmp_path: Path) -> None:
+    found = run_ranks(3, resume_without, str(tmp_path), missing, True)
+    others = [one for rank, one in enumerate(found) if rank != missing]
+    for kind, message, code, took_s in others:
+        assert (kind, code) == (WaitTimeout.__name__, 5)
+        word = "rank 0 did not answer" if missing == 0 else f"rank {missing} did not take part"
+        assert f"{word} within {SHORT_S:g} s" in message
+        assert took_s < 4 * SHORT_S + WAIT_S / 4
+    assert len({message for _, message, _, _ in others}) == 1
+    assert list(tmp_path.glob("*/meta_*")) == []
+
+
+def wrong_clock(rank: int, job: Job, ahead_s: list[float]) -> Any:
+    """Take part on a machine whose clock, as people read it, is wrong."""
+    real, shift_s = time.time, ahead_s[rank]
+    time.time = lambda: real() + shift_s
+
+    class Shifted(clock.datetime):
+        @classmethod
+        def now(cls, tz: clock.tzinfo | None = None) -> Shifted:
+            return cls.fromtimestamp(time.time(), tz)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("ckptmirror") and getattr(module, "datetime", None) is clock.datetime:
+            module.datetime = Shifted  # type: ignore[attr-defined]
+    return take_part(rank, job)
+
+
+@pytest.mark.parametrize("ahead_s", [(0.0, DAY_S), (DAY_S, 0.0), (0.0, -DAY_S)])
+def test_a_node_whose_clock_is_a_day_off_saves_mirrors_rotates_and_resumes_like_the_others(
+    ahead_s: tuple[float, float], tmp_path: Path
+) -> None:
+    job = Job(tmp_path, "ab", (1, 2, 3, 4))
+    first = run_ranks(2, wrong_clock, job, list(ahead_s), limit_s=WAIT_S)
+    assert [one.failed for one in first] == ["", ""]
+    assert [(line.step, line.standing) for line in list_checkpoints(job.url)] == [
+        (step, "current") for step in job.steps
+    ]
+    second = run_ranks(2, wrong_clock, Job(tmp_path, "ab", (5,), keep_last=1), list(reversed(ahead_s)), limit_s=WAIT_S)
+    expect(second, 4, "disk", first[0])
+    expect(Job(tmp_path, "ac").run(), 5, job.url, second[0])
