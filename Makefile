@@ -11,7 +11,7 @@ DOCS   := $(VENV)/.docs-installed
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-all test-lowest test-gcs check docs picture bench campaign fuzz build clean
+.PHONY: help setup demo test test-long test-all test-lowest test-gcs check docs picture bench campaign campaign-nodes fuzz build clean
 
 help:      ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -76,6 +76,9 @@ bench: setup  ## Measure against what you would use instead, as ratios, beside t
 
 campaign: setup  ## Kill at every crash point, play long histories: not only the slice that `make test` takes
 	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash tests/simulation tests/unit/core/start --timeout=3600
+
+campaign-nodes: setup  ## Random histories of jobs of 2 to 4 nodes on real processes: HISTORIES=300 SEED=7 (one is repeated by its own)
+	nice $(BIN)/python -m tests.nodes.campaign --shorten $(if $(HISTORIES),--histories $(HISTORIES)) $(if $(SEED),--seed $(SEED))
 
 fuzz: setup  ## Give every reader bytes that nobody meant to write, for an hour: SECONDS=600 READER=pickle
 	$(BIN)/python -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(READER),--reader '$(READER)')

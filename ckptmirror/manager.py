@@ -125,6 +125,7 @@ class CheckpointManager:
         self._pid = os.getpid()
         self._skipped: list[SaveHandle] = []  # for lack of room
         self._snapshot_step = -1
+        self._torn: frozenset[str] = frozenset()  # saves that wait for nodes which are not of this job
         self._closed = False
         self._freed = False
         self._left_pending: DeadlinePassed | None = None  # what close() raised, to raise again
@@ -197,7 +198,7 @@ class CheckpointManager:
                 save_logger(_log, last).error(
                     "step %d was not saved; the next save() or close() will raise the error: %s", last.step, failure
                 )
-        info, run_id, attempt = resume_run(
+        info, run_id, attempt, self._torn = resume_run(
             self.root, self.ranks, self._node, state, policy=policy, force=force, exclude=leave, bus=self.events
         )
         leader: LeaderSide | None = None
@@ -354,7 +355,9 @@ class CheckpointManager:
         if self._is_inherited:
             return
         if self._freed:
-            if self._left_pending is not None and not is_mirrored(self.root, None, self._state_dir, self._urls):
+            if self._left_pending is not None and not is_mirrored(
+                self.root, None, self._state_dir, self._urls, besides=self._torn
+            ):
                 raise self._left_pending
             return
         if stop is not None and not isinstance(stop, StopRequest):
@@ -459,7 +462,7 @@ class CheckpointManager:
                 raise AttemptFenced(reason)
             return is_mirrored_now
         deadline = time.monotonic() + timeout_s
-        while not is_mirrored(self.root, save_id, self._state_dir, self._urls):
+        while not is_mirrored(self.root, save_id, self._state_dir, self._urls, besides=self._torn):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)

@@ -144,11 +144,17 @@ def read_awaited(
 
 
 def is_mirrored(
-    root: Path, save_id: str | None, state_dir: Path | None = None, configured: Collection[str] | None = None
+    root: Path,
+    save_id: str | None,
+    state_dir: Path | None = None,
+    configured: Collection[str] | None = None,
+    *,
+    besides: Collection[str] = (),
 ) -> bool:
     """Whether a save (all saves, if None) is on every mirror that counts, or was when rotation deleted it here.
 
-    Of the ``configured`` mirrors (None: all that the table knows), the required ones count; if none is, all do.
+    Of the ``configured`` mirrors (None: all that the table knows), the required ones count; if none is, all do. Saves
+    ``besides`` which all are meant are left out.
 
     Raises:
         NoTable: ckptmirror has not saved here.
@@ -159,7 +165,8 @@ def is_mirrored(
         metas = local_catalog(root).with_parts().whole.values()
         rows = [row for row in table.mirrors() if configured is None or row.url in configured]
         if save_id is None:
-            return durability(table, metas, counting_rows(rows)).is_safe
+            now = durability(table, metas, counting_rows(rows))
+            return not now.unasked and all(one.save_id in besides for one in now.open)
         return not open_saves(table, metas, counting_rows(rows), [save_id])
 
 

@@ -17,6 +17,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import threading
@@ -346,8 +347,9 @@ def _words(error: RuntimeError) -> str:
 
 
 def _wait(work: Any, deadline: float) -> None:
-    # A limit of 0 would mean the group's default.
-    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    # gloo counts whole milliseconds: one that is cut off would end the wait before the deadline, as if the rank were
+    # gone. A limit of 0 would mean the group's default.
+    work.wait(timedelta(milliseconds=max(math.ceil((deadline - time.monotonic()) * 1000), 1)))
 
 
 def _over(memory: bytearray | memoryview) -> torch.Tensor:

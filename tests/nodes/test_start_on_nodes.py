@@ -147,3 +147,10 @@ def test_a_save_that_a_crash_left_on_some_nodes_is_passed_over_and_goes(dies: in
         assert one.failed == ""
     assert not left.exists()
     expect(Job(tmp_path, "ab").run(), 4, "disk", second[0])
+
+
+def test_no_rank_waits_for_the_part_of_a_node_that_is_gone(tmp_path: Path) -> None:
+    """Neither one that leads its node, nor another."""
+    Job(tmp_path, "ab", (1, 2), dies=1).run()
+    for one in Job(tmp_path, "aac", (3,)).run():
+        assert (one.step, one.failed) == (1, "")

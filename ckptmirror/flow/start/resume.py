@@ -69,7 +69,7 @@ def resume_run(
     force: bool = False,
     exclude: frozenset[str] = frozenset(),
     bus: events.EventBus,
-) -> tuple[ResumeInfo | None, str, Attempt]:
+) -> tuple[ResumeInfo | None, str, Attempt, frozenset[str]]:
     """Load the save that training continues from, on every rank.
 
     Args:
@@ -79,7 +79,8 @@ def resume_run(
         exclude: Parts of the state to leave unchanged.
 
     Returns:
-        What was loaded (None: training starts from scratch), the run's id, and this attempt.
+        What was loaded (None: training starts from scratch), the run's id, this attempt, and the saves for whose other
+        parts no node of this job waits (see :meth:`Node.start`).
 
     Raises:
         CheckpointNotFound: The requested save does not exist.
@@ -100,13 +101,13 @@ def resume_run(
     ranks.exchange(None, what="look at every place", error=failure)
     for _ in range(_STARTS_LIMIT):
         proposal, report = _load_first_sound(root, ranks, bringer, node, state, exclude)
-        attempt = _claim(ranks, bringer, node, proposal)
-        if attempt is None:
+        claimed = _claim(ranks, bringer, node, proposal)
+        if claimed is None:
             continue
+        attempt = claimed.record.attempt
         _report(bus, node, attempt, proposal, started, policy)
-        if report is None:
-            return None, proposal.run_id, attempt
-        return _info(proposal, report, left_out(state, exclude)), proposal.run_id, attempt
+        info = _info(proposal, report, left_out(state, exclude)) if report is not None else None
+        return info, proposal.run_id, attempt, claimed.torn
     raise Temporary(
         "Other attempts of this run keep starting, or saving, at the same time.",
         hint="Stop the others: one attempt of a run trains at a time.",
@@ -362,7 +363,7 @@ class _Claimed:
     torn: frozenset[str]
 
 
-def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: Proposal) -> Attempt | None:
+def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: Proposal) -> _Claimed | None:
     """Claim the run on the job's leader; return None on every rank if the start has to look again."""
     claimed: _Claimed | tuple[()] | None = None
     failure: BaseException | None = None
@@ -392,7 +393,7 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
                 node.start(claim, made.abandoned, made.torn)
 
         exchange_result(ranks, join, what="record the claim")
-    return made.record.attempt
+    return made
 
 
 def _warn_about_latest(root: Path, chosen: Meta) -> None:

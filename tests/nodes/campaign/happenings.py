@@ -31,7 +31,7 @@ from tests.nodes.campaign.rank import Broke, Committed, Ended, Failed, Mirrored,
 from tests.nodes.campaign.world import NODES, Broken, GcsMirror, Mixed, World
 from tests.simulation.reference import Allowed, in_order
 
-__all__ = ["RULES", "Rule", "drain_all", "run_job", "wake_all"]
+__all__ = ["RULES", "Rule", "drain_all", "in_process", "rewind_to", "run_job", "run_jobs", "wake_all"]
 
 Rule = Callable[[World, Watch, random.Random], None]
 _LAYOUTS = ("aa", "ab", "ab", "ab", "aab", "abb", "aba", "abc", "abc", "ba", "aabb", "abcd", "a")
@@ -70,7 +70,7 @@ def job(world: World, watch: Watch, draw: random.Random) -> None:
     if befalls in ("a node dies", "all die", "a node sleeps", "all sleep"):
         struck = tuple(range(plan.size)) if befalls.startswith("all") else plan.ranks_of(leader)
         number = signal.SIGKILL if befalls.endswith(("die", "dies")) else signal.SIGSTOP
-        plan = replace(plan, ambush=Ambush(rank, point, in_training, struck, number))
+        plan = replace(plan, ambush=Ambush(rank, str(point), in_training, struck, number))
         if befalls == "a node sleeps" and peers_wait:
             plan = replace(plan, timeout_s=4.0)
     elif befalls == "a stop":
@@ -106,7 +106,7 @@ def two_at_once(world: World, watch: Watch, draw: random.Random) -> None:
     for plan in plans:
         _tell(world, plan, "another starts at once")
     jobs = [world.begin(plan) for plan in plans]
-    _run(world, jobs)
+    run_jobs(world, jobs)
     own = {one.save_id for job in jobs for one in job.all_said(Committed)}
     for job, expected in zip(jobs, allowed, strict=True):
         _check_start(world, job, expected, disturbed=True, also=own)
@@ -133,7 +133,7 @@ def run_job(
         if isinstance(mirror, GcsMirror) and faults:
             mirror.suffer(list(faults))
     job = world.begin(plan)
-    _run(world, [job], happens, peers_wait=peers_wait)
+    run_jobs(world, [job], happens, peers_wait=peers_wait)
     for mirror in world.mirrors:
         if isinstance(mirror, GcsMirror):
             mirror.recover()
@@ -143,9 +143,11 @@ def run_job(
     return job
 
 
-def _run(
+def run_jobs(
     world: World, jobs: list[Job], happens: Callable[[], None] = lambda: None, *, peers_wait: bool = False
 ) -> None:
+    """Run jobs side by side until each is over or sleeps; see :func:`run_job`."""
+
     def tick(job: Job) -> None:
         if job.asks:
             happens()
@@ -312,7 +314,7 @@ def _wake(world: World) -> list[Job]:
 
 def _see_off(world: World, woken: list[Job]) -> None:
     if woken:
-        _run(world, woken)
+        run_jobs(world, woken)
 
 
 # -- disks, mirrors, people ------------------------------------------------------------------------------------
@@ -387,7 +389,7 @@ def rewind(world: World, watch: Watch, draw: random.Random) -> None:
     if not node or len(steps) < 2:
         return
     step = draw.choice(steps[:-1][-3:])
-    outcome = in_process(_rewind, world.root(node), step, world.urls)
+    outcome = in_process(rewind_to, world.root(node), step, world.urls)
     world.told.append(f"  a person rewinds to step {step} on node {node}: {outcome}")
     if world.silent or world.asleep:
         return
@@ -398,7 +400,7 @@ def rewind(world: World, watch: Watch, draw: random.Random) -> None:
         raise Broken(f"after a rewind to step {step}, a start is expected to {newest}")
 
 
-def _rewind(root: Path, step: int, urls: Sequence[str]) -> str:
+def rewind_to(root: Path, step: int, urls: Sequence[str]) -> str:
     return f"rewound to the copy in {rewind_root(root, step, mirrors=urls).place}"
 
 

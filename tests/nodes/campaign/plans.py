@@ -17,14 +17,14 @@ class Ambush:
 
     Attributes:
         rank: The rank whose points are counted.
-        point: The number of the point, from 1.
+        point: The number of the point, from 1, or its name, as ``crashpoints.arm`` takes it.
         in_training: Whether counting begins after the resume, not before the manager is made.
         struck: The ranks that get the signal, all at that moment.
         signal: SIGKILL or SIGSTOP.
     """
 
     rank: int
-    point: int
+    point: str
     in_training: bool
     struck: tuple[int, ...]
     signal: int

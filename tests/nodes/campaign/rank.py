@@ -229,7 +229,7 @@ class _Life:
     def _lie_in_wait(self, *, in_training: bool) -> None:
         ambush = self._plan.ambush
         if ambush is not None and (ambush.rank, ambush.in_training) == (self._rank, in_training):
-            crashpoints.arm(str(ambush.point), die=self._strike(ambush))
+            crashpoints.arm(ambush.point, die=self._strike(ambush))
 
     def _strike(self, ambush: Ambush) -> Callable[[], None]:
         struck = threading.Lock()
