@@ -70,8 +70,8 @@ class Story:
         self.check(codes == [0, 0] and len(losses) == STEPS, f"the run ends after {len(losses)} steps")
         shards = [{file.name for file in node.glob(f"dcp_{STEPS:06d}/*.distcp")} for node in self.nodes]
         self.check(
-            shards == [{"__0_0.distcp"}, {"__1_0.distcp"}],
-            f"of step {STEPS}, each node's disk has only what its own rank wrote: __0_0.distcp, and __1_0.distcp",
+            shards == [{"__0_0.distcp", "__0_small0.distcp"}, {"__1_0.distcp"}],
+            f"of step {STEPS}, each node's disk has only what its own rank wrote: __0_*.distcp, and __1_0.distcp",
         )
         whole = [line.step for line in list_checkpoints(self.nodes_mirror) if line.standing == "current"]
         self.check(sorted(set(whole)) == ALL_STEPS, f"the mirror has every step, whole: {ALL_STEPS}")
