@@ -106,7 +106,7 @@ def decode(value: Any, leaf: Callable[[dict[str, Any]], Any] | None = None) -> A
             if type(value.get("items", [])) not in (list, tuple):
                 raise TypeError(f"its items are a {type(value['items']).__name__}")
             return build({key: decode(item, leaf) for key, item in value.items()})
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
             raise IntegrityError(f"The save holds a broken {name!r} value: {error}") from error
     if type(value) in (list, tuple):
         return type(value)(decode(item, leaf) for item in value)
@@ -218,7 +218,7 @@ def _encode_marked(value: Any, where: str) -> Any | None:
     if (written := text_of(value, where)) is not None:
         return {MARK: "written", **written}
     if kind is SavedMember:
-        return {MARK: "enum", "enum": value.enum, "name": value.name, "value": value.value}
+        return {MARK: "enum", "enum": value.enum, "name": value.name, "value": encode(value.value, where)}
     if kind is SavedGenerator:
         return {MARK: "generator", "kind": value.kind, "state": encode(value.state, where)}
     if _is_numpy(value, "generic") and value.dtype.kind in "US":

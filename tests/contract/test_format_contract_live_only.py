@@ -45,6 +45,10 @@ class Part(enum.Flag):
     BODY = 2
 
 
+class Bits(enum.IntFlag):
+    FIRST = 1
+
+
 def state_of(extra: dict[str, Any]) -> TrainState:
     torch.manual_seed(0)
     return TrainState(model=nn.Linear(2, 2), extra=extra)
@@ -108,6 +112,7 @@ def test_what_would_come_back_as_something_else_is_refused_while_saving(kind: Ki
         (Part.BODY, Part.HEAD),
         (Part.HEAD | Part.BODY, Part.HEAD),
         (Part(0), Part.HEAD),
+        pytest.param(Bits(1 << 3000), Bits.FIRST, id="a flag with more bits than a safe load reads"),
     ],
     ids=repr,
 )
@@ -284,6 +289,8 @@ def written(**fields: Any) -> Any:
         ),
         ("torch", written(kind="timedelta", text="999999999999 0 0")),
         ("torch", written(kind="timedelta", text="9" * 5000 + " 0 0")),
+        ("torch", written(kind="datetime", text="2026-01-01", fold=2**70)),
+        ("torch", set_to("g", value={"__ckptmirror__": "deque", "items": [], "maxlen": 2**70})),
     ],
 )
 def test_a_hostile_state_is_refused_before_it_reaches_a_generator(
