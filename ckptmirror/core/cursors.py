@@ -2,6 +2,7 @@
 
 Rules:
 * Ranks that read the same data, as with tensor parallelism, are one data rank. The ``rank`` of a cursor is always that.
+* Ranks need not be in the same epoch, but what takes time or memory for each epoch between them has a limit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Protocol, TypeVar
 
 from ckptmirror.core.errors import IntegrityError
 
-__all__ = ["Cursor", "one_for_each_rank"]
+__all__ = ["Cursor", "epochs_of", "one_for_each_rank"]
+
+_MOST_EPOCHS = 10_000
 
 
 class Cursor(Protocol):
@@ -47,9 +50,22 @@ def one_for_each_rank(cursors: Sequence[_Cursor]) -> list[_Cursor]:
         if by_rank.setdefault(cursor.rank, cursor) != cursor:
             raise IntegrityError(f"The save has two different positions in the data for data rank {cursor.rank}.")
     sizes = sorted({cursor.world_size for cursor in cursors})
-    if len(sizes) != 1 or sorted(by_rank) != list(range(sizes[0])):
+    if len(sizes) != 1 or len(by_rank) != sizes[0] or set(by_rank) != set(range(sizes[0])):
         raise IntegrityError(
             f"The save has the positions in the data of data ranks {', '.join(map(str, sorted(by_rank)))} of "
             f"{' or '.join(map(str, sizes))}; what the others have read is not known."
         )
     return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def epochs_of(cursors: Sequence[Cursor]) -> range:
+    """Return the epochs from that of the slowest rank to that of the fastest.
+
+    Raises:
+        IntegrityError: They are too far apart to be those of one job.
+    """
+    epochs = [cursor.epoch for cursor in cursors]
+    first, last = min(epochs), max(epochs)
+    if last - first > _MOST_EPOCHS:
+        raise IntegrityError(f"The save has positions in the data from epoch {first} to {last}: those of no job.")
+    return range(first, last + 1)

@@ -19,10 +19,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from ckptmirror.core.cursors import one_for_each_rank
+from ckptmirror.core.cursors import epochs_of, one_for_each_rank
 from ckptmirror.core.errors import IntegrityError
 
 __all__ = ["Interval", "Last", "SampleCursor", "merge_sample_cursors", "union"]
+
+_MOST_APART = 1_000_000  # batches that ranks have read beyond what all have: each is a place in memory
 
 Interval = tuple[int, int]
 Last = Literal["pad", "drop", "uneven"]
@@ -122,9 +124,10 @@ def merge_sample_cursors(cursors: Sequence[SampleCursor], like: SampleCursor) ->
         IntegrityError: A rank is missing, or the cursors do not belong together.
     """
     ranks = one_for_each_rank(cursors)
-    first, last = min(c.epoch for c in ranks), max(c.epoch for c in ranks)
+    epochs = epochs_of(ranks)
+    first = epochs.start
     slowest = next(cursor for cursor in ranks if cursor.epoch == first)
-    done = {epoch: _read_in(epoch, ranks, slowest) for epoch in range(first, last + 1)}
+    done = {epoch: _read_in(epoch, ranks, slowest) for epoch in epochs}
     ahead = {epoch: read for epoch, read in {**slowest.ahead, **done}.items() if epoch > first and read}
     return replace(like, epoch=first, batches=0, done=done[first], ahead=ahead)
 
@@ -141,6 +144,8 @@ def _read_in(epoch: int, ranks: Sequence[SampleCursor], slowest: SampleCursor) -
     ]
     step = start.world_size * start.batch_size
     common = min(*counts, start.count // step)
+    if sum(count - common for count in counts) > _MOST_APART:
+        raise IntegrityError(f"The ranks of the save have read from {min(counts)} to {max(counts)} batches: of no job.")
     places = [(0, common * step)]
     places += [one.places(n) for one, count in zip(own, counts, strict=True) for n in range(common, count)]
     read = itertools.chain.from_iterable(_slice(start.unread, *each) for each in union(places))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckptmirror.core.cursors import one_for_each_rank
+from ckptmirror.core.cursors import epochs_of, one_for_each_rank
 from ckptmirror.core.errors import DataChanged, IntegrityError
 
 __all__ = ["Shard", "ShardCursor", "Version", "listing_of", "merge_shard_cursors", "shared_out", "with_readers"]
@@ -105,9 +105,10 @@ def merge_shard_cursors(
         DataChanged: An unread shard is not there, or has changed.
     """
     ranks = one_for_each_rank(cursors)
-    first, last = min(c.epoch for c in ranks), max(c.epoch for c in ranks)
+    epochs = epochs_of(ranks)
+    first = epochs.start
     slowest = next(cursor for cursor in ranks if cursor.epoch == first)
-    unread = {epoch: _unread_in(epoch, ranks, slowest, order) for epoch in range(first, last + 1)}
+    unread = {epoch: _unread_in(epoch, ranks, slowest, order) for epoch in epochs}
     ahead = {epoch: shards for epoch, shards in {**slowest.ahead, **unread}.items() if epoch > first}
     lists = shared_out(unread[first], rank, world_size, readers)
     return ShardCursor(rank, world_size, lists, first, listing_of(order(first)), ahead)

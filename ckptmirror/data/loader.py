@@ -5,7 +5,8 @@ Rules:
   batches of the steps so far, and no others.
 * An iteration goes to the end of the epoch, from wherever it is; the next one is of the next epoch.
 * The state names what must not change (the data and its order). A loader that has anything else refuses it.
-* The same ranks and workers continue with their own states. Others merge the states of all ranks of the save.
+* The same data ranks and workers continue with their own states. Others merge the states of all ranks of the save: all
+  ranks of a job, or none.
 * Nothing is drawn from torch's global generator.
 """
 
@@ -18,11 +19,11 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from ckptmirror.core.cursors import Cursor
+from ckptmirror.core.cursors import Cursor, one_for_each_rank
 from ckptmirror.core.errors import DataChanged, IntegrityError, UsageError
 from ckptmirror.data.shuffle import key_of
 
-__all__ = ["Loader", "data_rank", "rank_in", "whole"]
+__all__ = ["Loader", "check_arguments", "data_rank", "rank_in", "whole"]
 
 _FORMAT = 1
 _Cursor = TypeVar("_Cursor", bound=Cursor)
@@ -42,6 +43,26 @@ def data_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise UsageError(f"rank is {rank}; with world_size={world_size} it must be from 0 to {world_size - 1}.")
     return rank, world_size
+
+
+def check_arguments(kind: str, own: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Check the arguments that are passed on to torch's ``DataLoader``.
+
+    Args:
+        kind: The loader that passes them on.
+        own: What it sets itself, and what to use in its place.
+        given: The arguments.
+
+    Raises:
+        UsageError: One does not go with it.
+    """
+    for name in own.keys() & given.keys():
+        raise UsageError(f"{kind} takes no {name}: it orders the samples itself.", hint=f"Use {own[name]}.")
+    if not given.get("in_order", True):
+        raise UsageError(
+            f"{kind} takes no in_order=False: the batches that the loop has had must be the first ones.",
+            hint="Leave in_order out.",
+        )
 
 
 class Loader(ABC, Generic[_Cursor]):
@@ -134,7 +155,11 @@ class Loader(ABC, Generic[_Cursor]):
             own = self._continued(self._cursor_of(states[rank]))
             if own is not None:
                 return self._state(own)
-        return self._state(self._merged([self._cursor_of(state) for state in states]))
+        cursors = one_for_each_rank([self._cursor_of(state) for state in states])
+        for cursor in cursors:  # another rank may have saved it, if more or fewer ranks share a data rank now
+            if (own := self._continued(cursor)) is not None:
+                return self._state(own)
+        return self._state(self._merged(cursors))
 
     def _state(self, cursor: _Cursor) -> dict[str, Any]:
         fields = {"rank": cursor.rank, "world_size": cursor.world_size, "epoch": cursor.epoch}

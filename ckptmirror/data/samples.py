@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.sample_cursors import Interval, Last, SampleCursor, merge_sample_cursors
-from ckptmirror.data.loader import Loader, data_rank, rank_in, whole
+from ckptmirror.data.loader import Loader, check_arguments, data_rank, rank_in, whole
 from ckptmirror.data.shuffle import key_of, shuffled
 
 __all__ = ["SampleLoader"]
@@ -27,7 +27,7 @@ class SampleLoader(Loader[SampleCursor]):
 
     Args:
         dataset: Anything with ``len()`` and ``[index]``.
-        batch_size: Samples in a batch of one rank.
+        batch_size: Samples in a batch of one rank; the same on all ranks.
         seed: Of the order; the same on all ranks.
         shuffle: Whether the samples are shuffled anew in each epoch.
         last: What becomes of the last samples of an epoch, if they are too few for a whole step. ``"pad"``: each rank
@@ -57,8 +57,7 @@ class SampleLoader(Loader[SampleCursor]):
         world_size: int | None = None,
         **dataloader: Any,
     ) -> None:
-        for name in _OWN.keys() & dataloader.keys():
-            raise UsageError(f"SampleLoader takes no {name}: it orders the samples itself.", hint=f"Use {_OWN[name]}.")
+        check_arguments("SampleLoader", _OWN, dataloader)
         if last not in get_args(Last):
             raise UsageError(f'last is {last!r}; it must be "pad", "drop" or "uneven".')
         if batch_size < 1:
@@ -110,7 +109,7 @@ class SampleLoader(Loader[SampleCursor]):
     def _parsed(self, state: Mapping[str, Any]) -> SampleCursor:
         if state["last"] not in get_args(Last):
             raise ValueError(f"last is {state['last']!r}")
-        return SampleCursor(
+        cursor = SampleCursor(
             self._first.size,
             *rank_in(state),
             whole(state["batch_size"], 1),
@@ -120,6 +119,9 @@ class SampleLoader(Loader[SampleCursor]):
             whole(state["batches"]),
             {whole(epoch): self._intervals(done) for epoch, done in state["ahead"]},
         )
+        if cursor.batches > cursor.batches_in_all:
+            raise ValueError(f"{cursor.batches} batches of {cursor.batches_in_all}")
+        return cursor
 
     def _intervals(self, listed: Any) -> tuple[Interval, ...]:
         found = tuple((whole(begin), whole(end, begin + 1)) for begin, end in listed)

@@ -27,7 +27,7 @@ from ckptmirror.core.shard_cursors import (
     shared_out,
     with_readers,
 )
-from ckptmirror.data.loader import Loader, data_rank, rank_in, whole
+from ckptmirror.data.loader import Loader, check_arguments, data_rank, rank_in, whole
 from ckptmirror.data.shuffle import key_of, shuffled
 
 __all__ = ["ShardLoader"]
@@ -83,8 +83,7 @@ class ShardLoader(Loader[ShardCursor]):
         num_workers: int = 0,
         **dataloader: Any,
     ) -> None:
-        for name in _OWN.keys() & dataloader.keys():
-            raise UsageError(f"ShardLoader takes no {name}: it orders the samples itself.", hint=f"Use {_OWN[name]}.")
+        check_arguments("ShardLoader", _OWN, dataloader)
         if dataloader.get("persistent_workers"):
             raise UsageError("ShardLoader cannot keep its workers: each epoch gives them other shards.")
         for name, number in (

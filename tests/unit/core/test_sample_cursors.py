@@ -122,6 +122,12 @@ def test_a_rank_whose_position_is_missing_is_named_and_not_taken_for_one_that_re
         merge_sample_cursors([ranks[at] for at in kept], ranks[0])
 
 
+def test_ranks_that_are_further_apart_than_memory_holds_are_refused():
+    ranks = job(SampleCursor(10**12, 0, 2, 1), 2, 1)
+    with pytest.raises(IntegrityError, match="from 0 to 100000000 batches"):
+        go_on([ranks[0], replace(ranks[1], batches=10**8)], 1, 1)
+
+
 def test_ranks_that_started_from_different_positions_do_not_belong_together():
     ranks = job(SampleCursor(100, 0, 1, 1), 2, 5)
     with pytest.raises(IntegrityError, match="do not agree"):

@@ -265,11 +265,30 @@ def test_ranks_that_read_the_same_data_have_one_position(loader_and_all: Any) ->
 
 
 @pytest.mark.parametrize(
+    ("then", "now"), [([0, 0, 1, 1], [0, 1]), ([0, 1], [0, 0, 1, 1]), ([0, 0, 1, 1], [0, 1, 0, 1])]
+)
+def test_if_other_ranks_share_their_data_all_go_on_with_the_positions_of_their_data_rank(
+    then: list[int], now: list[int], loader_and_all: Any
+) -> None:
+    build, everything = loader_and_all
+    had = [build(rank=of, world_size=2) for of in then]
+    first = {of: flat(itertools.islice(loader, 1 + 2 * of)) for of, loader in zip(then, had, strict=True)}
+    states = [loader.state_dict() for loader in had]
+    rest: dict[int, list[Any]] = {}
+    for rank, of in enumerate(now):
+        loader = build(rank=of, world_size=2)
+        loader.load_state_dict(loader.merge_state_dicts(states, rank, len(now)))
+        read = flat(loader)
+        assert rest.setdefault(of, read) == read
+    assert Counter(itertools.chain(*first.values(), *rest.values())) == everything
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"format": 2}, {"order": 3}, {"rank": 5}, {"rank": -1}, {"world_size": 0}, {"epoch": "0"}, {"epoch": True},
         {"batches": -1}, {"done": [[5, 3]]}, {"done": [[0, 3], [2, 4]]}, {"done": [[0, 99]]}, {"done": [1]},
-        {"last": "some"}, {"ahead": [[1]]}, {"batch_size": 0},
+        {"last": "some"}, {"ahead": [[1]]}, {"batch_size": 0}, {"batches": 11}, {"batches": 10**18},
     ],
     ids=str,
 )  # fmt: skip
@@ -292,6 +311,16 @@ def test_a_broken_position_of_shards_is_refused(change: dict[str, Any]) -> None:
         shards().load_state_dict({**shards().state_dict(), **change})
 
 
+@pytest.mark.parametrize("change", [{"world_size": 10**12}, {"epoch": 10**12}], ids=str)
+def test_positions_that_no_job_has_are_refused_before_they_take_memory(
+    change: dict[str, Any], loader_and_all: Any
+) -> None:
+    build, _ = loader_and_all
+    states = [build(rank=rank, world_size=2).state_dict() for rank in range(2)]
+    with pytest.raises(IntegrityError, match=r"data ranks 0, 1 of|from epoch 0 to"):
+        build().merge_state_dicts([states[0], {**states[1], **change}], 0, 1)
+
+
 def test_the_position_of_another_kind_of_loader_is_refused() -> None:
     with pytest.raises(UsageError, match="position of SampleLoader, not of a ShardLoader"):
         shards().load_state_dict(samples().state_dict())
@@ -304,6 +333,8 @@ def test_the_position_of_another_kind_of_loader_is_refused() -> None:
     [
         (lambda: samples(sampler=[1]), "takes no sampler"),
         (lambda: samples(drop_last=True), "takes no drop_last"),
+        (lambda: samples(in_order=False), "SampleLoader takes no in_order=False"),
+        (lambda: shards(in_order=False), "ShardLoader takes no in_order=False"),
         (lambda: samples(last="some"), "last is 'some'"),
         (lambda: samples(batch_size=0), "batch_size is 0"),
         (lambda: samples(rank=2, world_size=2), "rank is 2"),
