@@ -145,7 +145,7 @@ def test_metadata_with_another_checksum_does_not_say_what_is_read(saved: tuple[P
     view = view_of(root, meta)
     view.begin()
     target = LoadTarget(new_state(), 0, 1)
-    assert view.files_read(target) == {"dcp_000001/__0_0.distcp"}
+    assert view.files_read(target) == {"dcp_000001/__0_0.distcp", "extra_000001_rank0.pt"}
     changed = tuple(
         replace(artifact, digest=digest_of(b"x" * artifact.digest.size_bytes))
         if artifact.path.endswith(".metadata")

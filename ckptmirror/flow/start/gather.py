@@ -150,7 +150,10 @@ class View:
         return self.look()
 
     def files_read(self, target: LoadTarget) -> frozenset[str] | None:
-        """Return the paths of the files that a rank reads; None: all of them, or that cannot be known."""
+        """Return the paths of the files that a rank reads; None: all of them, or that cannot be known.
+
+        Left out is what any view of the save needs: the extra state of which ranks one needs may differ by rank.
+        """
         if self._kind == "emergency":
             return None
         from ckptmirror.formats.dcp_metadata import METADATA_NAME
@@ -170,11 +173,18 @@ class View:
             read |= extra_files_read(self.path, self._meta, target)
         except (IntegrityError, FileNotFoundError):  # the vote finds what is wrong
             return None
-        return frozenset(read - self.needs.keys()) if len(read) < len(self._files) else None
+        if len(read) == len(self._files):
+            return None
+        return frozenset(path for path in read if path not in self.needs or _role_of(path) == "extra")
 
     def need(self, paths: Collection[str] | None) -> None:
-        """Add what a rank of the node reads (None: all) to what the view has to have."""
-        self.needs |= {path: one for path, one in self._files.items() if paths is None or path in paths}
+        """Add what a rank of the node reads (None: all) to what the view has to have.
+
+        The order does not depend on what came first: the ranks of a node share the checks of these files by it.
+        """
+        self.needs = {
+            path: one for path, one in self._files.items() if paths is None or path in paths or path in self.needs
+        }
 
     def got(self, paths: Iterable[str]) -> None:
         """Note that these files are in the view now."""
