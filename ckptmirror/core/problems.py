@@ -16,9 +16,9 @@ from ckptmirror.core import names
 from ckptmirror.core.model import Attempt, Kind, Meta, Tombstone
 from ckptmirror.core.start.lineage import SaveFacts, lineage
 
-__all__ = ["Hindrance", "Problem", "facts_of", "skipped_for", "unexplained"]
+__all__ = ["PARTS_OF_SAVES", "Hindrance", "Problem", "facts_of", "skipped_for", "unexplained"]
 
-_PARTS_OF_SAVES: frozenset[names.Role] = frozenset({"model", "optim", "extra", "tensors", "dcp", "part"})
+PARTS_OF_SAVES: frozenset[names.Role] = frozenset({"model", "optim", "extra", "tensors", "dcp", "part"})
 _OF_OLDER_LAYOUTS: frozenset[names.Role] = frozenset(
     {"legacy_dcp", "legacy_extra", "legacy_meta", "legacy_extra_state"}
 )
@@ -128,7 +128,7 @@ def unexplained(
             continue
         if parsed.role in _OF_OLDER_LAYOUTS:
             groups[(None, name)] = [name]
-        elif parsed.role in _PARTS_OF_SAVES:
+        elif parsed.role in PARTS_OF_SAVES:
             owners = of_metas if parsed.role == "part" else explained.get(names.untagged(name), set())
             if not owners or (parsed.tag and parsed.tag not in owners):
                 groups.setdefault((parsed.step, parsed.tag), []).append(name)

@@ -15,12 +15,12 @@ from itertools import islice
 
 from ckptmirror.core import names
 from ckptmirror.core.model import Meta
-from ckptmirror.core.problems import Problem
+from ckptmirror.core.problems import PARTS_OF_SAVES, Problem
 
 __all__ = ["ROLES", "NodeShare", "PartsThere", "Uncommitted", "parts_there", "uncommitted_save"]
 
 _NAMED = 8  # as many nodes are named
-ROLES = ("model", "optim", "extra", "tensors", "dcp")
+ROLES = tuple(sorted(PARTS_OF_SAVES - {"part"}))
 """What the names of a save's objects begin with."""
 
 

@@ -143,7 +143,12 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - _capture() raises it again, once the other ranks know
             failure = error
         live = self._capture(request, state, failure)
-        copied = Copied.of(live, self._kept_copier(), said)
+        try:
+            copied = Copied.of(live, self._kept_copier(), said)
+        except RecursionError as error:
+            from ckptmirror.formats.read_limits import too_deep
+
+            raise too_deep({"extra": state.extra}, "") from error
         self._bus.emit(
             events.HostCopied(
                 step=request.step, kinds=request.kinds, rank=self._ranks.rank, duration_s=time.perf_counter() - started
