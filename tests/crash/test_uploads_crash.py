@@ -60,7 +60,7 @@ def verbs() -> list[Verb]:
             verified,
             verified,
             verified,
-            lambda t, i=save_id, s=step: t.unverify(i, f"meta_{s:06d}.json", GS, "gone"),
+            lambda t, i=save_id, s=step: t.unverify(i, f"dcp_{s:06d}/__0_0.distcp", GS, "gone", with_meta=True),
             lambda t, i=save_id: t.skip(i, "policy"),
             lambda t, i=save_id: t.remove(i, GS, "tombstone"),
             lambda t, i=save_id: t.forget_save(i),

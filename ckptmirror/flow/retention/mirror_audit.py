@@ -177,14 +177,12 @@ def _verified(table: UploadsTable) -> list[UploadRecord]:
 def forget_verified(table: UploadsTable, record: UploadRecord, reason: str) -> None:
     """Make a file that the mirror no longer has pending again, so that it is sent once more.
 
-    The meta of its save is pending again too. It may have to give the object another name, because a damaged object
-    keeps its own.
+    The meta of its save is pending again too, at once: it may have to give the object another name, because a damaged
+    object keeps its own.
     """
     if record.state is not RecordState.VERIFIED:
         return
-    metas = [r for r in table.records(save_id=record.save_id, mirror=record.mirror) if r.role == "meta"]
-    for one in [record, *(meta for meta in metas if meta.path != record.path and meta.state is RecordState.VERIFIED)]:
-        try:
-            table.unverify(one.save_id, one.path, one.mirror, reason)
-        except (CheckpointNotFound, IllegalTransition) as error:  # it was rotated, or another thread found it missing
-            save_logger(_log, one).info("%s is no longer kept on %s: %s", one.path, one.mirror, error)
+    try:
+        table.unverify(record.save_id, record.path, record.mirror, reason, with_meta=True)
+    except (CheckpointNotFound, IllegalTransition) as error:  # it was rotated, or another thread found it missing
+        save_logger(_log, record).info("%s is no longer kept on %s: %s", record.path, record.mirror, error)

@@ -460,8 +460,15 @@ class UploadsTable:
 
     # -- what policy, a reconcile or a person decides --------------------------------------------------------
 
-    def unverify(self, save_id: str, path: str, mirror: str, reason: str) -> None:
+    def unverify(self, save_id: str, path: str, mirror: str, reason: str, *, with_meta: bool = False) -> None:
         """Make a verified record pending again, because the mirror no longer has the file.
+
+        Args:
+            save_id: The save.
+            path: The file.
+            mirror: The mirror's URL.
+            reason: Why, for people.
+            with_meta: Whether the save's meta is pending again too, in the same transaction.
 
         Raises:
             CheckpointNotFound: There is no such record.
@@ -472,6 +479,11 @@ class UploadsTable:
             if record is None:
                 raise CheckpointNotFound(f"{path} of save {save_id} has no record on {mirror}")
             rows.write_changed(connection, record, changes.unverified(record, reason, self._clock))
+            of_save = {"save_id": save_id, "mirror": mirror}
+            others = rows.iterate_records(connection, "read the records of a save on a mirror", of_save)
+            for meta in [one for one in others if with_meta and one.role == "meta" and one.path != path]:
+                if meta.state is RecordState.VERIFIED:
+                    rows.write_changed(connection, meta, changes.unverified(meta, reason, self._clock))
 
     def skip(self, save_id: str, reason: str, *, mirror: str | None = None) -> int:
         """Skip a save by policy: files that are not on a mirror yet are not sent. Returns how many records changed."""

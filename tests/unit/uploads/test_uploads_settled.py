@@ -47,6 +47,17 @@ def test_a_verified_record_whose_object_is_gone_is_pending_again(
         table.unverify(save_id, "nothing", GS, "no such record")
 
 
+def test_a_file_that_is_gone_takes_the_meta_of_its_mirror_along(
+    table: UploadsTable, add: Add, verify_all: Callable[[str], int]
+) -> None:
+    save_id = add(200, count=2, mirrors=(GS, NFS))
+    verify_all(GS)
+    verify_all(NFS)
+    table.unverify(save_id, "dcp_000200/__0_0.distcp", GS, "the object is gone", with_meta=True)
+    pending = {(record.path, record.mirror) for record in table.records(state=RecordState.PENDING)}
+    assert pending == {("dcp_000200/__0_0.distcp", GS), ("meta_000200.json", GS)}
+
+
 def test_skipping_leaves_what_is_verified_alone(table: UploadsTable, add: Add) -> None:
     save_id = add(200, mirrors=(GS, NFS))
     answer(table, take(table))
