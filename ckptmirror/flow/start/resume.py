@@ -128,11 +128,7 @@ def _load_first_sound(
         if proposal.meta is None:
             return proposal, None
         try:
-            view = _gather(root, ranks, node, proposal, state) if ranks.nodes > 1 else None
-            place = view.path if view is not None else root
-            read = list(view.needs.values()) if view is not None else proposal.meta.artifacts_of(proposal.kind)
-            _vote_on_bytes(place, ranks, read)
-            verified = replace(proposal.meta, artifacts=tuple(read))
+            place, verified = _verified_here(root, ranks, node, proposal, state)
             return proposal, _load_together(place, ranks, verified, proposal.kind, state, exclude)
         except _CannotUse as found:
             freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
@@ -292,6 +288,41 @@ def _fetch(
 def _rotate_all(ranks: Ranks, node: Node | None) -> bool:
     """Rotate on each node, since any may be the one that has no room; return whether that freed space."""
     return any(exchange_result(ranks, lambda: node is not None and bool(node.rotate().deleted), what="make room"))
+
+
+def _verified_here(
+    root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, state: TrainState
+) -> tuple[Path, Meta]:
+    """Return where a node has what its ranks read, and the save with these files alone, once all ranks verified theirs.
+
+    Where nodes share a download and that goes wrong, the mirror's copy may still be good: each then fetches for itself.
+
+    Raises:
+        _CannotUse: A node cannot get a file, or a file differs from what was saved.
+    """
+    meta = proposal.meta
+    assert meta is not None
+    if ranks.nodes == 1:
+        verified = replace(meta, artifacts=meta.artifacts_of(proposal.kind))
+        _vote_on_bytes(root, ranks, verified.artifacts)
+        return root, verified
+    try:
+        view = _gather(root, ranks, node, proposal, state)
+        read = tuple(view.needs.values())
+        _vote_on_bytes(view.path, ranks, read)
+    except _CannotUse as found:
+        is_shared = proposal.share_downloads and proposal.place == proposal.mirror
+        if not is_shared or found.result is not Result.BROKEN:
+            raise
+        if node is not None:
+            save_logger(_log, meta).warning(
+                "step %d: each node fetches its files itself, since a shared download failed: %s",
+                meta.step,
+                found.reason,
+            )
+            discard_view(root, meta)
+        return _verified_here(root, ranks, node, replace(proposal, share_downloads=False), state)
+    return view.path, replace(meta, artifacts=read)
 
 
 def _check_all(found: Mapping[int, Gathered]) -> None:
