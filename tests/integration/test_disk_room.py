@@ -71,6 +71,14 @@ def test_what_cannot_be_counted_does_not_stop_a_start(tmp_path: Path, caplog: py
     assert "the size of a save is not known before the first one" in caplog.text
 
 
+def test_an_optimizer_of_another_shape_does_not_stop_a_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = state_of()
+    del state.optimizer.param_groups[0]["params"]
+    with running(tmp_path) as manager:
+        assert manager.resume(state) is None
+    assert "the size of a save is not known before the first one: 'params'" in caplog.text
+
+
 def warnings_at_start(
     root: Path, *mirrors: str, keep_last: int | None, trained: bool = True, **more: object
 ) -> list[str]:
