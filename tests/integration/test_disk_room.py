@@ -61,11 +61,18 @@ def test_a_save_is_about_as_large_as_was_estimated_before_the_first_step(
     assert estimate(fresh, *kinds) == pytest.approx(size_bytes, rel=0.05)
 
 
-def test_what_cannot_be_counted_does_not_stop_a_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def without_end() -> list[object]:
     endless: list[object] = []
     endless.append(endless)
+    return endless
+
+
+@pytest.mark.parametrize("value", [without_end(), torch.nn.LazyLinear(3)], ids=["endless", "lazy"])
+def test_what_cannot_be_counted_does_not_stop_a_start(
+    value: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state = state_of()
-    state.extra = {"endless": endless}
+    state.extra = {"value": value}
     with running(tmp_path) as manager:
         assert manager.resume(state) is None
     assert "the size of a save is not known before the first one" in caplog.text
