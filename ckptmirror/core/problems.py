@@ -16,7 +16,7 @@ from ckptmirror.core import names
 from ckptmirror.core.model import Attempt, Kind, Meta, Tombstone
 from ckptmirror.core.start.lineage import SaveFacts, lineage
 
-__all__ = ["PARTS_OF_SAVES", "Hindrance", "Problem", "facts_of", "skipped_for", "unexplained"]
+__all__ = ["PARTS_OF_SAVES", "Explained", "Hindrance", "Problem", "facts_of", "skipped_for", "unexplained"]
 
 PARTS_OF_SAVES: frozenset[names.Role] = frozenset({"model", "optim", "extra", "tensors", "dcp", "part"})
 _OF_OLDER_LAYOUTS: frozenset[names.Role] = frozenset(
@@ -102,8 +102,30 @@ def _age(meta: Meta) -> tuple[int, int]:
     return meta.attempt.number, meta.save_number
 
 
+@dataclass(frozen=True)
+class Explained:
+    """The names directly below a root or prefix that metas explain.
+
+    Attributes:
+        owners: Eight digits of each save that has a name, by the name without its tag.
+        saves: The same of all saves.
+    """
+
+    owners: Mapping[str, Collection[str]]
+    saves: Collection[str]
+
+    @classmethod
+    def by(cls, metas: Iterable[Meta]) -> Explained:
+        """Return what these metas explain."""
+        owners: dict[str, set[str]] = {}
+        for meta in metas:
+            for top in {artifact.path.partition("/")[0] for artifact in meta.artifacts}:
+                owners.setdefault(names.untagged(top), set()).add(meta.save_id[:8])
+        return cls(owners, set().union(*owners.values()))
+
+
 def unexplained(
-    listed: Iterable[str], metas: Iterable[Meta], tombstones: Iterable[Tombstone] = ()
+    listed: Iterable[str], explained: Explained, tombstones: Iterable[Tombstone] = ()
 ) -> dict[str, Problem]:
     """Find files of saves that no meta names; return one problem for each save that they seem to belong to.
 
@@ -112,14 +134,9 @@ def unexplained(
 
     Args:
         listed: Names in a root or on a mirror.
-        metas: Every meta that could be read in any place, of whole saves or not.
+        explained: By every meta that could be read in any place, of whole saves or not.
         tombstones: Tombstones of removed saves, whose files may still be there.
     """
-    explained: dict[str, set[str]] = {}
-    for meta in metas:
-        for top in {artifact.path.partition("/")[0] for artifact in meta.artifacts}:
-            explained.setdefault(names.untagged(top), set()).add(meta.save_id[:8])
-    of_metas = set().union(*explained.values())
     removed = {(stone.step, tag) for stone in tombstones for tag in ("", stone.save_id[:8])}
     groups: dict[tuple[int | None, str], list[str]] = {}
     for name in sorted({name if name.startswith("parts/") else name.partition("/")[0] for name in listed}):
@@ -129,7 +146,7 @@ def unexplained(
         if parsed.role in _OF_OLDER_LAYOUTS:
             groups[(None, name)] = [name]
         elif parsed.role in PARTS_OF_SAVES:
-            owners = of_metas if parsed.role == "part" else explained.get(names.untagged(name), set())
+            owners = explained.saves if parsed.role == "part" else explained.owners.get(names.untagged(name), ())
             if not owners or (parsed.tag and parsed.tag not in owners):
                 groups.setdefault((parsed.step, parsed.tag), []).append(name)
     return {found[0]: _loose(step, found) for (step, _), found in groups.items()}

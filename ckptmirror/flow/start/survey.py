@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat, StoreHangs, StorePermanent
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.meta_merging import check_same_save, merge_copies, merge_emergency, merge_parts
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
+from ckptmirror.core.problems import Explained, facts_of, unexplained
 from ckptmirror.core.problems import Problem as FoundProblem
-from ckptmirror.core.problems import facts_of, unexplained
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.start.disks import identity_of, one_disk
 from ckptmirror.core.start.evidence import (
@@ -174,6 +175,11 @@ class _Rows:
         rows = [one_disk(self._joinable(disks)), *map(self._mirror_row, self._mirrors), *self._dropped_rows()]
         rows += self._persistent_rows()
         return Survey(Evidence(tuple(rows), self._identity.id), self._found, self._seen)
+
+    @cached_property
+    def _explained(self) -> Explained:
+        """What all metas explain: once for all disks, since each has a meta and looks at the names of its own."""
+        return Explained.by(self._metas)
 
     # -- the disks -------------------------------------------------------------------------------------------
 
@@ -349,9 +355,10 @@ class _Rows:
         configured = {mirror.url for mirror in self._mirrors}
         return [
             Row(url, "mirror", Reach.DROPPED, "it is no longer configured", was_required=True)
-            for url in sorted(self._was_required() - configured)
+            for url in sorted(self._was_required - configured)
         ]
 
+    @cached_property
     def _was_required(self) -> set[str]:
         """Return the mirrors that counted at the last start and have saves."""
         return {url for disk in self._disks for url in counting_rows(disk.mirrors) if url in disk.verified_on}
@@ -403,7 +410,7 @@ class _Rows:
             reach,
             why=why,
             required=place in required,
-            was_required=place in self._was_required(),
+            was_required=place in self._was_required,
             listed=listed,
             run_id=run_id,
             names_required=attempts.required if attempts is not None else (),
@@ -462,7 +469,7 @@ class _Rows:
             found.append(_problem(named(name), problem, save_ids.get(named(name), "")))
         steps = {problem.step for problem in catalog.problems.values()}  # the files of a broken meta look loose
         if loose:
-            left = unexplained(catalog.others, self._metas, self._tombstones)
+            left = unexplained(catalog.others, self._explained, self._tombstones)
             found += [
                 replace(_problem(f"{catalog.place}/{name}", one, ""), is_save=False)
                 for name, one in left.items()

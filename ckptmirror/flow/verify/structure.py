@@ -17,7 +17,7 @@ from pathlib import Path
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError
 from ckptmirror.core.model import Artifact, Kind, Meta
-from ckptmirror.core.problems import Hindrance, Problem, facts_of, unexplained
+from ckptmirror.core.problems import Explained, Hindrance, Problem, facts_of, unexplained
 from ckptmirror.core.start.lineage import Standing
 from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.core.verification import State, standing_if_whole, worst
@@ -255,7 +255,7 @@ def _note_strays(
 ) -> None:
     """Note the files that no meta names, but for those of saves that wait for nodes, given by step and tag."""
     metas = [*catalog.saves.values(), *(one.meta for one in catalog.problems.values() if one.meta is not None)]
-    loose = unexplained(catalog.others, metas, catalog.tombstones.values())
+    loose = unexplained(catalog.others, Explained.by(metas), catalog.tombstones.values())
     told = {problem.step for problem in catalog.problems.values()}  # the files of a broken meta are loose
     for name, problem in loose.items():
         parsed = names.parse_name(name)

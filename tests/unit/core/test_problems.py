@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckptmirror.core.model import Artifact, Attempt, Digest, Kind, Meta, SaveRef, Tombstone
 from ckptmirror.core.problems import (
+    Explained,
     Problem,
     skipped_for,
     unexplained,
@@ -86,7 +87,7 @@ def test_files_that_no_meta_tells_of_are_one_problem_for_each_save() -> None:
         *("model_000009.pt", "model_000009-99999999.pt"),
     ]
     removed = Tombstone("9" * 32, 9, ("model",), "retention", "2026-11-21T00:00:00Z")
-    found = unexplained(listed, metas, [removed])
+    found = unexplained(listed, Explained.by(metas), [removed])
     assert {name: (one.step, one.why) for name, one in found.items()} == {
         "dcp_000002": (2, "no valid meta names it (nor 1 more of step 2)"),
         "model_000003-0123abcd.pt": (3, "no valid meta names it"),
