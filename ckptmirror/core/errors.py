@@ -270,7 +270,7 @@ class Temporary(CkptMirrorError):
 
 
 class NodeBehind(CkptMirrorError):
-    """Another node has not uploaded its part of a save yet, or not written its meta; the mirror answers.
+    """What this save waits for on a mirror is not there yet: a part or the meta of another node, or a newer save.
 
     Attributes:
         writes_for_s: If all parts are there, how long another node may need to write the meta; else 0.

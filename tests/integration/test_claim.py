@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import AttemptFenced, NotAuthorised, StoreTemporary, Temporary
+from ckptmirror.core.errors import AttemptFenced, NodeBehind, NotAuthorised, StoreTemporary, Temporary
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.start.decide import Wish
@@ -145,6 +145,35 @@ def test_i11_a_zombies_meta_that_came_after_its_successor_committed_is_supersede
         zombie.confirm(mirror)
     with pytest.raises(AttemptFenced, match="did not start from it"):
         heir.confirm(mirror, make_save(tmp_path / "heir", 150, ("model",), heir.attempt, 1, run_id=heir.run_id))
+
+
+def test_an_attempt_finishes_what_it_left_behind_only_after_a_save_of_its_own(tmp_path: Path) -> None:
+    """Else it would fence itself: a node may have a part of a save that was whole nowhere when its job started."""
+    mirror = opened(memory_url())
+    root = tmp_path / "root"
+    older = claim_run(root, mirror)
+    first, left, late = (
+        make_save(tmp_path / where, 100 * number, ("model",), older.attempt, number, run_id=older.run_id)
+        for number, where in enumerate(("root", "left", "left"), 1)
+    )
+    put_on_mirror(mirror.store, root, first)
+    older.confirm(mirror, left)  # it may itself
+    heir = claim_run(root, mirror)
+    assert heir.attempt.parent == first.ref
+    heir.confirm(mirror, first)
+    for is_part in (False, True):
+        with pytest.raises(NodeBehind, match="until the mirrors have a save of this attempt"):
+            heir.confirm(mirror, left, is_part=is_part)
+    mine = make_save(root, 150, ("model",), heir.attempt, 1, run_id=heir.run_id)
+    heir.confirm(mirror, mine)
+    with pytest.raises(NodeBehind):
+        heir.confirm(mirror, left)  # it may, and has not yet
+    put_on_mirror(mirror.store, root, mine)
+    heir.confirm(mirror, left)
+    put_on_mirror(mirror.store, tmp_path / "left", left)
+    heir.confirm(mirror, late)
+    standing = mirror_catalog(mirror).lineage().standing_by_save()
+    assert standing == {first.save_id: "current", mine.save_id: "current", left.save_id: "superseded"}
 
 
 def test_i11_a_save_that_a_zombie_commits_after_its_successors_is_superseded(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ckptmirror.core.model import ALL_NODES, Kind
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import MirrorSpec
+from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.save.save import LeaderSide, Saver, SaveRequest
 from ckptmirror.ranks import open_ranks
 from tests.kit.processes import run_ranks
@@ -137,8 +138,14 @@ def test_nodes_save_together_and_the_last_to_upload_commits(
     saves = sorted(mirror_catalog(last.mirrors[0]).saves.values(), key=lambda meta: meta.step)
     assert [(meta.step, meta.node, meta.kinds) for meta in saves] == [(step, ALL_NODES, kinds) for step in (1, 2)]
     first.upload()
+    there = {info.name: info.generation for info in first.store.list("")}
     for place in places.values():
         assert place.states() == {"verified"}
+        MirrorAudit(place.table, place.mirrors).ask()
+        assert place.states() == {"verified"}  # no node has rewritten what another had verified
+        assert place.upload() == 0
+    assert {info.name: info.generation for info in first.store.list("")} == there
+    for place in places.values():
         place.close()
     for kind in kinds:
         dest = tmp_path / f"staged-{kind}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from ckptmirror.flow.drain import drain
 from tests.kit.roots import leftovers
-from tests.nodes.jobs import Job, expect
+from tests.nodes.jobs import ALONE_S, Job, expect
 
 pytestmark = pytest.mark.long
 
@@ -154,3 +157,21 @@ def test_no_rank_waits_for_the_part_of_a_node_that_is_gone(tmp_path: Path) -> No
     Job(tmp_path, "ab", (1, 2), dies=1).run()
     for one in Job(tmp_path, "aac", (3,)).run():
         assert (one.step, one.failed) == (1, "")
+
+
+def test_a_job_does_not_complete_a_save_that_it_left_behind_before_its_own_first(tmp_path: Path) -> None:
+    """It would fence itself: node a has sent its part of step 2, and b, which died before that, now could."""
+    Job(tmp_path, "ab", (1, 2), dies=1, crash_at="link.replace:before").run()
+    drain(tmp_path / "a", timeout_s=ALONE_S)
+    assert len(list((tmp_path / "mirror/parts").glob("meta_000002-*"))) == 1
+    job = Job(tmp_path, "bc", (3,), waits=True)
+    for rank in (0, 1):
+        os.mkfifo(job.fifo(rank))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(job.run)
+        with job.fifo(0).open("w"), job.fifo(1).open("w"):  # both have resumed, and b sends what it has
+            waiting = drain(tmp_path / "a", timeout_s=ALONE_S)  # for the part of b, as long as it may
+        second = running.result()
+    assert waiting.pending > 0
+    assert [(one.step, one.failed) for one in second] == [(1, ""), (1, "")]
+    expect(Job(tmp_path, "bc").run(), 3, "disk", second[0])

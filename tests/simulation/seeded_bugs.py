@@ -112,7 +112,7 @@ SEEDED_BUGS: dict[str, list[Bug]] = {
         (decide._Start, "_vouches_for", lambda _: lambda *_args: True),
         (decide, "rival_of", _no_reason),
     ],
-    "another save's object counts as ours": [(ArtifactUpload, "_is_ours", lambda _: lambda *_args: True)],
+    "another save's object counts as ours": [(ArtifactUpload, "_is_right", lambda _: lambda *_args: True)],
 }
 
 

@@ -16,7 +16,8 @@ An attempt *fences* from its claim, and *counts* from its first committed save. 
 5. A *rival* is an attempt of another root that any place has heard of, newer than this root's newest attempt on the way
    that has a committed save on a mirror, as shown by an answering mirror or by this root's table.
 6. A commit on a mirror must be a fast-forward over all answering mirrors, otherwise the attempt is fenced. An attempt
-   that does not yet count on any mirror waits while a mirror is silent and there is a rival.
+   that does not yet count on any mirror waits while a mirror is silent and there is a rival. It finishes no save that
+   it has left behind: that would fence the attempt itself.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ __all__ = [
     "claim_from",
     "count",
     "drained_list",
+    "left_behind",
     "may_commit",
     "may_drain",
     "mirror_list",
@@ -356,6 +358,24 @@ def may_commit(evidence: Evidence, attempt: str) -> Verdict:
         newest = counted.order.way[0]
         return Verdict("fenced", f"attempt {newest.number} ({newest.id[:8]}) has committed, and did not start from it")
     return Verdict("commit")
+
+
+def left_behind(evidence: Evidence, attempt: str, save: SaveFacts) -> bool:
+    """Return whether an attempt that does not count yet would be fenced if a save of an earlier one were committed.
+
+    Args:
+        evidence: What each place reports.
+        attempt: The id of the attempt, which has been claimed.
+        save: A whole save that is on no mirror, or would be whole on one.
+
+    Raises:
+        LineageError: The lists contradict one another.
+    """
+    counted = count(evidence, mirrors_only=True)
+    known = list(counted.known.values())
+    if attempt in counted.counting or not is_fast_forward(known, counted.saves, counted.counting, attempt):
+        return False
+    return not is_fast_forward(known, _merged([*counted.saves, save]), {*counted.counting, save.attempt}, attempt)
 
 
 def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:

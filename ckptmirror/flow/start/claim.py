@@ -27,6 +27,7 @@ from ckptmirror.core.errors import (
     CkptMirrorError,
     ConfigError,
     LineageError,
+    NodeBehind,
     NotAuthorised,
     PreconditionFailed,
     StorePermanent,
@@ -36,7 +37,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.model import AttemptList, Meta, new_id
 from ckptmirror.core.problems import facts_of
 from ckptmirror.core.reach import Reach, reach_after
-from ckptmirror.core.start.attempts import Claim, Verdict, drained_list, may_commit, may_drain, mirror_list
+from ckptmirror.core.start.attempts import Claim, Verdict, drained_list, left_behind, may_commit, may_drain, mirror_list
 from ckptmirror.core.start.decide import run_of
 from ckptmirror.core.start.explain import with_root
 from ckptmirror.flow.places.attempt_lists import attempts_here, check_run, not_one_run, note_met, read_mirror_attempts
@@ -87,6 +88,14 @@ class _Places:
     def _look(self) -> Survey:
         here = look_at_disk(self._root, self._table, self._identity())
         return survey([here], self._mirrors, cache=self._cache)
+
+    def is_left_behind(self, attempt: str, meta: Meta) -> bool:
+        """Whether a save of an earlier attempt would fence this one, which has committed nothing yet."""
+        save = facts_of(meta)
+        if not left_behind(self.survey().evidence, attempt, save):
+            return False
+        self._last = None  # this attempt may have committed since, which no list shows
+        return left_behind(self.survey().evidence, attempt, save)
 
     def check_drained(self, mirror: Mirror, meta: Meta, seen: Survey | None = None) -> None:
         """Check that a save of an earlier attempt may be committed.
@@ -232,6 +241,7 @@ class RunClaim:
 
         Raises:
             AttemptFenced: A newer attempt has started. Every later call raises this too.
+            NodeBehind: The save is of an earlier attempt, and on a mirror before any of this one it would fence this.
             StoreTemporary: The mirror does not answer, or the commit must wait for a silent mirror.
             StorePermanent: The save belongs to an earlier attempt, and the run continued without it.
         """
@@ -245,6 +255,11 @@ class RunClaim:
             if meta is None:
                 return
             if meta.attempt.id != self.attempt.id:
+                if self._places.is_left_behind(self.attempt.id, meta):
+                    raise NodeBehind(
+                        f"Step {meta.step} is of an earlier attempt, and training did not continue from it: it waits "
+                        "until the mirrors have a save of this attempt."
+                    )
                 self._places.check_drained(mirror, meta)
                 return
             if is_part or mirror.url in self._may_commit:

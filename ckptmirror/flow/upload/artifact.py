@@ -14,8 +14,7 @@ from dataclasses import replace
 
 from ckptmirror.core import events
 from ckptmirror.core.errors import IntegrityError, PreconditionFailed, StorePermanent, Temporary
-from ckptmirror.core.model import Artifact, Digest, Meta
-from ckptmirror.flow.places.object_match import why_differs
+from ckptmirror.core.model import Digest, Meta
 from ckptmirror.flow.upload.sending import LEASE_S, Sending, UploadContext
 from ckptmirror.flow.upload.transfer_progress import WatchedUpload
 from ckptmirror.local import files
@@ -52,7 +51,7 @@ class ArtifactUpload(Sending):
             info = self._store.stat(name)
             if info is None and name in self._own_names(meta):
                 info = self._create(name, artifact.digest, meta)
-            if info is not None and self._is_ours(info, artifact, meta):
+            if info is not None and self._is_right(info, artifact, meta):
                 self._verify(info, artifact.digest)
                 return
             if info is not None and self._is_damaged_own(info, meta):
@@ -109,12 +108,6 @@ class ArtifactUpload(Sending):
         if info.crc32c is None and info.generation == sent.generation:
             return replace(info, crc32c=digest.crc32c)  # the upload() of such a store has just read the object back
         return info
-
-    def _is_ours(self, info: ObjectInfo, artifact: Artifact, meta: Meta) -> bool:
-        """Whether the object is this save's: by its metadata, or by equal bytes if the store keeps no metadata."""
-        if self._store.capabilities.custom_metadata and info.metadata.get("ckptmirror-save") != meta.save_id:
-            return False
-        return why_differs(artifact, info, store=self._store) is None
 
     def _verify(self, info: ObjectInfo, digest: Digest) -> None:
         self._context.table.verify(

@@ -32,7 +32,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.meta_merging import check_same_save, merge_parts
-from ckptmirror.core.model import Meta, Tombstone
+from ckptmirror.core.model import Artifact, Meta, Tombstone
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, objects_of
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.upload.sending import Sending
@@ -135,14 +135,15 @@ class MetaUpload(Sending):
         """Make the mirror's meta of this save name the verified objects, and return the resulting meta.
 
         A damaged object keeps its name, and the object sent in place of it has another. Only object names change, and
-        only if the meta still has the generation that was read.
+        only if the meta still has the generation that was read. An object that is right keeps its place in the meta,
+        though this node sent the same file under another name: all nodes have ``.metadata``.
 
         Raises:
             Temporary: Another process changed it meanwhile.
         """
         verified = {names.untagged(artifact.path): artifact.object_name for artifact in mine.artifacts}
         artifacts = zip(_untagged_paths(there), there.artifacts, strict=True)
-        wanted = [verified.get(path, artifact.object_name) for path, artifact in artifacts]
+        wanted = [self._better_name(one, verified.get(path, one.object_name), mine) for path, one in artifacts]
         if wanted == [artifact.object_name for artifact in there.artifacts]:
             return info, data
         named = tuple(
@@ -154,6 +155,14 @@ class MetaUpload(Sending):
         except PreconditionFailed as error:
             raise Temporary(f"{info.name} on {self._context.mirror.url} has been changed since.") from error
         return info, data
+
+    def _better_name(self, artifact: Artifact, verified: str, meta: Meta) -> str:
+        """Return the name of the artifact's object in the mirror's meta, unless that is gone or wrong: then another."""
+        if artifact.object_name == verified:
+            return verified
+        info = self._store.stat(artifact.object_name)
+        is_right = info is not None and self._is_right(info, artifact, meta)
+        return artifact.object_name if is_right else verified
 
     def _check_artifacts(self, meta: Meta) -> None:
         """Ask for every artifact once more: some were verified long ago, and the bucket may have been replaced since.

@@ -17,10 +17,11 @@ from typing import Protocol
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta, IntegrityError, StorePermanent
-from ckptmirror.core.model import Meta
+from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.verification import delete_command
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.upload.transfer_progress import UnderWay
 from ckptmirror.local import files
 from ckptmirror.local.uploads import Claim, UploadRecord, UploadsTable
@@ -101,6 +102,12 @@ class Sending:
         plain = names.untagged(self._record.path)
         came_from = [n for n in (plain, names.tagged(plain, meta.save_id)) if self._store.stat(n) is not None]
         return list(dict.fromkeys([*came_from, *own]))
+
+    def _is_right(self, info: ObjectInfo, artifact: Artifact, meta: Meta) -> bool:
+        """Whether the object is this save's: by its metadata, or by equal bytes if the store keeps no metadata."""
+        if self._store.capabilities.custom_metadata and info.metadata.get("ckptmirror-save") != meta.save_id:
+            return False
+        return why_differs(artifact, info, store=self._store) is None
 
     def _is_damaged_own(self, info: ObjectInfo, meta: Meta) -> bool:
         """Whether an object with wrong bytes still belongs to this save, so that a person may delete it.

@@ -25,7 +25,7 @@ from tests.simulation.reference import (
     is_forward,
 )
 
-__all__ = ["allowed_starts", "on_the_lineage", "view_of"]
+__all__ = ["allowed_starts", "apart_on", "on_the_lineage", "view_of"]
 
 
 def allowed_starts(world: World, nodes: str, policy: str) -> list[Allowed]:
@@ -98,6 +98,19 @@ def on_the_lineage(world: World) -> set[str]:
     """The ids of the saves of the lineage by all mirrors and all disks."""
     view = view_of(world, world.disk, mirrors=True)
     return {save.save_id for save in in_order(view.attempts, view.saves, view.counting)}
+
+
+def apart_on(world: World, nodes: Iterable[str]) -> set[str]:
+    """The saves on these disks that no mirror takes, since their attempts left the lineage before they counted there.
+
+    A person is told of them at each end, until they are gone.
+    """
+    view = view_of(world, nodes, mirrors=True)
+    counting_there = view_of(world, "", mirrors=True).counting
+    lineage = {save.save_id for save in in_order(view.attempts, view.saves, view.counting)}
+    disks = [look_at_disk(world, world.root(node)) for node in set(nodes)]
+    metas = [meta for disk in disks for meta in disk.metas if meta.kinds != ("emergency",) and meta.staged_from is None]
+    return {meta.save_id for meta in metas if meta.attempt.id not in counting_there} - lineage
 
 
 def _known(attempt: Attempt) -> KnownAttempt:
