@@ -11,7 +11,7 @@ DOCS   := $(VENV)/.docs-installed
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-all test-lowest test-gcs check docs picture bench campaign campaign-nodes fuzz build clean
+.PHONY: help setup demo test test-long test-all test-lowest test-gcs check docs picture bench scale campaign campaign-nodes fuzz build clean
 
 help:      ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -73,6 +73,9 @@ picture: $(DOCS)  ## Draw docs/timeline.png, the picture of the README, from a r
 
 bench: setup  ## Measure against what you would use instead, as ratios, beside the physical limit
 	$(BIN)/python -m tests.bench
+
+scale: setup  ## Count what a save and a start cost a job of 1 to 1,000 nodes of 8 ranks: NODES=100 for one size
+	$(BIN)/python -m tests.scale $(if $(NODES),--nodes $(NODES))
 
 campaign: setup  ## Kill at every crash point, play long histories: not only the slice that `make test` takes
 	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash tests/simulation tests/unit/core/start --timeout=3600
