@@ -81,6 +81,7 @@ class Meeting:
         self.node_ranks = tuple(one for one in range(job.shape.ranks) if job.shape.node_of(one) == self.node)
         self.local_rank, self.local_world_size = self.node_ranks.index(rank), len(self.node_ranks)
         self.is_leader = self.local_rank == 0
+        self.nodes_of_ranks = tuple(job.shape.node_of(one) for one in range(job.shape.ranks))
 
     def exchange(self, value: Any, *, what: str, error: BaseException | None = None) -> list[Any]:
         return list(self._values(value, what, "all", error).values())

