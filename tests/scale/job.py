@@ -406,7 +406,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
     if pid == 0:
         code = 1
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
             before = _status_kib("VmRSS")
             work()
             os.write(writing, str((_status_kib("VmHWM") - before) * 1024).encode())

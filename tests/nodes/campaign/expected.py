@@ -103,7 +103,7 @@ def on_the_lineage(world: World) -> set[str]:
 def apart_on(world: World, nodes: Iterable[str]) -> set[str]:
     """The saves on these disks that no mirror takes, since their attempts left the lineage before they counted there.
 
-    A person is told of them at each end, until they are gone.
+    Each end reports them, until they are gone.
     """
     view = view_of(world, nodes, mirrors=True)
     counting_there = view_of(world, "", mirrors=True).counting
