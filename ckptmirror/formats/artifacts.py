@@ -23,11 +23,11 @@ import torch
 
 from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.core.model import Digest
-from ckptmirror.formats.read_limits import TooDeep, too_deep
 from ckptmirror.formats.shards import read_pieces
 from ckptmirror.formats.tensor_bytes import compact
-from ckptmirror.formats.tensor_files import load_pt, refused_as_usage
 from ckptmirror.local.checksummed_writer import ArtifactWriter
+from ckptmirror.untrusted.read_limits import TooDeep, too_deep
+from ckptmirror.untrusted.tensor_files import load_pt, refused_as_usage
 
 __all__ = ["ArtifactStream", "stream_to", "write_json", "write_pt"]
 

@@ -30,7 +30,6 @@ from ckptmirror.formats.extra_aliases import KEY as ALIASES
 from ckptmirror.formats.extra_aliases import aliases_of
 from ckptmirror.formats.names import bare, live_parameters, live_values
 from ckptmirror.formats.optimizer_state import capture_optimizer
-from ckptmirror.formats.read_limits import too_deep
 from ckptmirror.formats.rng import capture_rng
 from ckptmirror.formats.shards import region_of
 from ckptmirror.formats.state_tree import has_position, position_of, state_of, warn_left_alone
@@ -38,6 +37,7 @@ from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.train_state import PARTS, SETTINGS, TrainState, check_state
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
 from ckptmirror.formats.weights_only_values import encode, has_shards
+from ckptmirror.untrusted.read_limits import too_deep
 
 __all__ = ["HAS_OPTIMIZER", "capture", "capture_local", "snapshot_from_tree", "snapshot_tree", "walk_tensors"]
 

@@ -45,10 +45,10 @@ from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_
 from ckptmirror.formats.dcp_read import check_plain_values, load_directory, read_directory_metadata
 from ckptmirror.formats.sidecars import is_scheduled
 from ckptmirror.formats.tensor_bytes import compact
-from ckptmirror.formats.tensor_files import check_regular
 from ckptmirror.formats.versions import KEY, to_text, versions_in
 from ckptmirror.formats.weights_only_values import MARK
 from ckptmirror.local.checksummed_writer import ArtifactWriter
+from ckptmirror.untrusted.tensor_files import check_regular
 
 __all__ = ["FORMAT", "DcpFormat"]
 

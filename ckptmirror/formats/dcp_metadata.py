@@ -19,11 +19,11 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats.described_tensors import DTYPES
-from ckptmirror.formats.pickles import Made, Name, check_whole, read_pickle, shown
-from ckptmirror.formats.read_limits import Budget
 from ckptmirror.formats.shards import Region, are_apart
-from ckptmirror.formats.tensor_files import named
+from ckptmirror.untrusted.described_tensors import DTYPES
+from ckptmirror.untrusted.pickles import Made, Name, check_whole, read_pickle, shown
+from ckptmirror.untrusted.read_limits import Budget
+from ckptmirror.untrusted.tensor_files import named
 
 __all__ = ["METADATA_NAME", "check_entries", "check_ranges", "loads_metadata", "regions_of"]
 

@@ -30,12 +30,12 @@ from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.names import live_values, match_names
 from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import named_file
-from ckptmirror.formats.read_limits import max_depth
 from ckptmirror.formats.shards import Piece, Region, Stored, fill, fills, local_of, region_of
-from ckptmirror.formats.tensor_files import check_regular, load_part, open_regular, refused_as_usage
 from ckptmirror.formats.versions import KEY, attached, from_text
 from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.local.files import read_limited
+from ckptmirror.untrusted.read_limits import max_depth
+from ckptmirror.untrusted.tensor_files import check_regular, load_part, open_regular, refused_as_usage
 
 __all__ = [
     "check_plain_values",

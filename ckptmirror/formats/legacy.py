@@ -29,9 +29,9 @@ from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.rank_files import RankFiles, moved
 from ckptmirror.formats.sidecars import load_extra, takes_schedule
-from ckptmirror.formats.tensor_files import load_pt
 from ckptmirror.formats.versions import Versions, plain_model
 from ckptmirror.formats.weights_only_values import decode
+from ckptmirror.untrusted.tensor_files import load_pt
 
 __all__ = ["LegacyState", "load_legacy", "read_legacy"]
 

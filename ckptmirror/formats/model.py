@@ -29,9 +29,9 @@ from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import RankFiles, named_file, rank_files
 from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import is_scheduled
-from ckptmirror.formats.tensor_files import check_regular, load_pt
 from ckptmirror.formats.versions import attached, plain_model, versions_in
 from ckptmirror.formats.weights_only_values import as_torch_has_it, decode
+from ckptmirror.untrusted.tensor_files import check_regular, load_pt
 
 __all__ = ["FORMAT", "ModelFormat", "full_optimizer"]
 

@@ -18,7 +18,7 @@ from ckptmirror.core.model import Meta
 from ckptmirror.formats.containers import TreePath, changed, item_at, with_item
 from ckptmirror.formats.shards import read_pieces, spread
 from ckptmirror.formats.tensor_bytes import has_plain_bytes
-from ckptmirror.formats.tensor_files import load_pt
+from ckptmirror.untrusted.tensor_files import load_pt
 
 __all__ = ["RankFiles", "live_at", "moved", "named_file", "rank_files"]
 

@@ -19,9 +19,9 @@ from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.formats.dcp_read import read_full_directory
 from ckptmirror.formats.rank_files import moved, named_file, rank_files
-from ckptmirror.formats.tensor_files import load_pt
 from ckptmirror.formats.versions import attached, plain_model
 from ckptmirror.formats.weights_only_values import decode
+from ckptmirror.untrusted.tensor_files import load_pt
 
 __all__ = ["read_extra", "read_full"]
 

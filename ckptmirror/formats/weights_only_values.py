@@ -25,11 +25,11 @@ from torch.serialization import get_safe_globals
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.live_only import SavedGenerator, SavedMember
-from ckptmirror.formats.read_limits import Budget
 from ckptmirror.formats.tensor_bytes import is_wrapper
-from ckptmirror.formats.tensor_files import load_bytes
 from ckptmirror.formats.text_values import text_of, value_of
 from ckptmirror.formats.versions import attached, checked, is_plain
+from ckptmirror.untrusted.read_limits import Budget
+from ckptmirror.untrusted.tensor_files import load_bytes
 
 __all__ = ["MARK", "as_torch_has_it", "decode", "encode", "has_shards"]
 

@@ -21,9 +21,9 @@ from ckptmirror.formats.dcp_read import read_full_directory
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.read_full import read_full
-from ckptmirror.formats.tensor_files import load_bytes
 from ckptmirror.formats.versions import checked, for_live, from_text, plain_model
 from ckptmirror.formats.weights_only_values import decode
+from ckptmirror.untrusted.tensor_files import load_bytes
 from tests.kit.formats import KINDS, load, same_bits, save
 
 

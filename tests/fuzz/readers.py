@@ -59,12 +59,11 @@ from ckptmirror.flow.places.reference import locate
 from ckptmirror.flow.places.resolve import list_checkpoints, resolve_checkpoint_reference
 from ckptmirror.flow.retention.reconcile import BRINGING_NAME, being_brought
 from ckptmirror.flow.save.emergency_files import note_path, read_note
-from ckptmirror.formats import dcp_metadata, described_tensors
+from ckptmirror.formats import dcp_metadata
 from ckptmirror.formats.dcp_metadata import loads_metadata
 from ckptmirror.formats.dcp_read import read_full_directory
 from ckptmirror.formats.legacy import read_legacy
 from ckptmirror.formats.rank_files import RankFiles
-from ckptmirror.formats.tensor_files import load_bytes, load_pt
 from ckptmirror.formats.versions import from_text, plain_model, versions_in
 from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.local.lock import read_owner
@@ -78,6 +77,8 @@ from ckptmirror.observe.timeline import build_timeline
 from ckptmirror.stores import normalise_url
 from ckptmirror.stores.locations import BucketLocation
 from ckptmirror.stores.memory import MemoryStore
+from ckptmirror.untrusted import described_tensors
+from ckptmirror.untrusted.tensor_files import load_bytes, load_pt
 from tests.fuzz.answers import readers_of_answers
 from tests.fuzz.fuzzing import Reader
 from tests.fuzz.mutations import change_json, change_lines, opcode_changes
@@ -476,7 +477,7 @@ def _copied(source: Path, name: Path) -> Callable[[bytes], Path]:
 
 
 def _records(data: bytes) -> dict[str, bytes]:
-    from ckptmirror.formats.archives import records_of
+    from ckptmirror.untrusted.archives import records_of
 
     found = records_of(lambda offset, count: data[offset : offset + count], len(data))
     return {name: data[one.offset : one.offset + one.size_bytes] for name, one in found.items()}

@@ -12,7 +12,7 @@ import pytest
 
 from ckptmirror import CheckpointManager, load_checkpoint
 from ckptmirror.core.errors import BackgroundSaveFailed, CkptMirrorError, UnsafePickle, UsageError
-from ckptmirror.formats.read_limits import max_depth
+from ckptmirror.untrusted.read_limits import max_depth
 from tests.kit.formats import make_state
 
 pytestmark = pytest.mark.long

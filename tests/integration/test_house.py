@@ -47,6 +47,8 @@ PLANTED = {
     "cli imports torch": ("cli/stage.py", "import torch"),
     "config imports torch": ("config.py", "import torch"),
     "formats imports data": ("formats/merging.py", "from ckptmirror.data import loader"),
+    "untrusted imports formats": ("untrusted/tensor_files.py", "from ckptmirror.formats import base"),
+    "untrusted knows saves": ("untrusted/archives.py", "from ckptmirror.core import model"),
     "stores imports formats": ("stores/file.py", "from ckptmirror.formats import base"),
     "formats imports ranks": ("formats/model.py", "from ckptmirror.ranks import base"),
     "stores imports the uploads table": ("stores/memory.py", "from ckptmirror.local import uploads"),

@@ -146,7 +146,7 @@ class Saver:
         try:
             copied = Copied.of(live, self._kept_copier(), said)
         except RecursionError as error:
-            from ckptmirror.formats.read_limits import too_deep
+            from ckptmirror.untrusted.read_limits import too_deep
 
             raise too_deep({"extra": state.extra}, "") from error
         self._bus.emit(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats import read_limits
-from ckptmirror.formats.pickles import check_whole, read_pickle
-from ckptmirror.formats.tensor_files import load_bytes
+from ckptmirror.untrusted import read_limits
+from ckptmirror.untrusted.pickles import check_whole, read_pickle
+from ckptmirror.untrusted.tensor_files import load_bytes
 from tests.kit.hostile_files import (
     called,
     dict_of,
@@ -145,7 +145,7 @@ def test_what_would_cost_more_than_its_bytes_is_unsafe(what: str) -> None:
     ids=["wide", "deep", "marks", "memo"],
 )
 def test_what_is_just_within_a_limit_is_let_through(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptmirror.formats.pickles.max_depth", lambda: 10_000)
+    monkeypatch.setattr("ckptmirror.untrusted.pickles.max_depth", lambda: 10_000)
     read(pickled(body))
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats.read_limits import BYTES_PER_BYTE, FREE_BYTES, Budget, TooDeep, max_depth
+from ckptmirror.untrusted.read_limits import BYTES_PER_BYTE, FREE_BYTES, Budget, TooDeep, max_depth
 
 __all__ = ["Made", "Name", "check_whole", "read_pickle", "shown"]
 

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
-from ckptmirror.formats.archives import ReadAt, records_of
-from ckptmirror.formats.described_tensors import is_known, make
-from ckptmirror.formats.pickles import check_whole, read_pickle
-from ckptmirror.formats.read_limits import Budget
-from ckptmirror.formats.tensor_bytes import byte_view
 from ckptmirror.local import direct_io
+from ckptmirror.untrusted.archives import ReadAt, records_of
+from ckptmirror.untrusted.described_tensors import is_known, make
+from ckptmirror.untrusted.pickles import check_whole, read_pickle
+from ckptmirror.untrusted.read_limits import Budget
 
 __all__ = ["check_regular", "load_bytes", "load_part", "load_pt", "named", "open_regular", "refused_as_usage"]
 
@@ -96,7 +95,7 @@ def _load(read_at: ReadAt, read_into: _Into, size_bytes: int, mapped: Any) -> An
         if mapped is not None and offset % _ALIGNMENT == 0:
             return torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=offset).untyped_storage()
         memory = torch.empty(count, dtype=torch.uint8, device="cpu")
-        read_into(byte_view(memory), offset)
+        read_into(memory.numpy().data, offset)
         return memory.untyped_storage()
 
     sizes_bytes = {name[5:]: r.size_bytes for name, r in records.items() if name.startswith("data/")}

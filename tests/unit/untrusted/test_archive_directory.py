@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core.errors import IntegrityError
-from ckptmirror.formats import archives
-from ckptmirror.formats.tensor_files import load_bytes, load_pt
+from ckptmirror.untrusted import archives
+from ckptmirror.untrusted.tensor_files import load_bytes, load_pt
 from tests.kit.hostile_files import Record, archive, number, pickled, pt
 
 HONEST = pt(number(1), s0=b"1234")

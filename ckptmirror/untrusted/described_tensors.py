@@ -23,8 +23,8 @@ from torch.serialization import get_safe_globals
 from torch.storage import _dtype_to_storage_type_map
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats.pickles import Made, Name, shown
-from ckptmirror.formats.read_limits import Budget
+from ckptmirror.untrusted.pickles import Made, Name, shown
+from ckptmirror.untrusted.read_limits import Budget
 
 __all__ = ["DTYPES", "is_known", "make"]
 

@@ -21,13 +21,14 @@ import torch
 
 from ckptmirror import load_checkpoint
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
-from ckptmirror.formats import LoadTarget, TrainState, pickles, read_limits
+from ckptmirror.formats import LoadTarget, TrainState
 from ckptmirror.formats.legacy import load_legacy, read_legacy
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.rng import capture_rng, load_rng
 from ckptmirror.formats.shards import Piece, Region, fill
-from ckptmirror.formats.tensor_files import load_bytes, load_pt
 from ckptmirror.formats.weights_only_values import decode, encode
+from ckptmirror.untrusted import pickles, read_limits
+from ckptmirror.untrusted.tensor_files import load_bytes, load_pt
 from tests.kit.hostile_files import (
     ARCHIVES,
     Record,
@@ -57,7 +58,7 @@ import torch
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.formats.weights_only_values import decode, encode
 from ckptmirror.formats.rank_files import RankFiles
-from ckptmirror.formats.tensor_files import load_pt
+from ckptmirror.untrusted.tensor_files import load_pt
 
 torch.set_num_threads(1)
 with open("/proc/self/statm") as facts:
