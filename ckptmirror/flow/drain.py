@@ -41,10 +41,10 @@ from ckptmirror.flow.places.mirrors import (
     Mirror,
     MirrorSpec,
     close_mirrors,
-    left_behind,
     mirror_specs,
     open_mirrors,
     stop_retrying,
+    waiting_for_removed,
 )
 from ckptmirror.flow.places.select import lineage_of
 from ckptmirror.flow.retention.durability import Durability, open_saves
@@ -157,7 +157,7 @@ def drain(
         limited = {spec.url: spec for spec in mirror_specs(limits)}
         specs = [replace(limited.get(row.url, MirrorSpec(row.url)), required=row.required) for row in table.mirrors()]
         if not specs:
-            left = left_behind(table, ())
+            left = waiting_for_removed(table, ())
             waiting = "".join(
                 f" {count} files wait for {url}, which is no longer a mirror." for url, count in left.items()
             )
@@ -440,7 +440,7 @@ class _Work:
         refused = {url: reason for url, reason in refusals.final.items() if url in {one.mirror for one in now.open}}
         refused |= {url: str(error) for url, error in unasked.items() if reach_after(error) is Reach.REFUSED}
         unasked = {url: error for url, error in unasked.items() if url not in refused}
-        left = left_behind(table, {row.url for row in table.mirrors()})
+        left = waiting_for_removed(table, {row.url for row in table.mirrors()})
         found = _emergency(self._root, here)
         return DrainReport(_settled(table, urls, Transfers()), pending, tuple(failed), refused, unasked, left, *found)
 

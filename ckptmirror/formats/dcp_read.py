@@ -38,6 +38,7 @@ from ckptmirror.untrusted.read_limits import max_depth
 from ckptmirror.untrusted.tensor_files import check_regular, load_part, open_regular, refused_as_usage
 
 __all__ = [
+    "check_directory",
     "check_plain_values",
     "files_read",
     "load_directory",
@@ -184,6 +185,24 @@ def read_tree(directory: Path, named: Container[str] | None = None) -> Any:
     """
     entries, reader = _open(directory, named, all_here=True)
     return reader.value(entries)
+
+
+def check_directory(data: bytes, sizes_bytes: Mapping[str, int], where: str) -> None:
+    """Check that a ``.metadata`` describes whole tensors in files of these sizes, as a load does first.
+
+    Args:
+        data: The bytes of ``.metadata``.
+        sizes_bytes: The size of each other file that the save's meta names in the directory.
+        where: The directory's name, for messages.
+
+    Raises:
+        UnsafePickle: It asks for something that is not on the allow-list.
+        IntegrityError: It is broken; pieces overlap, leave gaps, or are not where it says.
+    """
+    metadata = loads_metadata(data, where)
+    check_entries(metadata, where)
+    check_ranges(metadata, sizes_bytes, where)
+    _entries(metadata)
 
 
 def check_plain_values(directory: Path, metadata: Metadata, present: Container[str]) -> None:

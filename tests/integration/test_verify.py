@@ -17,6 +17,7 @@ from ckptmirror.local.table_place import table_path
 from ckptmirror.stores import open_store
 from tests.kit.cli import AS_MODULE, assert_tells, clean_environment, run
 from tests.kit.faults import flip_bit
+from tests.kit.formats import dcp_contents
 from tests.kit.roots import drained, make_mirrored, pending, states
 from tests.kit.saves import FIRST_ATTEMPT, put_attempts, put_on_mirror
 from tests.kit.terminal import OnTerminal, bare
@@ -137,7 +138,7 @@ def test_what_a_worker_mended_meanwhile_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_damaged_local_file_comes_back_from_a_mirror_by_the_command_that_is_named(tmp_path: Path) -> None:
-    root, url, _ = drained(tmp_path, 100, 200, kinds=("dcp", "model"))
+    root, url, _ = drained(tmp_path, 100, 200, kinds=("dcp", "model"), contents=dcp_contents("__0_0.distcp"))
     flip_bit(root / "model_000100.pt")
     flip_bit(root / "dcp_000200" / "__0_0.distcp")
     found = verify(Target(root), deep=True)
@@ -161,7 +162,7 @@ def test_no_copy_that_was_seen_to_be_damaged_is_named_as_the_good_one(tmp_path: 
 
 
 def test_broken_metas_are_mended_here_and_there(tmp_path: Path) -> None:
-    root, url, _ = drained(tmp_path, 100, 200, kinds=("dcp", "model"))
+    root, url, _ = drained(tmp_path, 100, 200, kinds=("dcp", "model"), contents=dcp_contents("__0_0.distcp"))
     (root / "meta_000100.json").write_text("{}")
     (tmp_path / "mirror" / "meta_000200.json").write_text("{}")
     found = verify(Target(root, (url,)), deep=True)

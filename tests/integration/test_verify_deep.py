@@ -17,6 +17,7 @@ from ckptmirror.stores import memory, open_store
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.cli import LIMIT_S, assert_tells, run, start
 from tests.kit.faults import flip_bit
+from tests.kit.formats import dcp_contents
 from tests.kit.mirrors import SpyStore
 from tests.kit.roots import drained, make_mirrored, states
 from tests.kit.saves import put_on_mirror
@@ -56,6 +57,26 @@ def test_every_damaged_block_is_counted_and_other_files_are_read_all_the_same(tm
         for fault in found.faults
     )
     assert found.read_bytes == meta.size_bytes - BIG - 3000
+
+
+def test_pieces_that_do_not_make_up_their_tensor_are_damage_although_every_checksum_is_right(
+    server: GcsServerProcess, tmp_path: Path
+) -> None:
+    """A save that somebody forged, with the right checksums; no load takes it either."""
+    honest = dcp_contents("__0_0.distcp", "__1_0.distcp")
+    forged = dcp_contents("__0_0.distcp", "__1_0.distcp", overlap=True)
+    for name, contents, outcome in (("honest", honest, "whole"), ("forged", forged, "damaged")):
+        root, url, _ = drained(
+            tmp_path / name, 100, url=f"gs://{BUCKET}/{name}", kinds=("dcp", "model"), ranks=2, contents=contents
+        )
+        for target in (Target(root), Target(mirrors=(url,))):
+            assert verify(target).outcome == "whole"
+            found = verify(target, deep=True)
+            assert found.outcome == outcome
+    (save,) = found.saves
+    assert save.whole_kinds == ("model",)
+    assert len(save.faults) == 1
+    assert ".metadata: dcp_000100: the pieces of model.w overlap" in save.faults[0]
 
 
 def test_a_file_that_shrinks_a_link_and_a_directory_in_its_place_are_damage(tmp_path: Path) -> None:

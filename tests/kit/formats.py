@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from ckptmirror.core.model import KINDS as ALL_KINDS
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
@@ -209,3 +218,24 @@ def files_below(root: Path) -> list[Path]:
 
 
 Damage = Callable[[Path], None]
+
+
+def dcp_contents(*files: str, size_bytes: int = 3000, overlap: bool = False) -> dict[str, bytes]:
+    """A ``.metadata`` that describes one vector in these files of zeros, and the files.
+
+    Args:
+        files: Their names.
+        size_bytes: The size of each: four bytes for each value.
+        overlap: Whether each piece after the first starts one value early, so that values overlap and the last ones
+            are missing.
+    """
+    count = size_bytes // 4
+    starts = [number * count - (overlap and number > 0) for number in range(len(files))]
+    chunks = [ChunkStorageMetadata(torch.Size([start]), torch.Size([count])) for start in starts]
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([count * len(files)]), chunks)
+    storage = {
+        MetadataIndex("model.w", [start]): _StorageInfo(name, 0, size_bytes)
+        for start, name in zip(starts, files, strict=True)
+    }
+    described = Metadata({"model.w": tensor}, {"model.w": ("model", "w")}, storage)
+    return {".metadata": pickle.dumps(described)} | dict.fromkeys(files, bytes(size_bytes))

@@ -77,6 +77,7 @@ def make_save(
     tag: str | None = None,
     size_bytes: int = 3000,
     sizes: Mapping[str, int] | None = None,
+    contents: Mapping[str, bytes] | None = None,
     sidecars: bool = True,
     metrics: Mapping[str, float] | None = None,
     run_id: str = RUN_ID,
@@ -85,7 +86,8 @@ def make_save(
 ) -> Meta:
     """Write a whole save into ``root`` and return its meta.
 
-    ``tag`` is chosen like a save's if None. ``sizes`` overrides ``size_bytes`` by the last component of a path.
+    ``tag`` is chosen like a save's if None. By the last component of a path, ``sizes`` overrides ``size_bytes``, and
+    ``contents`` the random bytes.
     """
     root.mkdir(parents=True, exist_ok=True)
     save_id = save_id or new_id()
@@ -99,6 +101,7 @@ def make_save(
     for path, (needed_by, rank) in plan_files(step, kinds, ranks=ranks, sidecars=sidecars, tag=tag).items():
         size = (sizes or {}).get(path.rpartition("/")[2], size_bytes)
         data = random.Random(f"{save_id} {names.untagged(path)}").randbytes(size)
+        data = (contents or {}).get(path.rpartition("/")[2], data)
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(data)
         artifacts.append(Artifact(path=path, kinds=needed_by, rank=rank, digest=digest_of(data)))

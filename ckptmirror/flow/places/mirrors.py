@@ -46,11 +46,11 @@ __all__ = [
     "counting",
     "counting_rows",
     "known_mirrors",
-    "left_behind",
     "mirror_specs",
     "open_mirrors",
     "set_mirrors",
     "stop_retrying",
+    "waiting_for_removed",
 ]
 
 _NOTE_FORMAT = "ckptmirror-mirror"
@@ -196,7 +196,7 @@ def set_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> None:
     pushed: list[str] = []
     with contextlib.suppress(BrokenTable):
         pushed = [row.url for row in table.mirrors() if row.pushed and row.url not in urls]
-    for url, count in left_behind(table, {*urls, *pushed}).items():
+    for url, count in waiting_for_removed(table, {*urls, *pushed}).items():
         save_logger(_log, mirror=url).error(
             "%d files wait for %s, which is no longer a mirror: they are not sent until it is configured again",
             count,
@@ -205,7 +205,7 @@ def set_mirrors(table: UploadsTable, specs: Sequence[MirrorSpec]) -> None:
     table.set_mirrors([*((spec.url, spec.required) for spec in specs), *((url, False) for url in pushed)], pushed)
 
 
-def left_behind(table: UploadsTable, mirrors: Collection[str]) -> dict[str, int]:
+def waiting_for_removed(table: UploadsTable, mirrors: Collection[str]) -> dict[str, int]:
     """Count the files that wait for each mirror that is not among ``mirrors``."""
     waiting = [r.mirror for r in table.records() if r.mirror not in mirrors and r.state in WAITING]
     return {mirror: waiting.count(mirror) for mirror in sorted(set(waiting))}

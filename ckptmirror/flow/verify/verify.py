@@ -2,7 +2,8 @@
 
 Rules:
 * The structure comes first: the meta is valid, and every file or object that it names exists, with its size, and with
-  its crc32c if the mirror keeps one. ``deep`` also reads every byte (``fetch.blocks``).
+  its crc32c if the mirror keeps one. ``deep`` also reads every byte (``fetch.blocks``), and then
+  whether the pieces of a DCP directory make up its tensors (``contents``).
 * A check changes and locks nothing, and may run beside a trainer: a save that is deleted on purpose meanwhile is not
   damage.
 * There is one exception. With ``deep``, and with the root given beside a mirror that its table knows by identity,
@@ -35,6 +36,7 @@ from ckptmirror.flow.fetch.destination import is_training_root
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import locate
 from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
+from ckptmirror.flow.verify.contents import check_contents
 from ckptmirror.flow.verify.structure import Subject, look_at_mirror, look_at_root
 from ckptmirror.flow.verify.table_feedback import Table
 from ckptmirror.local.uploads import SaveRow
@@ -164,6 +166,9 @@ def verify(
         _check_every_place(target, step, mirrors, with_something)
         if deep:
             _read(subjects, mirrors, on_progress)
+            stores = {mirror.url: mirror.store for mirror in mirrors}
+            for subject in subjects:
+                check_contents(subject, stores.get(subject.place))
             subjects = [subject for subject in subjects if not subject.is_gone()]
         for subject in subjects:
             row = table.save_of(subject)
