@@ -65,6 +65,7 @@ class Job:
         steps: The steps that are trained and saved.
         mirrored: Whether there is a mirror.
         bucket: Its URL, if it is not a directory in ``base``.
+        also: The URL of another mirror; "": none.
         kinds: What is saved.
         shares: Whether what several nodes need is fetched by one.
         hidden: The width of the model.
@@ -92,6 +93,7 @@ class Job:
     crowded: bool = False
     keep_last: int = 2
     bucket: str = ""
+    also: str = ""
     kinds: tuple[Kind, ...] = ("dcp", "model")
     shares: bool = False
     hidden: int = 12
@@ -142,7 +144,7 @@ def take_part(rank: int, job: Job) -> Found:
     try:
         manager = CheckpointManager(
             job.base / job.nodes[rank],
-            [job.url] if job.mirrored else [],
+            [url for url in (job.url, job.also) if url] if job.mirrored else [],
             kinds=job.kinds,
             retention=Retention(keep_last=job.keep_last),
             share_downloads=job.shares,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.flow.drain import drain
+from tests.kit.cli import run
 from tests.kit.roots import leftovers
 from tests.nodes.jobs import ALONE_S, Job, expect
 
@@ -134,6 +135,7 @@ def test_nobody_waits_for_the_part_of_a_node_that_is_gone(tmp_path: Path) -> Non
     third = Job(tmp_path, "ac", (3,)).run()
     assert [(one.step, one.failed) for one in third] == [(1, ""), (1, "")]
     assert (tmp_path / "a" / "meta_000002.json").exists()  # the disk of b may come back
+    drain(tmp_path / "a", timeout_s=ALONE_S)  # the job ended before it asked again
     assert len(list((tmp_path / "mirror").glob("parts/meta_000002-*"))) == 1
 
 
@@ -157,6 +159,17 @@ def test_no_rank_waits_for_the_part_of_a_node_that_is_gone(tmp_path: Path) -> No
     Job(tmp_path, "ab", (1, 2), dies=1).run()
     for one in Job(tmp_path, "aac", (3,)).run():
         assert (one.step, one.failed) == (1, "")
+
+
+def test_nobody_waits_until_a_new_mirror_has_the_part_of_a_node_that_is_gone(tmp_path: Path) -> None:
+    """The save that all began from is whole on the mirror that was there before."""
+    Job(tmp_path, "ab", (1,)).run()
+    second = Job(tmp_path, "bc", (2,), also=f"file://{tmp_path}/other").run()
+    assert [(one.step, one.failed) for one in second] == [(1, ""), (1, "")]
+    assert (tmp_path / "other" / "meta_000002.json").exists()
+    assert not (tmp_path / "other" / "meta_000001.json").exists()
+    drain(tmp_path / "a", timeout_s=ALONE_S)
+    assert "NOT SAFE" in run("status", "--root", tmp_path / "b").stdout
 
 
 def test_a_job_does_not_complete_a_save_that_it_left_behind_before_its_own_first(tmp_path: Path) -> None:

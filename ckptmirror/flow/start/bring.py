@@ -122,9 +122,9 @@ class Bringer:
 
     @property
     def torn(self) -> frozenset[str]:
-        """The saves of which disks of this job have parts, and which are whole nowhere, by id."""
-        whole = {copy.save.save_id for row in self.seen.evidence.rows for copy in row.copies}
-        return frozenset(part.save.save_id for part in self.seen.evidence.disk.parts) - whole
+        """The saves of which disks of this job have parts, and no disk of this job has the rest, by id."""
+        disk = self.seen.evidence.disk
+        return frozenset(part.save.save_id for part in disk.parts) - {copy.save.save_id for copy in disk.copies}
 
     @property
     def chosen(self) -> Try | None:

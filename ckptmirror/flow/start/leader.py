@@ -166,8 +166,8 @@ class Node:
         Args:
             claim: The claim.
             abandoned: The saves of which this node may have a part and which can never be whole, with the reason.
-            torn: The saves of which this node may have a part and which were whole nowhere. Its part is uploaded, but
-                nothing waits for the parts of nodes that are not of this job.
+            torn: The saves of which this node may have a part, and no disk of this job the rest. Its part is uploaded,
+                but nothing waits for the parts of nodes that are not of this job.
         """
         self.claim = claim
         self._torn = frozenset(torn)
