@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.save.commit import SaveCommit
 from ckptmirror.flow.start import gather, resume
-from ckptmirror.local import crashpoints
+from ckptmirror.local import crashpoints, directories
 from tests.kit.processes import run_ranks
 from tests.kit.training import same
 
@@ -72,7 +73,8 @@ class Job:
         snapshot: The step of an emergency snapshot after that; 0: none.
         dies: The rank that is killed in the last save; -1: none.
         crash_at: The point at which it dies, from that save on; "0": none, but the points are counted.
-        full: The rank whose node has no room for the records of the last save; -1: none.
+        full: The rank whose node has no room for the last save; -1: none.
+        full_at: What it has no room for: "records", or "names", when it was ready to commit.
         kept: Whether snapshots are also kept in a directory that all nodes see.
         crowded: Whether a node has no room for what it lacks while its disk has more than one save.
         keep_last: How many saves a rotation keeps.
@@ -88,6 +90,7 @@ class Job:
     dies: int = -1
     crash_at: str = "save.publish:before"
     full: int = -1
+    full_at: str = "records"
     waits: bool = False
     kept: bool = False
     crowded: bool = False
@@ -192,7 +195,8 @@ def _before_last(manager: CheckpointManager, job: Job, rank: int) -> None:
     if rank == job.dies:
         crashpoints.arm(job.crash_at if job.crash_at != "0" else None)
     if rank == job.full:
-        SaveCommit.prepare = _no_room  # type: ignore[method-assign]
+        place, name = (SaveCommit, "prepare") if job.full_at == "records" else (directories, "rename_noreplace")
+        setattr(place, name, partial(_no_room, job.full_at))
     if job.waits:
         job.fifo(rank).read_text()
 
@@ -202,8 +206,8 @@ def _check_crowded(view: Path, _incoming: Any) -> None:
         raise LocalStorageFull("this disk has no room for a save")
 
 
-def _no_room(_commit: SaveCommit) -> None:
-    raise LocalStorageFull("this disk has no room for records")
+def _no_room(what: str, *_: Any, **__: Any) -> None:
+    raise LocalStorageFull(f"this disk has no room for {what}")
 
 
 def expect(found: Sequence[Found], step: int, place: str, like: Found) -> None:

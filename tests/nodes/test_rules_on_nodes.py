@@ -13,7 +13,7 @@ import pytest
 from ckptmirror import CheckpointManager, list_checkpoints, stage_checkpoint_step
 from ckptmirror.core.errors import ConfigError, UsageError
 from ckptmirror.core.model import Kind
-from ckptmirror.flow.drain import push
+from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.start.rewind import rewind
 from tests.integration.test_signed_runs import make_key
 from tests.kit.processes import outcome, run_ranks
@@ -93,14 +93,18 @@ def test_a_root_that_was_copied_to_another_node_is_not_that_nodes_part(tmp_path:
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_node_that_cannot_commit_leaves_no_part_on_any(full: int, tmp_path: Path) -> None:
-    found = Job(tmp_path, "ab", (1, 2), full=full).run()
+@pytest.mark.parametrize("what", ["records", "names"])
+def test_a_node_that_cannot_commit_leaves_no_part_on_any(what: str, full: int, tmp_path: Path) -> None:
+    """Nor where it was ready to, and the other node has committed: it would wait for that part without end."""
+    found = Job(tmp_path, "ab", (1, 2), full=full, full_at=what).run()
     for one in found:
-        assert "no room for records" in one.failed
+        assert f"no room for {what}" in one.failed
     assert f"rank {full} on node {full} failed" in found[1 - full].failed
     for node in "ab":
         assert list((tmp_path / node).glob("*_000002*")) == []
         assert leftovers(tmp_path / node) == []
+        assert drain(tmp_path / node, timeout_s=WAIT_S).is_verified
+    assert list((tmp_path / "mirror").rglob("*_000002*")) == []
     assert [one.step for one in Job(tmp_path, "ab").run()] == [1, 1]
 
 

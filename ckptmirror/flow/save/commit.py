@@ -80,13 +80,14 @@ def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], 
     commit = SaveCommit(root, table, mirrors, meta)
     commit.prepare()
     commit.publish()
+    commit.release()
 
 
 class SaveCommit:
     """The commit of a sealed save, or of a node's part of one, in the order that the module describes.
 
-    Where a job has several nodes, all of them prepare before any publishes, so that only a crash leaves a save of which
-    some nodes have their part and others do not.
+    Where a job has several nodes, all of them prepare before any publishes, and one that cannot publish lets the others
+    withdraw what they published. So only a crash leaves a save of which some nodes have their part and others do not.
     """
 
     def __init__(self, root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], meta: Meta) -> None:
@@ -120,7 +121,7 @@ class SaveCommit:
             self._sealed.seal()
 
     def publish(self) -> None:
-        """Do the steps from 3. A failure before step 4 leaves nothing of the save.
+        """Do the steps 3 and 4. A failure before step 4 leaves nothing of the save.
 
         Raises:
             NameTaken: Another process created one of the names meanwhile; its files are untouched.
@@ -135,9 +136,13 @@ class SaveCommit:
                 )
             directories.fsync_dir(root)
             self._sealed.publish()
+
+    def release(self) -> None:
+        """Do the steps 5 and 6. A failure is only logged."""
+        meta, root = self.meta, self._root
         try:
             self._table.release_save(meta.save_id)
-        except CkptMirrorError as error:  # the save exists: the next reconcile releases its records
+        except (CkptMirrorError, OSError) as error:  # the save exists: the next reconcile releases its records
             save_logger(_log, meta).error(
                 "step %d is committed, but its uploads are not released yet: %s; the next start releases them, or "
                 "`ckptmirror drain --root %s`",
@@ -147,7 +152,7 @@ class SaveCommit:
             )
         try:
             directories.replace_link(root / names.LATEST_NAME, latest_target(meta))
-        except CkptMirrorError as error:  # only a hint for people: the save exists without the link
+        except (CkptMirrorError, OSError) as error:  # only a hint for people: the save exists without the link
             save_logger(_log, meta).warning(
                 "step %d is committed, but %s does not name it: %s", meta.step, names.LATEST_NAME, error
             )
@@ -158,6 +163,21 @@ class SaveCommit:
             _take_back(self._root, self._table, self.meta)
         if self._sealed is not None:
             self._sealed.abandon()
+
+    def withdraw(self) -> None:
+        """Remove this node's part of a save, published and not released, of which another node could publish none.
+
+        The meta goes first: without it, what a crash leaves is that of a save that never existed.
+        """
+        try:
+            trash.move_to_trash(self._root, self._meta_path)
+            directories.fsync_dir(self._root)
+        except (OSError, CkptMirrorError) as error:
+            save_logger(_log, self.meta).warning(
+                "this node's part of the failed save of step %d stays until the next start: %s", self.meta.step, error
+            )
+            return
+        self.take_back()
 
     @contextlib.contextmanager
     def _taken_back_on_failure(self) -> Iterator[None]:

@@ -5,8 +5,8 @@ Rules:
 * The background thread exchanges with the other ranks three times, over a channel of its own: what is saved under which
   name, what every rank wrote and holds, and whether the leader committed it. Where there are several nodes, they do so
   twice more: rank 0 says whether ranks hold different values, and all learn whether every node is ready to commit. If
-  ranks hold different values, they exchange once more. A rank that failed takes part with its error, so all ranks fail
-  together.
+  ranks hold different values, they exchange once more; and if a node that was ready could not commit, so that the
+  others take back their parts. A rank that failed takes part with its error, so all ranks fail together.
 * The same applies to a rank on which ``save`` itself raises: every call takes a number and an exchange, so the next
   save works. If the capture has collectives (gathering a sharded model), all ranks agree before those as well.
 * A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones. A save
@@ -407,11 +407,32 @@ class Saver:
                 self._stall_detector.look_at(meta)
             except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
                 failure = error
-        is_leader = self._leader is not None
-        if is_leader and (meta is not None or may_be_meta_of(self.root / context.name.meta, context.save_id)):
+        leads = self._leader is not None
+        has_part = meta is not None or (leads and may_be_meta_of(self.root / context.name.meta, context.save_id))
+        if has_part:
             self.last_step = request.step  # even if the exchange fails
-        self._ranks.exchange(None, what=f"commit step {request.step}", error=failure)
+        try:
+            self._ranks.exchange(None, what=f"commit step {request.step}", error=failure)
+        except BaseException:
+            is_torn = self._is_torn(request.step, has_part=has_part or not leads)
+            if commit is not None and meta is not None:
+                if is_torn:
+                    commit.withdraw()
+                else:
+                    commit.release()
+            raise
+        if commit is not None:
+            commit.release()
         return meta
+
+    def _is_torn(self, step: int, *, has_part: bool) -> bool:
+        """Whether a node certainly has no part of a save that failed, so that the save can never be whole."""
+        if self._ranks.nodes == 1:
+            return False
+        try:
+            return not all(self._ranks.exchange(has_part, what=f"learn which nodes committed step {step}"))
+        except CkptMirrorError:  # a rank is gone: what its node has is not known
+            return False
 
     def _prepared(
         self,
