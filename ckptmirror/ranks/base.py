@@ -121,8 +121,13 @@ class Ranks(Protocol):
         """
         ...
 
-    def channel(self, name: str) -> Ranks:
-        """Open another channel between the same ranks (all ranks call this in the same order)."""
+    def channel(self, name: str, *, more_s: float = 0.0) -> Ranks:
+        """Open another channel between the same ranks (all ranks call this in the same order).
+
+        Args:
+            name: What it is for, in a word.
+            more_s: How much longer than on this channel a wait on the new one may take.
+        """
         ...
 
     def close(self) -> None:

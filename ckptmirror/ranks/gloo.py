@@ -199,11 +199,12 @@ class GlooRanks:
             self._broken = RankFailed(f"rank {peer} is gone: {self._why_gone(peer, error)}")
             raise self._broken from error
 
-    def channel(self, name: str) -> GlooRanks:
-        """Open another channel between the same ranks (all ranks call this in the same order)."""
+    def channel(self, name: str, *, more_s: float = 0.0) -> GlooRanks:
+        """Open another channel between the same ranks (all ranks call this in the same order). See :class:`Ranks`."""
         other = GlooRanks(self._parent, name=name, timeout_s=self._timeout_s)
         other._layout, other._nodes = self._layout, self._nodes
         other.exchange(None, what=f"open channel {name}")
+        other._timeout_s += more_s
         return other
 
     def close(self) -> None:

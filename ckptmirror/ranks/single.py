@@ -49,7 +49,7 @@ class SingleRank:
         """Raise UsageError: there is no other rank."""
         raise UsageError("There is no other rank.")
 
-    def channel(self, name: str) -> SingleRank:  # noqa: ARG002  as in Ranks
+    def channel(self, name: str, *, more_s: float = 0.0) -> SingleRank:  # noqa: ARG002  as in Ranks
         """Return another channel of one."""
         return SingleRank()
 

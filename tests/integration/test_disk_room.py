@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 
 from ckptmirror import CheckpointManager, Retention, TrainState
 from ckptmirror.core.model import Kind
+from ckptmirror.flow.start import disk_room
 from ckptmirror.formats.save_size import estimated_bytes
 from ckptmirror.local.free_space import free_bytes
 from tests.kit.roots import whole
@@ -84,6 +86,20 @@ def test_an_optimizer_of_another_shape_does_not_stop_a_start(tmp_path: Path, cap
     with running(tmp_path) as manager:
         assert manager.resume(state) is None
     assert "the size of a save is not known before the first one: 'params'" in caplog.text
+
+
+def test_a_disk_that_does_not_answer_then_does_not_stop_a_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks go on to train."""
+
+    def does_not_answer(_root: Path) -> int:
+        raise OSError(errno.ESTALE, "the disk does not answer")
+
+    monkeypatch.setattr(disk_room, "free_bytes", does_not_answer)
+    with running(tmp_path) as manager:
+        assert manager.resume(state_of()) is None
+    assert "it is not known whether the disk has room for the next saves: " in caplog.text
 
 
 def warnings_at_start(

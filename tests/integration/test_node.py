@@ -26,11 +26,12 @@ from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.retention.mirror_audit import MirrorAudit
-from ckptmirror.flow.retention.rotation import rotate_root
+from ckptmirror.flow.retention.rotation import ROTATE_LOCK_NAME, rotate_root
+from ckptmirror.flow.start import leader
 from ckptmirror.flow.start.claim import RunClaim
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import is_mirrored, read_status
-from ckptmirror.local.lock import RootLock
+from ckptmirror.local.lock import RootLock, exclusive
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 from tests.kit.claiming import start_node
@@ -392,3 +393,27 @@ def test_a_save_whose_records_cannot_be_released_is_committed_and_mirrored_all_t
     assert set(local_catalog(tmp_path / "root").saves) == {handle.save_id}
     manager.close(30.0)
     assert set(mirror_catalog(Mirror(url, True, open_store(url))).saves) == {handle.save_id}
+
+
+def test_a_wait_that_meets_its_own_rotation_says_nothing_of_it_and_names_another(
+    node: Callable[..., Node], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is lacking then is repaired at the next wait or start."""
+    rotates, may_end = threading.Event(), threading.Event()
+
+    def rotation(_root: Path, *_: object) -> bool:
+        with exclusive(tmp_path / "root" / ROTATE_LOCK_NAME, timeout_s=60.0):
+            rotates.set()
+            return may_end.wait(60.0)
+
+    monkeypatch.setattr(leader, "carry_on", rotation)
+    one = node(memory_url())
+    start_node(one)
+    assert rotates.wait(60.0)
+    one.repair_records(0.0)
+    assert "no record is repaired now" not in caplog.text
+    may_end.set()
+    one._stop_services()
+    with exclusive(tmp_path / "root" / ROTATE_LOCK_NAME, timeout_s=60.0):
+        one.repair_records(0.0)
+    assert "no record is repaired now" in caplog.text

@@ -250,6 +250,28 @@ def test_every_wait_has_a_limit_and_names_the_rank_that_did_not_come(who: int) -
         assert "broke before" in after[1]
 
 
+def _in_turn(rank: int) -> Any:
+    """Rank 1 waits for rank 0, which sends once a wait with the usual limit would have been over."""
+    ranks = open_ranks(node_key="ab"[rank], timeout_s=2)
+    usual, patient = ranks.channel("usual"), ranks.channel("files", more_s=60)
+    piece = bytearray(b"late" if rank == 0 else bytes(4))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.wait(["over"])
+        patient.send(memoryview(piece), 1)
+        return bytes(piece), ""
+    received = threading.Thread(target=patient.receive, args=(memoryview(piece), 0))
+    received.start()
+    kind, _, _ = outcome(lambda: usual.receive(memoryview(bytearray(4)), 0))
+    store.set("over", "")
+    received.join(60)
+    return bytes(piece), kind
+
+
+def test_a_rank_whose_turn_comes_late_waits_as_long_as_its_channel_says() -> None:
+    assert run_ranks(2, _in_turn) == [(b"late", ""), (b"late", "RankFailed")]
+
+
 def _elsewhere(rank: int) -> Any:
     ranks = open_ranks(node_key="a", timeout_s=60)
     return outcome(lambda: ranks.exchange(rank, what="rotate" if rank == 1 else "save step 9"))

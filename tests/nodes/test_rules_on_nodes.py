@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 
 from ckptmirror import CheckpointManager, list_checkpoints, stage_checkpoint_step
-from ckptmirror.core.errors import ConfigError, UsageError
+from ckptmirror.core.errors import ConfigError, LocalStorageUnwritable, UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.drain import drain, push
+from ckptmirror.flow.start import resume
 from ckptmirror.flow.start.rewind import rewind
 from tests.integration.test_signed_runs import make_key
+from tests.kit.faults import flip_bit
 from tests.kit.processes import outcome, run_ranks
 from tests.kit.roots import leftovers
 from tests.kit.training import same
-from tests.nodes.jobs import WAIT_S, Job, built, expect, whole
+from tests.nodes.jobs import WAIT_S, Found, Job, built, expect, take_part, whole
 
 pytestmark = pytest.mark.long
 
@@ -106,6 +108,24 @@ def test_a_node_that_cannot_commit_leaves_no_part_on_any(what: str, full: int, t
         assert drain(tmp_path / node, timeout_s=WAIT_S).is_verified
     assert list((tmp_path / "mirror").rglob("*_000002*")) == []
     assert [one.step for one in Job(tmp_path, "ab").run()] == [1, 1]
+
+
+def resume_with_a_broken_disk(rank: int, job: Job) -> Found:
+
+    def cannot_discard(root: Path, _meta: object) -> None:
+        raise LocalStorageUnwritable(f"{root} cannot be changed")
+
+    if rank == 1:
+        resume.discard_view = cannot_discard
+    return take_part(rank, job)
+
+
+def test_a_node_that_cannot_discard_what_it_gathered_keeps_no_rank_waiting(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1,), mirrored=False)
+    job.run()
+    flip_bit(tmp_path / "b/dcp_000001/__1_0.distcp")
+    for one in Job(tmp_path, "ab", mirrored=False).run(resume_with_a_broken_disk):
+        assert f"{tmp_path / 'b'} cannot be changed" in one.failed
 
 
 def test_nodes_that_wake_after_the_run_went_on_elsewhere_commit_nothing(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ class RotationThread:
         ask: Asks the mirrors that have not answered yet; returns whether one did.
         is_waiting: Whether a mirror has not answered yet; then it is asked again after ``ASK_AGAIN_S``.
         rotate: Rotates by the policy.
+
+    Attributes:
+        is_busy: Whether it asks or rotates now.
     """
 
     def __init__(self, ask: Callable[[], bool], is_waiting: Callable[[], bool], rotate: Callable[[], None]) -> None:
@@ -29,6 +32,7 @@ class RotationThread:
         self._rotate = rotate
         self._wake = threading.Event()
         self._stopping = False
+        self.is_busy = False
         self._thread = threading.Thread(target=self._work, name="ckptmirror-rotate", daemon=True)
 
     def start(self) -> None:
@@ -53,6 +57,7 @@ class RotationThread:
             self._wake.clear()
             if self._stopping:
                 return
+            self.is_busy = True
             try:
                 has_answered = self._ask()
                 if is_woken or has_answered:
@@ -61,3 +66,5 @@ class RotationThread:
                 _log.error("nothing was rotated: %s", error)
             except Exception:  # noqa: BLE001 - no caller would see it, and the next rotation may succeed
                 _log.exception("nothing was rotated, because of an unexpected error")
+            finally:
+                self.is_busy = False

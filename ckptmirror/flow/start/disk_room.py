@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Kind
 from ckptmirror.core.retention import Shortage, shortage
 from ckptmirror.flow.retention.rotation import gather
@@ -43,7 +42,7 @@ def say_if_disk_is_small(ranks: Ranks, node: Node | None, state: TrainState, kin
         return
     try:
         found = _shortage_on(node, sum(of_ranks[rank] for rank in ranks.node_ranks))
-    except CkptMirrorError as error:
+    except Exception as error:  # noqa: BLE001 - the other ranks go on to train, and would wait for this one
         _log.warning("%s: it is not known whether the disk has room for the next saves: %s", node.root, error)
         return
     if found is not None:

@@ -10,7 +10,7 @@ Rules:
 * What a node lacks comes from a mirror, if one has the save; otherwise from the disks of the nodes that have it. The
   job's leader asks the mirror for the objects of all nodes at once.
 * A file that is sent goes from node to node, each passing on what it has just received: however many need it, no node
-  sends it more than once.
+  sends it more than once. A node whose turn comes late waits as long as the files before may take.
 * A note names the save, as for a save that is brought: if the start is killed, the next one goes on with the view, and
   else removes it. After the claim it is removed.
 * A node that cannot get or send a file still takes part to the end, so that none waits for it. Every file is compared
@@ -55,9 +55,10 @@ from ckptmirror.stores.base import ObjectInfo
 if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadTarget
 
-__all__ = ["Asked", "Gathered", "View", "ask_mirror", "bring_back", "discard_view", "relay"]
+__all__ = ["Asked", "Gathered", "View", "ask_mirror", "bring_back", "discard_view", "relay", "relay_s"]
 
 _PIECE_BYTES = 4 * 1024 * 1024
+_SLOWEST_BYTES_PER_S = 20e6  # from node to node, with the disks at both ends
 _SHARD = ".distcp"
 
 
@@ -280,6 +281,11 @@ def bring_back(root: Path, directory: Path, meta: Meta) -> Gathered:
     except CkptMirrorError as error:
         return _gathered(error)
     return Gathered()
+
+
+def relay_s(plan: Sequence[Transfer], sizes_bytes: Mapping[str, int]) -> float:
+    """Return how long a relay may take, in seconds: a node waits for its turn while others send, each as often."""
+    return sum(sizes_bytes[transfer.path] for transfer in plan) / _SLOWEST_BYTES_PER_S
 
 
 def relay(channel: Ranks, view: View, plan: Sequence[Transfer], sizes_bytes: Mapping[str, int]) -> Gathered:

@@ -333,11 +333,14 @@ class Node:
         self._add_records(unsafe, wait_s)
 
     def _add_records(self, chosen: Callable[[list[Meta]], list[Meta]], wait_s: float = _REPAIR_WAIT_S) -> None:
+        rotation = self._rotation_thread
+        is_own = rotation is not None and rotation.is_busy
         with contextlib.ExitStack() as held:
             try:  # no rotation may run between reading the disk and writing the records
                 held.enter_context(exclusive(self.root / ROTATE_LOCK_NAME, timeout_s=wait_s))
             except CkptMirrorError as error:
-                _log.warning("no record is repaired now: %s", error)
+                is_own = is_own or (rotation is not None and rotation.is_busy)  # it is in every run
+                _log.log(logging.DEBUG if is_own else logging.WARNING, "no record is repaired now: %s", error)
                 return
             add_missing_records(self.table, self.specs, chosen(self._whole()))
 

@@ -39,7 +39,16 @@ from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.disk_facts import DiskFacts
-from ckptmirror.flow.start.gather import Asked, Gathered, View, ask_mirror, bring_back, discard_view, relay
+from ckptmirror.flow.start.gather import (
+    Asked,
+    Gathered,
+    View,
+    ask_mirror,
+    bring_back,
+    discard_view,
+    relay,
+    relay_s,
+)
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.resume_policy import Policy, settled_policy
 from ckptmirror.formats.train_state import left_out
@@ -134,8 +143,8 @@ def _load_first_sound(
             freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
             if bringer is not None:
                 bringer.reject(proposal, found.reason, found.result, freed=freed)
-            if node is not None and ranks.nodes > 1 and found.result is not Result.NOT_BROUGHT:
-                discard_view(root, proposal.meta)
+            if ranks.nodes > 1 and found.result is not Result.NOT_BROUGHT:
+                _discard_all(root, ranks, node, proposal.meta)
 
 
 class _CannotUse(Exception):
@@ -256,7 +265,7 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
     if absent:
         raise _CannotUse(f"no node has {absent[0]}", Result.BROKEN)
     if plan:
-        channel = ranks.channel("files")
+        channel = ranks.channel("files", more_s=relay_s(plan, sizes_bytes))
         try:
             send = functools.partial(relay, channel, view, plan, sizes_bytes) if node is not None else None
             sent = _meet_until_done(ranks, send, node, "send a save from node to node")
@@ -287,7 +296,17 @@ def _fetch(
 
 def _rotate_all(ranks: Ranks, node: Node | None) -> bool:
     """Rotate on each node, since any may be the one that has no room; return whether that freed space."""
-    return any(exchange_result(ranks, lambda: node is not None and bool(node.rotate().deleted), what="make room"))
+    rotate = functools.partial(_rotated, node) if node is not None else None
+    return any(_meet_until_done(ranks, rotate, node, "make room").values())
+
+
+def _rotated(node: Node) -> bool:
+    return bool(node.rotate().deleted)
+
+
+def _discard_all(root: Path, ranks: Ranks, node: Node | None, meta: Meta) -> None:
+    """Remove on each node what it gathered of a save that cannot be used."""
+    exchange_result(ranks, lambda: discard_view(root, meta) if node is not None else None, what="discard a save")
 
 
 def _verified_here(
@@ -320,7 +339,7 @@ def _verified_here(
                 meta.step,
                 found.reason,
             )
-            discard_view(root, meta)
+        _discard_all(root, ranks, node, meta)
         return _verified_here(root, ranks, node, replace(proposal, share_downloads=False), state)
     return view.path, replace(meta, artifacts=read)
 
