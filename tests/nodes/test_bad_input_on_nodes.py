@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime as clock
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +17,16 @@ import pytest
 
 import ckptmirror.manager
 from ckptmirror import CheckpointManager, MirrorSpec, list_checkpoints
-from ckptmirror.core.errors import ConfigError, WaitTimeout
+from ckptmirror.core.errors import CkptMirrorError, ConfigError, WaitTimeout
+from ckptmirror.core.sealed_json import seal
 from tests.kit.processes import outcome, run_ranks
-from tests.nodes.jobs import WAIT_S, Job, built, expect, take_part
+from tests.nodes.jobs import ALONE_S, WAIT_S, Job, built, expect, take_part, train
 
 pytestmark = pytest.mark.long
 
 SHORT_S = 4.0
 DAY_S = 86_400.0
+CLONE_NEWNS = 0x20000  # <sched.h>: mounts of its own
 
 
 def open_as(rank: int, base: str, versions: list[str], mirrors: list[list[tuple[str, bool]]]) -> tuple[str, str, int]:
@@ -115,3 +122,64 @@ def test_a_node_whose_clock_is_a_day_off_saves_mirrors_rotates_and_resumes_like_
     second = run_ranks(2, wrong_clock, Job(tmp_path, "ab", (5,), keep_last=1), list(reversed(ahead_s)), limit_s=WAIT_S)
     expect(second, 4, "disk", first[0])
     expect(Job(tmp_path, "ac").run(), 5, job.url, second[0])
+
+
+def without_mount(rank: int, base: str, nodes: str, lacking: int) -> list[str]:
+    """Save once, where on the node of one rank something empty is in the mirror's place; return what went wrong."""
+    root, mirror = Path(base) / nodes[rank], Path(base) / "mirror"
+    if rank == lacking:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
+        for arguments in (["--make-rprivate", "/"], ["--bind", f"{base}/empty", str(mirror)]):
+            subprocess.run(["mount", *arguments], check=True)
+    wrong: list[str] = []
+    manager = CheckpointManager(root, [f"file://{mirror}"], kinds=("dcp",), timeout_s=WAIT_S)
+    try:
+        state = built("fsdp")
+        manager.resume(state)
+        train(state, rank, 9)
+        manager.save(9, state).wait("committed", timeout_s=WAIT_S)
+        with suppress(WaitTimeout):
+            manager.wait("mirrored", timeout_s=ALONE_S)
+        wrong += [why for line in manager.status().saves for why in line.waiting.values()]
+    except CkptMirrorError as error:
+        wrong.append(str(error))
+    with suppress(CkptMirrorError):
+        manager.close(timeout_s=0.0)
+    return wrong
+
+
+@pytest.fixture
+def may_mount(mounted: Callable[..., Path]) -> None:
+    """Skip where nothing can be mounted."""
+    mounted("size=1m")
+
+
+@pytest.mark.usefixtures("may_mount")
+def test_a_node_on_which_the_mirror_is_not_mounted_sends_nothing_to_what_is_in_its_place(tmp_path: Path) -> None:
+    for name in ("mirror", "empty"):
+        (tmp_path / name).mkdir()
+    first, second = run_ranks(2, without_mount, str(tmp_path), "ab", 1, limit_s=WAIT_S)
+    assert "node 1 of 2 (from 0) has still to upload" in first[0]
+    assert "is it mounted?" in second[0]
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.usefixtures("may_mount")
+def test_a_new_first_node_on_which_the_mirror_is_not_mounted_does_not_take_what_is_there_for_the_mirror(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    Job(tmp_path, "ab", (1,)).run()
+    for wrong in run_ranks(2, without_mount, str(tmp_path), "cb", 0, limit_s=WAIT_S):
+        assert "is it mounted?" in wrong[0]
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_nodes_that_know_two_places_under_one_url_are_refused(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1,))
+    job.run()
+    (note,) = (tmp_path / "b/.ckptmirror").glob("mirror-*.json")
+    note.write_bytes(seal("ckptmirror-mirror", {"url": job.url, "identity": "another"}))
+    for one in Job(tmp_path, "ab", (2,)).run():
+        assert f"{job.url} is not the place that another node of this job knows under this URL" in one.failed

@@ -15,12 +15,20 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import BrokenTable, ConfigError, IntegrityError, NameTaken, StoreHangs, StoreTemporary
+from ckptmirror.core.errors import (
+    BrokenTable,
+    CkptMirrorError,
+    ConfigError,
+    IntegrityError,
+    NameTaken,
+    StoreHangs,
+    StoreTemporary,
+)
 from ckptmirror.core.events import EventBus
 from ckptmirror.core.lifecycle import WAITING
 from ckptmirror.core.model import new_id
@@ -48,6 +56,8 @@ __all__ = [
     "known_mirrors",
     "mirror_specs",
     "open_mirrors",
+    "remember_places",
+    "remembered_places",
     "set_mirrors",
     "stop_retrying",
     "waiting_for_removed",
@@ -260,6 +270,33 @@ class _Memory:
         except FileNotFoundError:
             return None
         return str(note.get("identity"))
+
+
+def remembered_places(root: Path, table: UploadsTable, mirrors: Iterable[Mirror]) -> dict[str, str]:
+    """Return the identity of the place that each mirror is, by URL, as far as the root remembers it."""
+    found = {}
+    for mirror in mirrors:
+        with contextlib.suppress(CkptMirrorError):  # what broke there, the first contact says
+            if (identity := _Memory(root, table, mirror.url).recall()) is not None:
+                found[mirror.url] = identity
+    return found
+
+
+def remember_places(root: Path, table: UploadsTable, places: Mapping[str, str]) -> None:
+    """Remember the places that another node of the job remembers: a node without the mount has another directory there.
+
+    Raises:
+        ConfigError: The root remembers another place.
+    """
+    for url, identity in places.items():
+        memory, known = _Memory(root, table, url), identity
+        with contextlib.suppress(CkptMirrorError):  # what broke there, the first contact says
+            known = memory.recall() or memory.remember(identity)
+        if known != identity:
+            raise ConfigError(
+                f"{url} is not the place that another node of this job knows under this URL.",
+                hint="Mount it on every node. If you recreated the mirror on purpose, give it a new URL.",
+            )
 
 
 def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:

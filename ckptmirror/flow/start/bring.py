@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptmirror.core import events
@@ -50,6 +50,7 @@ class Proposal:
         mirror: The mirror that sends what nodes lack; "": no mirror has the save.
         at_place: The save's meta on that mirror, or in the persistent directory.
         share_downloads: Whether what several nodes lack is fetched from the mirror by one of them, as rank 0 has it.
+        places: Which place each mirror is, by URL, as the job's leader found it: for the other nodes to compare.
     """
 
     run_id: str
@@ -60,6 +61,7 @@ class Proposal:
     mirror: str = ""
     at_place: Meta | None = None
     share_downloads: bool = False
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 class Bringer:
@@ -92,6 +94,8 @@ class Bringer:
         self._chosen: Try | Scratch | None = None
         self._freed = False
         node.prepare()
+        for disk in others:
+            node.remember_places(disk.places)  # before a mirror is asked
         self.seen: Survey = self._survey()
         self._new_run_id = new_id()
         self._report_silent()
@@ -151,7 +155,7 @@ class Bringer:
                 case Scratch():
                     self._chosen = move
                     run_id = run_of(self.seen.evidence) or self._new_run_id
-                    return Proposal(run_id, skipped=tuple(self._logged))
+                    return Proposal(run_id, skipped=tuple(self._logged), places=self._node.places())
                 case Try():
                     self._say_of_other_kinds(move)
                     if self._others:
@@ -168,8 +172,8 @@ class Bringer:
         mirror = move.place if move.place in has_it else next(iter(has_it), "")
         at_place = self.seen.metas.get((meta.save_id, mirror or move.place)) if mirror or move.place != DISK else None
         run_id = move.run_id or meta.run_id
-        share = self._node.share_downloads
-        return Proposal(run_id, meta, move.kind, move.place, tuple(self._logged), mirror, at_place, share)
+        share, places = self._node.share_downloads, self._node.places()
+        return Proposal(run_id, meta, move.kind, move.place, tuple(self._logged), mirror, at_place, share, places)
 
     def _say_of_other_kinds(self, move: Try) -> None:
         for one in self.seen.evidence.disk.problems:

@@ -5,7 +5,8 @@ They are values that travel to the leader of the job, which makes the evidence o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptmirror.core import names
@@ -41,6 +42,7 @@ class DiskFacts:
         metas_sent: The table's records of metas.
         verified_on: The mirrors that have something verified.
         mirrors: The mirrors that the table knows.
+        places: Which place each mirror is, by URL, as far as the root remembers.
     """
 
     attempts: AttemptList | None
@@ -56,6 +58,7 @@ class DiskFacts:
     metas_sent: tuple[UploadRecord, ...] = ()
     verified_on: frozenset[str] = frozenset()
     mirrors: tuple[MirrorRow, ...] = ()
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 def look_at_disk(root: Path, table: UploadsTable | None, identity: RootId) -> DiskFacts:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
@@ -44,6 +45,8 @@ from ckptmirror.flow.places.mirrors import (
     counting_rows,
     known_mirrors,
     open_mirrors,
+    remember_places,
+    remembered_places,
     set_mirrors,
     stop_retrying,
 )
@@ -151,7 +154,15 @@ class Node:
 
     def look_at_disk(self) -> DiskFacts:
         """Return what this node knows of its disk."""
-        return look_at_disk(self.root, self.table, keep_root_id(self.root))
+        return replace(look_at_disk(self.root, self.table, keep_root_id(self.root)), places=self.places())
+
+    def places(self) -> dict[str, str]:
+        """Return which place each mirror is, by URL, as far as this node remembers."""
+        return remembered_places(self.root, self.table, self.mirrors)
+
+    def remember_places(self, places: Mapping[str, str]) -> None:
+        """Remember which places another node uses; see :func:`ckptmirror.flow.places.mirrors.remember_places`."""
+        remember_places(self.root, self.table, places)
 
     def _look_at_persistent(self) -> Catalog | None:
         if self.persistent_dir is None:

@@ -246,6 +246,8 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
 
     def lacks_any() -> bool:
         nonlocal mine
+        if node is not None:
+            node.remember_places(proposal.places)
         mine = look()
         return bool(mine.lacks)
 
@@ -437,6 +439,7 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
 
         def join() -> None:
             if node is not None and bringer is None:
+                node.remember_places(proposal.places)
                 claim = RunClaim(node.root, node.table, node.mirrors, made.record, {})
                 claim.join(made.unclaimed)
                 forget_brought(node.root)
