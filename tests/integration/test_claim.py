@@ -162,7 +162,7 @@ def test_an_attempt_finishes_what_it_left_behind_only_after_a_save_of_its_own(tm
     assert heir.attempt.parent == first.ref
     heir.confirm(mirror, first)
     for is_part in (False, True):
-        with pytest.raises(NodeBehind, match="until the mirrors have a save of this attempt"):
+        with pytest.raises(NodeBehind, match="has a save of this attempt"):
             heir.confirm(mirror, left, is_part=is_part)
     mine = make_save(root, 150, ("model",), heir.attempt, 1, run_id=heir.run_id)
     heir.confirm(mirror, mine)
@@ -173,6 +173,31 @@ def test_an_attempt_finishes_what_it_left_behind_only_after_a_save_of_its_own(tm
     put_on_mirror(mirror.store, tmp_path / "left", left)
     heir.confirm(mirror, late)
     standing = mirror_catalog(mirror).lineage().standing_by_save()
+    assert standing == {first.save_id: "current", mine.save_id: "current", left.save_id: "superseded"}
+
+
+def test_an_attempt_finishes_what_it_left_behind_on_no_mirror_before_a_save_of_its_own_there(tmp_path: Path) -> None:
+    """Else, if the other mirror were lost, its own saves would be off the lineage, by what this one has."""
+    mirrors = one, other = opened(memory_url()), opened(memory_url())
+    root = tmp_path / "root"
+    older = claim_run(root, *mirrors)
+    first, left = (
+        make_save(tmp_path / where, 100 * number, ("model",), older.attempt, number, run_id=older.run_id)
+        for number, where in enumerate(("root", "left"), 1)
+    )
+    for mirror in mirrors:
+        put_on_mirror(mirror.store, root, first)
+    heir = claim_run(root, *mirrors)
+    mine = make_save(root, 150, ("model",), heir.attempt, 1, run_id=heir.run_id)
+    put_on_mirror(one.store, root, mine)
+    heir.confirm(one, left)
+    with pytest.raises(NodeBehind, match="has a save of this attempt"):
+        heir.confirm(other, left)
+    heir.confirm(other, first)
+    put_on_mirror(other.store, root, mine)
+    heir.confirm(other, left)
+    put_on_mirror(other.store, tmp_path / "left", left)
+    standing = mirror_catalog(other).lineage().standing_by_save()
     assert standing == {first.save_id: "current", mine.save_id: "current", left.save_id: "superseded"}
 
 

@@ -16,8 +16,8 @@ An attempt *fences* from its claim, and *counts* from its first committed save. 
 5. A *rival* is an attempt of another root that any place has heard of, newer than this root's newest attempt on the way
    that has a committed save on a mirror, as shown by an answering mirror or by this root's table.
 6. A commit on a mirror must be a fast-forward over all answering mirrors, otherwise the attempt is fenced. An attempt
-   that does not yet count on any mirror waits while a mirror is silent and there is a rival. It finishes no save that
-   it has left behind: that would fence the attempt itself.
+   that does not yet count on any mirror waits while a mirror is silent and there is a rival. On a mirror that has no
+   save of it yet, it finishes none that it has left behind: that would fence the attempt itself.
 """
 
 from __future__ import annotations
@@ -360,22 +360,30 @@ def may_commit(evidence: Evidence, attempt: str) -> Verdict:
     return Verdict("commit")
 
 
-def left_behind(evidence: Evidence, attempt: str, save: SaveFacts) -> bool:
-    """Return whether an attempt that does not count yet would be fenced if a save of an earlier one were committed.
+def left_behind(evidence: Evidence, mirror: str, attempt: str, save: SaveFacts) -> bool:
+    """Return whether a save of an earlier attempt would put one that has none on this mirror yet off the lineage there.
+
+    The saves that it has on other mirrors do not help: once those are lost, this one alone says what counts.
 
     Args:
         evidence: What each place reports.
+        mirror: The mirror.
         attempt: The id of the attempt, which has been claimed.
         save: A whole save that is on no mirror, or would be whole on one.
 
     Raises:
         LineageError: The lists contradict one another.
     """
+    there = evidence.row(mirror)
+    if there is not None and attempt in _ids(there, Voice.COUNTS):
+        return False
     counted = count(evidence, mirrors_only=True)
     known = list(counted.known.values())
-    if attempt in counted.counting or not is_fast_forward(known, counted.saves, counted.counting, attempt):
+    before = counted.counting - {attempt}
+    saves = [one for one in counted.saves if one.attempt != attempt]
+    if not is_fast_forward(known, saves, before, attempt):
         return False
-    return not is_fast_forward(known, _merged([*counted.saves, save]), {*counted.counting, save.attempt}, attempt)
+    return not is_fast_forward(known, _merged([*saves, save]), {*before, save.attempt}, attempt)
 
 
 def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:

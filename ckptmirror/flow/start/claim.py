@@ -89,13 +89,13 @@ class _Places:
         here = look_at_disk(self._root, self._table, self._identity())
         return survey([here], self._mirrors, cache=self._cache)
 
-    def is_left_behind(self, attempt: str, meta: Meta) -> bool:
-        """Whether a save of an earlier attempt would fence this one, which has committed nothing yet."""
+    def is_left_behind(self, mirror: Mirror, attempt: str, meta: Meta) -> bool:
+        """Whether a save of an earlier attempt would fence this one, which has committed nothing on the mirror yet."""
         save = facts_of(meta)
-        if not left_behind(self.survey().evidence, attempt, save):
+        if not left_behind(self.survey().evidence, mirror.url, attempt, save):
             return False
         self._last = None  # this attempt may have committed since, which no list shows
-        return left_behind(self.survey().evidence, attempt, save)
+        return left_behind(self.survey().evidence, mirror.url, attempt, save)
 
     def check_drained(self, mirror: Mirror, meta: Meta, seen: Survey | None = None) -> None:
         """Check that a save of an earlier attempt may be committed.
@@ -255,10 +255,10 @@ class RunClaim:
             if meta is None:
                 return
             if meta.attempt.id != self.attempt.id:
-                if self._places.is_left_behind(self.attempt.id, meta):
+                if self._places.is_left_behind(mirror, self.attempt.id, meta):
                     raise NodeBehind(
                         f"Step {meta.step} is of an earlier attempt, and training did not continue from it: it waits "
-                        "until the mirrors have a save of this attempt."
+                        f"until {mirror.url} has a save of this attempt."
                     )
                 self._places.check_drained(mirror, meta)
                 return
