@@ -5,8 +5,8 @@
 
 It trains a small byte-level transformer, data parallel, on text that every machine has: the standard library's own
 sources. The TrainState holds everything that the next step depends on: weights, AdamW, schedule, EMA, dropout's random
-numbers and the position in the data. So a run that was killed and restarted by the same command prints the same losses,
-bit for bit, as a run that was not.
+numbers and the position in the data; and DDP has its final buckets before the first step. So a run that was killed and
+restarted by the same command prints the same losses, bit for bit, as a run that was not, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptmirror import CheckpointManager, Retention, StopRequest, TrainState
+from ckptmirror.integrations.ddp import rebuild_buckets
 
 __all__ = ["ByteTransformer", "SourceText", "build_state", "evaluate", "main"]
 
@@ -107,7 +108,11 @@ def build_state(rank: int, world_size: int, *, wrap: bool) -> TrainState:
     torch.manual_seed(1234)
     plain = ByteTransformer()
     ema = torch.optim.swa_utils.AveragedModel(plain, avg_fn=_average)
-    model: nn.Module = DistributedDataParallel(plain) if wrap else plain
+    model: nn.Module = plain
+    if wrap:
+        model = DistributedDataParallel(plain)
+        blank = torch.zeros(BATCH, CONTEXT, dtype=torch.long)
+        rebuild_buckets(model, lambda model: loss_of(model, blank, blank))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=30)
     torch.manual_seed(5678 + rank)  # from here on dropout differs between ranks

@@ -55,6 +55,7 @@ PLANTED = {
     "local imports stores": ("local/files.py", "from ckptmirror.stores import base"),
     "flow imports cli": ("flow/drain.py", "from ckptmirror.cli import main"),
     "testing imports core": ("testing/fault.py", "from ckptmirror.core import errors"),
+    "testing imports manager": ("testing/exact_resume.py", "from ckptmirror.manager import CheckpointManager as M"),
     "integrations imports flow": ("integrations/plain_eval.py", "from ckptmirror.flow.fetch import stage"),
     "arguments imports config": ("arguments.py", "from ckptmirror import config"),
     "places imports save": ("flow/places/catalog.py", "from ckptmirror.flow.save import commit"),

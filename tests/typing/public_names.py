@@ -29,6 +29,8 @@ from ckptmirror import (
     use_keys,
 )
 from ckptmirror.data import SampleLoader, ShardLoader
+from ckptmirror.integrations.ddp import rebuild_buckets
+from ckptmirror.testing import assert_exact_resume
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -62,6 +64,15 @@ def read(data: torch.utils.data.Dataset[int], files: dict[str, int]) -> None:
         merge_extra={"tokens": lambda values, rank, world_size: sum(values) // world_size + rank},
     )
     print(len(samples), samples.epoch, [batch for batch in shards], state.merge_extra)
+
+
+def step(state: TrainState) -> float:
+    return float(state.model(torch.zeros(1, 1)).sum())
+
+
+def prove(wrapped: torch.nn.parallel.DistributedDataParallel) -> None:
+    rebuild_buckets(wrapped, lambda model: model(torch.zeros(1, 1)).sum())
+    assert_exact_resume(lambda: TrainState(wrapped), step, steps=4, world_size=2, kinds=("dcp",), ignore=("extra.*",))
 
 
 def evaluate() -> None:
