@@ -5,14 +5,17 @@ with their place in the whole; ``tensors_rank0.json`` lists them.
 
 Rules:
 * No collectives, ever: another rank may be dead or stuck in one.
-* If tensors are sharded, or an earlier save was refused because the ranks differ, every rank writes its own pieces, and
-  a load needs the same number of ranks. Otherwise rank 0 writes model and optimizer, the other ranks only their own
-  extra state, and any number of ranks can load.
+* If tensors are sharded, or an earlier save was refused because the ranks differ, every rank writes its own pieces.
+  Otherwise rank 0 writes model and optimizer, the other ranks only their own extra state.
+* Any number of ranks can load: the same number gets back what each rank had; another number joins the pieces, and gets
+  the buffers of rank 0, as from any other kind.
+* No save has compared the ranks, so the load of another number of ranks does. If they hold different parameters or
+  optimizer state under one name, it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +23,17 @@ import torch
 
 from ckptmirror.core.errors import IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.capture import capture_local
+from ckptmirror.formats.containers import placed_leaves
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.model import full_optimizer
+from ckptmirror.formats.names import live_parameters, live_values, match_names
 from ckptmirror.formats.rank_files import RankFiles, rank_files
-from ckptmirror.formats.shards import cut
+from ckptmirror.formats.shards import Piece, Region, cut, region_of
 from ckptmirror.formats.sidecars import load_extra, takes_schedule, tensor_list
 from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.versions import versions_in
@@ -108,7 +114,7 @@ class EmergencyFormat:
         Raises:
             IntegrityError: A file is missing, broken or hostile.
             UsageError: It does not fit the state.
-            KindMismatch: It is sharded for another number of ranks: a kind that cannot be loaded here.
+            KindMismatch: Another number of ranks wrote it, and each had values of its own. Nothing has changed.
         """
         names = {artifact.path.split("/")[0] for artifact in meta.artifacts_of("emergency") if "/" in artifact.path}
         if len(names) != 1:
@@ -118,16 +124,14 @@ class EmergencyFormat:
         if source is None:
             raise IntegrityError(f"The meta names no file of {directory.name}.")
         saved = _snapshot(source, directory)
-        sharded = saved.get("sharded") is True
-        if sharded and saved.get("world_size") != target.world_size:
-            raise KindMismatch(
-                f"The emergency snapshot holds what was on {saved.get('world_size')} ranks; this job has "
-                f"{target.world_size}.",
-                hint="Start with the same number of ranks, save, and resume from that save with another number.",
-            )
-        shared = source if sharded else source.of(0)
-        tree = _snapshot(shared, directory)
         module = target.state.model
+        sharded = saved.get("sharded") is True
+        if sharded and meta.world_size != target.world_size:
+            for rank in source.ranks:
+                _snapshot(source.of(rank), directory)
+            _refuse_values_of_a_rank(source, module)
+        shared = source if sharded and meta.world_size == target.world_size else source.of(0)
+        tree = _snapshot(shared, directory)
 
         def model() -> dict[str, torch.dtype]:
             versions = versions_in(tree["extra"], ("model",), directory.name)
@@ -145,6 +149,44 @@ class EmergencyFormat:
 
 
 FORMAT = EmergencyFormat()
+
+
+def _refuse_values_of_a_rank(source: RankFiles, module: torch.nn.Module) -> None:
+    """Refuse the pieces of another number of ranks if joining them would lose what a rank held.
+
+    Raises:
+        KindMismatch: Ranks hold other names, or different values under one name and at one place.
+    """
+    matched: dict[Any, str] = {**match_names(source.tree(0)["model"], live_values(module))}
+    parameters = {name for name, _ in live_parameters(module)}
+    for part in ("model", "optimizer"):
+        held = [dict(placed_leaves(source.tree(rank)[part])) for rank in source.ranks]
+        for rank, own in zip(source.ranks, held, strict=True):
+            if other := next(iter(own.keys() ^ held[0].keys()), None):
+                raise _of_a_rank(f"{part}.{'.'.join(map(str, other))} is not on all of them", rank, source)
+        for path in held[0]:
+            is_buffer = part == "model" and matched[path[0]] not in parameters
+            if not is_buffer and (differs := _first_other(own[path] for own in held)) is not None:
+                raise _of_a_rank(f"{part}.{'.'.join(map(str, path))} differs", source.ranks[differs], source)
+
+
+def _first_other(values: Iterable[Any]) -> int | None:
+    """Return the number of the first value that differs from an earlier one at the same place of the whole."""
+    seen: dict[Region, torch.Tensor] = {}
+    for number, value in enumerate(values):
+        if isinstance(value, (Piece, torch.Tensor)):
+            region, data = (value.region, value.data) if isinstance(value, Piece) else (region_of(value), value)
+            if not same(seen.setdefault(region, data), data):
+                return number
+    return None
+
+
+def _of_a_rank(what: str, rank: int, source: RankFiles) -> KindMismatch:
+    return KindMismatch(
+        f"The ranks of the emergency snapshot held values of their own ({what} between ranks {source.ranks[0]} and "
+        f"{rank}), so only {len(source.ranks)} ranks can load it.",
+        hint=f"Start with {len(source.ranks)} ranks.",
+    )
 
 
 def _snapshot(source: RankFiles, directory: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptmirror.core.errors import CkptMirrorError, KindMismatch, LocalStorageFull, UsageError
+from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, UsageError
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
 from ckptmirror.core.names import SaveName, tmp_name
 from ckptmirror.formats import LoadReport, LoadTarget, TrainState, WriteContext, get_format
@@ -201,12 +201,7 @@ def emergency(how: str, directory: Path) -> dict[str, Any]:
     meta = meta_of(("emergency",), [artifact for report in reports for artifact in report], None)
     other = make_state(how, seed=1)
     report = load(target.parent, "emergency", meta, other, rank, 2)
-    refused = ""
-    try:
-        load(target.parent, "emergency", meta, make_state(how, seed=1), rank, 3)
-    except KindMismatch as error:
-        refused = error.message
-    return {"expected": expected, "found": whole(other), "missing": report.missing, "meta": meta, "refused": refused}
+    return {"expected": expected, "found": whole(other), "missing": report.missing, "meta": meta}
 
 
 class Shadow:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ckptmirror import CheckpointManager, TrainState
-from ckptmirror.core.errors import RefusedOnlyCopy
 from tests.integration.save_ranks_job import everything_that_happens
 from tests.kit.faults import flip_bit
 from tests.kit.processes import run_ranks
@@ -198,12 +197,14 @@ def test_a_sharded_average_beside_a_whole_model_comes_back_on_every_rank(job: Jo
         assert same(fresh, saved)
 
 
-def test_another_world_size_leaves_no_sharded_emergency_behind_unless_a_person_decides(job: Job) -> None:
+def test_another_world_size_joins_a_sharded_emergency(job: Job) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
     state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1), extra={})
     with running(job.base / "sharded") as manager:
-        with pytest.raises(RefusedOnlyCopy, match="which 2 ranks took, and only that many can load; this start has 1"):
-            manager.resume(state)
+        start = manager.resume(state)
+        assert start is not None
+        assert (start.step, start.kind) == (3, "emergency")
+        assert same(dict(model.state_dict()), job.ranks[0]["sharded emergency state"])
         start = manager.resume(state, policy=2)
         assert start is not None
         assert (start.step, start.kind) == (2, "dcp")
@@ -233,8 +234,18 @@ def where_it_goes_on(_rank: int, root: str) -> tuple[int, str]:
 
 def test_a_sharded_emergency_outlives_starts_with_another_world_size(tmp_path: Path) -> None:
     run_ranks(2, snapshot_of_two, str(tmp_path))
-    model = nn.Linear(6, 8)
     for _ in range(2):
-        with running(tmp_path) as manager, pytest.raises(RefusedOnlyCopy, match="which 2 ranks took"):
-            manager.resume(TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1)))
+        assert where_one_rank_goes_on(tmp_path)[:2] == (2, "emergency")
     assert run_ranks(2, where_it_goes_on, str(tmp_path)) == [(2, "emergency")] * 2
+    flip_bit(next(tmp_path.glob("emergency_*/rank1.pt")))
+    step, kind, skipped = where_one_rank_goes_on(tmp_path)
+    assert (step, kind) == (1, "dcp")
+    assert "rank1.pt" in skipped
+
+
+def where_one_rank_goes_on(root: Path) -> tuple[int, str, str]:
+    model = nn.Linear(6, 8)
+    with running(root) as manager:
+        start = manager.resume(TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1)))
+    assert start is not None
+    return start.step, start.kind, "; ".join(start.passed_over)

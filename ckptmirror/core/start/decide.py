@@ -25,8 +25,8 @@ this order; ``attempts`` decides which attempts count.
 9. While any mirror does not answer, a start does not skip a newer attempt of another root that no answering place has a
    save of, that no list names, or that ran apart. So optional mirrors must answer too about an attempt that this start
    has heard of, but not about one that it has never heard of.
-10. If only another number of ranks can load the newest emergency snapshot, only a save of the same step may be used in
-    place of it, unless a person names another.
+10. If only another number of ranks can load the newest emergency snapshot, since the ranks that wrote it held different
+    values, only a save of the same step may be used in place of it, unless a person names another.
 11. Step 0 needs what a start from scratch needs, and either no sign that anything was ever saved, or a recorded
     decision to start from scratch that no save followed. If it was made elsewhere and leaves saves behind, the start
     says so.

@@ -137,9 +137,10 @@ def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Te
 def emergency_needs_ranks(step: int, saved_by: int, ranks: int) -> RefusedOnlyCopy:
     """Return the error of a start whose newest save is a snapshot that only another number of ranks can load."""
     return RefusedOnlyCopy(
-        f"The newest save is the emergency snapshot of step {step}, which {saved_by} ranks took, and only that many "
-        f"can load; this start has {ranks}. Continuing from an older save would leave it behind.",
-        hint=f"Start once with {saved_by} ranks and save, or go back on purpose with policy=<step>.",
+        f"The newest save is the emergency snapshot of step {step}, in which each of {saved_by} ranks has values of "
+        f"its own, so only that many can load it; this start has {ranks}. Continuing from an older save would leave "
+        "it behind.",
+        hint=f"Start with {saved_by} ranks, or go back on purpose with policy=<step>.",
     )
 
 

@@ -194,15 +194,12 @@ class Bringer:
         Args:
             proposal: The proposal that the ranks voted on.
             reason: Why it cannot be used.
-            result: The same for the decision; an emergency snapshot that is not for this number of ranks is not broken.
+            result: The same for the decision.
             freed: Whether the nodes have rotated since, and that freed space.
         """
         self._freed = freed
         if proposal.meta is None:
             return
-        is_other = proposal.kind == "emergency" and proposal.meta.world_size != self._wish.world_size
-        if is_other and result in (Result.BROKEN, Result.TOUCHED):
-            result = Result.OTHER_RANKS
         self._tried.append(Outcome(proposal.meta.save_id, proposal.kind, proposal.place, result, reason))
 
     def claim(self, proposal: Proposal) -> RunClaim:

@@ -385,22 +385,22 @@ def _load_together(
             anything.
     """
     report: LoadReport | None = None
-    reason: tuple[str, bool] | None = None
+    reason: tuple[str, Result] | None = None
     failure: BaseException | None = None
     try:
         report = load_kind(root, verified, kind, state, ranks, exclude)
     except KindMismatch as error:
-        reason = (f"rank {ranks.rank}: {error}", False)
+        reason = (f"rank {ranks.rank}: {error}", Result.OTHER_RANKS)
     except (IntegrityError, FileNotFoundError) as error:
-        reason = (f"rank {ranks.rank}: {error}", True)
+        reason = (f"rank {ranks.rank}: {error}", Result.TOUCHED)
     except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
         failure = error
     votes = ranks.exchange(reason, what="load a save", error=failure)
     reasons = [vote for vote in votes if vote is not None]
     if reasons:
         # If one rank refused, those that did load have changed state too.
-        touched = any(touched for _, touched in reasons) or None in votes
-        raise _CannotUse(reasons[0][0], Result.TOUCHED if touched else Result.BROKEN)
+        touched = None in votes or any(result is Result.TOUCHED for _, result in reasons)
+        raise _CannotUse(reasons[0][0], Result.TOUCHED if touched else reasons[0][1])
     assert report is not None
     return report
 

@@ -5,7 +5,7 @@ Rules:
   everybody answers is what must be continued from.
 * While a mirror is silent a start may always wait. What it continues from must be the newest all the same, but where no
   mirror answers: then it is the newest of its own disks, and a branch may begin (docs/adr/0004).
-* An emergency snapshot of a sharded model is for as many ranks as took it.
+* An emergency snapshot is for any number of ranks: no job of a campaign has ranks whose values differ.
 """
 
 from __future__ import annotations
@@ -31,32 +31,16 @@ __all__ = ["allowed_starts", "apart_on", "on_the_lineage", "view_of"]
 def allowed_starts(world: World, nodes: str, policy: str) -> list[Allowed]:
     """Every outcome to which a start on these nodes may come."""
     view = view_of(world, nodes, mirrors=True)
-    found = [_for_ranks(one, view, world, len(nodes)) for one in expected_start(view, policy, policy == "scratch")]
+    found = expected_start(view, policy, policy == "scratch")
     if not world.silent:
         return found
     if policy == "scratch":
         return [Allowed("wait", "a start over needs every mirror")]
     if len(world.silent) == len(world.mirrors):
         alone = view_of(world, nodes, mirrors=False)
-        found += [_for_ranks(one, alone, world, len(nodes)) for one in expected_start(alone, policy, force=False)]
+        found += expected_start(alone, policy, force=False)
     # a step 0 needs the word of every mirror, and so does everything that a mirror might contradict
     return [Allowed("wait", "a mirror is silent"), *(one for one in found if one.does in ("resume", "refuse"))]
-
-
-def _for_ranks(one: Allowed, view: View, world: World, ranks: int) -> Allowed:
-    """What becomes of an outcome where only another number of ranks can load an emergency snapshot."""
-    save = one.save
-    if save is None or one.kind != "emergency":
-        return one
-    taken_by = world.plans[world.truths[save.save_id].job]
-    if taken_by.wrapped == "ddp" or taken_by.size == ranks:
-        return one
-    others = [other for other in in_order(view.attempts, view.saves, view.counting) if other.step == save.step]
-    for other in reversed(others):
-        for kind in ("dcp", "model"):
-            if kind in other.kinds:
-                return Allowed("resume", "the snapshot is for other ranks", other, kind)
-    return Allowed("refuse", "the snapshot is for other ranks")
 
 
 def view_of(world: World, nodes: Iterable[str], *, mirrors: bool) -> View:

@@ -333,7 +333,7 @@ SNAPSHOTS = [
     Case(
         "a snapshot that only two ranks can load is not left behind by one",
         [disk([a], saved=[a100, by_two])],
-        refuses(RefusedOnlyCopy, "step 250, which 2 ranks took", "this start has 1", "Start once with 2 ranks"),
+        refuses(RefusedOnlyCopy, "step 250, in which each of 2 ranks", "this start has 1", "Start with 2 ranks"),
         tried=[went_wrong(left, "disk", Result.OTHER_RANKS, "emergency")],
     ),
     Case(
@@ -351,7 +351,7 @@ SNAPSHOTS = [
     Case(
         "one that a person names and these ranks cannot load is an error that says who can",
         [disk([a], saved=[a100, by_two])],
-        refuses(RefusedOnlyCopy, "Start once with 2 ranks"),
+        refuses(RefusedOnlyCopy, "Start with 2 ranks"),
         Wish(left.id),
         [went_wrong(left, "disk", Result.OTHER_RANKS, "emergency")],
     ),

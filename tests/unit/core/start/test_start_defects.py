@@ -50,7 +50,7 @@ DEFECTS = [
     Case(  # the start with one rank resumed 100, and the snapshot was superseded for good
         "an emergency snapshot of two ranks is not lost to one start with one",
         [disk([a], saved=[a100, snapshot])],
-        refuses(RefusedOnlyCopy, "Start once with 2 ranks"),
+        refuses(RefusedOnlyCopy, "Start with 2 ranks"),
         tried=[went_wrong(snapshot, "disk", Result.OTHER_RANKS, "emergency")],
     ),
     Case(  # step 0
