@@ -14,7 +14,16 @@ from ckptmirror.core.setting_checks import WrongValue, above_0
 from ckptmirror.local import directories
 from ckptmirror.ranks import StopRequest, node_key_of
 
-__all__ = ["check_alike", "checked_kinds", "checked_limit", "checked_step", "node_key", "stop_event"]
+__all__ = [
+    "check_alike",
+    "check_kinds_of_stages",
+    "checked_kinds",
+    "checked_limit",
+    "checked_stage",
+    "checked_step",
+    "node_key",
+    "stop_event",
+]
 
 
 def node_key(root: Path) -> tuple[str, BaseException | None]:
@@ -69,6 +78,33 @@ def checked_kinds(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
             hint='Write kinds=("dcp",), for example.',
         )
     return tuple(kind for kind in SAVED_KINDS if kind in kinds)
+
+
+def checked_stage(pp_rank: int | None, kinds: Sequence[Kind]) -> int | None:
+    """Return the number of a stage.
+
+    Raises:
+        ConfigError: It is not one, or the kinds cannot hold stages.
+    """
+    if pp_rank is None:
+        return None
+    if isinstance(pp_rank, bool) or not isinstance(pp_rank, int) or not 0 <= pp_rank < 1_000_000:
+        raise ConfigError(f"pp_rank is {pp_rank!r}; it must be the number of a stage, from 0.")
+    check_kinds_of_stages(kinds)
+    return pp_rank
+
+
+def check_kinds_of_stages(kinds: Sequence[Kind]) -> None:
+    """Check that the kinds can hold a model in stages.
+
+    Raises:
+        ConfigError: One cannot.
+    """
+    if "model" in kinds:
+        raise ConfigError(
+            'Kind "model" is one file, which rank 0 writes; of a model in stages (pp_rank) no rank has all of it.',
+            hint='Write kinds=("dcp",): the directory has the whole model, under the names of its layers.',
+        )
 
 
 def checked_limit(timeout_s: float) -> float:

@@ -18,11 +18,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptmirror import __version__
-from ckptmirror.arguments import check_alike, checked_kinds, checked_limit, checked_step, node_key, stop_event
+from ckptmirror.arguments import (
+    check_alike,
+    check_kinds_of_stages,
+    checked_kinds,
+    checked_limit,
+    checked_stage,
+    checked_step,
+    node_key,
+    stop_event,
+)
 from ckptmirror.core import events, signing
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.retention import Retention
+from ckptmirror.core.stages import stages_of
 from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
 from ckptmirror.flow.places.mirrors import MirrorSpec, mirror_specs
 from ckptmirror.flow.save.emergency import save_emergency
@@ -65,6 +75,8 @@ class CheckpointManager:
         retention: What to keep locally. A save is deleted only when it is provably on every required mirror.
         process_group: The ranks that save together; by default all. The manager creates its own groups from these ranks
             and never uses collectives of this group.
+        pp_rank: The number of the part of the model that this rank holds, if ranks hold different parts of it, as
+            pipeline stages do. Ranks with one number hold the same part. All parts are one save, of kind ``"dcp"``.
         mode: ``"async"`` returns after the host copy; ``"blocking"`` after the commit.
         state_dir: Node-local directory for the uploads table, if root is on a network file system.
         persistent_dir: Directory that outlives this machine, one per run. Emergency snapshots are also copied there,
@@ -90,6 +102,7 @@ class CheckpointManager:
         kinds: Sequence[Kind] = SAVED_KINDS,
         retention: Retention | None = None,
         process_group: Any = None,
+        pp_rank: int | None = None,
         mode: Literal["async", "blocking"] = "async",
         state_dir: str | Path | None = None,
         persistent_dir: str | Path | None = None,
@@ -103,6 +116,7 @@ class CheckpointManager:
         signing.check_can_sign()
         self.root = absolute_dir(root, "root")
         self.kinds = checked_kinds(kinds)
+        stage = checked_stage(pp_rank, self.kinds)
         if mode not in ("async", "blocking"):
             raise ConfigError(f"mode is {mode!r}; it must be 'async' or 'blocking'.")
         if retention is not None and not isinstance(retention, Retention):
@@ -154,7 +168,9 @@ class CheckpointManager:
                 "verify_keys": ", ".join(signing.current().verify_keys),
             }
             mine = said if self.ranks.is_leader else None
-            check_alike(self.ranks.exchange(mine, what="open the root", error=failure))
+            met = self.ranks.exchange((mine, stage), what="open the root", error=failure)
+            check_alike([settings for settings, _ in met])
+            self._stages = stages_of([stage for _, stage in met])
             if self._node is None:
                 self._rank_lock = RankLock(self.root)
                 self._rank_lock.acquire()
@@ -199,7 +215,15 @@ class CheckpointManager:
                     "step %d was not saved; the next save() or close() will raise the error: %s", last.step, failure
                 )
         info, run_id, attempt, self._torn = resume_run(
-            self.root, self.ranks, self._node, state, policy=policy, force=force, exclude=leave, bus=self.events
+            self.root,
+            self.ranks,
+            self._node,
+            state,
+            policy=policy,
+            force=force,
+            exclude=leave,
+            stages=self._stages,
+            bus=self.events,
         )
         leader: LeaderSide | None = None
         if self._node is not None:
@@ -212,7 +236,9 @@ class CheckpointManager:
                 self._node.on_skipped,
             )
         import_formats(self.kinds)
-        self._saver = Saver(self.root, run_id, attempt, self._save_ranks, self.events, leader, self._skipped)
+        self._saver = Saver(
+            self.root, run_id, attempt, self._save_ranks, self.events, leader, self._skipped, self._stages
+        )
         self._saver.follow(self._last_before)
         if info is None:
             _log.info("run %s attempt %d starts at step 0", run_id[:8], attempt.number)
@@ -245,7 +271,7 @@ class CheckpointManager:
         """
         self._check_open()
         check_state(state)
-        return load_state(self.root, self.ranks, state, reference, checked_parts(exclude))
+        return load_state(self.root, self.ranks, state, reference, checked_parts(exclude), self._stages)
 
     # -- save -----------------------------------------------------------------------------------------------
 
@@ -274,6 +300,8 @@ class CheckpointManager:
         if self._rank_lock is not None:
             self._rank_lock.retake()
         chosen = self.kinds if kinds is None else checked_kinds(kinds)
+        if self._stages.of_ranks:
+            check_kinds_of_stages(chosen)
         handle = saver.save(SaveRequest(checked_step(step), chosen, dict(metrics or {}), dict(fields or {})), state)
         handle.on_mirrored(self._wait_mirrored)
         if self.mode == "blocking":
@@ -305,6 +333,7 @@ class CheckpointManager:
             bus=self.events,
             persistent_dir=self._persistent_dir,
             apart=saver.replicas.differ,
+            stage=self._stages.of(self.ranks.rank),
             in_flight=saver.in_flight,
         )
         self._snapshot_step = step

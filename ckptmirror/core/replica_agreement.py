@@ -7,6 +7,7 @@ Rules:
 * Two ranks are compared in the pieces that both hold: same name, same piece of the whole tensor. Different shards are
   different pieces.
 * First each rank sends a few digests. Only if those differ, one rank of each side sends its full list.
+* Of a model in stages, the ranks of one stage are compared.
 * :data:`BUFFERS` may differ: each replica of a data-parallel model has its own running averages, but continues from
   those of rank 0, the only ones that are saved.
 """
@@ -18,12 +19,25 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BUFFERS", "WHOLE", "Digests", "Held", "differing", "digests_of", "ranks_text", "representatives", "sides"]
+__all__ = [
+    "BUFFERS",
+    "WHOLE",
+    "Digests",
+    "Held",
+    "are_buffers",
+    "differing",
+    "digests_of",
+    "of_stage",
+    "ranks_text",
+    "representatives",
+    "sides",
+]
 
 WHOLE = ""
 """The group of the tensors that every rank holds whole; shards are grouped by how they are sharded."""
 BUFFERS = "buffers"
 """The group of what a model holds beside its parameters, which rank 0 alone saves."""
+_OF_STAGE = " of stage "
 
 Digests = Mapping[str, tuple[str, str]]
 """By group: a digest of which pieces a rank holds, and one of their values."""
@@ -46,6 +60,16 @@ class Held:
     name: str
     piece: str
     value: str
+
+
+def of_stage(group: str, stage: int | None) -> str:
+    """Return the group for the tensors of a stage; unchanged if there are no stages."""
+    return group if stage is None else f"{group}{_OF_STAGE}{stage}"
+
+
+def are_buffers(group: str) -> bool:
+    """Whether a group has buffers, of a whole model or of a stage."""
+    return group.partition(_OF_STAGE)[0] == BUFFERS
 
 
 def digests_of(held: Iterable[Held]) -> Digests:
@@ -76,7 +100,7 @@ def sides(digests: Sequence[Digests], group: str) -> list[list[int]]:
     for rank, own in enumerate(digests):
         if group in own:
             ranks.setdefault(own[group], []).append(rank)
-    if group in (WHOLE, BUFFERS):
+    if group.partition(_OF_STAGE)[0] in (WHOLE, BUFFERS):
         found = list(ranks.values())
     else:
         alike = Counter(pieces for pieces, _ in ranks)
@@ -84,10 +108,15 @@ def sides(digests: Sequence[Digests], group: str) -> list[list[int]]:
     return found if len(found) > 1 else []
 
 
-def representatives(digests: Sequence[Digests], *, skip: str | None = None) -> dict[str, tuple[int, ...]]:
-    """Return, by group, the ranks whose lists show what differs; empty if nothing does. ``skip`` is not compared."""
+def representatives(digests: Sequence[Digests], *, buffers: bool = True) -> dict[str, tuple[int, ...]]:
+    """Return, by group, the ranks whose lists show what differs; empty if nothing does.
+
+    Args:
+        digests: Every rank's digests, by rank.
+        buffers: Whether buffers are compared.
+    """
     found: dict[str, tuple[int, ...]] = {}
-    for group in sorted({group for own in digests for group in own if group != skip}):
+    for group in sorted({group for own in digests for group in own if buffers or not are_buffers(group)}):
         asked: dict[str, list[int]] = {}
         for first, *_ in sides(digests, group):
             asked.setdefault(digests[first][group][0], []).append(first)

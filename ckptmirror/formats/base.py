@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName
+from ckptmirror.core.stages import NO_STAGES, Stages
 
 __all__ = ["Format", "LoadReport", "LoadTarget", "Missing", "Snapshot", "WriteContext"]
 
@@ -72,6 +73,7 @@ class WriteContext:
         is_leader: Whether this rank leads its node.
         torch_group: A separate CPU process group that only this thread uses; None in a single process.
         nodes_of_ranks: The node of each rank, for messages; empty in a job of one node.
+        stages: The stage of each rank.
     """
 
     root: Path
@@ -83,6 +85,12 @@ class WriteContext:
     is_leader: bool
     torch_group: Any = None
     nodes_of_ranks: tuple[int, ...] = ()
+    stages: Stages = NO_STAGES
+
+    @property
+    def stage(self) -> int | None:
+        """The stage of this rank; None if there are no stages."""
+        return self.stages.of(self.rank)
 
 
 @dataclass(frozen=True)
@@ -93,12 +101,14 @@ class LoadTarget:
         state: The ``TrainState``.
         rank: Global rank; ``world_size`` ranks load.
         exclude: Parts of the state to leave unchanged.
+        elsewhere: The names of the model's values that only other ranks hold: those of other stages.
     """
 
     state: Any
     rank: int
     world_size: int
     exclude: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ Rules:
   The one exception is the full model of a sharded one, which is gathered to the host memory of rank 0, one parameter at
   a time.
 * Collectives run only for that gathering, in the calling thread, in the same order on every rank.
-* If all ranks hold the same value, rank 0 saves it. The other ranks leave out buffers (whose running averages may
-  differ), extra state and EMA, and everything but the sidecar if no kind of the save needs more from them. ``left_out``
-  holds what they leave out, so that it can be compared.
+* If all ranks hold the same value, rank 0 saves it (if the model is in stages, the first rank of the stage). The other
+  ranks leave out buffers (whose running averages may differ), extra state and EMA, and everything but the sidecar if no
+  kind of the save needs more from them. ``left_out`` holds what they leave out, so that it can be compared.
 * A value that a safe load could not read back is refused here, by name.
 """
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import RankFailed, UsageError
 from ckptmirror.core.model import Kind
+from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.containers import any_leaf, placed_leaves
 from ckptmirror.formats.extra_aliases import KEY as ALIASES
@@ -51,6 +52,7 @@ def capture(
     kinds: Sequence[Kind],
     rank: int,
     world_size: int,
+    stages: Stages = NO_STAGES,
     before_collectives: Callable[[BaseException | None], None] = lambda _: None,
 ) -> Snapshot:
     """Return what this rank contributes to a save.
@@ -63,6 +65,7 @@ def capture(
         kinds: The kinds of the save.
         rank: This process's rank.
         world_size: Number of ranks.
+        stages: The stage of each rank.
         before_collectives: Called on every rank before the first collective, if there is one, with this rank's failure;
             it raises on all ranks if one failed, so that none waits in a collective for a rank that never comes.
 
@@ -70,8 +73,10 @@ def capture(
         UsageError: Something in ``state`` could not be loaded back; the message names it.
     """
     gathers = "model" in kinds and has_shards(state.model)
+    peers = stages.peers(rank, world_size)
+    is_first = rank == peers[0]
     try:
-        snapshot = capture_local(state, step=step, with_ema=rank == 0)
+        snapshot = capture_local(state, step=step, with_ema=bool(stages.of_ranks) or is_first)
         if "dcp" in kinds:
             _check_for_dcp(snapshot)
     except BaseException as error:
@@ -86,10 +91,10 @@ def capture(
     elif "model" in kinds and rank == 0:
         whole = dict(snapshot.model)
     model, optimizer = snapshot.model, snapshot.optimizer
-    buffers = _buffers(state.model, model) if world_size > 1 else {}
-    if rank != 0 and not snapshot.sharded and "dcp" not in kinds:
+    buffers = _buffers(state.model, model) if len(peers) > 1 else {}
+    if not is_first and not snapshot.sharded and "dcp" not in kinds:
         model, optimizer = {}, None
-    elif rank != 0:
+    elif not is_first:
         model = {name: value for name, value in model.items() if name not in buffers}
     rest = {
         "model": {name: value for name, value in snapshot.model.items() if name not in model},

@@ -2,7 +2,8 @@
 
 Layout of the state: ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}``, so
 plain ``dcp.load({"model": ..., "optimizer": ...}, checkpoint_id=...)`` and ``dcp_to_torch_save`` read it. Beside these
-``module_versions`` is a text (``formats.versions``).
+``module_versions`` is a text (``formats.versions``). Of a model in stages, ``param_groups`` and ``module_versions``
+have one entry for each stage (``formats.stages``), and the name of a tensor belongs to one stage.
 
 Rules:
 * Ranks write into one temporary directory per node; the leader publishes it only after ``check``.
@@ -34,16 +35,18 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.serialization import config as serialization_config
 
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.core.model import Artifact, Digest, Kind, Meta
 from ckptmirror.core.names import SaveName, tmp_name
 from ckptmirror.core.rank_names import rank_name
+from ckptmirror.core.stages import Stages
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.dcp_files import SMALL, DirectoryWriter
 from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges
 from ckptmirror.formats.dcp_read import check_plain_values, load_directory, read_directory_metadata
 from ckptmirror.formats.sidecars import is_scheduled
+from ckptmirror.formats.stages import in_stages
 from ckptmirror.formats.tensor_bytes import compact
 from ckptmirror.formats.versions import KEY, to_text, versions_in
 from ckptmirror.formats.weights_only_values import MARK
@@ -119,7 +122,7 @@ FORMAT = DcpFormat()
 
 def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) -> dict[str, Digest]:
     group = context.torch_group
-    state = _layout(snapshot)
+    state = _layout(snapshot, context.stage)
     if group is None:
         # Said at every save of one process. The filter is not restored: other threads may change filters meanwhile.
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
@@ -130,7 +133,7 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
             metadata = save(
                 state,
                 storage_writer=writer,
-                planner=_Planner(),
+                planner=_Planner(context.stages),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -163,8 +166,18 @@ def _of_first_rank(error: CheckpointException, nodes_of_ranks: Sequence[int]) ->
 class _Planner(DefaultSavePlanner):
     """Decides which rank writes what several have alike."""
 
+    def __init__(self, stages: Stages) -> None:
+        super().__init__()
+        self._stages = stages
+
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Leave what is small to the first rank that has it, then do as torch does."""
+        """Leave what is small to the first rank that has it, then do as torch does.
+
+        Raises:
+            UsageError: Two stages have one name.
+        """
+        if self._stages.of_ranks:
+            self._refuse_one_name(all_plans)
         taken: set[MetadataIndex] = set()
         plans = []
         for plan in all_plans:
@@ -173,8 +186,20 @@ class _Planner(DefaultSavePlanner):
             plans.append(replace(plan, items=items))
         return super().create_global_plan(plans)
 
+    def _refuse_one_name(self, all_plans: list[SavePlan]) -> None:
+        first: dict[str, int] = {}
+        for stage, plan in zip(self._stages.of_ranks, all_plans, strict=True):
+            for name in (item.index.fqn for item in plan.items):
+                if first.setdefault(name, stage) != stage:
+                    raise UsageError(
+                        f"Stages {first[name]} and {stage} both have {name}, and a checkpoint keeps one value under "
+                        "each name.",
+                        hint="Give each stage the names that its layers have in the whole model. Register a buffer "
+                        "that every stage has with persistent=False.",
+                    )
 
-def _layout(snapshot: Snapshot) -> dict[str, Any]:
+
+def _layout(snapshot: Snapshot, stage: int | None) -> dict[str, Any]:
     model = snapshot.model
     state: dict[str, Any] = {
         "model": {name: v if isinstance(v, torch.Tensor) else _flattenable(v) for name, v in model.items()}
@@ -185,10 +210,12 @@ def _layout(snapshot: Snapshot) -> dict[str, Any]:
             "state": {
                 name: _flattenable(v, shapes.get(name)) for name, v in snapshot.optimizer["state"].items() if v != {}
             },
-            "param_groups": _flattenable(snapshot.optimizer["param_groups"]),
+            "param_groups": in_stages(_flattenable(snapshot.optimizer["param_groups"]), stage),
         }
     if (versions := versions_in(snapshot.extra, ("model",))) is not None:
-        state[KEY] = to_text(versions)  # here too, since the extra files may not travel with the directory
+        state[KEY] = in_stages(
+            to_text(versions), stage
+        )  # here too, since the extra files may not travel with the directory
     return cast(dict[str, Any], compact(state))
 
 

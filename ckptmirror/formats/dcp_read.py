@@ -31,7 +31,8 @@ from ckptmirror.formats.names import live_values, match_names
 from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import named_file
 from ckptmirror.formats.shards import Piece, Region, Stored, fill, fills, local_of, region_of
-from ckptmirror.formats.versions import KEY, attached, from_text
+from ckptmirror.formats.stages import by_stage, elsewhere_in, join_groups
+from ckptmirror.formats.versions import KEY, Versions, attached, from_text
 from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.local.files import read_limited
 from ckptmirror.untrusted.read_limits import max_depth
@@ -146,6 +147,7 @@ def load_directory(
     # Files of other nodes may be elsewhere, so a missing file shows only when this rank reads it.
     entries, reader = _open(directory, named, all_here=False)
     module = target.state.model
+    entries = _without_others(entries, module, target.elsewhere)
     own = [entry for entry in entries if entry.path[0] in _OPTIMIZER_KEYS and len(entry.path) > 1]
     return load_parts(
         target,
@@ -166,10 +168,12 @@ def read_full_directory(directory: Path, named: Container[str] | None = None) ->
         tree.setdefault("model", {})  # a model without tensors leaves no entry
     if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
         raise UsageError(f"{directory} holds no model.")
-    versions = from_text(tree.pop(KEY), str(directory)) if KEY in tree else None
+    versions = _versions(tree.pop(KEY), directory) if KEY in tree else None
     tree["model"] = attached(tree["model"], versions)
     if "optimizer" not in tree and "optim" in tree:
         tree["optimizer"] = tree.pop("optim")
+    if isinstance(optimizer := tree.get("optimizer"), dict) and "param_groups" in optimizer:
+        optimizer["param_groups"] = join_groups(optimizer["param_groups"])
     return tree
 
 
@@ -227,16 +231,21 @@ def check_plain_values(directory: Path, metadata: Metadata, present: Container[s
             decode(_assemble(items))
 
 
-def files_read(directory: Path, module: torch.nn.Module) -> set[str]:
+def files_read(directory: Path, module: torch.nn.Module, elsewhere: frozenset[str] = frozenset()) -> set[str]:
     """Return the names of the files that a load into ``module`` reads on this rank; only ``.metadata`` has to be here.
 
     What does not fit the live model counts as read in full: the load then says why it does not fit.
+
+    Args:
+        directory: The directory.
+        module: The live model.
+        elsewhere: The names that only other ranks hold.
 
     Raises:
         IntegrityError: ``.metadata`` is broken or hostile.
     """
     metadata = read_directory_metadata(directory)
-    entries = _entries(metadata)
+    entries = _without_others(_entries(metadata), module, elsewhere)
     into: dict[str, Any] = dict(_owners(entries, module))
     saved, live = _of_model(entries), live_values(module)
     for name, there in match_names(saved, live).items():
@@ -280,6 +289,22 @@ def _entries(metadata: Metadata) -> list[_Entry]:
     return result
 
 
+def _without_others(entries: list[_Entry], module: torch.nn.Module, elsewhere: frozenset[str]) -> list[_Entry]:
+    """Return the entries without those of values, and of their optimizer state, that only other ranks hold."""
+    if not elsewhere:
+        return entries
+    is_elsewhere = elsewhere_in(
+        {name for entry in entries if (name := _value_of(entry))}, live_values(module), elsewhere
+    )
+    return [entry for entry in entries if not is_elsewhere(_value_of(entry))]
+
+
+def _value_of(entry: _Entry) -> str:
+    """Return the name of the model's value that an entry is of, or of the state of; "" if it is of none."""
+    at = 1 if entry.path[0] == "model" else 2 if entry.path[0] in _OPTIMIZER_KEYS and "state" in entry.path[1:2] else 0
+    return str(entry.path[at]) if at and len(entry.path) > at else ""
+
+
 def _of_model(entries: list[_Entry]) -> dict[str, list[_Entry]]:
     """Return the entries of each value of the model."""
     saved: dict[str, list[_Entry]] = {}
@@ -301,7 +326,7 @@ def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: _Reader)
     if not saved and live_values(module):
         raise UsageError(f"{reader.path} holds no model.")
     text = [entry for entry in entries if entry.key == KEY and not isinstance(entry.described, TensorStorageMetadata)]
-    versions = from_text(reader.value(text, len(text[0].path)), str(reader.path)) if text else None
+    versions = _versions(reader.value(text, 1), reader.path) if text else None
     with reader.files:
         return load_model(module, {name: reader.stored(own) for name, own in saved.items()}, versions=versions)
 
@@ -313,7 +338,12 @@ def _read_optimizer(module: torch.nn.Module, wanted: list[_Entry], reader: _Read
             f"{reader.path} holds an optimizer in a layout that is not known.",
             hint='Load without it: exclude=("optimizer",).',
         )
-    return tree
+    return {**tree, "param_groups": join_groups(tree["param_groups"])}
+
+
+def _versions(saved: Any, directory: Path) -> Versions:
+    """Return the versions of the modules, of all stages."""
+    return {name: of for text in by_stage(saved) for name, of in from_text(text, str(directory)).items()}
 
 
 def _allocate(described: Any, owner: torch.Tensor | None) -> Any:

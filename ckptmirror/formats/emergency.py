@@ -27,23 +27,32 @@ from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.capture import capture_local
-from ckptmirror.formats.containers import placed_leaves
+from ckptmirror.formats.containers import TreePath, placed_leaves
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.model import full_optimizer
-from ckptmirror.formats.names import live_parameters, live_values, match_names
+from ckptmirror.formats.names import live_parameters, live_values
 from ckptmirror.formats.rank_files import RankFiles, rank_files
 from ckptmirror.formats.shards import Piece, Region, cut, region_of
 from ckptmirror.formats.sidecars import load_extra, takes_schedule, tensor_list
+from ckptmirror.formats.stages import in_stages
 from ckptmirror.formats.train_state import TrainState
-from ckptmirror.formats.versions import versions_in
+from ckptmirror.formats.versions import Versions, versions_in
 from ckptmirror.local.directories import make_dirs
 
 __all__ = ["FORMAT", "EmergencyFormat", "names_of_rank", "write_emergency"]
 
 
 def write_emergency(
-    state: TrainState, directory: Path, *, save_id: str, rank: int, world_size: int, step: int, apart: bool = False
+    state: TrainState,
+    directory: Path,
+    *,
+    save_id: str,
+    rank: int,
+    world_size: int,
+    step: int,
+    apart: bool = False,
+    stage: int | None = None,
 ) -> list[Artifact]:
     """Write this rank's part of an emergency snapshot, from the live tensors, and publish it in ``directory``.
 
@@ -55,6 +64,7 @@ def write_emergency(
         world_size: Number of ranks.
         step: The step.
         apart: Whether ranks are known to hold different values under one name, so that each writes its own.
+        stage: The stage that this rank holds, of a model in stages; then each writes its own too.
 
     Returns:
         The artifacts, their paths relative to the parent of ``directory`` (the root).
@@ -62,8 +72,8 @@ def write_emergency(
     Raises:
         UsageError: Something in ``state`` could not be loaded back; names it.
     """
-    snapshot = capture_local(state, step=step, with_ema=apart or rank == 0)
-    of_each = apart or snapshot.sharded
+    snapshot = capture_local(state, step=step, with_ema=apart or stage is not None or rank == 0)
+    of_each = apart or stage is not None or snapshot.sharded
     if rank != 0 and not of_each:
         snapshot = Snapshot({}, None, None, snapshot.extra, False)
     make_dirs(directory)
@@ -71,6 +81,7 @@ def write_emergency(
         "step": step,
         "world_size": world_size,
         "sharded": of_each,
+        "stage": stage,
         "model": cut(snapshot.model),
         "optimizer": cut(snapshot.optimizer),
         "extra": cut(snapshot.extra),
@@ -126,22 +137,33 @@ class EmergencyFormat:
         saved = _snapshot(source, directory)
         module = target.state.model
         sharded = saved.get("sharded") is True
-        if sharded and meta.world_size != target.world_size:
+        if not sharded:
+            shared = source.of(0)
+        elif meta.world_size == target.world_size and saved["model"].keys() == live_values(module).keys():
+            shared = source
+        else:
             for rank in source.ranks:
                 _snapshot(source.of(rank), directory)
             _refuse_values_of_a_rank(source, module)
-        shared = source if sharded and meta.world_size == target.world_size else source.of(0)
+            shared = _joined(source)
         tree = _snapshot(shared, directory)
 
         def model() -> dict[str, torch.dtype]:
-            versions = versions_in(tree["extra"], ("model",), directory.name)
-            return load_model(module, tree["model"], lambda name: shared.others(("model", name)), versions=versions)
+            return load_model(
+                module,
+                tree["model"],
+                lambda name: shared.others(("model", name)),
+                versions=_versions(source, directory),
+                elsewhere=target.elsewhere,
+            )
 
         has_optimizer = tree["optimizer"] is not None
         parts = load_parts(
             target,
             model=model,
-            optimizer=(lambda: full_optimizer(shared.below("optimizer"), module)) if has_optimizer else None,
+            optimizer=(lambda: full_optimizer(shared.below("optimizer"), module, target.elsewhere))
+            if has_optimizer
+            else None,
             is_scheduled=lambda: takes_schedule(target, saved["extra"]),
         )
         rest = load_extra(source.below("extra"), target, meta.step)
@@ -157,17 +179,41 @@ def _refuse_values_of_a_rank(source: RankFiles, module: torch.nn.Module) -> None
     Raises:
         KindMismatch: Ranks hold other names, or different values under one name and at one place.
     """
-    matched: dict[Any, str] = {**match_names(source.tree(0)["model"], live_values(module))}
     parameters = {name for name, _ in live_parameters(module)}
     for part in ("model", "optimizer"):
-        held = [dict(placed_leaves(source.tree(rank)[part])) for rank in source.ranks]
-        for rank, own in zip(source.ranks, held, strict=True):
-            if other := next(iter(own.keys() ^ held[0].keys()), None):
+        held = [dict(placed_leaves(source.tree(rank).get(part))) for rank in source.ranks]
+        stages = [source.tree(rank).get("stage") for rank in source.ranks]
+        first: dict[Any, dict[TreePath, Any]] = {}
+        for rank, stage, own in zip(source.ranks, stages, held, strict=True):
+            if other := next(iter(own.keys() ^ first.setdefault(stage, own).keys()), None):
                 raise _of_a_rank(f"{part}.{'.'.join(map(str, other))} is not on all of them", rank, source)
-        for path in held[0]:
-            is_buffer = part == "model" and matched[path[0]] not in parameters
-            if not is_buffer and (differs := _first_other(own[path] for own in held)) is not None:
+        paths = {path for own in first.values() for path in own if path[:1] != ("param_groups",)}
+        for path in sorted(paths, key=str):
+            is_buffer = part == "model" and path[0] not in parameters
+            if not is_buffer and (differs := _first_other(own.get(path) for own in held)) is not None:
                 raise _of_a_rank(f"{part}.{'.'.join(map(str, path))} differs", source.ranks[differs], source)
+
+
+def _joined(source: RankFiles) -> RankFiles:
+    """Return the files, of which the first has all names, each with the value of the first rank that has it."""
+    trees = [source.tree(rank) for rank in source.ranks]
+    values: dict[TreePath, Any] = {("model",): {}, ("optimizer",): None}
+    groups: dict[Any, Any] = {}
+    state: dict[Any, Any] = {}
+    for tree in reversed(trees):
+        values["model",] |= tree["model"]
+        if isinstance(optimizer := tree.get("optimizer"), dict):
+            state |= optimizer.get("state") or {}
+            groups |= in_stages(optimizer.get("param_groups"), tree.get("stage") or 0)
+            values["optimizer",] = {"state": state, "param_groups": groups}
+    return source.of(0).replaced(values)
+
+
+def _versions(source: RankFiles, directory: Path) -> Versions | None:
+    """Return the versions of the modules that any rank had; None if the snapshot has none."""
+    found = [versions_in(source.tree(rank)["extra"], ("model",), directory.name) for rank in source.ranks]
+    known = [one for one in found if one is not None]
+    return {name: of for one in known for name, of in one.items()} if known else None
 
 
 def _first_other(values: Iterable[Any]) -> int | None:

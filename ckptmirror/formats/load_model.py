@@ -34,16 +34,16 @@ Others = Callable[[str], Iterable[Any]]
 Check = Callable[[str, str, torch.Tensor, Iterable[Piece]], None]
 
 
-def _pair_names(saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, str]:
-    """Return the saved name of each live name, strictly.
+def _pair_names(saved: Mapping[str, Any], live: Mapping[str, Any], elsewhere: frozenset[str]) -> dict[str, str]:
+    """Return the saved name of each live name, strictly but for what only other ranks hold.
 
     Raises:
         UsageError: A name is missing or unexpected; the message lists the first few.
     """
-    matched = match_names(saved, live)
+    matched = match_names(saved, [*live, *elsewhere])
     by_live = {matched[name]: name for name in saved}
     missing = [name for name in live if name not in by_live]
-    unexpected = [name for name in saved if matched[name] not in live]
+    unexpected = [name for name in saved if matched[name] not in live and matched[name] not in elsewhere]
     if missing or unexpected:
         raise UsageError(
             "The checkpoint does not match the model."
@@ -97,6 +97,7 @@ def load_model(
     others: Others = lambda _: (),
     check: Check | None = None,
     versions: Versions | None = None,
+    elsewhere: frozenset[str] = frozenset(),
 ) -> dict[str, torch.dtype]:
     """Load ``saved`` into ``module``; return the dtypes by saved name.
 
@@ -108,9 +109,10 @@ def load_model(
         check: Called for each tensor that will be filled, before any is: name, saved name, live tensor and values. It
             raises if the tensor must not be filled.
         versions: The layout versions of the modules when they were saved; None if the save does not have them.
+        elsewhere: The names that only other ranks hold; the checkpoint may have them too.
     """
     live = live_values(module)
-    names = _pair_names(saved, live)
+    names = _pair_names(saved, live, elsewhere)
     items = {name: stored(saved[there], functools.partial(others, there)) for name, there in names.items()}
     is_free = makes_room(module)
     in_place = {

@@ -53,8 +53,8 @@ def load_parts(
         if isinstance(saved, str):
             missing.lacks("optimizer", f"{saved}; it starts without history")
         else:
-            plans = plan_optimizer(state.model, state.optimizer, saved)
-            _refuse_other_order(plans, saved, is_scheduled)
+            plans = plan_optimizer(state.model, state.optimizer, saved, target.elsewhere)
+            _refuse_other_order(plans, saved, is_scheduled, some_elsewhere=bool(target.elsewhere))
     elif "optimizer" not in target.exclude and optimizer is not None:
         missing.unused("optimizer")
     if "model" not in target.exclude:
@@ -67,15 +67,22 @@ def load_parts(
 
 
 def _refuse_other_order(
-    plans: Sequence[Sequence[tuple[int, Any]]], saved: Mapping[str, Any], is_scheduled: Callable[[], bool]
+    plans: Sequence[Sequence[tuple[int, Any]]],
+    saved: Mapping[str, Any],
+    is_scheduled: Callable[[], bool],
+    *,
+    some_elsewhere: bool,
 ) -> None:
     """Refuse groups in another order than they were saved in, where a scheduler will be loaded.
+
+    Groups may be missing where other ranks hold some of the parameters.
 
     Raises:
         UsageError: The order differs; the message lists both orders.
     """
     order = [index for plan in plans for index, _ in plan]
-    if order == list(range(len(order))) or not is_scheduled():
+    in_order = sorted(order) if some_elsewhere else list(range(len(order)))
+    if order == in_order or not is_scheduled():
         return
     groups = [_title(group, index) for index, group in enumerate(saved["param_groups"])]
     raise UsageError(

@@ -25,10 +25,12 @@ from ckptmirror.formats.artifacts import write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.load_model import load_model
 from ckptmirror.formats.load_parts import load_parts
+from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import RankFiles, named_file, rank_files
 from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import is_scheduled
+from ckptmirror.formats.stages import elsewhere_in, join_groups
 from ckptmirror.formats.versions import attached, plain_model, versions_in
 from ckptmirror.formats.weights_only_values import as_torch_has_it, decode
 from ckptmirror.untrusted.tensor_files import check_regular, load_pt
@@ -81,12 +83,13 @@ class ModelFormat:
 
         def model() -> dict[str, torch.dtype]:
             saved, versions = plain_model(load_pt(named_file(root, meta.paths, name.model), mmap=True), name.model)
-            return load_model(module, {key: decode(value) for key, value in saved.items()}, versions=versions)
+            values = {key: decode(value) for key, value in saved.items()}
+            return load_model(module, values, versions=versions, elsewhere=target.elsewhere)
 
         return load_parts(
             target,
             model=model,
-            optimizer=(lambda: full_optimizer(files, module)) if files is not None else None,
+            optimizer=(lambda: full_optimizer(files, module, target.elsewhere)) if files is not None else None,
             is_scheduled=lambda: is_scheduled(root, meta, target),
         )
 
@@ -94,14 +97,25 @@ class ModelFormat:
 FORMAT = ModelFormat()
 
 
-def full_optimizer(source: RankFiles, module: torch.nn.Module) -> dict[str, Any]:
-    """Return the full optimizer state that ``source`` holds, sharded like the live parameters."""
+def full_optimizer(
+    source: RankFiles, module: torch.nn.Module, elsewhere: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """Return the full optimizer state that ``source`` holds, sharded like the live parameters.
+
+    Left out is the state of the values in ``elsewhere``, which only other ranks hold.
+    """
     tree = source.tree()
     if not isinstance(tree, dict) or "state" not in tree or "param_groups" not in tree:
         raise IntegrityError("The optimizer's file has no state and param_groups.")
     owners = owners_of(tree["state"], module)
-    state = {name: source.full_value(("state", name), owners.get(name)) for name in tree["state"]}
-    return {"state": state, "param_groups": source.full_value(("param_groups",))}
+    is_elsewhere = elsewhere_in(filter(_is_text, tree["state"]), live_values(module), elsewhere)
+    wanted = [name for name in tree["state"] if not (_is_text(name) and is_elsewhere(name))]
+    state = {name: source.full_value(("state", name), owners.get(name)) for name in wanted}
+    return {"state": state, "param_groups": join_groups(source.full_value(("param_groups",)))}
+
+
+def _is_text(name: Any) -> bool:
+    return type(name) is str
 
 
 def _write(tree: Any, path: str, context: WriteContext) -> Artifact:

@@ -128,8 +128,16 @@ def is_state(saved: Any) -> bool:
 Plan = list[tuple[int, list[str]]]
 
 
-def plan_optimizer(model: torch.nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> list[Plan]:
+def plan_optimizer(
+    model: torch.nn.Module, optimizer: Any, saved: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()
+) -> list[Plan]:
     """Map each optimizer's live groups to saved ones, changing nothing: (saved group, saved name per parameter).
+
+    Args:
+        model: The model.
+        optimizer: One or several.
+        saved: The saved state and groups.
+        elsewhere: The names of the model's values that only other ranks hold; their parameters may be missing here.
 
     Raises:
         UsageError: The parameters are grouped differently in the save.
@@ -140,17 +148,21 @@ def plan_optimizer(model: torch.nn.Module, optimizer: Any, saved: Mapping[str, A
     groups = saved["param_groups"]
     owner = {name: index for index, group in enumerate(groups) for name in group.get("params", ())}
     live = [(name, id(parameter)) for name, parameter in live_parameters(model)]
-    saved_name = {there: name for name, there in match_names(owner, [name for name, _ in live]).items()}
+    matched = match_names(owner, [*(name for name, _ in live), *elsewhere])
+    saved_name = {there: name for name, there in matched.items()}
+    here = {name for name in owner if matched[name] not in elsewhere}
     aliases: dict[int, set[str]] = {}
     for name, identity in live:
         aliases.setdefault(identity, set()).add(saved_name.get(name, name))
     plans: list[Plan] = []
     position = 0
     for one in optimizers_of(optimizer):
-        plans.append(_plan(one, aliases, groups, owner, position))
+        plans.append(_plan(one, aliases, groups, owner, here, position))
         position += len(one.param_groups)
     used = {index for plan in plans for index, _ in plan}
-    if unused := [index for index, group in enumerate(groups) if index not in used and group.get("params")]:
+    if unused := [
+        n for n, group in enumerate(groups) if n not in used and not here.isdisjoint(group.get("params", ()))
+    ]:
         raise _mismatch(f"the save has parameter groups {unused} that the optimizer has not")
     return plans
 
@@ -229,7 +241,12 @@ def load_by_key(one: torch.optim.Optimizer, saved: Mapping[str, Any], where: str
 
 
 def _plan(
-    one: Any, aliases: Mapping[int, set[str]], groups: Sequence[Any], owner: Mapping[str, int], start: int
+    one: Any,
+    aliases: Mapping[int, set[str]],
+    groups: Sequence[Any],
+    owner: Mapping[str, int],
+    here: set[str],
+    start: int,
 ) -> Plan:
     plan: Plan = []
     for position, live in enumerate(one.param_groups, start):
@@ -246,7 +263,7 @@ def _plan(
         if len(indices) != 1:
             raise _mismatch(f"the parameters of group {position} are in {len(indices)} saved groups")
         index = indices.pop()
-        if extra := sorted(set(groups[index].get("params", ())) - set(found)):
+        if extra := sorted(here.intersection(groups[index].get("params", ())).difference(found)):
             raise _mismatch(f"saved group {index} also holds {some(extra)}")
         plan.append((index, found))
     return plan

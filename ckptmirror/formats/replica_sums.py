@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.model import Kind
-from ckptmirror.core.replica_agreement import BUFFERS, WHOLE, Held
+from ckptmirror.core.replica_agreement import BUFFERS, WHOLE, Held, of_stage
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.capture import walk_tensors
 from ckptmirror.formats.tensor_bytes import has_plain_bytes, sum32_there
@@ -36,7 +36,11 @@ def sum_left_out(snapshot: Snapshot) -> LeftOut:
 
 
 def held_by(
-    snapshot: Snapshot, listed: Sequence[Mapping[str, Any]], left_out: LeftOut, kinds: Sequence[Kind]
+    snapshot: Snapshot,
+    listed: Sequence[Mapping[str, Any]],
+    left_out: LeftOut,
+    kinds: Sequence[Kind],
+    stage: int | None = None,
 ) -> list[Held]:
     """Return an entry for every tensor or piece that this rank holds.
 
@@ -45,6 +49,7 @@ def held_by(
         listed: The entries of ``tensors_*.json``, with their sums.
         left_out: The sums, in host memory, of tensors that are not in the snapshot.
         kinds: The kinds of the save.
+        stage: This rank's stage.
     """
     held = []
     once = not snapshot.sharded and "dcp" not in kinds  # only rank 0 saves it, so the other ranks have only one sum
@@ -59,11 +64,11 @@ def held_by(
         else:
             group, piece = BUFFERS if name in snapshot.buffers else WHOLE, ""
             sums = f"{entry['sum32']}" if once or group == BUFFERS else f"{entry['sum32']} {entry['crc32c']}"
-        held.append(Held(group, name, piece, f"{_form(tensor)} {sums}"))
+        held.append(Held(of_stage(group, stage), name, piece, f"{_form(tensor)} {sums}"))
     for names, totals in left_out:
         for (name, form), total in zip(names, totals.tolist(), strict=True):
             group = BUFFERS if name in snapshot.buffers else WHOLE
-            held.append(Held(group, name, "", f"{form} {total & 0xFFFFFFFF}"))
+            held.append(Held(of_stage(group, stage), name, "", f"{form} {total & 0xFFFFFFFF}"))
     return held
 
 

@@ -54,7 +54,12 @@ def test_the_settings_are_the_arguments_of_a_manager_with_their_defaults():
     manager = arguments(CheckpointManager)
     said = {setting.name: setting.default for setting in SETTINGS}
     assert said.pop("root") is None
-    assert {name for name in said if "." not in name} == set(manager) - {"root", "process_group", "retention"}
+    assert {name for name in said if "." not in name} == set(manager) - {
+        "root",
+        "process_group",
+        "pp_rank",
+        "retention",
+    }
     assert {name: manager[name] for name in said if "." not in name} == {n: said[n] for n in said if "." not in n}
     assert {name.partition(".")[2]: said[name] for name in said if "." in name} == arguments(Retention)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.flow.fetch.load import meta_of, on_this_disk
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older
@@ -64,7 +65,12 @@ class ResumeInfo:
 
 
 def load_state(
-    root: Path, ranks: Ranks, state: TrainState, reference: Reference, exclude: frozenset[str]
+    root: Path,
+    ranks: Ranks,
+    state: TrainState,
+    reference: Reference,
+    exclude: frozenset[str],
+    stages: Stages = NO_STAGES,
 ) -> ResumeInfo:
     """Load the checkpoint ``reference`` into ``state``, on every rank of the job.
 
@@ -72,6 +78,7 @@ def load_state(
         root: The directory in which a step, or ``"latest"``, is searched.
         reference: A step, ``"latest"``, or what :func:`resolve_checkpoint_reference` takes, on this disk.
         exclude: Parts of the state to leave unchanged.
+        stages: The stage of each rank.
 
     Raises:
         CheckpointNotFound: It does not exist.
@@ -91,7 +98,8 @@ def load_state(
     given = resolved[ranks.node_ranks[0]]
     assert given is not None
     meta = _verified(ranks, given) if given.save_id is not None else None
-    load = partial(_load, ranks, given, meta, state, exclude)
+    elsewhere = names_elsewhere(ranks, stages, state)
+    load = partial(_load, ranks, given, meta, state, exclude, elsewhere)
     report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
     not_wanted = left_out(state, exclude)
     for part in not_wanted:  # what is missing was logged where it was found
@@ -131,8 +139,31 @@ def check_share(root: Path, ranks: Ranks, artifacts: Sequence[Artifact]) -> Faul
     return None
 
 
+def names_elsewhere(ranks: Ranks, stages: Stages, state: TrainState) -> frozenset[str]:
+    """Return the names of the model's values that only other stages hold. With stages, all ranks have to call it."""
+    if not stages.of_ranks:
+        return frozenset()
+    from ckptmirror.formats.names import live_values
+
+    own: frozenset[str] = frozenset()
+
+    def names() -> frozenset[str] | None:
+        nonlocal own
+        own = frozenset(live_values(state.model))
+        return own if ranks.rank == stages.peers(ranks.rank, ranks.world_size)[0] else None
+
+    found = exchange_result(ranks, names, what="ask which names each stage has")
+    return frozenset(name for names in found if names is not None for name in names) - own
+
+
 def load_kind(
-    root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: Ranks, exclude: frozenset[str]
+    root: Path,
+    meta: Meta,
+    kind: Kind,
+    state: TrainState,
+    ranks: Ranks,
+    exclude: frozenset[str],
+    elsewhere: frozenset[str] = frozenset(),
 ) -> LoadReport:
     """Load one kind of a verified save in ``root`` into the state, including its sidecars, and no file of another."""
     from ckptmirror.formats import get_format
@@ -140,7 +171,7 @@ def load_kind(
     from ckptmirror.formats.sidecars import load_sidecars
 
     meta = replace(meta, artifacts=meta.artifacts_of(kind))
-    target = LoadTarget(state, ranks.rank, ranks.world_size, exclude)
+    target = LoadTarget(state, ranks.rank, ranks.world_size, exclude, elsewhere)
     tensors = get_format(kind).load(root, meta, target)
     if kind == "emergency":
         return tensors  # its files hold everything
@@ -177,11 +208,16 @@ def _verified(ranks: Ranks, found: CheckpointReference) -> Meta:
 
 
 def _load(
-    ranks: Ranks, found: CheckpointReference, meta: Meta | None, state: TrainState, exclude: frozenset[str]
+    ranks: Ranks,
+    found: CheckpointReference,
+    meta: Meta | None,
+    state: TrainState,
+    exclude: frozenset[str],
+    elsewhere: frozenset[str],
 ) -> LoadReport:
     assert isinstance(found.dir, Path)
     if meta is not None:
-        return load_kind(found.dir, meta, found.kind, state, ranks, exclude)
+        return load_kind(found.dir, meta, found.kind, state, ranks, exclude, elsewhere)
     from ckptmirror.formats.base import LoadTarget
     from ckptmirror.formats.legacy import load_legacy, read_legacy
 

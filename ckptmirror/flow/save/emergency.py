@@ -72,6 +72,7 @@ def save_emergency(
     bus: events.EventBus,
     persistent_dir: Path | None = None,
     apart: bool = False,
+    stage: int | None = None,
     in_flight: SaveHandle | None = None,
 ) -> Path:
     """Write this rank's part of the emergency snapshot, durable on return, and return its directory.
@@ -80,6 +81,7 @@ def save_emergency(
         ranks: All ranks; they are not talked to.
         persistent_dir: The directory for a copy, if any; a failure to copy is only logged.
         apart: Whether ranks hold different values under one name, so that each writes its own.
+        stage: This rank's stage.
         in_flight: A save that is being written while the snapshot is taken.
 
     Raises:
@@ -107,13 +109,13 @@ def save_emergency(
     home = root
     try:
         try:
-            name, meta = _write(root, home, state, plan, rank, persistent_dir, apart=apart)
+            name, meta = _write(root, home, state, plan, rank, persistent_dir, apart=apart, stage=stage)
         except LocalStorageFull:
             if in_flight is None:
                 raise
             with contextlib.suppress(WaitTimeout):
                 in_flight.wait_over(_IN_FLIGHT_WAIT_S)
-            name, meta = _write(root, home, state, plan, rank, persistent_dir, apart=apart)
+            name, meta = _write(root, home, state, plan, rank, persistent_dir, apart=apart, stage=stage)
     except _DISK_FAILURES as error:
         if persistent_dir is None:
             raise
@@ -121,7 +123,7 @@ def save_emergency(
             "the emergency snapshot of step %d goes only to %s: %s", step, persistent_dir, error
         )
         home = persistent_dir
-        name, meta = _write(root, home, state, plan, rank, persistent_dir, apart=apart)
+        name, meta = _write(root, home, state, plan, rank, persistent_dir, apart=apart, stage=stage)
     directory = home / name
     if home == root and all((directory / names.emergency_meta_name(other)).exists() for other in ranks.node_ranks):
         try:
@@ -153,6 +155,7 @@ def _write(
     persistent_dir: Path | None,
     *,
     apart: bool,
+    stage: int | None,
 ) -> tuple[str, Meta]:
     """Write this rank's files below ``home`` and its meta last. If the disk is full or fails, remove all of it."""
     from ckptmirror.formats.emergency import names_of_rank, write_emergency
@@ -171,6 +174,7 @@ def _write(
             world_size=plan.world_size,
             step=plan.step,
             apart=apart,
+            stage=stage,
         )
         meta = replace(plan, artifacts=tuple(artifacts), tag=parsed.tag)
         files.write_bytes(directory / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=plan.save_id)

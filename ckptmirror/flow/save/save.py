@@ -33,6 +33,7 @@ from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageFull, LocalStorageUnwritable, StepBehind
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.core.replica_agreement import Held, digests_of
+from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.flow.save.commit import SaveCommit, free_tag, may_be_meta_of
 from ckptmirror.flow.save.handle import SaveHandle, TurnLock
 from ckptmirror.flow.save.save_parts import (
@@ -73,6 +74,7 @@ class Saver:
         ranks: A channel that only this saver's background thread uses.
         leader: Set on the node's leader.
         skipped: A list to which the saver adds saves that find the disk full.
+        stages: The stage of each rank.
 
     Attributes:
         last_step: The newest committed step, including the one resumed from; -1 at a start from scratch.
@@ -87,6 +89,7 @@ class Saver:
         bus: events.EventBus,
         leader: LeaderSide | None,
         skipped: list[SaveHandle],
+        stages: Stages = NO_STAGES,
     ) -> None:
         self.root = root
         self.run_id = run_id
@@ -97,6 +100,7 @@ class Saver:
         self._bus = bus
         self._leader = leader
         self._skipped = skipped
+        self._stages = stages
         self._copier: HostCopier | None = None
         self._in_flight: SaveHandle | None = None
         self._turn_lock = TurnLock()
@@ -181,6 +185,7 @@ class Saver:
                 kinds=request.kinds,
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
+                stages=self._stages,
                 before_collectives=agree,
             )
         finally:
@@ -216,7 +221,7 @@ class Saver:
         Calls no other rank, and no method of the user's objects, which may not be ready. A failure is only logged.
         """
         try:
-            reserve_for(self._kept_copier(), kinds, state, self._ranks)
+            reserve_for(self._kept_copier(), kinds, state, self._ranks, self._stages)
         except CkptMirrorError as error:
             _log.warning("the memory for the first save was not allocated in advance: %s", error)
 
@@ -355,7 +360,7 @@ class Saver:
         assert isinstance(copied, Copied)
         if self._ranks.is_leader and plans[0].said is not None:
             copied = replace(copied, said=plans[0].said)
-        return agreed_context(plans, self.root, self._ranks), copied
+        return agreed_context(plans, self.root, self._ranks, self._stages), copied
 
     def _said(self, copied: Copied | BaseException) -> SaveMetadata | None:
         is_for_all = self._ranks.nodes > 1 and self._ranks.rank == 0
@@ -460,7 +465,7 @@ class Saver:
             artifacts=tuple(sorted(artifacts, key=lambda artifact: artifact.path)),
             tag=context.name.tag,
             training_config=copied.said.config,
-            architecture_hash=copied.snapshot.architecture,
+            architecture_hash=copied.snapshot.architecture if context.stage is None else None,
             metrics=copied.said.metrics,
             fields=copied.said.fields,
             created_at_utc=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -20,6 +20,7 @@ from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName, parse_name
 from ckptmirror.core.plain_values import finite_metrics, plain_values
 from ckptmirror.core.replica_agreement import Digests, Held
+from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import UploadsTable
@@ -112,7 +113,7 @@ def holdings_of(copied: object) -> Holdings:
     return Holdings(copied.snapshot.parameters, copied.snapshot.optimizer_holds)
 
 
-def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteContext:
+def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks, stages: Stages) -> WriteContext:
     """Return the context that all ranks write with: the save id of rank 0, the tag of the node's leader.
 
     Raises:
@@ -130,14 +131,14 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteCont
                 f"{rank} saves step {ours.step} {ours.kinds} as its save {ours.number}.",
                 hint="Call save() with the same step and kinds on every rank.",
             )
-    if len({plan.holds.parameters for plan in plans if plan.holds.parameters}) > 1:
+    if _differ([plan.holds.parameters for plan in plans], stages):
         raise UsageError(
             "The ranks hold different models: the names, shapes or dtypes of their parameters differ. A model can be "
-            "saved only if every rank holds all of it, or shards of it as DTensors.",
-            hint="Save pipeline stages, or other models that belong to one rank, with a manager of their own: give it "
-            "a process_group of the ranks that hold the same model, and another root.",
+            "saved only if every rank holds all of it, or shards of it as DTensors, or if it is in stages.",
+            hint="If each rank holds a part of one model, as a pipeline stage, create the manager with "
+            'CheckpointManager(..., kinds=("dcp",), pp_rank=<number of the stage>).',
         )
-    if len({plan.holds.optimizer for plan in plans if plan.holds.optimizer}) > 1:
+    if _differ([plan.holds.optimizer for plan in plans], stages):
         raise UsageError(
             "The optimizers of the ranks have state for different parameters, but an optimizer's state is saved once "
             "for all ranks.",
@@ -155,7 +156,14 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks) -> WriteCont
         is_leader=ranks.is_leader,
         torch_group=ranks.torch_group,
         nodes_of_ranks=ranks.nodes_of_ranks,
+        stages=stages,
     )
+
+
+def _differ(hashes: Sequence[str], stages: Stages) -> bool:
+    """Whether ranks of one stage have different hashes, as far as these are known."""
+    known = {(stages.of(rank), one) for rank, one in enumerate(hashes) if one}
+    return len(known) > len({stage for stage, _ in known})
 
 
 @dataclass(frozen=True)
@@ -206,7 +214,8 @@ def write_files(copied: Copied, context: WriteContext) -> tuple[list[Artifact], 
 
     written = [artifact for kind in context.kinds for artifact in get_format(kind).write(copied.snapshot, context)]
     sidecars, listed = write_sidecars(copied.snapshot, context)
-    return [*written, *sidecars], held_by(copied.snapshot, listed, copied.left_out, context.kinds)
+    held = held_by(copied.snapshot, listed, copied.left_out, context.kinds, context.stage)
+    return [*written, *sidecars], held
 
 
 class ReplicaCheck:
@@ -233,9 +242,8 @@ class ReplicaCheck:
             RanksDiffer: Parameters, or the optimizer's state, differ. Raised on every rank.
         """
         self.differ = False
-        skip = replica_agreement.BUFFERS if self._buffers_differ else None
         is_told = ranks.nodes > 1 and ranks.rank != 0
-        asked = replica_agreement.representatives(digests, skip=skip) if not is_told else {}
+        asked = replica_agreement.representatives(digests, buffers=not self._buffers_differ) if not is_told else {}
         sides = {group: replica_agreement.sides(digests, group) for group in asked}
         if ranks.nodes > 1:
             what = f"learn whether the tensors of step {context.name.step} differ"
@@ -245,7 +253,8 @@ class ReplicaCheck:
         mine = [one for one in held if ranks.rank in asked.get(one.group, ())]
         lists = ranks.exchange(mine, what=f"compare the tensors of step {context.name.step}")
         found = replica_agreement.differing(lists)
-        if names := found.pop(replica_agreement.BUFFERS, None):
+        buffers = [group for group in found if replica_agreement.are_buffers(group)]
+        if names := [name for group in buffers for name in found.pop(group)]:
             self._buffers_differ = True
             if ranks.rank == 0:
                 save_logger(_log, context.name).warning(
@@ -287,7 +296,9 @@ class StallDetector:
             )
 
 
-def reserve_for(copier: HostCopier, kinds: Sequence[Kind], state: TrainState, ranks: Ranks) -> None:
+def reserve_for(
+    copier: HostCopier, kinds: Sequence[Kind], state: TrainState, ranks: Ranks, stages: Stages = NO_STAGES
+) -> None:
     """Let ``copier`` allocate the memory for a save of ``state``; the size of the user's objects is estimated."""
     from ckptmirror.formats.capture import capture, capture_local, snapshot_tree
 
@@ -296,7 +307,7 @@ def reserve_for(copier: HostCopier, kinds: Sequence[Kind], state: TrainState, ra
     if live.sharded and "model" in kinds:
         return  # only a capture on all ranks shows how much rank 0 gathers
     if not live.sharded:
-        live = capture(state, step=0, kinds=kinds, rank=ranks.rank, world_size=ranks.world_size)
+        live = capture(state, step=0, kinds=kinds, rank=ranks.rank, world_size=ranks.world_size, stages=stages)
     copier.reserve(snapshot_tree(live), more_bytes=_ROOM_FOR_EXTRA_BYTES)
 
 

@@ -169,7 +169,7 @@ class View:
                 if metadata is None:
                     return None
                 verify_file(self.path / metadata.path, metadata.digest)
-                shards = files_read(self.path / name.dcp_dir, target.state.model)
+                shards = files_read(self.path / name.dcp_dir, target.state.model, target.elsewhere)
                 read |= {f"{name.dcp_dir}/{one}" for one in shards}
             read |= extra_files_read(self.path, self._meta, target)
         except (IntegrityError, FileNotFoundError):  # the vote finds what is wrong

@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import IntegrityError, KindMismatch, Temporary
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
+from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.start.attempts import Claim
 from ckptmirror.core.start.decide import Result, Wish
 from ckptmirror.core.start.evidence import DISK
 from ckptmirror.core.start.sharing import Holding, fetched_by, transfers
-from ckptmirror.flow.fetch.load_state import ResumeInfo, check_share, load_kind
+from ckptmirror.flow.fetch.load_state import ResumeInfo, check_share, load_kind, names_elsewhere
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
@@ -77,6 +78,7 @@ def resume_run(
     policy: Policy = "auto",
     force: bool = False,
     exclude: frozenset[str] = frozenset(),
+    stages: Stages = NO_STAGES,
     bus: events.EventBus,
 ) -> tuple[ResumeInfo | None, str, Attempt, frozenset[str]]:
     """Load the save that training continues from, on every rank.
@@ -86,6 +88,7 @@ def resume_run(
         policy: ``"auto"``; ``"scratch"`` (with ``force`` if there are saves); a step; ``"latest"``; a save id; or the
             path of a save in the root.
         exclude: Parts of the state to leave unchanged.
+        stages: The stage of each rank.
 
     Returns:
         What was loaded (None: training starts from scratch), the run's id, this attempt, and the saves for whose other
@@ -97,6 +100,7 @@ def resume_run(
         Temporary: A required mirror that may hold more does not answer, or a newer save cannot be read now.
     """
     started = time.monotonic()
+    elsewhere = names_elsewhere(ranks, stages, state)
     others = _disks_of_others(ranks, node) if ranks.nodes > 1 else []
     bringer: Bringer | None = None
     failure: BaseException | None = None
@@ -109,7 +113,7 @@ def resume_run(
             failure = error
     ranks.exchange(None, what="look at every place", error=failure)
     for _ in range(_STARTS_LIMIT):
-        proposal, report = _load_first_sound(root, ranks, bringer, node, state, exclude)
+        proposal, report = _load_first_sound(root, ranks, bringer, node, state, exclude, elsewhere)
         claimed = _claim(ranks, bringer, node, proposal)
         if claimed is None:
             continue
@@ -130,6 +134,7 @@ def _load_first_sound(
     node: Node | None,
     state: TrainState,
     exclude: frozenset[str],
+    elsewhere: frozenset[str],
 ) -> tuple[Proposal, LoadReport | None]:
     """Load the first proposal that all ranks can load; return no report for a start at step 0."""
     while True:
@@ -137,8 +142,8 @@ def _load_first_sound(
         if proposal.meta is None:
             return proposal, None
         try:
-            place, verified = _verified_here(root, ranks, node, proposal, state)
-            return proposal, _load_together(place, ranks, verified, proposal.kind, state, exclude)
+            place, verified = _verified_here(root, ranks, node, proposal, state, elsewhere)
+            return proposal, _load_together(place, ranks, verified, proposal.kind, state, exclude, elsewhere)
         except _CannotUse as found:
             freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
             if bringer is not None:
@@ -209,7 +214,9 @@ def _disks_of_others(ranks: Ranks, node: Node | None) -> list[DiskFacts]:
     return [disk for disk in found.values() if disk is not None]
 
 
-def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, state: TrainState) -> View:
+def _gather(
+    root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, state: TrainState, elsewhere: frozenset[str]
+) -> View:
     """Gather on each node the files that its ranks read.
 
     Raises:
@@ -225,7 +232,7 @@ def _gather(root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, sta
     _complete(ranks, node, proposal, view, view.begin)
     from ckptmirror.formats.base import LoadTarget
 
-    target = LoadTarget(state, ranks.rank, ranks.world_size)
+    target = LoadTarget(state, ranks.rank, ranks.world_size, elsewhere=elsewhere)
     read = gather_result(ranks, lambda: view.files_read(target), what="ask which files are read", to="node")
     for rank in ranks.node_ranks:
         view.need(read[rank])
@@ -312,7 +319,7 @@ def _discard_all(root: Path, ranks: Ranks, node: Node | None, meta: Meta) -> Non
 
 
 def _verified_here(
-    root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, state: TrainState
+    root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, state: TrainState, elsewhere: frozenset[str]
 ) -> tuple[Path, Meta]:
     """Return where a node has what its ranks read, and the save with these files alone, once all ranks verified theirs.
 
@@ -328,7 +335,7 @@ def _verified_here(
         _vote_on_bytes(root, ranks, verified.artifacts)
         return root, verified
     try:
-        view = _gather(root, ranks, node, proposal, state)
+        view = _gather(root, ranks, node, proposal, state, elsewhere)
         read = tuple(view.needs.values())
         _vote_on_bytes(view.path, ranks, read)
     except _CannotUse as found:
@@ -342,7 +349,7 @@ def _verified_here(
                 found.reason,
             )
         _discard_all(root, ranks, node, meta)
-        return _verified_here(root, ranks, node, replace(proposal, share_downloads=False), state)
+        return _verified_here(root, ranks, node, replace(proposal, share_downloads=False), state, elsewhere)
     return view.path, replace(meta, artifacts=read)
 
 
@@ -376,7 +383,13 @@ def _vote_on_bytes(root: Path, ranks: Ranks, read: Sequence[Artifact]) -> None:
 
 
 def _load_together(
-    root: Path, ranks: Ranks, verified: Meta, kind: Kind, state: TrainState, exclude: frozenset[str]
+    root: Path,
+    ranks: Ranks,
+    verified: Meta,
+    kind: Kind,
+    state: TrainState,
+    exclude: frozenset[str],
+    elsewhere: frozenset[str],
 ) -> LoadReport:
     """Load on every rank, from the files that ``verified`` names alone, and vote on how it went.
 
@@ -388,7 +401,7 @@ def _load_together(
     reason: tuple[str, Result] | None = None
     failure: BaseException | None = None
     try:
-        report = load_kind(root, verified, kind, state, ranks, exclude)
+        report = load_kind(root, verified, kind, state, ranks, exclude, elsewhere)
     except KindMismatch as error:
         reason = (f"rank {ranks.rank}: {error}", Result.OTHER_RANKS)
     except (IntegrityError, FileNotFoundError) as error:

@@ -8,8 +8,10 @@ from ckptmirror.core.replica_agreement import (
     BUFFERS,
     WHOLE,
     Held,
+    are_buffers,
     differing,
     digests_of,
+    of_stage,
     ranks_text,
     representatives,
     sides,
@@ -20,9 +22,9 @@ def whole(name: str, value: object) -> Held:
     return Held(WHOLE, name, "", str(value))
 
 
-def found(*ranks: list[Held], skip: str | None = None) -> dict[str, list[str]]:
+def found(*ranks: list[Held], buffers: bool = True) -> dict[str, list[str]]:
     """What a save finds: digests first, then the lists of those who are asked."""
-    asked = representatives([digests_of(held) for held in ranks], skip=skip)
+    asked = representatives([digests_of(held) for held in ranks], buffers=buffers)
     return differing(
         [one for one in held if rank in asked.get(one.group, ())] for rank, held in enumerate(ranks) if asked
     )
@@ -68,7 +70,7 @@ def test_ranks_with_other_tensors_each_are_all_asked() -> None:
 def test_buffers_are_told_apart_and_can_be_left_out() -> None:
     ranks = [[whole("a", 1), Held(BUFFERS, "mean", "", str(rank))] for rank in range(2)]
     assert found(*ranks) == {BUFFERS: ["mean"]}
-    assert found(*ranks, skip=BUFFERS) == {}
+    assert found(*ranks, buffers=False) == {}
 
 
 @pytest.mark.parametrize(
@@ -83,3 +85,15 @@ def test_buffers_are_told_apart_and_can_be_left_out() -> None:
 )
 def test_the_ranks_that_differ_are_named(ranks: list[list[int]], text: str) -> None:
     assert ranks_text(ranks) == text
+
+
+def test_the_ranks_of_a_stage_are_compared_and_those_of_different_stages_are_not() -> None:
+    def of(stage: int, value: int, group: str = WHOLE) -> list[Held]:
+        return [Held(of_stage(group, stage), f"layer{stage}", "", str(value))]
+
+    assert found(of(0, 1), of(1, 2), of(0, 1), of(1, 2)) == {}
+    assert found(of(0, 1), of(1, 2), of(0, 1), of(1, 3)) == {of_stage(WHOLE, 1): ["layer1"]}
+    (group,) = found(of(0, 1, BUFFERS), of(1, 2, BUFFERS), of(0, 4, BUFFERS))
+    assert are_buffers(group)
+    assert found(of(0, 1, BUFFERS), of(0, 4, BUFFERS), buffers=False) == {}
+    assert of_stage(WHOLE, None) == WHOLE
