@@ -1,7 +1,7 @@
 """How long a resume takes, and a checkpoint of very many tensors.
 
-ckptmirror reads every byte twice: once past the page cache to compare it with its checksum, and once to load it. The
-peers compare nothing. All files are cold, as on a machine that has just started.
+ckptmirror compares every byte with its checksum on its way into the page cache, and loads it from there. The peers
+compare nothing. All files are cold, as on a machine that has just started.
 """
 
 from __future__ import annotations

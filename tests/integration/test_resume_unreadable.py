@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,6 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.model import AttemptList, Meta
-from ckptmirror.flow.fetch import load_state
 from ckptmirror.flow.places.attempt_lists import read_local_attempts
 from ckptmirror.local import listing
 from ckptmirror.local.inventory import read_inventory
@@ -130,14 +130,14 @@ def test_bytes_that_a_rank_cannot_read_now_do_not_set_training_back(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved_run(tmp_path / "root", (1, 2), kinds=("model",))
-    verify = load_state.verify_file
+    real = os.preadv
 
-    def fail(path: Path, digest: object) -> None:
-        if path.name.startswith("model_000002"):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        verify(path, digest)  # type: ignore[arg-type]
+    def fail(descriptor: int, *more: Any) -> int:
+        if "/model_000002" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, *more)
 
-    monkeypatch.setattr(load_state, "verify_file", fail)
+    monkeypatch.setattr(os, "preadv", fail)
     with running(tmp_path / "root") as manager:
         with pytest.raises(Temporary, match="step 2 cannot be read now"):
             manager.resume(new_state())

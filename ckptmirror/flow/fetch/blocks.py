@@ -7,7 +7,9 @@ Rules:
   and many small ones too. A range is a run of whole blocks. Each thread has one buffer.
 * The generation of an object is pinned: bytes of two versions are never mixed.
 * A range of an object that does not verify is read again a bounded number of times: it may have broken in transit.
-* A file is read past the page cache if the file system allows it, so that damage on the disk is found.
+* A file is read past the page cache if the file system allows it, so that damage on the disk is found. A file that will
+  be loaded is read through the page cache: the bytes that are checked are those that the load finds there, and the disk
+  is read once.
 * The first error ends ``receive``, including wrong bytes (I9). Blocks that an interrupted call left in a temporary, and
   that verify, are not fetched again. A temporary is sealed (fsynced and closed) after its last block; it is not renamed
   here.
@@ -47,10 +49,15 @@ _AnyItem = TypeVar("_AnyItem", bound="_Item")
 
 @dataclass(frozen=True)
 class FileToRead:
-    """A local file, and the digest that its bytes must have."""
+    """A local file, and the digest that its bytes must have.
+
+    Attributes:
+        cached: Whether to read it through the page cache: it will be loaded right after.
+    """
 
     path: Path
     digest: Digest
+    cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,8 @@ def read_all(
             return  # its fault is known already
         try:
             item.begin()
+            if item.found is not None:
+                return
             wrong = work.read(item, span, buffer)
         except (CkptMirrorError, OSError) as error:
             item.found = item.explained(error)
@@ -146,7 +155,9 @@ def read_all(
         with work.telling:
             on_bytes(len(span))
 
-    work.run(look)
+    # more threads than cores only disturb the read-ahead of the page cache
+    is_cached = any(isinstance(one, FileToRead) and one.cached for one in sources)
+    work.run(look, workers=min(WORKERS, len(os.sched_getaffinity(0))) if is_cached else WORKERS)
     return [item.outcome(ended[0] if ended else None) for item in items]
 
 
@@ -230,11 +241,15 @@ class _File(_Item):
 
     def __init__(self, source: FileToRead) -> None:
         super().__init__(source.digest)
-        self._path = source.path
+        self._source = source
         self._descriptor = -1
 
     def open(self) -> None:
-        self._descriptor = direct_io.open_for_reading(self._path)
+        open_file = direct_io.open_regular if self._source.cached else direct_io.open_for_reading
+        self._descriptor = open_file(self._source.path)
+        size_bytes = os.fstat(self._descriptor).st_size
+        if size_bytes > self.digest.size_bytes:  # that it is shorter shows when it is read
+            self.found = Finding(f"it has {size_bytes} bytes, but {self.digest.size_bytes} were saved")
 
     def read(self, offset: int, length: int, buffer: memoryview) -> int:
         whole_pages = min(len(buffer), -(-length // _PAGE) * _PAGE)  # direct reads are of whole pages
@@ -309,7 +324,7 @@ class _Work(Generic[_AnyItem]):
         self.stop = threading.Event()
         self.telling = threading.Lock()
 
-    def run(self, do: Callable[[_AnyItem, range, memoryview], None]) -> None:
+    def run(self, do: Callable[[_AnyItem, range, memoryview], None], *, workers: int = WORKERS) -> None:
         """Call ``do`` for every span of every item, and close every item; raise the first error."""
 
         def do_one(job: tuple[_AnyItem, range]) -> None:
@@ -321,7 +336,7 @@ class _Work(Generic[_AnyItem]):
                 item.end_reading()
 
         jobs = [(item, span) for item in self._items for span in item.spans]
-        run_jobs(jobs, do_one, name="ckptmirror-blocks", workers=WORKERS, stop=self.stop, at_end=close)
+        run_jobs(jobs, do_one, name="ckptmirror-blocks", workers=workers, stop=self.stop, at_end=close)
 
     def read(self, item: _Item, span: range, buffer: memoryview) -> list[int]:
         """Read a span, again if blocks are wrong; return the numbers of the blocks that stay wrong."""

@@ -17,11 +17,11 @@ from typing import Any
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UsageError
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.training_config import _patch_missing_config_keys
+from ckptmirror.flow.fetch.blocks import FileToRead, read_all
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older, meta_of_older
 from ckptmirror.flow.places.reference import CheckpointReference, list_hint
 from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
-from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.save_logger import save_logger
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint", "meta_of", "on_this_disk"]
@@ -83,8 +83,10 @@ def _load(root: Path, found: CheckpointReference, map_location: str) -> LoadedCh
 
     meta = meta_of(root, found)
     verified = replace(meta, artifacts=meta.artifacts_of(found.kind))
-    for artifact in verified.artifacts:
-        verify_file(root / artifact.path, artifact.digest)
+    files = [FileToRead(root / artifact.path, artifact.digest, cached=True) for artifact in verified.artifacts]
+    for file, found_wrong in zip(files, read_all(files), strict=True):
+        if found_wrong is not None:
+            raise IntegrityError(f"{file.path}: {found_wrong.why}.")
     with _inconsistent_at_worst(found):
         model, optimizer = read_full(root, verified, found.kind, map_location)
         extra = read_extra(root, verified, map_location)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.stages import NO_STAGES, Stages
+from ckptmirror.flow.fetch.blocks import FileToRead, read_all
 from ckptmirror.flow.fetch.load import meta_of, on_this_disk
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older
@@ -26,8 +27,7 @@ from ckptmirror.flow.places.reference import CheckpointReference
 from ckptmirror.flow.places.resolve import main_path, resolve_checkpoint_reference
 from ckptmirror.flow.places.select import choose
 from ckptmirror.formats.train_state import PARTS, left_out
-from ckptmirror.local.checksums import verify_file
-from ckptmirror.local.listing import Fault, is_not_readable_now
+from ckptmirror.local.listing import Fault
 from ckptmirror.ranks.base import Ranks, exchange_result
 
 if TYPE_CHECKING:
@@ -127,15 +127,12 @@ def _check_same(resolved: Sequence[CheckpointReference | None]) -> None:
 
 def check_share(root: Path, ranks: Ranks, artifacts: Sequence[Artifact]) -> Fault | None:
     """Verify every n-th artifact, and return the first fault. The ranks of a node together verify all."""
-    try:
-        for artifact in artifacts[ranks.local_rank :: ranks.local_world_size]:
-            verify_file(root / artifact.path, artifact.digest)
-    except (IntegrityError, FileNotFoundError, NotADirectoryError) as error:
-        return Fault(f"rank {ranks.rank}: {error}", is_not_readable_now(error.__cause__))
-    except OSError as error:
-        if not is_not_readable_now(error):
-            raise
-        return Fault(f"rank {ranks.rank}: {error}", unreadable=True)
+    share = artifacts[ranks.local_rank :: ranks.local_world_size]
+    faults = read_all([FileToRead(root / artifact.path, artifact.digest, cached=True) for artifact in share])
+    for artifact, found in zip(share, faults, strict=True):
+        if found is not None:
+            why = f"rank {ranks.rank}: {root / artifact.path}: {found.why}"
+            return Fault(why, unreadable=found.state == "unreadable")
     return None
 
 

@@ -35,17 +35,27 @@ def content() -> bytes:
     return b"".join(number.to_bytes(4, "big") * 1024 for number in range(-(-SIZE // 4096)))[:SIZE]
 
 
+@pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("at", [0, RANGE_BYTES // 2 - 1, RANGE_BYTES, 2 * RANGE_BYTES - 1, SIZE - 1])
-def test_the_block_that_holds_a_flipped_bit_is_named(tmp_path: Path, digest: Digest, at: int) -> None:
+def test_the_block_that_holds_a_flipped_bit_is_named(tmp_path: Path, digest: Digest, at: int, cached: bool) -> None:
     path = tmp_path / "file"
     path.write_bytes(content())
-    assert read_all([FileToRead(path, digest)]) == [None]
+    assert read_all([FileToRead(path, digest, cached)]) == [None]
     flip_bit(path, at)
     block = at // digest.block_size_bytes
     begin = block * digest.block_size_bytes
-    assert read_all([FileToRead(path, digest)]) == [
+    assert read_all([FileToRead(path, digest, cached)]) == [
         Finding(f"the crc32c of block {block} (from byte {begin}) is wrong")
     ]
+
+
+def test_a_file_that_is_longer_than_it_was_saved_is_damaged(tmp_path: Path, digest: Digest) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content() + b"more")
+    assert read_all([FileToRead(path, digest)]) == [Finding(f"it has {SIZE + 4} bytes, but {SIZE} were saved")]
+    path.write_bytes(b"more")
+    empty = Digest(0, 0, digest.block_size_bytes, ())
+    assert read_all([FileToRead(path, empty)]) == [Finding("it has 4 bytes, but 0 were saved")]
 
 
 def test_a_file_that_ends_too_early_lacks_all_blocks_from_there(tmp_path: Path, digest: Digest) -> None:
