@@ -10,7 +10,9 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,8 +32,9 @@ from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.names import live_values, match_names
 from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import named_file
-from ckptmirror.formats.shards import Piece, Region, Stored, fill, fills, local_of, region_of
+from ckptmirror.formats.shards import Piece, Region, Stored, fill_all, fills, is_row, region_of
 from ckptmirror.formats.stages import by_stage, elsewhere_in, join_groups
+from ckptmirror.formats.tensor_bytes import byte_view
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text
 from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.local.files import read_limited
@@ -88,39 +91,43 @@ class _Reader:
         self.files = ExitStack()
         self._metadata = metadata
         self._open: dict[str, int] = {}
+        self._opening = threading.Lock()
 
     def stored(self, entries: list[_Entry]) -> Stored:
         """Return the value of the model that ``entries`` describe; nothing is read."""
         first = entries[0]
         described = first.described
         if not isinstance(described, TensorStorageMetadata) or len(first.path) > 2:
-            return Stored(lambda _: (), lambda: self.value(entries, 2))
+            return Stored(lambda _region, _into=None: (), lambda: self.value(entries, 2))
         shape, dtype = tuple(described.size), described.properties.dtype
-        return Stored(lambda wanted: self._pieces(first, wanted), lambda: self.value(entries, 2), shape, dtype)
+        return Stored(functools.partial(self._pieces, first), lambda: self.value(entries, 2), shape, dtype)
 
     def value(self, entries: list[_Entry], top: int = 0, owners: Mapping[str, torch.Tensor] | None = None) -> Any:
         """Return what ``entries`` describe, below the first ``top`` names of their paths; sharded like its owners."""
-        items = []
+        items, wanted = [], []
         with self.files:
             for entry in entries:
                 value = _allocate(entry.described, (owners or {}).get(entry.key))
                 if value is None:
                     value = self.load(MetadataIndex(entry.key))
                 else:
-                    region = region_of(value)
-                    fill(local_of(value), region, self._pieces(entry, region), entry.key)
+                    wanted.append((value, functools.partial(self._pieces, entry), entry.key))
                 items.append((entry.path, value))
+            fill_all(wanted)
         return decode(_assemble(items, top))
 
-    def load(self, index: MetadataIndex) -> Any:
-        """Return a plain value, or a piece of a tensor, as it was written."""
+    def load(self, index: MetadataIndex, into: torch.Tensor | None = None) -> Any:
+        """Return a plain value, or a piece of a tensor, as it was written; see :func:`load_part`."""
         info = self._metadata.storage_data[index]
-        return load_part(self._descriptor(info.relative_path), info.offset, info.length, index.fqn)
+        memory = byte_view(into) if into is not None else None
+        return load_part(self._descriptor(info.relative_path), info.offset, info.length, index.fqn, into=memory)
 
-    def _pieces(self, entry: _Entry, wanted: Region) -> Iterator[Piece]:
+    def _pieces(self, entry: _Entry, wanted: Region, into: torch.Tensor | None = None) -> Iterator[Piece]:
         key, dtype = entry.key, entry.described.properties.dtype
+        if into is not None and not is_row(into, dtype):
+            into = None
         for index, region in _needed(entry, wanted):
-            data = self.load(index)
+            data = self.load(index, into if region == wanted else None)
             if not isinstance(data, torch.Tensor) or not fills(data):
                 what = f"tensor of layout {data.layout}" if isinstance(data, torch.Tensor) else type(data).__name__
                 raise IntegrityError(f"{self.path}: {key} holds a {what} that no DCP directory does.")
@@ -129,15 +136,18 @@ class _Reader:
                     f"{self.path}: a piece of {key} is {data.dtype} {tuple(data.shape)}; .metadata says "
                     f"{dtype} {region.sizes}."
                 )
+            if into is not None and _is_in(data, into) and not is_row(data, dtype):
+                data = data.clone()  # its values are in another order
             yield Piece(region, data.detach())
 
     def _descriptor(self, name: str) -> int:
-        if not self._open:
-            self.files.callback(self._open.clear)
-        if name not in self._open:
-            path = named_file(self.path.parent, self._named, f"{self.path.name}/{name}")
-            self._open[name], _ = self.files.enter_context(open_regular(path))
-        return self._open[name]
+        with self._opening:
+            if not self._open:
+                self.files.callback(self._open.clear)
+            if name not in self._open:
+                path = named_file(self.path.parent, self._named, f"{self.path.name}/{name}")
+                self._open[name], _ = self.files.enter_context(open_regular(path))
+            return self._open[name]
 
 
 def load_directory(
@@ -303,6 +313,10 @@ def _value_of(entry: _Entry) -> str:
     """Return the name of the model's value that an entry is of, or of the state of; "" if it is of none."""
     at = 1 if entry.path[0] == "model" else 2 if entry.path[0] in _OPTIMIZER_KEYS and "state" in entry.path[1:2] else 0
     return str(entry.path[at]) if at and len(entry.path) > at else ""
+
+
+def _is_in(data: torch.Tensor, memory: torch.Tensor) -> bool:
+    return data.untyped_storage().data_ptr() == memory.data_ptr()
 
 
 def _of_model(entries: list[_Entry]) -> dict[str, list[_Entry]]:

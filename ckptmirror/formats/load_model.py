@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.formats.already_filled import overlaps_itself
 from ckptmirror.formats.names import live_values, makes_room, match_names, some
-from ckptmirror.formats.shards import Piece, fill, fills, local_of, region_of, stored
+from ckptmirror.formats.shards import Piece, fill_all, fills, region_of, stored
 from ckptmirror.formats.tied_weights import refuse_two_values
 from ckptmirror.formats.versions import Versions, attached, for_live, migrating
 
@@ -129,8 +129,7 @@ def load_model(
     if check is not None:
         for name, value in in_place.items():
             check(name, names[name], value, items[name].pieces(region_of(value)))
-    for name, value in in_place.items():
-        fill(local_of(value), region_of(value), items[name].pieces(region_of(value)), name)
+    fill_all([(value, items[name].pieces, name) for name, value in in_place.items()])
     loaded = {name: value if name in in_place else items[name].read() for name, value in live.items()}
     dtypes = {name: items[name].dtype for name, value in live.items() if isinstance(value, torch.Tensor)}
     if cast := [name for name, dtype in dtypes.items() if dtype not in (None, live[name].dtype)]:

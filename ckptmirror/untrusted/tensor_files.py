@@ -49,8 +49,19 @@ def load_pt(path: Path, *, mmap: bool = False) -> Any:
         return load_part(descriptor, 0, size_bytes, str(path), mapped=mapped)
 
 
-def load_part(descriptor: int, begin: int, size_bytes: int, name: str, *, mapped: Any = None) -> Any:
-    """Like :func:`load_pt`, from an archive of ``size_bytes`` at ``begin`` of an open file, called ``name``."""
+def load_part(
+    descriptor: int, begin: int, size_bytes: int, name: str, *, mapped: Any = None, into: memoryview | None = None
+) -> Any:
+    """Like :func:`load_pt`, from an archive of ``size_bytes`` at ``begin`` of an open file, called ``name``.
+
+    Args:
+        descriptor: The open file.
+        begin: Where the archive begins.
+        size_bytes: Its size.
+        name: For messages.
+        mapped: The mapped file, as in :func:`load_pt`.
+        into: Memory that the first storage of exactly as many bytes is read into.
+    """
 
     def read_at(offset: int, count: int) -> bytes:
         return os.pread(descriptor, max(0, min(count, size_bytes - offset)), begin + offset)
@@ -64,7 +75,7 @@ def load_part(descriptor: int, begin: int, size_bytes: int, name: str, *, mapped
             done += count
 
     with named(name):
-        return _load(read_at, read_into, size_bytes, mapped)
+        return _load(read_at, read_into, size_bytes, mapped, into)
 
 
 def load_bytes(data: bytes, name: str) -> Any:
@@ -74,10 +85,12 @@ def load_bytes(data: bytes, name: str) -> Any:
         target[:] = data[offset : offset + len(target)]
 
     with named(name):
-        return _load(lambda offset, count: data[offset : offset + count], read_into, len(data), None)
+        return _load(lambda offset, count: data[offset : offset + count], read_into, len(data))
 
 
-def _load(read_at: ReadAt, read_into: _Into, size_bytes: int, mapped: Any) -> Any:
+def _load(
+    read_at: ReadAt, read_into: _Into, size_bytes: int, mapped: Any = None, into: memoryview | None = None
+) -> Any:
     records = records_of(read_at, size_bytes)
     if "data.pkl" not in records:
         raise IntegrityError("It is an archive without data.pkl.")
@@ -89,11 +102,16 @@ def _load(read_at: ReadAt, read_into: _Into, size_bytes: int, mapped: Any) -> An
     check_whole(described, pickled.size_bytes)
 
     def storage(key: str, count: int) -> torch.UntypedStorage:
+        nonlocal into
         offset = records[f"data/{key}"].offset
         if not count:
             return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
         if mapped is not None and offset % _ALIGNMENT == 0:
             return torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=offset).untyped_storage()
+        if into is not None and len(into) == count:
+            target, into = into, None
+            read_into(target, offset)
+            return torch.frombuffer(target, dtype=torch.uint8).untyped_storage()
         memory = torch.empty(count, dtype=torch.uint8, device="cpu")
         read_into(memory.numpy().data, offset)
         return memory.untyped_storage()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import subprocess
 import sys
@@ -372,9 +373,10 @@ def test_a_rotator_outlives_what_nobody_foresaw(node: Callable[..., Node]) -> No
     lock = trainer.root / ".ckptmirror" / "rotate.lock"
     rotated = threading.Event()
     trainer._bus.subscribe(lambda event: rotated.set() if isinstance(event, events.SaveRotated) else None)
-    if lock.exists():
-        lock.unlink()
-    lock.mkdir()
+    while not lock.is_dir():  # a rotation under way may create it again
+        lock.unlink(missing_ok=True)
+        with contextlib.suppress(FileExistsError):
+            lock.mkdir()
     commit_on(trainer, 200)
     assert trainer.wait_mirrored(None, 30.0)
     lock.rmdir()
