@@ -46,6 +46,7 @@ __all__ = [
     "check_plain_values",
     "files_read",
     "load_directory",
+    "ranges_read",
     "read_directory_metadata",
     "read_full_directory",
     "read_tree",
@@ -167,13 +168,21 @@ def load_directory(
     )
 
 
-def read_full_directory(directory: Path, named: Container[str] | None = None) -> dict[str, Any]:
+def read_full_directory(
+    directory: Path, named: Container[str] | None = None, exclude: Container[str] = ()
+) -> dict[str, Any]:
     """Return the whole state in host memory, without live objects: ``{"model": ..., "optimizer": ...}``, if there.
+
+    Args:
+        directory: The directory.
+        named: As in :func:`read_tree`.
+        exclude: "optimizer", if it is not wanted: none of its bytes are read.
 
     Raises:
         IntegrityError: The directory is incomplete, broken or hostile.
     """
-    tree = read_tree(directory, named)
+    entries, reader = _open(directory, named, all_here=True)
+    tree = reader.value(_without(entries, exclude))
     if isinstance(tree, dict) and KEY in tree:
         tree.setdefault("model", {})  # a model without tensors leaves no entry
     if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
@@ -268,6 +277,26 @@ def files_read(directory: Path, module: torch.nn.Module, elsewhere: frozenset[st
             indices = [index for index, _ in _needed(entry, wanted)]
         found.update(metadata.storage_data[index].relative_path for index in indices)
     return found
+
+
+def ranges_read(directory: Path, exclude: Container[str]) -> dict[str, list[range]]:
+    """Return the ranges of bytes that :func:`read_full_directory` reads, by file; only ``.metadata`` has to be here.
+
+    Raises:
+        IntegrityError: ``.metadata`` is broken or hostile.
+    """
+    metadata = read_directory_metadata(directory)
+    found: dict[str, list[range]] = {}
+    for entry in _without(_entries(metadata), exclude):
+        is_tensor = isinstance(entry.described, TensorStorageMetadata)
+        indices = [index for index, _ in _needed(entry, None)] if is_tensor else [MetadataIndex(entry.key)]
+        for info in (metadata.storage_data[index] for index in indices):
+            found.setdefault(info.relative_path, []).append(range(info.offset, info.offset + info.length))
+    return found
+
+
+def _without(entries: list[_Entry], exclude: Container[str]) -> list[_Entry]:
+    return [entry for entry in entries if "optimizer" not in exclude or entry.path[0] not in _OPTIMIZER_KEYS]
 
 
 def _needed(entry: _Entry, wanted: Region | None) -> Iterator[tuple[MetadataIndex, Region]]:

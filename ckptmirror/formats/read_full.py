@@ -10,7 +10,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ __all__ = ["read_extra", "read_full"]
 
 
 def read_full(
-    root: Path, meta: Meta, kind: Kind, map_location: str = "cpu"
+    root: Path, meta: Meta, kind: Kind, map_location: str = "cpu", exclude: Container[str] = ()
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the model, and the optimizer state if present, of one kind of a save whose files are in ``root``.
+    """Return the model, and the optimizer state if present and wanted, of one kind of a save in ``root``.
 
     Raises:
         IntegrityError: A file is missing, broken or hostile.
@@ -37,13 +37,14 @@ def read_full(
     """
     name = SaveName(meta.step, meta.tag)
     if kind == "dcp":
-        tree = read_full_directory(root / name.dcp_dir, meta.paths)
+        tree = read_full_directory(root / name.dcp_dir, meta.paths, exclude)
         return moved(tree["model"], map_location), moved(tree.get("optimizer"), map_location)
     if kind != "model":
         raise KindMismatch(f"Kind {kind} is read by the ranks that wrote it: resume from it.")
     model, versions = plain_model(load_pt(named_file(root, meta.paths, name.model)), name.model)
     plain = {key: decode(value) for key, value in model.items()}
-    return moved(attached(plain, versions), map_location), moved(_full(root, meta, name.optim), map_location)
+    optimizer = _full(root, meta, name.optim) if "optimizer" not in exclude else None
+    return moved(attached(plain, versions), map_location), moved(optimizer, map_location)
 
 
 def read_extra(root: Path, meta: Meta, map_location: str = "cpu") -> dict[str, Any] | None:

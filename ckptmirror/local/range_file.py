@@ -35,6 +35,9 @@ _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 class RangeFile:
     """A preallocated temporary of ``size_bytes``, written and read at offsets. All methods but close may run at once.
 
+    With ``sparse``, only some ranges of it will be written, and read right after: nothing is allocated before, and what
+    is written stays in the page cache.
+
     Attributes:
         continued: Whether the file existed before, so that some of its ranges may be good already.
 
@@ -44,15 +47,16 @@ class RangeFile:
         LocalStorageUnwritable: Read-only, no permission, no directory, a link or a directory in its place.
     """
 
-    def __init__(self, temporary: Path, size_bytes: int) -> None:
+    def __init__(self, temporary: Path, size_bytes: int, *, sparse: bool = False) -> None:
         self.path = temporary
         self.size_bytes = size_bytes
+        self._sparse = sparse
         self.continued = False
         self._direct = -1
         self._descriptor = -1
         with explained("create", temporary):
             self._descriptor = self._opened()
-        self._direct = self._opened_direct()
+        self._direct = self._opened_direct() if not sparse else -1
 
     def write_at(self, offset: int, buffer: Buffer) -> None:
         """Write all of ``buffer`` at ``offset``.
@@ -159,7 +163,9 @@ class RangeFile:
         try:
             with crashpoints.around("file.truncate"):
                 os.ftruncate(descriptor, 0)
-            if self.size_bytes:
+            if self._sparse:
+                os.ftruncate(descriptor, self.size_bytes)
+            elif self.size_bytes:
                 with crashpoints.around("file.allocate"):
                     os.posix_fallocate(descriptor, 0, self.size_bytes)
         except OSError as error:

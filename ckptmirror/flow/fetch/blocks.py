@@ -72,10 +72,16 @@ class ObjectToRead:
 
 @dataclass(frozen=True)
 class Incoming:
-    """An object, and the temporary that receives it, in a directory that exists."""
+    """An object, and the temporary that receives it, in a directory that exists.
+
+    Attributes:
+        ranges: The bytes that are wanted: the blocks that hold them come, and the rest of the file is a hole. None: all
+            of them.
+    """
 
     source: ObjectToRead
     path: Path
+    ranges: tuple[range, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ class Finding:
 
 
 def receive(incoming: Sequence[Incoming], *, on_bytes: Callable[[int, int], None]) -> None:
-    """Download every object into its temporary; all of them are sealed on return.
+    """Download every object into its temporary; all of them are sealed on return, unless only ranges were wanted.
 
     ``on_bytes`` is called, by one thread at a time, with the number of bytes just received and the number just found in
     a temporary.
@@ -104,7 +110,7 @@ def receive(incoming: Sequence[Incoming], *, on_bytes: Callable[[int, int], None
         StoreTemporary: The mirror stopped answering; the temporaries stay, and the next call continues them.
         LocalStorageFull: The disk filled up; the temporaries stay.
     """
-    work = _Work([_Temporary(one) for one in incoming])
+    work = _Work([_Temporary(one) if one.ranges is None else _Partial(one, one.ranges) for one in incoming])
 
     def bring(item: _Temporary, span: range, buffer: memoryview) -> None:
         item.begin()
@@ -314,6 +320,36 @@ class _Temporary(_Object):
 
     def close(self) -> None:
         self.file.close()
+
+
+class _Partial(_Temporary):
+    """An object of which only the blocks that hold some ranges are downloaded."""
+
+    def __init__(self, incoming: Incoming, ranges: Sequence[range]) -> None:
+        super().__init__(incoming)
+        self.spans = _spans_over(self.digest, ranges, self.range_bytes)
+        self._left = len(self.spans)
+
+    def open(self) -> None:
+        self.file = RangeFile(self._path, self.digest.size_bytes, sparse=True)
+
+    def complete(self) -> None:
+        """It is read right after, and then removed."""
+
+
+def _spans_over(digest: Digest, ranges: Sequence[range], most_bytes: int) -> list[range]:
+    """Return runs of whole blocks that hold ``ranges``, each of one block or up to ``most_bytes``."""
+    size = digest.block_size_bytes
+    inside = [range(one.start, min(one.stop, digest.size_bytes)) for one in ranges]  # what is not is found when read
+    blocks = {number for one in inside if one for number in range(one.start // size, -(-one.stop // size))}
+    spans: list[range] = []
+    for number in sorted(blocks):
+        begin, end = number * size, min((number + 1) * size, digest.size_bytes)
+        if spans and spans[-1].stop == begin and end - spans[-1].start <= most_bytes:
+            spans[-1] = range(spans[-1].start, end)
+        else:
+            spans.append(range(begin, end))
+    return spans
 
 
 class _Work(Generic[_AnyItem]):

@@ -8,7 +8,7 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UsageErro
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.training_config import _patch_missing_config_keys
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
+from ckptmirror.flow.fetch.partial import fetched_parts, is_read
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older, meta_of_older
 from ckptmirror.flow.places.reference import CheckpointReference, list_hint
@@ -52,15 +53,19 @@ def load_checkpoint(
     reference: str | Path | CheckpointReference,
     map_location: str = "cpu",
     *,
+    exclude: Collection[str] = (),
     new_config_keys: Mapping[str, Any] | None = None,
 ) -> LoadedCheckpoint:
-    """Read a checkpoint on local disk, every byte verified first.
+    """Read a checkpoint on a disk or a mirror, every byte verified before it is used.
+
+    From a mirror, only what is wanted is fetched, through a temporary directory (``TMPDIR``) that is then removed.
 
     Args:
         reference: What :func:`resolve_checkpoint_reference` takes or returned: a model file, a DCP directory, a meta,
-            ``latest``, or a directory that holds saves. An explicit kind is never replaced by another. A legacy
-            checkpoint has no checksums to verify, and this is logged.
+            ``latest``, a directory that holds saves, or a mirror's URL. An explicit kind is never replaced by another.
+            A legacy checkpoint has no checksums to verify, and this is logged.
         map_location: Device of the tensors.
+        exclude: ``"optimizer"`` and ``"extra"``: parts that are neither fetched nor read; they are None.
         new_config_keys: Keys of the training config that are newer than some checkpoints, each with the value that
             turns it off. If the config in ``meta`` lacks one, it gets that value, and this is logged.
 
@@ -68,9 +73,16 @@ def load_checkpoint(
         CheckpointNotFound: There is no whole save there.
         IntegrityError: A file differs from what was saved.
     """
+    if unknown := set(exclude) - {"optimizer", "extra"}:
+        raise UsageError(f'exclude={sorted(unknown)}: it takes "optimizer" and "extra".')
     found = resolve_checkpoint_reference(reference)
-    root = on_this_disk(found, reference)
-    loaded = _load_older(found, map_location) if found.save_id is None else _load(root, found, map_location)
+    if not isinstance(found.dir, Path):
+        with fetched_parts(found, exclude) as (root, meta, fetched):
+            loaded = replace(_read(root, fetched, found, map_location, exclude), meta=meta)
+    elif found.save_id is None:
+        loaded = _load_older(found, map_location)
+    else:
+        loaded = _load(found.dir, found, map_location, exclude)
     config, added = _patch_missing_config_keys(loaded.meta.training_config, new_config_keys or {})
     if not added:
         return loaded
@@ -78,19 +90,26 @@ def load_checkpoint(
     return replace(loaded, meta=replace(loaded.meta, training_config=config))
 
 
-def _load(root: Path, found: CheckpointReference, map_location: str) -> LoadedCheckpoint:
-    from ckptmirror.formats.read_full import read_extra, read_full
-
+def _load(root: Path, found: CheckpointReference, map_location: str, exclude: Collection[str]) -> LoadedCheckpoint:
     meta = meta_of(root, found)
-    verified = replace(meta, artifacts=meta.artifacts_of(found.kind))
-    files = [FileToRead(root / artifact.path, artifact.digest, cached=True) for artifact in verified.artifacts]
+    read = [one for one in meta.artifacts_of(found.kind) if is_read(one, exclude)]
+    files = [FileToRead(root / artifact.path, artifact.digest, cached=True) for artifact in read]
     for file, found_wrong in zip(files, read_all(files), strict=True):
         if found_wrong is not None:
             raise IntegrityError(f"{file.path}: {found_wrong.why}.")
+    loaded = _read(root, replace(meta, artifacts=tuple(read)), found, map_location, exclude)
+    return replace(loaded, meta=meta)
+
+
+def _read(
+    root: Path, verified: Meta, found: CheckpointReference, map_location: str, exclude: Collection[str]
+) -> LoadedCheckpoint:
+    from ckptmirror.formats.read_full import read_extra, read_full
+
     with _inconsistent_at_worst(found):
-        model, optimizer = read_full(root, verified, found.kind, map_location)
+        model, optimizer = read_full(root, verified, found.kind, map_location, exclude)
         extra = read_extra(root, verified, map_location)
-    return LoadedCheckpoint(model, optimizer, extra, meta, found.kind)
+    return LoadedCheckpoint(model, optimizer, extra, verified, found.kind)
 
 
 def _load_older(found: CheckpointReference, map_location: str) -> LoadedCheckpoint:

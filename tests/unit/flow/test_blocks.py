@@ -66,6 +66,32 @@ def test_a_file_that_ends_too_early_lacks_all_blocks_from_there(tmp_path: Path, 
     assert f"block {len(digest.blocks) - 1} " in found.why
 
 
+def test_only_the_blocks_that_hold_the_wanted_ranges_arrive(tmp_path: Path, digest: Digest) -> None:
+    memory.drop("ranges")
+    store = memory.open("memory://ranges/run")
+    whole = store.write("whole", content(), if_generation=0)
+    source = ObjectToRead(store, "whole", whole.generation, digest)
+    size = digest.block_size_bytes
+    counts: list[int] = []
+    expected = 0
+    for wanted in (
+        [],
+        [range(5, 5)],
+        [range(3, 9), range(7, 10)],
+        [range(SIZE - 1, SIZE + 10**15)],
+        [range(SIZE, 2 * SIZE)],
+    ):
+        path = tmp_path / f"of-{len(list(tmp_path.iterdir()))}"
+        receive([Incoming(source, path, tuple(wanted))], on_bytes=lambda received, _kept: counts.append(received))
+        inside = sorted({at // size for one in wanted for at in (one.start, one.stop - 1) if one and at < SIZE})
+        expected += sum(min((n + 1) * size, SIZE) - n * size for n in inside)
+        assert sum(counts) == expected
+        for number in inside:
+            block = slice(number * size, (number + 1) * size)
+            assert path.read_bytes()[block] == content()[block]
+        assert not path.exists() or path.stat().st_size == SIZE
+
+
 def test_what_arrives_is_what_was_saved_or_an_error_that_names_the_object_and_the_block(
     tmp_path: Path, digest: Digest
 ) -> None:

@@ -1,0 +1,95 @@
+"""Fetches the bytes of a save on a mirror that one process reads, into a temporary directory that is then removed.
+
+Rules:
+* Of a DCP directory, only the blocks come that hold what is wanted, each once; ``.metadata`` says where that is. The
+  files have their full size, and holes in place of the rest.
+* Every block is compared with its checksum as it arrives, so nothing is verified again, and nothing else is read.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ckptmirror.core import names
+from ckptmirror.core.errors import CheckpointNotFound, KindMismatch
+from ckptmirror.core.model import Artifact, Meta
+from ckptmirror.flow.fetch.blocks import receive
+from ckptmirror.flow.fetch.staging import incoming_of, wanted_artifacts
+from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.reference import CheckpointReference, list_hint
+from ckptmirror.stores import open_store
+
+__all__ = ["fetched_parts", "is_read"]
+
+_SHARD = ".distcp"
+
+
+def is_read(artifact: Artifact, exclude: Container[str]) -> bool:
+    """Whether one process that loads a save without these parts reads any of a file."""
+    parsed = names.parse_artifact_path(artifact.path)
+    role = parsed.top.role if parsed is not None else ""
+    return role != "tensors" and {"optim": "optimizer"}.get(role, role) not in exclude
+
+
+@contextmanager
+def fetched_parts(found: CheckpointReference, exclude: Container[str]) -> Iterator[tuple[Path, Meta, Meta]]:
+    """Lend a directory with what is read of the save ``found`` on a mirror, its meta, and one with these files alone.
+
+    Args:
+        found: The save; its ``dir`` is the mirror's URL.
+        exclude: "optimizer" and "extra", if they are not wanted.
+
+    Raises:
+        CheckpointNotFound: It is gone.
+        KindMismatch: Its kind cannot be read by one process.
+        IntegrityError: The mirror sends other bytes than were saved.
+        StoreTemporary: The mirror does not answer.
+    """
+    url = str(found.dir)
+    if found.kind == "emergency":
+        raise KindMismatch("Kind emergency is read by the ranks that wrote it: resume from it.")
+    mirror = Mirror(url, False, open_store(url))
+    try:
+        meta = mirror_catalog(mirror, step=found.step).saves.get(found.save_id or "")
+        if meta is None:
+            raise CheckpointNotFound(f"Step {found.step} is no longer whole on {url}.", hint=list_hint(url))
+        read = [one for one in wanted_artifacts(meta, (found.kind,), full=True) if is_read(one, exclude)]
+        with tempfile.TemporaryDirectory(prefix="ckptmirror-") as name:
+            root = Path(name)
+            _receive(mirror, meta, root, [one for one in read if not one.path.endswith(_SHARD)])
+            if found.kind == "dcp":
+                _receive_ranges(mirror, meta, root, [one for one in read if one.path.endswith(_SHARD)], exclude)
+            yield root, meta, replace(meta, tag="", artifacts=tuple(read))
+    finally:
+        mirror.store.close()
+
+
+def _receive(mirror: Mirror, meta: Meta, root: Path, artifacts: list[Artifact]) -> None:
+    for artifact in artifacts:
+        (root / artifact.path).parent.mkdir(parents=True, exist_ok=True)
+    incoming = incoming_of(mirror, meta, artifacts, lambda path: root / path)
+    whole = [replace(one, ranges=(range(one.source.digest.size_bytes),)) for one in incoming]
+    receive(whole, on_bytes=lambda _received, _kept: None)
+
+
+def _receive_ranges(mirror: Mirror, meta: Meta, root: Path, shards: list[Artifact], exclude: Container[str]) -> None:
+    from ckptmirror.formats.dcp_read import ranges_read
+
+    directory = root / names.SaveName(meta.step).dcp_dir
+    ranges = ranges_read(directory, exclude)
+    for shard in shards:
+        (root / shard.path).parent.mkdir(parents=True, exist_ok=True)
+        (root / shard.path).touch()
+        os.truncate(root / shard.path, shard.digest.size_bytes)
+    wanted = [shard for shard in shards if Path(shard.path).name in ranges]
+    incoming = [
+        replace(one, ranges=tuple(ranges[one.path.name]))
+        for one in incoming_of(mirror, meta, wanted, lambda path: root / path)
+    ]
+    receive(incoming, on_bytes=lambda _received, _kept: None)

@@ -1,0 +1,110 @@
+"""A checkpoint is loaded straight from a mirror: only the bytes that are read leave it, each once and verified."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptmirror import CheckpointManager, TrainState, load_checkpoint
+from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UsageError
+from ckptmirror.core.model import Kind
+from ckptmirror.testing import Fault, GcsServerProcess
+from tests.kit.faults import flip_bit
+
+BUCKET = "load-from-mirror"
+MIB = 1 << 20
+
+
+@pytest.fixture
+def saved(server: GcsServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, TrainState]:
+    """A save on the mirror in both kinds, of 16 MiB of model and twice as much of its optimizer; its root is gone."""
+    url = f"gs://{BUCKET}/{tmp_path.name}"
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({f"part{n}": torch.nn.Linear(1024, 1024, bias=False) for n in range(4)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    state = TrainState(model=model, optimizer=optimizer, extra={"note": "here"})
+    with CheckpointManager(tmp_path / "root", [url], kinds=("dcp", "model")) as manager:
+        manager.resume(state)
+        manager.save(7, state).wait("mirrored")
+    server.clear_log()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return url, state
+
+
+def sent(server: GcsServerProcess) -> int:
+    """How many bytes of objects have left the mirror, none of them twice."""
+    files = re.compile(r"/(model|optim|extra|dcp|tensors)_")
+    reads = [entry for entry in server.log("object.media") if files.search(entry["object"] or "")]
+    times = Counter((entry["object"], entry["range"]) for entry in reads)
+    assert set(times.values()) <= {1}
+    return sum(int(entry["response_bytes"]) for entry in reads)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "model"])
+def test_of_a_save_without_its_optimizer_only_the_model_leaves_the_mirror(
+    kind: Kind, saved: tuple[str, TrainState], server: GcsServerProcess, tmp_path: Path
+) -> None:
+    url, state = saved
+    reference = f"{url}/{'dcp_000007' if kind == 'dcp' else 'model_000007.pt'}"
+    loaded = load_checkpoint(reference, exclude=("optimizer",))
+    assert (loaded.kind, loaded.meta.step, loaded.optimizer) == (kind, 7, None)
+    assert loaded.extra is not None
+    assert loaded.extra["extra"]["note"] == "here"
+    for name, value in state.model.state_dict().items():
+        assert loaded.model[name].equal(value)
+    assert 16 * MIB <= sent(server) <= (16 + 3 * 4) * MIB, "the blocks that begin and end it hold other bytes too"
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+@pytest.mark.parametrize("kind", ["dcp", "model"])
+def test_the_whole_of_a_save_leaves_the_mirror_once_and_is_what_the_disk_has(
+    kind: Kind, saved: tuple[str, TrainState], server: GcsServerProcess, tmp_path: Path
+) -> None:
+    name = "dcp_000007" if kind == "dcp" else "model_000007.pt"
+    loaded = load_checkpoint(f"{saved[0]}/{name}")
+    there = load_checkpoint(tmp_path / "root" / name)
+    assert sent(server) < 1.01 * sum(one.digest.size_bytes for one in there.meta.artifacts_of(kind))
+    assert loaded.optimizer is not None
+    assert there.optimizer is not None
+    assert loaded.meta.save_id == there.meta.save_id
+    for key, value in there.optimizer["state"].items():
+        assert all(
+            torch.as_tensor(loaded.optimizer["state"][key][n]).equal(torch.as_tensor(v)) for n, v in value.items()
+        )
+
+
+def test_a_part_that_is_left_out_is_not_read_from_the_disk_either(
+    saved: tuple[str, TrainState], tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    flip_bit(root / "optim_000007_rank0.pt", 5 * MIB)
+    loaded = load_checkpoint(root / "model_000007.pt", exclude=("optimizer", "extra"))
+    assert (loaded.optimizer, loaded.extra) == (None, None)
+    with pytest.raises(IntegrityError, match="block 1"):
+        load_checkpoint(root / "model_000007.pt")
+
+
+def test_bytes_that_broke_on_the_mirror_are_refused_if_they_are_read(
+    saved: tuple[str, TrainState], server: GcsServerProcess, tmp_path: Path
+) -> None:
+    server.faults([Fault("object.media", object="distcp", corrupt_byte_at=5 * MIB, times=0)])
+    with pytest.raises(IntegrityError, match=r"is damaged: the crc32c of block \d+"):
+        load_checkpoint(f"{saved[0]}/dcp_000007")
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_what_is_not_there_and_what_cannot_be_left_out_is_said(saved: tuple[str, TrainState]) -> None:
+    with pytest.raises(CheckpointNotFound):
+        load_checkpoint(f"{saved[0]}/model_000009.pt")
+    with pytest.raises(UsageError, match="'model'"):
+        load_checkpoint(saved[0], exclude=("model",))
