@@ -11,7 +11,7 @@ DOCS   := $(VENV)/.docs-installed
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-all test-lowest test-gcs check docs picture bench scale campaign campaign-nodes fuzz build clean
+.PHONY: help setup demo test test-long test-all test-lowest test-gcs check docs picture bench scale campaign campaign-nodes matrix fuzz build clean
 
 help:      ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -79,6 +79,9 @@ scale: setup  ## Count what a save and a start cost a job of 1 to 1,000 nodes of
 
 campaign: setup  ## Kill at every crash point, play long histories: not only the slice that `make test` takes
 	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash tests/simulation tests/unit/core/start --timeout=3600
+
+matrix: setup  ## Load what 1 to 8 ranks saved, of each kind and under each wrapper, or were killed after, on 1 to 8 ranks
+	CKPTMIRROR_MATRIX=full $(BIN)/python -m pytest -v tests/integration/test_matrix.py --timeout=3600
 
 campaign-nodes: setup  ## Random histories of jobs of 2 to 4 nodes on real processes: HISTORIES=300 SEED=7 (one is repeated by its own)
 	nice $(BIN)/python -m tests.nodes.campaign --shorten $(if $(HISTORIES),--histories $(HISTORIES)) $(if $(SEED),--seed $(SEED))
