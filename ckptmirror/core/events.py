@@ -29,6 +29,7 @@ __all__ = [
     "ListenerFailure",
     "MirrorCommitted",
     "MirrorUnreachable",
+    "NotFinite",
     "RecordFailed",
     "RecordVerified",
     "RotationRefused",
@@ -71,6 +72,15 @@ class SaveCommitted(Event):
     save_id: str = ""
     size_bytes: int = 0
     duration_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotFinite(Event):
+    """The model that a save holds has NaN or infinity in it, and the rank's save before had not. ``path`` has names."""
+
+    step: int
+    rank: int = 0
+    path: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

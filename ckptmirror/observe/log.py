@@ -30,6 +30,11 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
         logging.INFO,
         "step %(step)d: committed, %(size_bytes)d bytes, %(duration_s).2f s (rank %(rank)d)",
     ),
+    events.NotFinite: (
+        logging.WARNING,
+        "step %(step)d: NaN or infinity in %(path)s (rank %(rank)d): saved as it is, and a start from this save has it "
+        "too; `ckptmirror rewind` goes back to an earlier one",
+    ),
     events.SaveFailed: (logging.ERROR, "step %(step)d: the save failed and left nothing behind: %(reason)s"),
     events.SaveSkipped: (
         logging.ERROR,

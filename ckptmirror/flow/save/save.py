@@ -40,6 +40,7 @@ from ckptmirror.flow.save.save_parts import (
     TABLE_BROKE,
     Copied,
     LeaderSide,
+    NotFiniteDetector,
     Plan,
     ReplicaCheck,
     SaveMetadata,
@@ -105,6 +106,7 @@ class Saver:
         self._in_flight: SaveHandle | None = None
         self._turn_lock = TurnLock()
         self._stall_detector = StallDetector()
+        self._not_finite = NotFiniteDetector()
         self.replicas = ReplicaCheck()
 
     # -- on the training thread -----------------------------------------------------------------------------
@@ -376,6 +378,8 @@ class Saver:
         failure: BaseException | None = None
         try:
             mine, held = write_files(copied, context)
+            if names := self._not_finite.look_at(copied.snapshot):
+                self._bus.emit(events.NotFinite(step=context.name.step, rank=self._ranks.rank, path=names))
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error
         what = f"report the files of step {context.name.step}"

@@ -37,6 +37,7 @@ __all__ = [
     "Copied",
     "Holdings",
     "LeaderSide",
+    "NotFiniteDetector",
     "Plan",
     "ReplicaCheck",
     "SaveMetadata",
@@ -276,6 +277,21 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+class NotFiniteDetector:
+    """Notices the first save of a row in which the model has NaN or infinity."""
+
+    def __init__(self) -> None:
+        self._before = False
+
+    def look_at(self, snapshot: Snapshot) -> str:
+        """Return the first names of such tensors; "" if there are none, or if the last save had some too."""
+        from ckptmirror.formats.not_finite import not_finite
+
+        found = not_finite(snapshot)
+        is_new, self._before = bool(found) and not self._before, bool(found)
+        return _some(found) if is_new else ""
+
+
 class StallDetector:
     """Notices that training has stalled: two saves have the same tensors at different steps."""
 
@@ -313,7 +329,7 @@ def reserve_for(
 
 def import_formats(kinds: Sequence[Kind]) -> None:
     """Import the code that writes these kinds: once the interpreter is exiting, some imports fail."""
-    from ckptmirror.formats import get_format, replica_sums, sidecars  # noqa: F401
+    from ckptmirror.formats import get_format, not_finite, replica_sums, sidecars  # noqa: F401
     from ckptmirror.ranks import host_copy  # noqa: F401
 
     for kind in kinds:
