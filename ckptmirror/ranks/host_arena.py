@@ -29,7 +29,7 @@ __all__ = ["PINNED_BLOCK_BYTES", "Arena"]
 PINNED_BLOCK_BYTES = 512 * 1024 * 1024
 _HINT = "The host copy needs as much memory as this rank's part of the state."
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module of 3.11 has no name for it
+_PAGE_BYTES = 4096  # the smallest
 _log = logging.getLogger(__name__)
 
 
@@ -79,14 +79,13 @@ class Arena:
         return kept
 
     def populate(self) -> None:
-        """Fault every page in now instead of during the first copy."""
+        """Fault every page of fresh memory in now instead of during the first copy.
+
+        torch writes to each page, in its threads: a madvise of the mmap module holds the interpreter's lock meanwhile.
+        """
         for block in self._blocks:
-            memory = block.obj
-            if isinstance(memory, mmap.mmap):
-                try:
-                    memory.madvise(_POPULATE_WRITE)
-                except OSError:
-                    torch.frombuffer(block, dtype=torch.uint8).zero_()
+            if isinstance(block.obj, mmap.mmap):  # what is pinned is there already
+                torch.frombuffer(block, dtype=torch.uint8)[::_PAGE_BYTES].zero_()
 
     def release(self) -> None:
         """Release the memory; it is freed together with the last tensor that still uses it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import weakref
 
 import torch
@@ -40,6 +41,17 @@ def test_several_blocks_are_kept_and_replaced_together() -> None:
     assert arena.storage(1, 64, 100).nbytes() == 100
     assert arena.fit([4 * MIB], pinned=False)
     assert arena.size_bytes == 4 * MIB
+
+
+def test_populated_memory_costs_no_page_fault_any_more() -> None:
+    arena = Arena()
+    arena.fit([64 * MIB], pinned=False)
+    arena.populate()
+    storage = arena.storage(0, 0, 64 * MIB)
+    whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (64 * MIB,), (1,))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    whole.fill_(1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 32, "one for each huge page, at the least"
 
 
 def test_memory_lives_as_long_as_a_tensor_in_it() -> None:
