@@ -1,7 +1,7 @@
 """``make bench``: the paths that must be fast, beside their physical limits and beside what one would use instead.
 
 python -m tests.bench [--size-mib 1024] [--rounds 3] [--directory DIR] [--json]
-                      [--only save|load|upload|stage|memory|start|nodes|fingerprint]
+                      [--only save|load|fetch|upload|stage|memory|start|nodes|fingerprint]
 
 It works in a directory of its own below DIR (default: the one for temporary files), says which kind of disk that is,
 and removes it. Trust the ratios, which are taken within a round, more than the figures.
@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from tests.bench.contest import Measured, table
+from tests.bench.fetch import measure_fetch
 from tests.bench.fingerprint import measure_fingerprint
 from tests.bench.load import measure_load
 from tests.bench.memory import measure_memory
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--only",
-        choices=["save", "load", "upload", "stage", "memory", "start", "nodes", "fingerprint"],
+        choices=["save", "load", "fetch", "upload", "stage", "memory", "start", "nodes", "fingerprint"],
         action="append",
     )
     parser.add_argument(
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts: dict[str, Callable[[Path], list[Measured]]] = {
         "save": lambda place: measure_save(place, size_bytes, given.rounds),
         "load": lambda place: measure_load(place, size_bytes, given.rounds),
+        "fetch": lambda place: measure_fetch(place, size_bytes, given.rounds),
         "upload": lambda place: measure_upload(place, size_bytes, given.rounds),
         "stage": lambda place: measure_stage(place, size_bytes, given.rounds),
         "memory": lambda place: measure_memory(place, size_bytes),
