@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptmirror import CheckpointManager, TrainState
+from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Kind
 from ckptmirror.local import crashpoints
 from tests.integration.formats_worker import Network, train, whole
@@ -22,7 +25,8 @@ FULL = os.environ.get("CKPTMIRROR_MATRIX") == "full"
 WAIT_S = 300.0 if FULL else 60.0
 STEP = 3
 KINDS: tuple[Kind, ...] = ("dcp", "model", "emergency")
-KILLS = ("file.fsync:before", "save.publish:before", "save.publish:after")
+COMMITTED = "link.replace:before"  # the step after is committed by then
+KILLS = ("file.fsync:before", "save.publish:before", COMMITTED)
 Found = dict[str, Any]
 
 
@@ -70,11 +74,11 @@ def build(wrapped: str, seed: int) -> TrainState:
     return TrainState(model, optimizer, scheduler=scheduler, ema=ema, extra=extra, merge_extra=merge)
 
 
-def save_all(rank: int, base: str, saves: list[Saved]) -> Found:
-    """Save a trained state in each way, and return what it holds. A job that is to be killed has one way."""
+def save_all(rank: int, base: str, saves: list[Saved]) -> dict[int, Found]:
+    """Save a trained state in each way; return what it holds then and a step later. To be killed, give one way."""
     state = build(saves[0].wrapped, 0)
     train(state, STEP, rank)
-    held = whole(state)
+    held = {STEP: copy.deepcopy(whole(state))}
     for saved in saves:
         with _manager(base, saved) as manager:
             manager.resume(build(saved.wrapped, 1))
@@ -86,9 +90,11 @@ def save_all(rank: int, base: str, saves: list[Saved]) -> Found:
                 train(state, 1, rank)
                 dist.barrier()
                 crashpoints.arm(saved.killed)
-                manager.save(STEP + 1, state).wait()
-                raise AssertionError(f"rank {rank} passed {saved.killed}")
-    return held
+                with contextlib.suppress(CkptMirrorError):  # the leader is gone
+                    manager.save(STEP + 1, state).wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+    train(state, 1, rank)
+    return held | {STEP + 1: whole(state)}
 
 
 def load_all(rank: int, base: str, saves: list[Saved]) -> dict[Saved, Found]:

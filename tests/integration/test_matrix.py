@@ -16,6 +16,7 @@ from torch import nn
 from ckptmirror import TrainState
 from ckptmirror.core.errors import RefusedOnlyCopy
 from tests.integration.matrix_job import (
+    COMMITTED,
     FULL,
     KILLS,
     KINDS,
@@ -50,11 +51,11 @@ class Jobs:
 
     def __init__(self, base: str) -> None:
         self._base = base
-        self._had: dict[tuple[str, int], list[Found]] = {}
+        self._had: dict[tuple[str, int], list[dict[int, Found]]] = {}
         self._found: dict[tuple[str, int], list[Any]] = {}
 
-    def had(self, wrapped: str, ranks: int) -> list[Found]:
-        """What each rank held. The same training is killed in jobs that leave no word."""
+    def had(self, wrapped: str, ranks: int) -> list[dict[int, Found]]:
+        """What each rank held, by step. The same training is killed in jobs that leave no word."""
         if (wrapped, ranks) not in self._had:
             self._had[wrapped, ranks] = self._run(ranks, save_all, saves(wrapped, ranks))
             for saved in killed(wrapped, ranks):
@@ -83,9 +84,11 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("wrapped", WRAPPED)
 def test_any_number_of_ranks_loads_what_any_number_saved(jobs: Jobs, wrapped: str, ranks: int, size: int) -> None:
-    before, after = jobs.had(wrapped, ranks), jobs.found(wrapped, size)
-    samples = [had["extra"]["samples"] for had in before]
+    held, after = jobs.had(wrapped, ranks), jobs.found(wrapped, size)
     for saved in (*saves(wrapped, ranks), *killed(wrapped, ranks)):
+        step = STEP + 1 if saved.killed == COMMITTED else STEP
+        before = [of_rank[step] for of_rank in held]
+        samples = [had["extra"]["samples"] for had in before]
         for rank, loaded in enumerate(after):
             found = loaded[saved]
             own = rank if rank < ranks else 0
@@ -94,7 +97,7 @@ def test_any_number_of_ranks_loads_what_any_number_saved(jobs: Jobs, wrapped: st
                 had["model"] = before[rank]["model"]
             seen = samples[own] if ranks == size else together(samples, rank, size)
             had["extra"] = {**before[own]["extra"], "samples": seen}
-            assert (found["step"], found["kind"]) == (STEP, saved.kind), saved
+            assert (found["step"], found["kind"]) == (step, saved.kind), saved
             same_bits(had, found["state"], str(saved))
             parts = [line.partition(":")[0] for line in found["missing"]]
             assert parts == (["rng"] if rank >= ranks else []), saved
