@@ -26,6 +26,8 @@ from ckptmirror.core.errors import RankFailed, UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.formats.base import Snapshot
+from ckptmirror.formats.command import KEY as COMMAND
+from ckptmirror.formats.command import command_of
 from ckptmirror.formats.containers import any_leaf, placed_leaves
 from ckptmirror.formats.extra_aliases import KEY as ALIASES
 from ckptmirror.formats.extra_aliases import aliases_of
@@ -237,6 +239,7 @@ def _buffers(live: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, Any]:
 def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: dict[str, Any]) -> dict[str, Any]:
     versions: list[list[Any]] = []
     extra: dict[str, Any] = {"step": step, "rng": capture_rng(), HAS_OPTIMIZER: state.optimizer is not None}
+    extra[COMMAND] = command_of(state)
     for name in ("scheduler", "scaler"):
         part = getattr(state, name)
         if part is not None:

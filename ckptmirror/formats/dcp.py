@@ -45,7 +45,7 @@ from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.dcp_files import SMALL, DirectoryWriter
 from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges
 from ckptmirror.formats.dcp_read import check_plain_values, load_directory, read_directory_metadata
-from ckptmirror.formats.sidecars import is_scheduled
+from ckptmirror.formats.sidecars import extra_tree
 from ckptmirror.formats.stages import in_stages
 from ckptmirror.formats.tensor_bytes import compact
 from ckptmirror.formats.versions import KEY, to_text, versions_in
@@ -114,7 +114,7 @@ class DcpFormat:
     def load(self, root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
         """Load model and optimizer of ``meta``; see :class:`Format`."""
         directory = root / SaveName(meta.step, meta.tag).dcp_dir
-        return load_directory(directory, target, meta.paths, lambda: is_scheduled(root, meta, target))
+        return load_directory(directory, target, meta.paths, lambda: extra_tree(root, meta, target))
 
 
 FORMAT = DcpFormat()

@@ -27,7 +27,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.formats.base import LoadReport, LoadTarget
 from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges, loads_metadata, regions_of
-from ckptmirror.formats.load_model import load_model
+from ckptmirror.formats.load_model import plan_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.names import live_values, match_names
 from ckptmirror.formats.optimizer_state import owners_of
@@ -151,9 +151,7 @@ class _Reader:
             return self._open[name]
 
 
-def load_directory(
-    directory: Path, target: LoadTarget, named: Container[str], is_scheduled: Callable[[], bool]
-) -> LoadReport:
+def load_directory(directory: Path, target: LoadTarget, named: Container[str], extra: Callable[[], Any]) -> LoadReport:
     """Load the model and the optimizer of a DCP directory, from files that its meta names; see :func:`load_parts`."""
     # Files of other nodes may be elsewhere, so a missing file shows only when this rank reads it.
     entries, reader = _open(directory, named, all_here=False)
@@ -164,7 +162,7 @@ def load_directory(
         target,
         model=lambda: _read_model(module, entries, reader),
         optimizer=(lambda: _read_optimizer(module, own, reader)) if own else None,
-        is_scheduled=is_scheduled,
+        extra=extra,
     )
 
 
@@ -364,14 +362,21 @@ def _owners(entries: list[_Entry], module: torch.nn.Module) -> dict[str, torch.n
     return {entry.key: owners[name] for entry in of_state if (name := str(entry.path[2])) in owners}
 
 
-def _read_model(module: torch.nn.Module, entries: list[_Entry], reader: _Reader) -> dict[str, torch.dtype]:
+def _read_model(
+    module: torch.nn.Module, entries: list[_Entry], reader: _Reader
+) -> Callable[[], dict[str, torch.dtype]]:
     saved = _of_model(entries)
     if not saved and live_values(module):
         raise UsageError(f"{reader.path} holds no model.")
     text = [entry for entry in entries if entry.key == KEY and not isinstance(entry.described, TensorStorageMetadata)]
     versions = _versions(reader.value(text, 1), reader.path) if text else None
-    with reader.files:
-        return load_model(module, {name: reader.stored(own) for name, own in saved.items()}, versions=versions)
+    load = plan_model(module, {name: reader.stored(own) for name, own in saved.items()}, versions=versions)
+
+    def load_and_close() -> dict[str, torch.dtype]:
+        with reader.files:
+            return load()
+
+    return load_and_close
 
 
 def _read_optimizer(module: torch.nn.Module, wanted: list[_Entry], reader: _Reader) -> dict[str, Any]:

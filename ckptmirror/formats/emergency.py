@@ -15,7 +15,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.capture import capture_local
 from ckptmirror.formats.containers import TreePath, placed_leaves
-from ckptmirror.formats.load_model import load_model
+from ckptmirror.formats.load_model import plan_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.model import full_optimizer
 from ckptmirror.formats.names import live_parameters, live_values
 from ckptmirror.formats.rank_files import RankFiles, rank_files
 from ckptmirror.formats.shards import Piece, Region, cut, region_of
-from ckptmirror.formats.sidecars import load_extra, takes_schedule, tensor_list
+from ckptmirror.formats.sidecars import load_extra, tensor_list
 from ckptmirror.formats.stages import in_stages
 from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.versions import Versions, versions_in
@@ -148,8 +148,8 @@ class EmergencyFormat:
             shared = _joined(source)
         tree = _snapshot(shared, directory)
 
-        def model() -> dict[str, torch.dtype]:
-            return load_model(
+        def model() -> Callable[[], Mapping[str, torch.dtype]]:
+            return plan_model(
                 module,
                 tree["model"],
                 lambda name: shared.others(("model", name)),
@@ -164,7 +164,7 @@ class EmergencyFormat:
             optimizer=(lambda: full_optimizer(shared.below("optimizer"), module, target.elsewhere))
             if has_optimizer
             else None,
-            is_scheduled=lambda: takes_schedule(target, saved["extra"]),
+            extra=lambda: saved["extra"],
         )
         rest = load_extra(source.below("extra"), target, meta.step)
         return parts + rest

@@ -25,10 +25,10 @@ from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
 from ckptmirror.formats.capture import HAS_OPTIMIZER
 from ckptmirror.formats.dcp_read import read_tree
 from ckptmirror.formats.legacy_optimizers import Group, find_optimizer, groups_of, is_optimizer_key, joined
-from ckptmirror.formats.load_model import load_model
+from ckptmirror.formats.load_model import plan_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.rank_files import RankFiles, moved
-from ckptmirror.formats.sidecars import load_extra, takes_schedule
+from ckptmirror.formats.sidecars import load_extra
 from ckptmirror.formats.versions import Versions, plain_model
 from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.untrusted.tensor_files import load_pt
@@ -145,9 +145,9 @@ def load_legacy(found: LegacyState, path: Path, target: LoadTarget, step: int) -
 
     parts = load_parts(
         target,
-        model=lambda: load_model(state.model, found.model, versions=found.versions),
+        model=lambda: plan_model(state.model, found.model, versions=found.versions),
         optimizer=optimizer if found.optimizers else None,
-        is_scheduled=lambda: takes_schedule(target, extra),
+        extra=lambda: extra,
     )
     source = RankFiles({0: path}, 0, trees={0: {"step": step, **extra, HAS_OPTIMIZER: "optimizer" in parts.loaded}})
     rest = load_extra(source, replace(target, exclude=target.exclude | {"rng"}), step)

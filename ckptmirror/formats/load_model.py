@@ -26,7 +26,7 @@ from ckptmirror.formats.shards import Piece, fill_all, fills, region_of, stored
 from ckptmirror.formats.tied_weights import refuse_two_values
 from ckptmirror.formats.versions import Versions, attached, for_live, migrating
 
-__all__ = ["Check", "load_model"]
+__all__ = ["Check", "load_model", "plan_model"]
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,19 @@ def load_model(
     versions: Versions | None = None,
     elsewhere: frozenset[str] = frozenset(),
 ) -> dict[str, torch.dtype]:
-    """Load ``saved`` into ``module``; return the dtypes by saved name.
+    """Load ``saved`` into ``module``; return the dtypes by saved name. See :func:`plan_model`."""
+    return plan_model(module, saved, others, check, versions, elsewhere)()
+
+
+def plan_model(
+    module: torch.nn.Module,
+    saved: Mapping[str, Any],
+    others: Others = lambda _: (),
+    check: Check | None = None,
+    versions: Versions | None = None,
+    elsewhere: frozenset[str] = frozenset(),
+) -> Callable[[], dict[str, torch.dtype]]:
+    """Compare ``saved`` with ``module``, and return a function that loads it and returns the dtypes by saved name.
 
     Args:
         module: The live model, however it is wrapped or sharded.
@@ -129,14 +141,18 @@ def load_model(
     if check is not None:
         for name, value in in_place.items():
             check(name, names[name], value, items[name].pieces(region_of(value)))
-    fill_all([(value, items[name].pieces, name) for name, value in in_place.items()])
-    loaded = {name: value if name in in_place else items[name].read() for name, value in live.items()}
-    dtypes = {name: items[name].dtype for name, value in live.items() if isinstance(value, torch.Tensor)}
-    if cast := [name for name, dtype in dtypes.items() if dtype not in (None, live[name].dtype)]:
-        log.warning("%d tensors were converted to the model's dtype: %s", len(cast), some(cast))
-    if loaded:
-        _give(module, loaded, live.metadata, versions)
-    return {names[name]: dtype for name, dtype in dtypes.items() if dtype is not None}
+
+    def load() -> dict[str, torch.dtype]:
+        fill_all([(value, items[name].pieces, name) for name, value in in_place.items()])
+        loaded = {name: value if name in in_place else items[name].read() for name, value in live.items()}
+        dtypes = {name: items[name].dtype for name, value in live.items() if isinstance(value, torch.Tensor)}
+        if cast := [name for name, dtype in dtypes.items() if dtype not in (None, live[name].dtype)]:
+            log.warning("%d tensors were converted to the model's dtype: %s", len(cast), some(cast))
+        if loaded:
+            _give(module, loaded, live.metadata, versions)
+        return {names[name]: dtype for name, dtype in dtypes.items() if dtype is not None}
+
+    return load
 
 
 def _give(module: torch.nn.Module, loaded: dict[str, Any], own: Any, versions: Versions | None) -> None:

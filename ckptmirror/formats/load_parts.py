@@ -1,8 +1,9 @@
 """Loads the model and the optimizer of a save of any kind: all is compared before anything changes.
 
 Rules:
-* First the optimizer is read and compared, then the model is loaded, then the optimizer. So an optimizer that does not
-  fit changes nothing.
+* First the model is compared, then the classes of optimizers and schedulers, then the optimizer, which is read for
+  that. Only then is anything loaded. So what does not fit changes nothing, and the error names the cause: where the
+  model is another one, its optimizer does not fit either.
 * Groups, or optimizers in a list, may be in another order than they were saved in, unless a scheduler would then get
   the rates of other groups: an optimizer's state is saved by name, but a scheduler keeps rates by position.
 """
@@ -16,8 +17,11 @@ import torch
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
+from ckptmirror.formats.command import KEY as COMMAND
+from ckptmirror.formats.command import refuse_other_classes
+from ckptmirror.formats.containers import any_leaf, takes_state
 from ckptmirror.formats.names import live_values
-from ckptmirror.formats.optimizer_state import load_optimizer, plan_optimizer
+from ckptmirror.formats.optimizer_state import load_optimizer, optimizers_of, plan_optimizer
 
 __all__ = ["load_parts"]
 
@@ -25,18 +29,18 @@ __all__ = ["load_parts"]
 def load_parts(
     target: LoadTarget,
     *,
-    model: Callable[[], Mapping[str, torch.dtype]],
+    model: Callable[[], Callable[[], Mapping[str, torch.dtype]]],
     optimizer: Callable[[], Mapping[str, Any] | str] | None,
-    is_scheduled: Callable[[], bool],
+    extra: Callable[[], Any],
 ) -> LoadReport:
     """Load what the target wants of model and optimizer, and report what the save lacks.
 
     Args:
         target: What to fill.
-        model: Loads the model; returns the dtype of each tensor in the save.
+        model: Compares the model; returns a function that loads it and returns the dtype of each tensor in the save.
         optimizer: Returns the saved optimizer, sharded like the live one, or why none is loaded; None if the save has
             none.
-        is_scheduled: Returns whether a scheduler will be loaded; called only if that matters.
+        extra: Returns the extra state that is loaded after these, as this rank's file has it; None if there is none.
 
     Raises:
         IntegrityError: A file is missing, broken or hostile.
@@ -47,6 +51,11 @@ def load_parts(
     missing = Missing()
     saved: Mapping[str, Any] | str = ""
     dtypes: Mapping[str, torch.dtype] = {}
+    fill: Callable[[], Mapping[str, torch.dtype]] | None = None
+    if "model" not in target.exclude:
+        fill = model()
+    beside = extra()
+    refuse_other_classes(beside.get(COMMAND) if isinstance(beside, Mapping) else None, state, target.exclude)
     if "optimizer" not in target.exclude and state.optimizer is not None:
         live_values(state.model)  # asked for its state, FSDP2 reshards what a forward without a backward left unsharded
         saved = optimizer() if optimizer is not None else "state"
@@ -54,11 +63,12 @@ def load_parts(
             missing.lacks("optimizer", f"{saved}; it starts without history")
         else:
             plans = plan_optimizer(state.model, state.optimizer, saved, target.elsewhere)
-            _refuse_other_order(plans, saved, is_scheduled, some_elsewhere=bool(target.elsewhere))
+            is_scheduled = _takes_schedule(target, beside)
+            _refuse_other_order(plans, saved, is_scheduled=is_scheduled, some_elsewhere=bool(target.elsewhere))
     elif "optimizer" not in target.exclude and optimizer is not None:
         missing.unused("optimizer")
-    if "model" not in target.exclude:
-        dtypes = model()
+    if fill is not None:
+        dtypes = fill()
         loaded.append("model")
     if not isinstance(saved, str):
         load_optimizer(state.optimizer, plans, saved, dtypes)
@@ -66,12 +76,23 @@ def load_parts(
     return LoadReport(tuple(loaded), tuple(missing))
 
 
+def _takes_schedule(target: LoadTarget, extra: Any) -> bool:
+    """Whether ``extra`` has the state of a scheduler of the target, which may also be in the user's extra."""
+    if not isinstance(extra, dict):
+        return False
+    state, exclude = target.state, target.exclude
+    known = optimizers_of(state.optimizer)
+
+    def follows(value: Any) -> bool:
+        return takes_state(value) and any(getattr(value, "optimizer", None) is one for one in known)
+
+    if "extra" not in exclude and "extra" in extra and any_leaf(state.extra, follows):
+        return True
+    return "scheduler" not in exclude and state.scheduler is not None and "scheduler" in extra
+
+
 def _refuse_other_order(
-    plans: Sequence[Sequence[tuple[int, Any]]],
-    saved: Mapping[str, Any],
-    is_scheduled: Callable[[], bool],
-    *,
-    some_elsewhere: bool,
+    plans: Sequence[Sequence[tuple[int, Any]]], saved: Mapping[str, Any], *, is_scheduled: bool, some_elsewhere: bool
 ) -> None:
     """Refuse groups in another order than they were saved in, where a scheduler will be loaded.
 
@@ -82,7 +103,7 @@ def _refuse_other_order(
     """
     order = [index for plan in plans for index, _ in plan]
     in_order = sorted(order) if some_elsewhere else list(range(len(order)))
-    if order == in_order or not is_scheduled():
+    if order == in_order or not is_scheduled:
         return
     groups = [_title(group, index) for index, group in enumerate(saved["param_groups"])]
     raise UsageError(

@@ -12,7 +12,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName, parse_name, tmp_name
 from ckptmirror.formats.artifacts import write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
-from ckptmirror.formats.load_model import load_model
+from ckptmirror.formats.load_model import plan_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import RankFiles, named_file, rank_files
 from ckptmirror.formats.shards import cut
-from ckptmirror.formats.sidecars import is_scheduled
+from ckptmirror.formats.sidecars import extra_tree
 from ckptmirror.formats.stages import elsewhere_in, join_groups
 from ckptmirror.formats.versions import attached, plain_model, versions_in
 from ckptmirror.formats.weights_only_values import as_torch_has_it, decode
@@ -81,16 +81,16 @@ class ModelFormat:
         module = target.state.model
         files = rank_files(root, meta, name.optim, target.rank)
 
-        def model() -> dict[str, torch.dtype]:
+        def model() -> Callable[[], Mapping[str, torch.dtype]]:
             saved, versions = plain_model(load_pt(named_file(root, meta.paths, name.model), mmap=True), name.model)
             values = {key: decode(value) for key, value in saved.items()}
-            return load_model(module, values, versions=versions, elsewhere=target.elsewhere)
+            return plan_model(module, values, versions=versions, elsewhere=target.elsewhere)
 
         return load_parts(
             target,
             model=model,
             optimizer=(lambda: full_optimizer(files, module, target.elsewhere)) if files is not None else None,
-            is_scheduled=lambda: is_scheduled(root, meta, target),
+            extra=lambda: extra_tree(root, meta, target),
         )
 
 

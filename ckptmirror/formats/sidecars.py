@@ -28,7 +28,7 @@ from ckptmirror.formats.already_filled import Taken, same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing, Snapshot, WriteContext
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
-from ckptmirror.formats.containers import any_leaf, item_at, leaves, place, placed_leaves, takes_state
+from ckptmirror.formats.containers import any_leaf, item_at, leaves, place, placed_leaves
 from ckptmirror.formats.extra_aliases import KEY as ALIASES
 from ckptmirror.formats.merging import merged, merged_keys, merges
 from ckptmirror.formats.names import some
@@ -42,10 +42,9 @@ from ckptmirror.formats.tensor_bytes import digest32, has_plain_bytes
 
 __all__ = [
     "extra_files_read",
-    "is_scheduled",
+    "extra_tree",
     "load_extra",
     "load_sidecars",
-    "takes_schedule",
     "tensor_list",
     "write_sidecars",
 ]
@@ -150,29 +149,14 @@ def _may_need_others(tree: Any) -> bool:
     return not isinstance(tree, dict) or bool(tree.get(ALIASES)) or any_leaf(tree, lambda leaf: isinstance(leaf, Piece))
 
 
-def is_scheduled(root: Path, meta: Meta, target: LoadTarget) -> bool:
-    """Whether :func:`load_sidecars` will load a scheduler."""
+def extra_tree(root: Path, meta: Meta, target: LoadTarget) -> Any:
+    """Return what :func:`load_sidecars` will load from first; None if the save has no extra state."""
     source = _extra_files(root, meta, target)
-    return source is not None and takes_schedule(target, source.tree())
+    return source.tree() if source is not None else None
 
 
 def _extra_files(root: Path, meta: Meta, target: LoadTarget) -> RankFiles | None:
     return rank_files(root, meta, SaveName(meta.step, meta.tag).extra, target.rank)
-
-
-def takes_schedule(target: LoadTarget, extra: Any) -> bool:
-    """Whether ``extra`` has the state of a scheduler of the target, which may also be in the user's extra."""
-    if not isinstance(extra, dict):
-        return False
-    state, exclude = target.state, target.exclude
-    known = optimizers_of(state.optimizer)
-
-    def follows(value: Any) -> bool:
-        return takes_state(value) and any(getattr(value, "optimizer", None) is one for one in known)
-
-    if "extra" not in exclude and "extra" in extra and any_leaf(state.extra, follows):
-        return True
-    return "scheduler" not in exclude and state.scheduler is not None and "scheduler" in extra
 
 
 def load_extra(source: RankFiles, target: LoadTarget, step: int) -> LoadReport:

@@ -255,10 +255,9 @@ def test_two_saved_names_are_not_taken_for_one_live_name(kind: Kind, tmp_path: P
     state = Wrapped(both=True)
     meta = save(kind, tmp_path, TrainState(state, torch.optim.SGD(state.parameters())))
     other = Wrapped(both=False)
-    with pytest.raises(UsageError, match=r"Not in the model: module\.head\.weight"):
-        load(kind, tmp_path, meta, TrainState(other))
-    with pytest.raises(UsageError, match=r"saved group 0 also holds module\.head\.weight"):
-        load(kind, tmp_path, meta, TrainState(other, torch.optim.SGD(other.parameters())))
+    for optimizer in (None, torch.optim.SGD(other.parameters())):
+        with pytest.raises(UsageError, match=r"Not in the model: module\.head\.weight"):
+            load(kind, tmp_path, meta, TrainState(other, optimizer))
 
 
 # -- what is refused, and how -----------------------------------------------------------------------------------------

@@ -293,7 +293,7 @@ def a_load_that_lacks_a_name_is_refused(tmp_path: Path) -> None:
 
 
 def lax(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dcp_read, "_read_model", lambda *_given: {})
+    patch.setattr(dcp_read, "_read_model", lambda *_given: dict)
 
 
 def keeps_prefixes(patch: pytest.MonkeyPatch) -> None:

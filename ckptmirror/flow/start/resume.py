@@ -104,7 +104,11 @@ def resume_run(
     others = _disks_of_others(ranks, node) if ranks.nodes > 1 else []
     bringer: Bringer | None = None
     failure: BaseException | None = None
-    if node is not None and ranks.rank == 0:
+    try:
+        _remember_command(state)
+    except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
+        failure = error
+    if failure is None and node is not None and ranks.rank == 0:
         try:
             reference, kind = settled_policy(node.root, policy)
             wish = Wish(reference, kind, force, ranks.world_size)
@@ -125,6 +129,12 @@ def resume_run(
         "Other attempts of this run keep starting, or saving, at the same time.",
         hint="Stop the others: one attempt of a run trains at a time.",
     )
+
+
+def _remember_command(state: TrainState) -> None:
+    from ckptmirror.formats.command import remember
+
+    remember(state)
 
 
 def _load_first_sound(
