@@ -228,18 +228,14 @@ def test_parts_that_are_left_out_stay_and_what_nothing_takes_is_told(tmp_path: P
         assert any(line.startswith("epoch") for line in found.missing)
 
 
-@pytest.mark.parametrize(
-    ("other", "lost", "new"), [("SGD", "dampening, momentum", "amsgrad, betas"), ("Adagrad", "lr_decay", "betas")]
-)
-def test_an_optimizer_of_another_class_is_refused_at_the_start_not_in_the_next_step(
-    other: str, lost: str, new: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("other", ["SGD", "Adagrad"])
+def test_an_optimizer_of_another_class_is_refused_at_the_start_not_in_the_next_step(other: str, tmp_path: Path) -> None:
     saved_run(tmp_path, (1, 2))
     state = new_state(7)
     state.optimizer = getattr(torch.optim, other)(state.model.parameters(), lr=0.1)
     state.scheduler = None
     with running(tmp_path) as manager:
-        with pytest.raises(UsageError, match=f"{other} needs .*{lost}.*the save has .*{new}") as caught:
+        with pytest.raises(UsageError, match=f"In the save: optimizer AdamW .* Here: optimizer {other} ") as caught:
             manager.resume(state)
         assert 'exclude=("optimizer",)' in caught.value.hint
         fresh = new_state(7)
