@@ -160,6 +160,9 @@ def run_jobs(
                 job.signal(peers, signal.SIGKILL)
             while not all(job.is_over(rank) for rank in peers):
                 job.listen(time.monotonic() + LIMIT_S)
+            for rank in peers:  # they are over; one whose last save is in flight would keep its root locked
+                job.processes[rank].kill()
+                job.processes[rank].join()
             world.asleep.append(job)
 
     try:
