@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import pickle
 import signal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,8 +75,8 @@ def build(wrapped: str, seed: int) -> TrainState:
     return TrainState(model, optimizer, scheduler=scheduler, ema=ema, extra=extra, merge_extra=merge)
 
 
-def save_all(rank: int, base: str, saves: list[Saved]) -> dict[int, Found]:
-    """Save a trained state in each way; return what it holds then and a step later. To be killed, give one way."""
+def save_all(rank: int, base: str, saves: list[Saved]) -> bytes:
+    """Save a trained state in each way; return what it holds, by step, then and later. To be killed, give one way."""
     state = build(saves[0].wrapped, 0)
     train(state, STEP, rank)
     held = {STEP: copy.deepcopy(whole(state))}
@@ -94,11 +95,11 @@ def save_all(rank: int, base: str, saves: list[Saved]) -> dict[int, Found]:
                     manager.save(STEP + 1, state).wait()
                 os.kill(os.getpid(), signal.SIGKILL)
     train(state, 1, rank)
-    return held | {STEP + 1: whole(state)}
+    return pickle.dumps(held | {STEP + 1: whole(state)})  # as bytes: tensors in a pipe take a descriptor each
 
 
-def load_all(rank: int, base: str, saves: list[Saved]) -> dict[Saved, Found]:
-    """Load what each job saved, and return what this rank then holds."""
+def load_all(rank: int, base: str, saves: list[Saved]) -> bytes:
+    """Load what each job saved; return what this rank then holds, by save."""
     found: dict[Saved, Found] = {}
     for saved in saves:
         state = build(saved.wrapped, 2)
@@ -106,7 +107,7 @@ def load_all(rank: int, base: str, saves: list[Saved]) -> dict[Saved, Found]:
             start = manager.resume(state)
         assert start is not None
         found[saved] = {"step": start.step, "kind": start.kind, "missing": start.missing, "state": whole(state)}
-    return found
+    return pickle.dumps(found)
 
 
 def _manager(base: str, saved: Saved) -> CheckpointManager:

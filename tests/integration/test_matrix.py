@@ -6,6 +6,7 @@ has a slice.
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ class Jobs:
         return self._found[wrapped, ranks]
 
     def _run(self, ranks: int, job: Any, ways: list[Saved], **more: Any) -> list[Any]:
-        return run_ranks(ranks, job, self._base, ways, limit_s=WAIT_S, **more)
+        said = run_ranks(ranks, job, self._base, ways, limit_s=WAIT_S, **more)
+        return [pickle.loads(one) for one in said if one is not None]
 
 
 @pytest.fixture(scope="module")
