@@ -78,8 +78,9 @@ def main(base: Path, last_step: int, cut_at: int, place: str) -> None:
             except CkptMirrorError as late:
                 print(f"node {node} stays: {late}", flush=True)
         raise SystemExit(1) from error
-    manager.close(60.0)
+    # Before the manager closes: at the interpreter's end, gloo's thread may not drop a collective's last tensor.
     total = sum(float(value.full_tensor().double().sum()) for value in model.state_dict().values())
+    manager.close(60.0)
     if dist.get_rank() == 0:
         print(f"from step {first} to {last_step}: {total!r}", flush=True)
     dist.destroy_process_group()
