@@ -1,7 +1,7 @@
 """``make bench``: the paths that must be fast, beside their physical limits and beside what one would use instead.
 
 python -m tests.bench [--size-mib 1024] [--rounds 3] [--directory DIR] [--json]
-                      [--only save|load|fetch|upload|stage|memory|start|nodes]
+                      [--only save|load|fetch|upload|stage|memory|start|nodes|fingerprint]
 
 It works in a directory of its own below DIR (default: the one for temporary files), says which kind of disk that is,
 and removes it. Trust the ratios, which are taken within a round, more than the figures.
@@ -23,6 +23,7 @@ import torch
 
 from tests.bench.contest import Measured, table
 from tests.bench.fetch import measure_fetch
+from tests.bench.fingerprint import measure_fingerprint
 from tests.bench.load import measure_load
 from tests.bench.memory import measure_memory
 from tests.bench.nodes import measure_nodes
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--only",
-        choices=["save", "load", "fetch", "upload", "stage", "memory", "start", "nodes"],
+        choices=["save", "load", "fetch", "upload", "stage", "memory", "start", "nodes", "fingerprint"],
         action="append",
     )
     parser.add_argument(
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "memory": lambda place: measure_memory(place, size_bytes),
         "start": lambda place: measure_startup(place, given.rounds),
         "nodes": lambda place: measure_nodes(place, size_bytes, given.rounds),
+        "fingerprint": lambda place: measure_fingerprint(place, size_bytes, given.rounds),
     }
     measured: list[Measured] = []
     folder = Path(tempfile.mkdtemp(prefix="ckptmirror-bench-", dir=given.directory))
