@@ -16,6 +16,7 @@ Rules:
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from ckptmirror.formats.base import LoadReport, LoadTarget, Missing, Snapshot, W
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
 from ckptmirror.formats.containers import any_leaf, item_at, leaves, place, placed_leaves
 from ckptmirror.formats.extra_aliases import KEY as ALIASES
+from ckptmirror.formats.fingerprints import fingerprint
 from ckptmirror.formats.merging import merged, merged_keys, merges
 from ckptmirror.formats.names import some
 from ckptmirror.formats.optimizer_state import optimizers_of
@@ -38,9 +40,10 @@ from ckptmirror.formats.restore import Restorer
 from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import Piece, cut, piece_of
 from ckptmirror.formats.state_tree import has_position, state_of, warn_left_alone
-from ckptmirror.formats.tensor_bytes import digest32, has_plain_bytes
+from ckptmirror.formats.tensor_bytes import digest32, has_memory, has_plain_bytes
 
 __all__ = [
+    "TENSORS_FORMAT",
     "extra_files_read",
     "extra_tree",
     "load_extra",
@@ -49,15 +52,25 @@ __all__ = [
     "write_sidecars",
 ]
 
+TENSORS_FORMAT = "ckptmirror-tensors"
 
-def write_sidecars(snapshot: Snapshot, context: WriteContext) -> tuple[list[Artifact], list[dict[str, Any]]]:
+
+def write_sidecars(
+    snapshot: Snapshot, context: WriteContext, listed: Mapping[str, Any] | None = None
+) -> tuple[list[Artifact], list[dict[str, Any]]]:
     """Write and seal this rank's ``extra_*`` and ``tensors_*`` files, which all kinds of the save share.
+
+    Args:
+        snapshot: What this rank saves.
+        context: Where.
+        listed: What :func:`tensor_list` returned; it is called if nothing is passed.
 
     Returns:
         The artifacts, and the entries of ``tensors_*``.
     """
     extra, tensors = context.name.extra(context.rank), context.name.tensors(context.rank)
-    listed = tensor_list(snapshot, rank=context.rank, world_size=context.world_size)
+    if listed is None:
+        listed = tensor_list(snapshot, rank=context.rank, world_size=context.world_size)
     digests = {
         extra: write_pt(cut(snapshot.extra), context.root / extra, save_id=context.save_id),
         tensors: write_json(listed, context.root / tensors, save_id=context.save_id),
@@ -69,12 +82,18 @@ def write_sidecars(snapshot: Snapshot, context: WriteContext) -> tuple[list[Arti
 def tensor_list(snapshot: Snapshot, *, rank: int, world_size: int, sums: bool = True) -> dict[str, Any]:
     """Return the contents of ``tensors_*.json``: shape, dtype, place and checksums of each of this rank's tensors.
 
-    ``sum32`` adds up over the pieces of a tensor (see ``formats.tensor_bytes.digest32``); ``crc32c`` is that of the
-    piece. The list holds nothing else, so that saves of equal tensors have equal files.
+    ``sum32`` adds up over the pieces of a tensor (see ``formats.tensor_bytes.digest32``), and so does ``fingerprint``;
+    ``crc32c`` is that of the piece. The list holds nothing else, so that saves of equal tensors have equal files.
+
+    Args:
+        snapshot: What this rank saves.
+        rank: This rank.
+        world_size: The number of ranks.
+        sums: Whether to list ``sum32`` and ``crc32c``; they read host memory.
     """
     parts = {"model": snapshot.model, "optimizer": snapshot.optimizer, "ema": snapshot.extra.get("ema")}
     return {
-        "format": "ckptmirror-tensors",
+        "format": TENSORS_FORMAT,
         "version": 1,
         "rank": rank,
         "world_size": world_size,
@@ -95,6 +114,8 @@ def _describe(name: str, tensor: torch.Tensor, sums: bool) -> dict[str, Any]:
     described |= {"offsets": list(piece.region.offsets), "sizes": list(piece.region.sizes)}
     if sums:
         described["sum32"], described["crc32c"] = digest32(piece.data.cpu())
+    if has_memory(piece.data):
+        described["fingerprint"] = list(fingerprint(piece.data, piece.region))
     return described
 
 

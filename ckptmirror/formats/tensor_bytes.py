@@ -17,7 +17,7 @@ from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.containers import TreePath, changed, leaves
 from ckptmirror.local.checksums import crc32c
 
-__all__ = ["byte_view", "compact", "digest32", "has_plain_bytes", "is_wrapper", "sum32_there"]
+__all__ = ["byte_view", "compact", "digest32", "has_memory", "has_plain_bytes", "is_wrapper", "sum32_there"]
 
 _WORDS_PER_CHUNK = 1 << 15  # up to here torch sums in the calling thread, which is faster than waiting for its pool
 
@@ -35,6 +35,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def has_plain_bytes(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a plain row of bytes that can be summed."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not is_wrapper(tensor)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a plain tensor are there: FSDP frees those of what it does not need, and meta has none."""
+    return not tensor.is_meta and bool(tensor.untyped_storage().nbytes() or not tensor.numel())
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-__all__ = ["STOP_WAIT_S", "begin", "is_over", "run_jobs"]
+__all__ = ["STOP_WAIT_S", "begin", "begin_or_do", "is_over", "run_jobs"]
 
 STOP_WAIT_S = 2.0
 _LOOK_S = 1.0  # a signal that comes just before a wait does not end it
@@ -25,15 +25,25 @@ _Result = TypeVar("_Result")
 def begin(run: Callable[[], _Result], name: str) -> Future[_Result]:
     """Begin ``run`` in a daemon thread; the future gets its result or its exception."""
     future: Future[_Result] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(run())
-        except BaseException as error:  # noqa: BLE001 - raised again where somebody asks for the result
-            future.set_exception(error)
-
-    threading.Thread(target=work, name=name, daemon=True).start()
+    threading.Thread(target=_do, args=(run, future), name=name, daemon=True).start()
     return future
+
+
+def _do(run: Callable[[], _Result], future: Future[_Result]) -> None:
+    try:
+        future.set_result(run())
+    except BaseException as error:  # noqa: BLE001 - raised again where somebody asks for the result
+        future.set_exception(error)
+
+
+def begin_or_do(run: Callable[[], _Result], name: str) -> Future[_Result]:
+    """Do the same as :func:`begin`, but in this thread if none can be started, as when the interpreter is ending."""
+    try:
+        return begin(run, name)
+    except RuntimeError:
+        future: Future[_Result] = Future()
+        _do(run, future)
+        return future
 
 
 def is_over(future: Future[_Result], timeout_s: float) -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from ckptmirror.core.plain_values import finite_metrics, plain_values
 from ckptmirror.core.replica_agreement import Digests, Held
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.flow.places.mirrors import MirrorSpec
+from ckptmirror.local.daemon_pool import begin_or_do
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.ranks.base import Ranks
@@ -208,15 +211,21 @@ class Copied:
 
 
 def write_files(copied: Copied, context: WriteContext) -> tuple[list[Artifact], list[Held]]:
-    """Write and seal a rank's files. Return the files, and the tensors that the rank holds."""
+    """Write and seal a rank's files, and sum its tensors meanwhile. Return the files, and the tensors that it holds."""
     from ckptmirror.formats import get_format
     from ckptmirror.formats.replica_sums import held_by
-    from ckptmirror.formats.sidecars import write_sidecars
+    from ckptmirror.formats.sidecars import tensor_list, write_sidecars
 
-    written = [artifact for kind in context.kinds for artifact in get_format(kind).write(copied.snapshot, context)]
-    sidecars, listed = write_sidecars(copied.snapshot, context)
-    held = held_by(copied.snapshot, listed, copied.left_out, context.kinds, context.stage)
-    return [*written, *sidecars], held
+    snapshot = copied.snapshot
+    listing = begin_or_do(
+        partial(tensor_list, snapshot, rank=context.rank, world_size=context.world_size), "ckptmirror-sums"
+    )
+    try:
+        written = [artifact for kind in context.kinds for artifact in get_format(kind).write(snapshot, context)]
+    finally:
+        wait([listing])  # it reads the host copy, which is given back after a failure too
+    sidecars, listed = write_sidecars(snapshot, context, listing.result())
+    return [*written, *sidecars], held_by(snapshot, listed, copied.left_out, context.kinds, context.stage)
 
 
 class ReplicaCheck:

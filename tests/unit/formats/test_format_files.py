@@ -17,6 +17,7 @@ from ckptmirror.core.errors import IntegrityError, LocalStorageFull, UnsafePickl
 from ckptmirror.core.model import Kind
 from ckptmirror.formats.artifacts import ArtifactStream, stream_to, write_pt
 from ckptmirror.formats.capture import capture
+from ckptmirror.formats.fingerprints import fingerprint
 from ckptmirror.formats.read_full import read_extra
 from ckptmirror.formats.shards import Piece, Region, fill, read_pieces
 from ckptmirror.formats.sidecars import tensor_list, write_sidecars
@@ -212,6 +213,8 @@ def test_the_tensor_list_is_equal_for_equal_tensors_and_names_every_one(tmp_path
     weight = next(entry for entry in listed["tensors"] if entry["name"] == "model.inner.weight")
     assert (weight["shape"], weight["dtype"], weight["offsets"], weight["sizes"]) == ([6, 6], "float32", [0, 0], [6, 6])
     assert weight["crc32c"] == crc32c(byte_view(state.model.inner.weight))
+    assert weight["fingerprint"] == list(fingerprint(state.model.inner.weight, Region((6, 6), (0, 0), (6, 6))))
+    assert all("fingerprint" in entry for entry in listed["tensors"])
 
 
 def test_pieces_fill_a_region_from_any_cut() -> None:
