@@ -11,7 +11,7 @@ DOCS   := $(VENV)/.docs-installed
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-all test-lowest test-gcs check docs picture bench scale campaign campaign-nodes matrix fuzz build clean
+.PHONY: help setup demo test test-long test-all test-again test-lowest test-gcs check docs picture bench scale campaign campaign-nodes matrix fuzz build clean
 
 help:      ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -38,6 +38,9 @@ test-long: setup  ## Run the tests that `make test` leaves out: example pages, r
 	$(PYTEST) -m 'long and not short'
 
 test-all: test test-long  ## Run every test once
+
+test-again: setup  ## Run the tests that failed last, alone, and name them: does one fail only beside others?
+	$(BIN)/python -m pytest -v --maxfail=1 --last-failed --last-failed-no-failures none
 
 test-lowest:  ## Run what imports most with the lowest version of each dependency that pyproject.toml allows
 	mkdir -p build
