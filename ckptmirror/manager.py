@@ -185,7 +185,13 @@ class CheckpointManager:
     # -- start ----------------------------------------------------------------------------------------------
 
     def resume(
-        self, state: TrainState, policy: Policy = "auto", *, force: bool = False, exclude: Collection[str] = ()
+        self,
+        state: TrainState,
+        policy: Policy = "auto",
+        *,
+        force: bool = False,
+        exclude: Collection[str] = (),
+        verify_loaded: bool = True,
     ) -> ResumeInfo | None:
         """Load the newest whole save of the lineage into ``state``; None means that training starts at step 0.
 
@@ -198,9 +204,12 @@ class CheckpointManager:
                 older save is a rewind: it takes the later saves off the lineage); or ``"scratch"``, with ``force=True``
                 if there are saves.
             exclude: Parts of the state to leave unchanged, with a warning: names of ``TrainState``, and ``"rng"``.
+            verify_loaded: Whether to compare each tensor in memory with what was saved, after the load. Turn it off if
+                a ``load_state_dict`` of yours changes values on purpose.
 
         Raises:
             CheckpointNotFound: The requested save does not exist.
+            LoadDiffers: A tensor in memory is not what was saved, although the files are whole.
             RefusedOnlyCopy: There are saves, but none can be resumed.
             StoreTemporary: A required mirror does not answer and there is nothing on the disk.
         """
@@ -222,6 +231,7 @@ class CheckpointManager:
             policy=policy,
             force=force,
             exclude=leave,
+            verify_loaded=verify_loaded,
             stages=self._stages,
             bus=self.events,
         )
@@ -256,7 +266,14 @@ class CheckpointManager:
         say_if_disk_is_small(self.ranks, self._node, state, self.kinds)
         return info
 
-    def load(self, state: TrainState, reference: Reference = "latest", *, exclude: Collection[str] = ()) -> ResumeInfo:
+    def load(
+        self,
+        state: TrainState,
+        reference: Reference = "latest",
+        *,
+        exclude: Collection[str] = (),
+        verify_loaded: bool = True,
+    ) -> ResumeInfo:
         """Load a checkpoint of this root or any other into ``state``; the run does not change. Every rank calls this.
 
         Args:
@@ -264,14 +281,17 @@ class CheckpointManager:
             reference: A step of ``root``, ``"latest"``, or what :func:`resolve_checkpoint_reference` takes, on this
                 disk: also a legacy checkpoint, for which the log warns that it has no checksums.
             exclude: Parts of the state to leave unchanged, with a warning.
+            verify_loaded: As in :meth:`resume`.
 
         Raises:
             CheckpointNotFound: It does not exist.
             IntegrityError: A file differs from what was saved.
+            LoadDiffers: A tensor in memory is not what was saved, although the files are whole.
         """
         self._check_open()
         check_state(state)
-        return load_state(self.root, self.ranks, state, reference, checked_parts(exclude), self._stages)
+        leave = checked_parts(exclude)
+        return load_state(self.root, self.ranks, state, reference, leave, self._stages, verify_loaded=verify_loaded)
 
     # -- save -----------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ __all__ = [
     "IntegrityError",
     "KindMismatch",
     "LineageError",
+    "LoadDiffers",
     "LocalStorageFull",
     "LocalStorageUnwritable",
     "NameTaken",
@@ -145,6 +146,15 @@ class DataChanged(UsageError):
     """The data is not the data whose position was saved."""
 
     hint = 'Bring back the data as it was, or start it from its beginning: exclude=("dataloader",).'
+
+
+class LoadDiffers(UsageError):
+    """After a load, a tensor in memory is not what was saved, although the bytes on the disk are right."""
+
+    hint = (
+        "The code that takes the state has changed it, or has left something out: a load_state_dict, a hook of the "
+        "model or the optimizer. If it does so on purpose: resume(verify_loaded=False)."
+    )
 
 
 class RanksDiffer(UsageError):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
-from ckptmirror.formats.shards import Region, are_apart
+from ckptmirror.core.regions import Region, are_apart
 from ckptmirror.untrusted.described_tensors import DTYPES
 from ckptmirror.untrusted.pickles import Made, Name, check_whole, read_pickle, shown
 from ckptmirror.untrusted.read_limits import Budget

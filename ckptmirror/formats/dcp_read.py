@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
 from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.core.regions import Region
 from ckptmirror.formats.base import LoadReport, LoadTarget
 from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges, loads_metadata, regions_of
 from ckptmirror.formats.load_model import plan_model
@@ -32,7 +33,7 @@ from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.names import live_values, match_names
 from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import named_file
-from ckptmirror.formats.shards import Piece, Region, Stored, fill_all, fills, is_row, region_of
+from ckptmirror.formats.shards import Piece, Stored, fill_all, fills, is_row, region_of
 from ckptmirror.formats.stages import by_stage, elsewhere_in, join_groups
 from ckptmirror.formats.tensor_bytes import byte_view
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text

@@ -23,6 +23,7 @@ import torch
 
 from ckptmirror.core.errors import IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.regions import Region
 from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
@@ -33,14 +34,14 @@ from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.model import full_optimizer
 from ckptmirror.formats.names import live_parameters, live_values
 from ckptmirror.formats.rank_files import RankFiles, rank_files
-from ckptmirror.formats.shards import Piece, Region, cut, region_of
+from ckptmirror.formats.shards import Piece, cut, region_of
 from ckptmirror.formats.sidecars import load_extra, tensor_list
 from ckptmirror.formats.stages import in_stages
 from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.versions import Versions, versions_in
 from ckptmirror.local.directories import make_dirs
 
-__all__ = ["FORMAT", "EmergencyFormat", "names_of_rank", "write_emergency"]
+__all__ = ["FORMAT", "EmergencyFormat", "emergency_extra", "names_of_rank", "write_emergency"]
 
 
 def write_emergency(
@@ -127,13 +128,7 @@ class EmergencyFormat:
             UsageError: It does not fit the state.
             KindMismatch: Another number of ranks wrote it, and each had values of its own. Nothing has changed.
         """
-        names = {artifact.path.split("/")[0] for artifact in meta.artifacts_of("emergency") if "/" in artifact.path}
-        if len(names) != 1:
-            raise IntegrityError(f"The meta names {len(names)} directories of an emergency snapshot.")
-        directory = root / names.pop()
-        source = rank_files(root, meta, lambda rank: f"{directory.name}/{names_of_rank(rank)[0]}", target.rank)
-        if source is None:
-            raise IntegrityError(f"The meta names no file of {directory.name}.")
+        source, directory = _source(root, meta, target)
         saved = _snapshot(source, directory)
         module = target.state.model
         sharded = saved.get("sharded") is True
@@ -171,6 +166,23 @@ class EmergencyFormat:
 
 
 FORMAT = EmergencyFormat()
+
+
+def emergency_extra(root: Path, meta: Meta, target: LoadTarget) -> dict[str, Any]:
+    """Return the extra state of the target's rank, or of rank 0 if the snapshot does not have this rank."""
+    extra: dict[str, Any] = _snapshot(*_source(root, meta, target))["extra"]
+    return extra
+
+
+def _source(root: Path, meta: Meta, target: LoadTarget) -> tuple[RankFiles, Path]:
+    names = {artifact.path.split("/")[0] for artifact in meta.artifacts_of("emergency") if "/" in artifact.path}
+    if len(names) != 1:
+        raise IntegrityError(f"The meta names {len(names)} directories of an emergency snapshot.")
+    directory = root / names.pop()
+    source = rank_files(root, meta, lambda rank: f"{directory.name}/{names_of_rank(rank)[0]}", target.rank)
+    if source is None:
+        raise IntegrityError(f"The meta names no file of {directory.name}.")
+    return source, directory
 
 
 def _refuse_values_of_a_rank(source: RankFiles, module: torch.nn.Module) -> None:

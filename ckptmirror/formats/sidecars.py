@@ -31,7 +31,7 @@ from ckptmirror.formats.base import LoadReport, LoadTarget, Missing, Snapshot, W
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
 from ckptmirror.formats.containers import any_leaf, item_at, leaves, place, placed_leaves
 from ckptmirror.formats.extra_aliases import KEY as ALIASES
-from ckptmirror.formats.fingerprints import fingerprint
+from ckptmirror.formats.live_sums import fingerprints_of
 from ckptmirror.formats.merging import merged, merged_keys, merges
 from ckptmirror.formats.names import some
 from ckptmirror.formats.optimizer_state import optimizers_of
@@ -40,7 +40,7 @@ from ckptmirror.formats.restore import Restorer
 from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import Piece, cut, piece_of
 from ckptmirror.formats.state_tree import has_position, state_of, warn_left_alone
-from ckptmirror.formats.tensor_bytes import digest32, has_memory, has_plain_bytes
+from ckptmirror.formats.tensor_bytes import digest32, has_plain_bytes
 
 __all__ = [
     "TENSORS_FORMAT",
@@ -92,13 +92,17 @@ def tensor_list(snapshot: Snapshot, *, rank: int, world_size: int, sums: bool = 
         sums: Whether to list ``sum32`` and ``crc32c``; they read host memory.
     """
     parts = {"model": snapshot.model, "optimizer": snapshot.optimizer, "ema": snapshot.extra.get("ema")}
+    tensors = walk_tensors(parts)
+    entries = {name: _describe(name, tensor, sums) for name, tensor in tensors}
+    for one in fingerprints_of(tensors):
+        entries[one.name]["fingerprint"] = list(one.sums)
     return {
         "format": TENSORS_FORMAT,
         "version": 1,
         "rank": rank,
         "world_size": world_size,
         "sharded": snapshot.sharded,
-        "tensors": [_describe(name, tensor, sums) for name, tensor in walk_tensors(parts)],
+        "tensors": list(entries.values()),
     }
 
 
@@ -114,8 +118,6 @@ def _describe(name: str, tensor: torch.Tensor, sums: bool) -> dict[str, Any]:
     described |= {"offsets": list(piece.region.offsets), "sizes": list(piece.region.sizes)}
     if sums:
         described["sum32"], described["crc32c"] = digest32(piece.data.cpu())
-    if has_memory(piece.data):
-        described["fingerprint"] = list(fingerprint(piece.data, piece.region))
     return described
 
 

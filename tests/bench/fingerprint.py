@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ckptmirror.formats.fingerprints import fingerprint
-from ckptmirror.formats.shards import Region
+from ckptmirror.core.regions import Region
 from ckptmirror.formats.tensor_bytes import byte_view
+from ckptmirror.sums.fingerprints import fingerprint
 from tests.bench.contest import Contestant, Measured, measure
 
 __all__ = ["measure_fingerprint"]

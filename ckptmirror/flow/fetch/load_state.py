@@ -21,6 +21,7 @@ from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
 from ckptmirror.flow.fetch.load import meta_of, on_this_disk
+from ckptmirror.flow.fetch.loaded_check import check_loaded
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older
 from ckptmirror.flow.places.reference import CheckpointReference
@@ -71,6 +72,8 @@ def load_state(
     reference: Reference,
     exclude: frozenset[str],
     stages: Stages = NO_STAGES,
+    *,
+    verify_loaded: bool = True,
 ) -> ResumeInfo:
     """Load the checkpoint ``reference`` into ``state``, on every rank of the job.
 
@@ -79,9 +82,11 @@ def load_state(
         reference: A step, ``"latest"``, or what :func:`resolve_checkpoint_reference` takes, on this disk.
         exclude: Parts of the state to leave unchanged.
         stages: The stage of each rank.
+        verify_loaded: Whether to prove after the load that each tensor in memory is what was saved.
 
     Raises:
         CheckpointNotFound: It does not exist.
+        LoadDiffers: A tensor in memory is not what was saved.
         IntegrityError: A file differs from what was saved.
         UsageError: It is on a mirror, or does not fit.
     """
@@ -101,6 +106,9 @@ def load_state(
     elsewhere = names_elsewhere(ranks, stages, state)
     load = partial(_load, ranks, given, meta, state, exclude, elsewhere)
     report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
+    if meta is not None and verify_loaded:
+        assert isinstance(given.dir, Path)
+        check_loaded(given.dir, meta, given.kind, state, ranks, report)
     not_wanted = left_out(state, exclude)
     for part in not_wanted:  # what is missing was logged where it was found
         save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", given.step, part)

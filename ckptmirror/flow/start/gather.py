@@ -36,6 +36,7 @@ from ckptmirror.core.start.decide import Result
 from ckptmirror.core.start.sharing import Holding, Transfer
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all, receive
 from ckptmirror.flow.fetch.destination import make_real_dirs
+from ckptmirror.flow.fetch.loaded_check import is_list
 from ckptmirror.flow.fetch.staging import check_space, incoming_of
 from ckptmirror.flow.places.catalog import local_catalog, objects_of
 from ckptmirror.flow.places.mirrors import Mirror
@@ -130,6 +131,7 @@ class View:
         self._has: set[str] = set()
         self.path = _view_of(root, meta)
         own = {rank if rank < meta.world_size else 0 for rank in ranks}  # one that the save did not have reads rank 0's
+        self._lists = {one.path: one for one in meta.artifacts_of(kind) if is_list(one.path) and one.rank in {0, *own}}
         self.needs: dict[str, Artifact] = {
             path: one
             for path, one in self._files.items()
@@ -187,6 +189,11 @@ class View:
             path: one for path, one in self._files.items() if paths is None or path in paths or path in self.needs
         }
 
+    @property
+    def lists(self) -> tuple[Artifact, ...]:
+        """The lists of tensors that this node has."""
+        return tuple(one for path, one in self._lists.items() if path in self._has)
+
     def got(self, paths: Iterable[str]) -> None:
         """Note that these files are in the view now."""
         self._has.update(paths)
@@ -202,7 +209,8 @@ class View:
         return Holding(frozenset(self._has), tuple(path for path in self.needs if path not in self._has))
 
     def _link_own(self) -> None:
-        wanted = self._files if self._trusted else self.needs  # what no rank here reads may be sent to another node
+        # What no rank here reads may be sent to another node; a list of tensors is used if it is here, but not fetched.
+        wanted = {**self._files, **self._lists} if self._trusted else self.needs
         metas = local_catalog(self._root, with_attempts=False).metas()
         listing = Listing(self._root)
         mine = {

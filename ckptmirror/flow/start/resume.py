@@ -36,6 +36,7 @@ from ckptmirror.core.start.decide import Result, Wish
 from ckptmirror.core.start.evidence import DISK
 from ckptmirror.core.start.sharing import Holding, fetched_by, transfers
 from ckptmirror.flow.fetch.load_state import ResumeInfo, check_share, load_kind, names_elsewhere
+from ckptmirror.flow.fetch.loaded_check import check_loaded
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
@@ -78,6 +79,7 @@ def resume_run(
     policy: Policy = "auto",
     force: bool = False,
     exclude: frozenset[str] = frozenset(),
+    verify_loaded: bool = True,
     stages: Stages = NO_STAGES,
     bus: events.EventBus,
 ) -> tuple[ResumeInfo | None, str, Attempt, frozenset[str]]:
@@ -88,6 +90,7 @@ def resume_run(
         policy: ``"auto"``; ``"scratch"`` (with ``force`` if there are saves); a step; ``"latest"``; a save id; or the
             path of a save in the root.
         exclude: Parts of the state to leave unchanged.
+        verify_loaded: Whether to prove after the load that each tensor in memory is what was saved.
         stages: The stage of each rank.
 
     Returns:
@@ -117,7 +120,9 @@ def resume_run(
             failure = error
     ranks.exchange(None, what="look at every place", error=failure)
     for _ in range(_STARTS_LIMIT):
-        proposal, report = _load_first_sound(root, ranks, bringer, node, state, exclude, elsewhere)
+        proposal, report = _load_first_sound(
+            root, ranks, bringer, node, state, exclude, elsewhere, verify_loaded=verify_loaded
+        )
         claimed = _claim(ranks, bringer, node, proposal)
         if claimed is None:
             continue
@@ -145,6 +150,8 @@ def _load_first_sound(
     state: TrainState,
     exclude: frozenset[str],
     elsewhere: frozenset[str],
+    *,
+    verify_loaded: bool,
 ) -> tuple[Proposal, LoadReport | None]:
     """Load the first proposal that all ranks can load; return no report for a start at step 0."""
     while True:
@@ -153,13 +160,17 @@ def _load_first_sound(
             return proposal, None
         try:
             place, verified = _verified_here(root, ranks, node, proposal, state, elsewhere)
-            return proposal, _load_together(place, ranks, verified, proposal.kind, state, exclude, elsewhere)
+            report = _load_together(place, ranks, verified, proposal.kind, state, exclude, elsewhere)
         except _CannotUse as found:
             freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
             if bringer is not None:
                 bringer.reject(proposal, found.reason, found.result, freed=freed)
             if ranks.nodes > 1 and found.result is not Result.NOT_BROUGHT:
                 _discard_all(root, ranks, node, proposal.meta)
+        else:
+            if verify_loaded:
+                check_loaded(place, verified, proposal.kind, state, ranks, report)
+            return proposal, report
 
 
 class _CannotUse(Exception):
@@ -360,7 +371,7 @@ def _verified_here(
             )
         _discard_all(root, ranks, node, meta)
         return _verified_here(root, ranks, node, replace(proposal, share_downloads=False), state, elsewhere)
-    return view.path, replace(meta, artifacts=read)
+    return view.path, replace(meta, artifacts=(*read, *view.lists))
 
 
 def _check_all(found: Mapping[int, Gathered]) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ckptmirror.core.errors import UsageError
+from ckptmirror.core.regions import Region
 from ckptmirror.formats.already_filled import Taken, overlaps_itself, same, span_of
-from ckptmirror.formats.shards import Piece, Region
+from ckptmirror.formats.shards import Piece
 from ckptmirror.formats.train_state import PARTS, TrainState, checked_parts, left_out
 
 BASE = torch.arange(24.0).reshape(4, 6)

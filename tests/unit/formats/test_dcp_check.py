@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptmirror.core.errors import IntegrityError
+from ckptmirror.core.regions import Region, are_apart
 from ckptmirror.formats.dcp_metadata import check_entries, check_ranges, loads_metadata
-from ckptmirror.formats.shards import Region, are_apart
 
 FIRST, SECOND, NOTE = MetadataIndex("w", [0, 0]), MetadataIndex("w", [2, 0]), MetadataIndex("note")
 NOTHING = _StorageInfo("a.distcp", 0, 0)

@@ -15,16 +15,17 @@ import torch
 
 from ckptmirror.core.errors import IntegrityError, LocalStorageFull, UnsafePickle
 from ckptmirror.core.model import Kind
+from ckptmirror.core.regions import Region
 from ckptmirror.formats.artifacts import ArtifactStream, stream_to, write_pt
 from ckptmirror.formats.capture import capture
-from ckptmirror.formats.fingerprints import fingerprint
 from ckptmirror.formats.read_full import read_extra
-from ckptmirror.formats.shards import Piece, Region, fill, read_pieces
+from ckptmirror.formats.shards import Piece, fill, read_pieces
 from ckptmirror.formats.sidecars import tensor_list, write_sidecars
 from ckptmirror.formats.tensor_bytes import byte_view, compact, digest32, sum32_there
 from ckptmirror.formats.weights_only_values import MARK, decode, encode
 from ckptmirror.local.checksummed_writer import ArtifactWriter
 from ckptmirror.local.checksums import crc32c, verify_file
+from ckptmirror.sums.fingerprints import fingerprint
 from ckptmirror.untrusted.tensor_files import load_bytes, load_pt
 from tests.kit.formats import SAVE_ID, context, load, make_state, same_bits, save, train
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmirror.core.errors import IntegrityError
-from ckptmirror.formats.shards import Piece, Region, fill
+from ckptmirror.core.regions import Region
+from ckptmirror.formats.shards import Piece, fill
 
 Cuts = Sequence[Sequence[int]]  # where each axis is cut
 

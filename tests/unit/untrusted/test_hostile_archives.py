@@ -21,11 +21,12 @@ import torch
 
 from ckptmirror import load_checkpoint
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
+from ckptmirror.core.regions import Region
 from ckptmirror.formats import LoadTarget, TrainState
 from ckptmirror.formats.legacy import load_legacy, read_legacy
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.rng import capture_rng, load_rng
-from ckptmirror.formats.shards import Piece, Region, fill
+from ckptmirror.formats.shards import Piece, fill
 from ckptmirror.formats.weights_only_values import decode, encode
 from ckptmirror.untrusted import pickles, read_limits
 from ckptmirror.untrusted.tensor_files import load_bytes, load_pt

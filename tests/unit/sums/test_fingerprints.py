@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmirror.formats.fingerprints import Fingerprint, fingerprint, total
-from ckptmirror.formats.shards import Region
+from ckptmirror.core.regions import Region
+from ckptmirror.core.tensor_proof import Fingerprint, total
+from ckptmirror.sums.fingerprints import fingerprint
 
 MASK = 0xFFFFFFFF
 DTYPES = [

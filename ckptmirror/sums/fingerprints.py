@@ -22,17 +22,16 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ckptmirror.formats.shards import Region
+from ckptmirror.core.regions import Region
+from ckptmirror.core.tensor_proof import Fingerprint
 
-__all__ = ["Fingerprint", "fingerprint", "fingerprint_there", "total"]
-
-Fingerprint = tuple[int, int]
+__all__ = ["fingerprint", "fingerprint_there", "fingerprints"]
 
 _MASK = 0xFFFFFFFF
 _SUMS = 2
@@ -61,14 +60,6 @@ class _Axis(NamedTuple):
     of_rows: bool | None = None
 
 
-def total(parts: Iterable[Fingerprint]) -> Fingerprint:
-    """Return the fingerprint of a tensor, given those of pieces that cover it and do not overlap."""
-    first = second = 0
-    for one, other in parts:
-        first, second = (first + one) & _MASK, (second + other) & _MASK
-    return first, second
-
-
 def fingerprint(values: torch.Tensor, region: Region) -> Fingerprint:
     """Return the fingerprint of a piece of a tensor.
 
@@ -78,6 +69,19 @@ def fingerprint(values: torch.Tensor, region: Region) -> Fingerprint:
     """
     first, second = fingerprint_there(values, region).tolist()
     return first & _MASK, second & _MASK
+
+
+def fingerprints(pieces: Sequence[tuple[torch.Tensor, Region]]) -> list[Fingerprint]:
+    """Return the fingerprint of each of many pieces. It waits once for each device, and not for each piece."""
+    sums = [fingerprint_there(values, region) for values, region in pieces]
+    of_device: dict[torch.device, list[int]] = {}
+    for index, both in enumerate(sums):
+        of_device.setdefault(both.device, []).append(index)
+    found: list[Fingerprint] = [(0, 0)] * len(sums)
+    for indices in of_device.values():
+        for index, (first, second) in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
+            found[index] = (first & _MASK, second & _MASK)
+    return found
 
 
 def fingerprint_there(values: torch.Tensor, region: Region) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Sums of tensors that do not depend on how these are cut."""
