@@ -259,6 +259,9 @@ class Staging:
         on_mirror = _untagged(meta)
         held = same.meta if same is not None else place.interrupted(meta.save_id)
         lost = _only_in(held, on_mirror)
+        if held is not None and not held.is_whole:  # a node's part: only the whole save may take its place
+            self._check_replaces_part(meta, held)
+            wanted, kinds = on_mirror, meta.kinds
         if same is None and held is not None:
             held = held.narrowed(held.kinds_without(lost))
             lost = []
@@ -298,6 +301,19 @@ class Staging:
             )
         )
         return new
+
+    def _check_replaces_part(self, meta: Meta, held: Meta) -> None:
+        """Check that the mirror has the whole save of which this directory holds a node's part.
+
+        Raises:
+            RefusedOnlyCopy: It has lost some of it.
+        """
+        if meta.partial:
+            raise RefusedOnlyCopy(
+                f"{self._dest} holds node {held.node}'s part of save {meta.save_id[:8]}, of which {self._mirror.url} has "
+                f"only {', '.join(meta.kinds)}.",
+                hint="Stage into another directory.",
+            )
 
     def _check_only_copies(
         self, place: Destination, meta: Meta, on_mirror: Sequence[Artifact], standing: LocalSave | None
@@ -385,7 +401,8 @@ class Staging:
             artifacts=tuple(sorted(named, key=lambda artifact: artifact.path)),
             tag=tag,
             staged_from=self._mirror.url,
-            partial=(meta.partial or len(named) < len(meta.artifacts)) and (held is None or held.partial),
+            partial=(meta.partial or len(named) < len(meta.artifacts))
+            and (held is None or held.partial or not held.is_whole),
         )
 
     # -- the bytes ------------------------------------------------------------------------------------------

@@ -1,0 +1,53 @@
+"""A node's part of a save is not taken for the whole of it, and gives way only to the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptmirror import stage_checkpoint_step
+from ckptmirror.core.errors import RefusedOnlyCopy
+from ckptmirror.core.model import Meta
+from ckptmirror.flow.places.catalog import local_catalog
+from tests.nodes.jobs import Job
+
+pytestmark = pytest.mark.long
+
+
+def meta_at(place: Path, step: int = 2) -> Meta:
+    (meta,) = (one for one in local_catalog(place).metas() if one.step == step)
+    return meta
+
+
+@pytest.mark.short
+def test_a_save_that_is_staged_into_the_root_of_a_node_is_whole_there(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    mirror, root = tmp_path / "mirror", tmp_path / "a"
+    stage_checkpoint_step(f"file://{mirror}", dest=root, step=2, require_kind="dcp")
+    staged = meta_at(root)
+    assert staged.is_whole
+    assert {one.path for one in staged.artifacts} == {one.path for one in meta_at(mirror).artifacts}
+    again = Job(tmp_path, "ab", (), also=f"file://{tmp_path}/other").run()
+    for rank, found in enumerate(again):
+        assert (found.step, found.failed, found.extra) == (2, "", {"seen": (rank, 2)})
+    assert {one.path for one in meta_at(tmp_path / "other").artifacts} == {one.path for one in staged.artifacts}
+
+
+def test_one_node_that_goes_on_alone_gives_a_new_mirror_the_whole_save(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    (alone,) = Job(tmp_path, "a", (3,)).run()
+    assert (alone.step, alone.failed) == (2, "")
+    (again,) = Job(tmp_path, "a", (), also=f"file://{tmp_path}/other").run()
+    assert (again.step, again.failed) == (3, "")
+    there = {one.path for one in meta_at(tmp_path / "other").artifacts}
+    assert there == {one.path for one in meta_at(tmp_path / "mirror").artifacts}
+
+
+def test_a_part_does_not_give_way_to_what_is_left_of_a_save(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    (tmp_path / "mirror" / "model_000002.pt").unlink()
+    before = meta_at(tmp_path / "a")
+    with pytest.raises(RefusedOnlyCopy, match="holds node 0's part of save"):
+        stage_checkpoint_step(f"file://{tmp_path}/mirror", dest=tmp_path / "a", step=2, require_kind="dcp")
+    assert meta_at(tmp_path / "a") == before
