@@ -11,8 +11,9 @@ import pytest
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.model import Artifact, Meta, new_id
-from ckptmirror.flow.retention.reconcile import reconcile
-from ckptmirror.flow.save.commit import commit_save
+from ckptmirror.flow.places.mirrors import mirror_specs
+from ckptmirror.flow.retention.reconcile import add_missing_records, reconcile
+from ckptmirror.flow.save.commit import SaveCommit, commit_save
 from ckptmirror.local import directories
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.inventory import read_inventory
@@ -142,6 +143,19 @@ def test_leftover_tmp_is_retried(place: MirroredRoot) -> None:
     commit_save(place.root, place.table, [], again)
     assert [save.meta.save_id for save in read_inventory(place.root).saves] == [again.save_id]
     assert again.tag == ""
+
+
+def test_a_part_that_is_withdrawn_leaves_no_record_even_if_these_were_released(place: MirroredRoot) -> None:
+    """Whoever repairs records between a node's publish and the others' answer takes the part for a save to upload."""
+    before = snapshot(place.root)
+    part = seal(place, 100)
+    commit = SaveCommit(place.root, place.table, mirror_specs([mirror.url for mirror in place.mirrors]), part)
+    commit.prepare()
+    commit.publish()
+    assert add_missing_records(place.table, place.mirrors, [part]) == [part.save_id]
+    commit.withdraw()
+    assert place.records() == []
+    assert snapshot(place.root) == before
 
 
 def test_reconcile_twice_is_reconcile_once(place: MirroredRoot) -> None:

@@ -310,8 +310,8 @@ class Staging:
         """
         if meta.partial:
             raise RefusedOnlyCopy(
-                f"{self._dest} holds node {held.node}'s part of save {meta.save_id[:8]}, of which {self._mirror.url} has "
-                f"only {', '.join(meta.kinds)}.",
+                f"{self._dest} holds node {held.node}'s part of save {meta.save_id[:8]}, of which "
+                f"{self._mirror.url} has only {', '.join(meta.kinds)}.",
                 hint="Stage into another directory.",
             )
 

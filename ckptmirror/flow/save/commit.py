@@ -165,9 +165,10 @@ class SaveCommit:
             self._sealed.abandon()
 
     def withdraw(self) -> None:
-        """Remove this node's part of a save, published and not released, of which another node could publish none.
+        """Remove this node's published part of a save of which another node could publish none.
 
-        The meta goes first: without it, what a crash leaves is that of a save that never existed.
+        The meta goes first: without it, what a crash leaves is that of a save that never existed. The records go even
+        if they are released: who repairs the records of what is on this disk may have met the part meanwhile.
         """
         try:
             trash.move_to_trash(self._root, self._meta_path)
@@ -178,6 +179,12 @@ class SaveCommit:
             )
             return
         self.take_back()
+        try:
+            self._table.forget_save(self.meta.save_id, "withdrawn: another node could not commit its part")
+        except (OSError, CkptMirrorError) as error:
+            save_logger(_log, self.meta).warning(
+                "the records of the failed save of step %d stay until the next start: %s", self.meta.step, error
+            )
 
     @contextlib.contextmanager
     def _taken_back_on_failure(self) -> Iterator[None]:
