@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror import stage_checkpoint_step
-from ckptmirror.core.errors import RefusedOnlyCopy
+from ckptmirror import load_checkpoint, stage_checkpoint_step
+from ckptmirror.core.errors import CheckpointNotFound, RefusedOnlyCopy
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.catalog import local_catalog
+from ckptmirror.flow.start.rewind import plan_rewind
 from tests.nodes.jobs import Job
 
 pytestmark = pytest.mark.long
@@ -42,6 +43,17 @@ def test_one_node_that_goes_on_alone_gives_a_new_mirror_the_whole_save(tmp_path:
     assert (again.step, again.failed) == (3, "")
     there = {one.path for one in meta_at(tmp_path / "other").artifacts}
     assert there == {one.path for one in meta_at(tmp_path / "mirror").artifacts}
+
+
+def test_who_wants_the_save_of_a_part_is_told_who_has_it(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2), mirrored=False).run()
+    root = tmp_path / "a"
+    with pytest.raises(CheckpointNotFound, match="only one node's part of step 1") as refused:
+        plan_rewind(root, 1)
+    assert "manager.resume(state, policy=1)" in refused.value.hint
+    with pytest.raises(CheckpointNotFound, match="only a part of step 1: node 0 of 2 nodes") as refused:
+        load_checkpoint(root / "dcp_000001")
+    assert "ckptmirror stage --step 1" in refused.value.hint
 
 
 def test_a_part_does_not_give_way_to_what_is_left_of_a_save(tmp_path: Path) -> None:

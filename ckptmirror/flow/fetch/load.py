@@ -19,7 +19,7 @@ from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.training_config import _patch_missing_config_keys
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
 from ckptmirror.flow.fetch.partial import fetched_parts, is_read
-from ckptmirror.flow.places.catalog import local_catalog
+from ckptmirror.flow.places.catalog import local_catalog, part_word
 from ckptmirror.flow.places.legacy_references import look_up_older, meta_of_older
 from ckptmirror.flow.places.reference import CheckpointReference, list_hint
 from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
@@ -145,9 +145,15 @@ def meta_of(root: Path, found: CheckpointReference) -> Meta:
     """Return the meta of the resolved save.
 
     Raises:
-        CheckpointNotFound: It has been removed since.
+        CheckpointNotFound: It has been removed since, or only one node's part of it is here.
     """
-    meta = local_catalog(root).saves.get(found.save_id or "")
+    catalog = local_catalog(root)
+    meta = catalog.saves.get(found.save_id or "")
+    if meta is None and (part := catalog.parts.get(found.save_id or "")) is not None:
+        raise CheckpointNotFound(
+            f"{root} has only a part of step {found.step}: {part_word(part)}.",
+            hint=f"Stage the whole save: `ckptmirror stage --step {found.step} --dest DIR --mirror URL`.",
+        )
     if meta is None:
         raise CheckpointNotFound(
             f"Step {found.step} (save {(found.save_id or '')[:8]}) is no longer whole in {root}.", hint=list_hint(root)

@@ -491,13 +491,13 @@ def _warn_about_latest(root: Path, chosen: Meta) -> None:
         return
     if named is not None and named.step is not None and named.step < chosen.step:
         save_logger(_log, chosen).warning(
-            "%s names step %d, and is not followed: training continues from step %d. To go back, stop it and run "
-            "`ckptmirror rewind --root %s --step %d`.",
+            "%s names step %d, and is not followed: training continues from step %d. To go back, stop it and %s.",
             root / names.LATEST_NAME,
             named.step,
             chosen.step,
-            quote(str(root)),
-            named.step,
+            f"start it once with manager.resume(state, policy={named.step})"  # a verb sees the disk of one node
+            if chosen.nodes > 1
+            else f"run `ckptmirror rewind --root {quote(str(root))} --step {named.step}`",
         )
 
 

@@ -137,7 +137,17 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
 
 
 def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirrorError) -> CkptMirrorError:
-    """Return the error with a hint: the command that goes back to a superseded save of the step."""
+    """Return the error with a hint: the command that goes back to a superseded save of the step, or what does.
+
+    Where a disk has one node's part of the save, and no mirror the whole of it, only all nodes together can go back.
+    """
+    parts = [part for part in seen.evidence.disk.parts if reference in (part.save.step, part.save.save_id)]
+    if isinstance(error, CheckpointNotFound) and parts:
+        step = parts[0].save.step
+        return CheckpointNotFound(
+            f"{root} has only one node's part of step {step}, and no mirror has the whole save.",
+            hint=f"Go back on all nodes together: start once with manager.resume(state, policy={step}).",
+        )
     order = count(seen.evidence).order
     aside = [save for save in (*order.superseded, *order.unknown) if save.step == reference]
     if isinstance(error, CheckpointNotFound) and aside:
