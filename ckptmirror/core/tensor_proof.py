@@ -19,7 +19,17 @@ from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.regions import Region, make_up
 from ckptmirror.core.sealed_json import json_object
 
-__all__ = ["Compared", "Fingerprint", "Summed", "compare", "compare_whole", "read_list", "total"]
+__all__ = [
+    "Compared",
+    "Difference",
+    "Fingerprint",
+    "Summed",
+    "compare",
+    "compare_whole",
+    "difference",
+    "read_list",
+    "total",
+]
 
 Fingerprint = tuple[int, int]
 _MASK = 0xFFFFFFFF
@@ -51,6 +61,26 @@ class Compared(NamedTuple):
 
     differ: tuple[str, ...]
     cut_otherwise: tuple[str, ...]
+
+
+class Difference(NamedTuple):
+    """How two saves differ; all are names, in order.
+
+    Attributes:
+        equal: Tensors with the same values.
+        differ: Tensors of the same shape and dtype with other values.
+        reshaped: Tensors whose shape or dtype differs.
+        only_first: Tensors that only the first has.
+        only_second: Tensors that only the second has.
+        not_compared: Tensors of which a save does not list every piece, or several values.
+    """
+
+    equal: tuple[str, ...]
+    differ: tuple[str, ...]
+    reshaped: tuple[str, ...]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    not_compared: tuple[str, ...]
 
 
 _Pieces = dict[Region, set[Fingerprint]]
@@ -108,6 +138,27 @@ def compare_whole(
             elif is_equal is None:
                 otherwise.append(name)
     return Compared(tuple(differ), tuple(otherwise))
+
+
+def difference(first: Iterable[Iterable[Summed]], second: Iterable[Iterable[Summed]]) -> Difference:
+    """Compare two saves, given the lists of all ranks of each."""
+    one, other = (_by_name(piece for of_rank in lists for piece in of_rank) for lists in (first, second))
+    found: dict[bool | None, list[str]] = {True: [], False: [], None: []}
+    reshaped = []
+    for name in sorted(one.keys() & other.keys()):
+        if one[name].keys() != other[name].keys():
+            reshaped.append(name)
+        else:
+            verdicts = {_equal(pieces, other[name][form]) for form, pieces in one[name].items()}
+            found[False if False in verdicts else None if None in verdicts else True].append(name)
+    return Difference(
+        equal=tuple(found[True]),
+        differ=tuple(found[False]),
+        reshaped=tuple(reshaped),
+        only_first=tuple(sorted(one.keys() - other.keys())),
+        only_second=tuple(sorted(other.keys() - one.keys())),
+        not_compared=tuple(found[None]),
+    )
 
 
 def _equal(live: _Pieces, saved: _Pieces | None) -> bool | None:

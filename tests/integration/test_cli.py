@@ -25,6 +25,7 @@ from tests.kit.terminal import OnTerminal, bare
 VERBS = [
     "config",
     "demo",
+    "diff",
     "drain",
     "forget-mirror",
     "ls",
@@ -274,7 +275,7 @@ def test_a_usage_error_names_the_option_and_exits_with_2(arguments: str, words: 
         ("list", "Did you mean `ckptmirror ls`?"),
         ("download", "Did you mean `ckptmirror stage`?"),
         ("upload", "Did you mean `ckptmirror push`?"),
-        ("xyzzy", "The commands are config, demo, drain, "),
+        ("xyzzy", "The commands are config, demo, diff, drain, "),
     ],
 )
 def test_a_mistyped_verb_gets_a_suggestion(typed: str, meant: str):

@@ -19,6 +19,7 @@ from tests.kit.cli import run
 from tests.kit.roots import fail_uploads, make_mirrored, make_pending, require
 from tests.kit.saves import FIRST_ATTEMPT, put_attempts
 from tests.kit.source_texts import texts_of
+from tests.kit.training import saved_run
 
 HOME = Path(__file__).resolve().parents[2]
 REFERENCE = HOME / "docs" / "reference"
@@ -132,10 +133,12 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object
     folder = tmp_path_factory.mktemp("json")
     root, url, _ = make_mirrored(folder, 100, 200, kinds=("model",))
     require(root, url)
+    saved_run(folder / "trained", (1, 2))
     commands = {
         "push": ["push", "--root", root, "--mirror", url],
         "drain": ["drain", "--root", root],
         "ls": ["ls", root],
+        "diff": ["diff", folder / "trained" / "dcp_000001", folder / "trained"],
         "status": ["status", "--root", root],
         "stage": ["stage", "--step", "100", "--mirror", url, "--dest", folder / "eval"],
         "rotate": ["rotate", "--root", root, "--keep-last", "1"],
@@ -150,7 +153,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object
 
 
 def test_the_fields_of_json_are_those_of_the_page(said: dict[str, dict[str, object]]):
-    more = {"verify", "retry", "rewind", "config", "forget-mirror"}
+    more = {"verify", "diff", "retry", "rewind", "config", "forget-mirror"}
     assert set(sections("json.md")) == {"stage", "ls", "status", "drain and push", "rotate", "timeline"} | more
     assert set(said["stage"]) == fields("stage")
     assert shape(said["ls"]) == fields("ls")
@@ -159,6 +162,7 @@ def test_the_fields_of_json_are_those_of_the_page(said: dict[str, dict[str, obje
     assert set(said["status"]) == fields("status")
     assert shape(said["config"]) == fields("config")
     assert shape(said["verify"]) == fields("verify")
+    assert set(said["diff"]) == fields("diff")
     assert set(said["retry"]) == fields("retry")
     assert set(said["rewind"]) == fields("rewind")
     assert set(said["forget-mirror"]) == fields("forget-mirror")

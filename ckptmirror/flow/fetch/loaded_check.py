@@ -14,11 +14,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LoadDiffers
-from ckptmirror.core.model import Artifact, Kind, Meta
-from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole, read_list
-from ckptmirror.local import files
-from ckptmirror.local.checksums import crc32c
+from ckptmirror.core.errors import LoadDiffers
+from ckptmirror.core.model import Kind, Meta
+from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole
+from ckptmirror.flow.fetch.tensor_lists import lists_of, read_tensor_list
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.ranks.base import Ranks, exchange_result, gather_result
 
@@ -26,15 +25,10 @@ if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadReport
     from ckptmirror.formats.train_state import TrainState
 
-__all__ = ["check_loaded", "is_list"]
+__all__ = ["check_loaded"]
 
 _log = logging.getLogger("ckptmirror.load")
 _NAMED = 8
-
-
-def is_list(path: str) -> bool:
-    """Whether a path of an artifact is that of a rank's list of tensors."""
-    return path.rpartition("/")[2].startswith("tensors_")
 
 
 def check_loaded(root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: Ranks, report: LoadReport) -> None:
@@ -54,7 +48,7 @@ def check_loaded(root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: R
     """
     from ckptmirror.formats.live_sums import live_sums
 
-    lists = {one.rank: one for one in meta.artifacts_of(kind) if is_list(one.path) and one.rank is not None}
+    lists = lists_of(meta, kind)
     live: list[Summed] = []
     found = Compared((), ())
 
@@ -62,7 +56,7 @@ def check_loaded(root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: R
         nonlocal live, found
         live = live_sums(state, report.loaded) if lists else []
         near = [lists[rank] for rank in {ranks.rank, 0} if rank in lists]
-        found = compare(live, (_read(root, one) for one in near))
+        found = compare(live, (read_tensor_list(root, one) for one in near))
         return _not_migrated(root, meta, kind, state, ranks, found.differ)[:_NAMED], bool(found.cut_otherwise)
 
     verdicts = exchange_result(ranks, compare_own, what="compare what was loaded")
@@ -81,7 +75,7 @@ def check_loaded(root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: R
             if ranks.rank != 0:
                 return (), 0
             names = {name for open_here, _ in sent.values() for name in open_here}
-            read = (_read(root, one) for one in lists.values())
+            read = (read_tensor_list(root, one) for one in lists.values())
             whole = compare_whole([pieces for _, pieces in sent.values()], read, names)
             return _not_migrated(root, meta, kind, state, ranks, whole.differ)[:_NAMED], len(whole.cut_otherwise)
 
@@ -116,17 +110,3 @@ def _not_migrated(
     extra_of = emergency_extra if kind == "emergency" else extra_tree
     migrated = migrated_names(state.model, extra_of(root, meta, LoadTarget(state, ranks.rank, ranks.world_size)) or {})
     return tuple(name for name in differ if not migrated(name))
-
-
-def _read(root: Path, artifact: Artifact) -> list[Summed]:
-    path = root / artifact.path
-    try:
-        data = files.read_limited(path, artifact.digest.size_bytes)
-    except FileNotFoundError:
-        return []
-    if len(data) != artifact.digest.size_bytes or crc32c(data) != artifact.digest.crc32c:
-        raise IntegrityError(f"{path} is not what was saved.")
-    try:
-        return read_list(data)
-    except CkptMirrorError as error:
-        raise IntegrityError(f"{path} is not a list of tensors: {error.message}") from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import CheckpointReference, list_hint
 from ckptmirror.stores import open_store
 
-__all__ = ["fetched_parts", "is_read"]
+__all__ = ["fetched_parts", "is_read", "receive_whole"]
 
 _SHARD = ".distcp"
 
@@ -62,7 +62,7 @@ def fetched_parts(found: CheckpointReference, exclude: Container[str]) -> Iterat
         read = [one for one in wanted_artifacts(meta, (found.kind,), full=True) if is_read(one, exclude)]
         with tempfile.TemporaryDirectory(prefix="ckptmirror-") as name:
             root = Path(name)
-            _receive(mirror, meta, root, [one for one in read if not one.path.endswith(_SHARD)])
+            receive_whole(mirror, meta, root, [one for one in read if not one.path.endswith(_SHARD)])
             if found.kind == "dcp":
                 _receive_ranges(mirror, meta, root, [one for one in read if one.path.endswith(_SHARD)], exclude)
             yield root, meta, replace(meta, tag="", artifacts=tuple(read))
@@ -70,7 +70,8 @@ def fetched_parts(found: CheckpointReference, exclude: Container[str]) -> Iterat
         mirror.store.close()
 
 
-def _receive(mirror: Mirror, meta: Meta, root: Path, artifacts: list[Artifact]) -> None:
+def receive_whole(mirror: Mirror, meta: Meta, root: Path, artifacts: Sequence[Artifact]) -> None:
+    """Fetch some files of a save whole, under their names in ``root``."""
     for artifact in artifacts:
         (root / artifact.path).parent.mkdir(parents=True, exist_ok=True)
     incoming = incoming_of(mirror, meta, artifacts, lambda path: root / path)

@@ -36,8 +36,8 @@ from ckptmirror.core.start.decide import Result
 from ckptmirror.core.start.sharing import Holding, Transfer
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all, receive
 from ckptmirror.flow.fetch.destination import make_real_dirs
-from ckptmirror.flow.fetch.loaded_check import is_list
 from ckptmirror.flow.fetch.staging import check_space, incoming_of
+from ckptmirror.flow.fetch.tensor_lists import lists_of
 from ckptmirror.flow.places.catalog import local_catalog, objects_of
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.trash import empty_trash
@@ -131,7 +131,7 @@ class View:
         self._has: set[str] = set()
         self.path = _view_of(root, meta)
         own = {rank if rank < meta.world_size else 0 for rank in ranks}  # one that the save did not have reads rank 0's
-        self._lists = {one.path: one for one in meta.artifacts_of(kind) if is_list(one.path) and one.rank in {0, *own}}
+        self._lists = {one.path: one for rank, one in lists_of(meta, kind).items() if rank in {0, *own}}
         self.needs: dict[str, Artifact] = {
             path: one
             for path, one in self._files.items()
