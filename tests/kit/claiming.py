@@ -68,6 +68,7 @@ def start_node(node: Node, *, parent: Meta | None = None) -> RunClaim:
     Args:
         parent: Where it is to begin; None: where the rules say.
     """
+    node.prepare()
     bringer = Bringer(node, Wish() if parent is None else Wish(parent.save_id), EventBus())
     claim = bringer.claim(bringer.next())
     node.start(claim)

@@ -85,6 +85,7 @@ class Trainer:
     def resume(self, policy: Policy, force: bool) -> tuple[Meta | None, Kind]:
         """Choose, verify, claim the run: what ``resume_run`` does, without loading."""
         self.known_at_claim = self._listed()
+        self.node.prepare()
         bringer = Bringer(self.node, Wish(policy, force=force), events.EventBus())
         for _ in range(STARTS_LIMIT):
             proposal = self._first_sound(bringer)

@@ -68,7 +68,7 @@ class Bringer:
     """Proposes one copy after another, and claims the run for the one that was loaded.
 
     Args:
-        node: The leader's side of the root.
+        node: The leader's side of the root, prepared for a start.
         wish: What the caller asked for.
         bus: Receives an event for each copy that cannot be used and each mirror that does not answer.
         others: The disks of the job's other nodes; none: this node is the job.
@@ -93,7 +93,7 @@ class Bringer:
         self._tried: list[Outcome] = []
         self._chosen: Try | Scratch | None = None
         self._freed = False
-        node.prepare()
+        self._persistent = node.look_at_persistent()
         for disk in others:
             node.remember_places(disk.places)  # before a mirror is asked
         self.seen: Survey = self._survey()
@@ -103,7 +103,7 @@ class Bringer:
     def _survey(self) -> Survey:
         node = self._node
         disks = [node.look_at_disk(), *self._others]
-        return survey(disks, node.mirrors, persistent=node.persistent, cache=self._cache)
+        return survey(disks, node.mirrors, persistent=self._persistent, cache=self._cache)
 
     def _report_silent(self) -> None:
         for row in self.seen.evidence.mirrors():

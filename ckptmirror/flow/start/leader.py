@@ -121,7 +121,6 @@ class Node:
         self._skipped: deque[dict[str, object]] = deque(maxlen=_SKIPPED_LISTED)
         check_place(root, state_dir)
         self.persistent_is_new = open_persistent(root, persistent_dir)
-        self.persistent: Catalog | None = None  # as the last start saw it
         trash.make_trash(root)  # now: on a full disk a failed save goes there
         self.lock = RootLock(root)
         owner = {"verb": verb} if verb is not None else {}
@@ -141,7 +140,7 @@ class Node:
             bus.emit(events.SaveGone(step=step, save_id=save_id, reason=reason))
 
     def prepare(self) -> None:
-        """Prepare for a start: stop what an earlier start of this process began, and read the persistent directory.
+        """Prepare for a start: stop what an earlier start of this process began. Asks no mirror.
 
         Raises:
             Temporary: The root is still being changed.
@@ -150,7 +149,6 @@ class Node:
         if not rotation_ended or self._is_bringing():
             raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
         ask_patiently(self.mirrors)
-        self.persistent = self._look_at_persistent()
 
     def look_at_disk(self) -> DiskFacts:
         """Return what this node knows of its disk."""
@@ -164,7 +162,8 @@ class Node:
         """Remember which places another node uses; see :func:`ckptmirror.flow.places.mirrors.remember_places`."""
         remember_places(self.root, self.table, places)
 
-    def _look_at_persistent(self) -> Catalog | None:
+    def look_at_persistent(self) -> Catalog | None:
+        """Return what the persistent directory has, if there is one. This may wait for its file system."""
         if self.persistent_dir is None:
             return None
         return persistent_catalog(self.persistent_dir, self.root, patience_s=total_s_of_environment())

@@ -104,21 +104,18 @@ def resume_run(
     """
     started = time.monotonic()
     elsewhere = names_elsewhere(ranks, stages, state)
+    exchange_result(ranks, functools.partial(_prepare, node, state), what="prepare a start")
     others = _disks_of_others(ranks, node) if ranks.nodes > 1 else []
     bringer: Bringer | None = None
-    failure: BaseException | None = None
-    try:
-        _remember_command(state)
-    except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
-        failure = error
-    if failure is None and node is not None and ranks.rank == 0:
-        try:
-            reference, kind = settled_policy(node.root, policy)
-            wish = Wish(reference, kind, force, ranks.world_size)
-            bringer = Bringer(node, wish, bus, others)
-        except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
-            failure = error
-    ranks.exchange(None, what="look at every place", error=failure)
+
+    def look() -> bool:
+        nonlocal bringer
+        assert node is not None
+        reference, kind = settled_policy(node.root, policy)
+        bringer = Bringer(node, Wish(reference, kind, force, ranks.world_size), bus, others)
+        return True
+
+    _meet_until_done(ranks, look if node is not None and ranks.rank == 0 else None, node, "look at every place")
     for _ in range(_STARTS_LIMIT):
         proposal, report = _load_first_sound(
             root, ranks, bringer, node, state, exclude, elsewhere, verify_loaded=verify_loaded
@@ -136,10 +133,12 @@ def resume_run(
     )
 
 
-def _remember_command(state: TrainState) -> None:
+def _prepare(node: Node | None, state: TrainState) -> None:
     from ckptmirror.formats.command import remember
 
     remember(state)
+    if node is not None:
+        node.prepare()
 
 
 def _load_first_sound(
@@ -181,7 +180,7 @@ class _CannotUse(Exception):
 
 
 class _AtWork(Generic[T]):
-    """What a node's leader does in a thread, since a download may outlast every wait for a rank."""
+    """What a node's leader does in a thread, since a download or a silent mirror may outlast every wait for a rank."""
 
     def __init__(self, work: Callable[[], T], node: Node) -> None:
         self._done = threading.Event()
@@ -228,7 +227,6 @@ def _disks_of_others(ranks: Ranks, node: Node | None) -> list[DiskFacts]:
     def look() -> DiskFacts | None:
         if node is None or ranks.rank == 0:
             return None
-        node.prepare()
         return node.look_at_disk()
 
     found = gather_result(ranks, look, what="look at the disks", to="first")
@@ -451,35 +449,34 @@ class _Claimed:
 
 def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: Proposal) -> _Claimed | None:
     """Claim the run on the job's leader; return None on every rank if the start has to look again."""
-    claimed: _Claimed | tuple[()] | None = None
-    failure: BaseException | None = None
-    if node is not None and bringer is not None:
+    own: RunClaim | None = None
+
+    def make() -> _Claimed | tuple[()]:
+        nonlocal own
+        assert bringer is not None
         try:
-            try:
-                claim = bringer.claim(proposal)
-                forget_brought(node.root)
-                node.start(claim, bringer.abandoned, bringer.torn)
-                claimed = _Claimed(claim.record, claim.unclaimed, bringer.abandoned, bringer.torn)
-            except StartOver as why:
-                bringer.start_over(why)
-                claimed = ()
-        except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
-            failure = error
-    votes = ranks.exchange(claimed, what="claim the run", error=failure)
-    made = next(vote for vote in votes if vote is not None)
-    if not made:
+            own = bringer.claim(proposal)
+        except StartOver as why:
+            bringer.start_over(why)
+            return ()
+        return _Claimed(own.record, own.unclaimed, bringer.abandoned, bringer.torn)
+
+    made = _meet_until_done(ranks, make if bringer is not None else None, node, "claim the run")[0]
+    if not isinstance(made, _Claimed):
         return None
-    if ranks.nodes > 1:
 
-        def join() -> None:
-            if node is not None and bringer is None:
-                node.remember_places(proposal.places)
-                claim = RunClaim(node.root, node.table, node.mirrors, made.record, {})
-                claim.join(made.unclaimed)
-                forget_brought(node.root)
-                node.start(claim, made.abandoned, made.torn)
+    def begin() -> None:
+        if node is None:
+            return
+        claim = own
+        if claim is None:
+            node.remember_places(proposal.places)
+            claim = RunClaim(node.root, node.table, node.mirrors, made.record, {})
+            claim.join(made.unclaimed)
+        forget_brought(node.root)
+        node.start(claim, made.abandoned, made.torn)
 
-        exchange_result(ranks, join, what="record the claim")
+    exchange_result(ranks, begin, what="record the claim")
     return made
 
 

@@ -198,6 +198,7 @@ def rewind(
     began = time.monotonic()
     node = Node(root, _specs(root, mirrors), Retention(), bus, verb="rewind")
     try:
+        node.prepare()
         bringer = Bringer(
             node,
             Wish(reference),

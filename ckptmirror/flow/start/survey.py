@@ -10,9 +10,9 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat, StoreHangs, StorePermanent
@@ -42,6 +42,7 @@ from ckptmirror.flow.places.catalog import Catalog, MetaCache, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, counting, counting_rows
 from ckptmirror.flow.retention.reconcile import REMOVED_REASON
 from ckptmirror.flow.start.disk_facts import DiskFacts
+from ckptmirror.local.daemon_pool import begin
 from ckptmirror.local.root_id import RootId
 
 __all__ = ["Survey", "survey"]
@@ -102,9 +103,9 @@ def survey(
         ConfigError: The disks of the nodes hold several runs.
         StorePermanent: A required mirror refuses for good: there is no such bucket.
     """
-    with ThreadPoolExecutor(max_workers=max(1, len(mirrors))) as pool:
-        answers = list(pool.map(lambda mirror: _ask(mirror, cache), mirrors))
-    seen = {mirror.url: one for mirror, one in zip(mirrors, answers, strict=True)}
+    asked = {mirror.url: begin(partial(_ask, mirror, cache), "ckptmirror-survey") for mirror in mirrors}
+    wait(asked.values())
+    seen = {url: answer.result() for url, answer in asked.items()}
     if identity is None:
         own = [disk.identity for disk in disks]
         identity = RootId(identity_of([one.id for one in own]), all(one.is_first for one in own))

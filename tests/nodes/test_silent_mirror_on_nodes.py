@@ -1,0 +1,57 @@
+"""A mirror that keeps a start waiting for longer than ranks wait for one another: all ranks say which mirror it is."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckptmirror import CheckpointManager
+from ckptmirror.core import names
+from ckptmirror.flow.start import resume
+from tests.kit.faults import faulty
+from tests.kit.faulty_store import StoreFault
+from tests.kit.processes import outcome, run_ranks
+from tests.nodes.jobs import built
+
+MEETINGS = 3
+LIMIT_S = 10.0
+SILENT_S = 3 * LIMIT_S
+
+
+def start_while_silent(rank: int, base: str, watched: str, operation: str, name: str) -> tuple[str, str, int]:
+    """Resume while rank 0's mirror holds a call until the ranks have met a few times, and then fails it."""
+    resume._SIGN_OF_LIFE_S = 0.05
+    manager = CheckpointManager(Path(base) / "ab"[rank], [f"file://{base}/mirror"], timeout_s=LIMIT_S)
+    if rank == 0:
+        released = threading.Event()
+        faulty(manager, StoreFault(operation, name, when="before", times=0, hold=released, hold_limit_s=SILENT_S))
+        exchange = manager.ranks.exchange
+        met: list[str] = []
+
+        def counted(value: object, *, what: str, error: BaseException | None = None) -> list[object]:
+            met.append(what)
+            if met.count(watched) == MEETINGS:
+                released.set()
+            return exchange(value, what=what, error=error)
+
+        manager.ranks.exchange = counted  # type: ignore[method-assign]
+    found = outcome(lambda: manager.resume(built("ddp")))
+    manager.close(timeout_s=0.0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "operation", "name"),
+    [("look at every place", "", ""), ("claim the run", "write", names.WRITER_NAME)],
+)
+def test_i7_ranks_meet_while_a_mirror_keeps_a_start_waiting_and_all_name_it(
+    tmp_path: Path, what: str, operation: str, name: str
+) -> None:
+    (tmp_path / "mirror").mkdir()
+    found = run_ranks(2, start_while_silent, str(tmp_path), what, operation, name)
+    assert [code for _, _, code in found] == [5, 5]
+    for _, message, _ in found:
+        assert f"file://{tmp_path}/mirror" in message
+        assert "did not answer within" not in message
