@@ -39,6 +39,7 @@ from ckptmirror.flow.fetch.load_state import ResumeInfo, check_share, load_kind,
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
+from ckptmirror.flow.start.command import remember_command, settle_command
 from ckptmirror.flow.start.disk_facts import DiskFacts
 from ckptmirror.flow.start.gather import (
     Asked,
@@ -105,7 +106,7 @@ def resume_run(
     bringer: Bringer | None = None
     failure: BaseException | None = None
     try:
-        _remember_command(state)
+        remember_command(state)
     except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
         failure = error
     if failure is None and node is not None and ranks.rank == 0:
@@ -124,17 +125,13 @@ def resume_run(
         attempt = claimed.record.attempt
         _report(bus, node, attempt, proposal, started, policy)
         info = _info(proposal, report, left_out(state, exclude)) if report is not None else None
+        if info is not None and info.changed and ranks.rank == 0:
+            bus.emit(events.CommandChanged(step=info.step, save_id=info.save_id, changes="; ".join(info.changed)))
         return info, proposal.run_id, attempt, claimed.torn
     raise Temporary(
         "Other attempts of this run keep starting, or saving, at the same time.",
         hint="Stop the others: one attempt of a run trains at a time.",
     )
-
-
-def _remember_command(state: TrainState) -> None:
-    from ckptmirror.formats.command import remember
-
-    remember(state)
 
 
 def _load_first_sound(
@@ -412,6 +409,7 @@ def _load_together(
     failure: BaseException | None = None
     try:
         report = load_kind(root, verified, kind, state, ranks, exclude, elsewhere)
+        report = replace(report, changed=settle_command(state, verified, report))
     except KindMismatch as error:
         reason = (f"rank {ranks.rank}: {error}", Result.OTHER_RANKS)
     except (IntegrityError, FileNotFoundError) as error:
@@ -526,5 +524,6 @@ def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -
         place=proposal.place,
         loaded=report.loaded,
         missing=report.missing + not_wanted,
+        changed=report.changed,
         passed_over=proposal.skipped,
     )
