@@ -19,6 +19,7 @@ from ckptmirror.core.model import Kind
 __all__ = [
     "AttemptDecided",
     "AttemptEnded",
+    "CommandChanged",
     "CopyBroken",
     "EmergencySaved",
     "Event",
@@ -188,6 +189,15 @@ class SaveGone(Event):
     step: int
     save_id: str = ""
     reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandChanged(Event):
+    """A start's command built other settings than those in the save that it loaded. ``changes`` has them."""
+
+    step: int
+    save_id: str = ""
+    changes: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

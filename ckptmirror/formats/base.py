@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ckptmirror.core.command_changes import NO_COMMAND, Command
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName
 from ckptmirror.core.stages import NO_STAGES, Stages
@@ -118,13 +119,18 @@ class LoadReport:
     Attributes:
         loaded: Which parts of the state were loaded ("model", "optimizer", "scheduler", "rng", ...).
         missing: Parts of the state that the save lacks, each with what happened to it.
+        command: The settings in force in the save, of the live groups in order.
+        changed: Lines about what this command built otherwise.
     """
 
     loaded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    command: Command = NO_COMMAND
+    changed: tuple[str, ...] = ()
 
     def __add__(self, rest: LoadReport) -> LoadReport:
-        return LoadReport(self.loaded + rest.loaded, self.missing + rest.missing)
+        command = self.command if self.command != NO_COMMAND else rest.command
+        return LoadReport(self.loaded + rest.loaded, self.missing + rest.missing, command)
 
 
 class Missing(list[str]):

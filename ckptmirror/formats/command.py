@@ -1,132 +1,140 @@
-"""What the command of a training built: the classes of its optimizers and schedulers, and the optimizers' settings.
+"""What the command of a training built: the classes and the settings of its optimizers and schedulers.
 
 Every save records it, so that a start with a changed command is noticed: a state that another class saved is refused
-before anything is loaded.
+before anything is loaded, and other settings are reported (``core.command_changes``).
 
 Rules:
 * A class goes by its name alone, since a module may move.
 * Settings are recorded as the command built them, before training or a scheduler changes them: :func:`remember` is
-  called at the start of a run.
+  called at the start of a run. After a load, those of the save are in force.
+* A scheduler's settings are its public attributes with plain values, but those that it changes while training.
 * Several optimizers are saved by the names of their parameters, so they may stand in another order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from ckptmirror.core.errors import UsageError
+from ckptmirror.core.command_changes import Command
 from ckptmirror.formats.containers import place, placed_leaves, takes_state
 from ckptmirror.formats.optimizer_state import optimizers_of
 
-__all__ = ["KEY", "Settings", "command_of", "refuse_other_classes", "remember"]
+__all__ = [
+    "KEY",
+    "Settings",
+    "command_of",
+    "put_in_force",
+    "remember",
+    "schedulers_of",
+]
 
 KEY = "command"
 _PLAIN = (bool, int, float, str, type(None))
+_KINDS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_CHANGING = {"last_epoch", "base_lrs", "T_cur", "T_i", "best", "mode_worse", "num_bad_epochs", "cooldown_counter"}
 
 Settings = Mapping[str, Any]
-_built: WeakKeyDictionary[Any, list[Settings]] = WeakKeyDictionary()  # by optimizer: the settings of each group
+_built: WeakKeyDictionary[Any, list[Settings]] = WeakKeyDictionary()  # by optimizer, of each group; by scheduler, of it
+_in_force: WeakKeyDictionary[Any, list[Settings]] = WeakKeyDictionary()  # the same after a load
 
 
 def remember(state: Any) -> None:
-    """Remember the settings of the state's optimizers, of each the first time that it is seen."""
-    for one in optimizers_of(state.optimizer):
-        if isinstance(one, torch.optim.Optimizer):
-            _built.setdefault(one, _groups_of(one))
+    """Remember the settings of the state's optimizers and schedulers, of each the first time that it is seen."""
+    for one in (*optimizers_of(state.optimizer), *schedulers_of(state).values()):
+        if isinstance(one, _KINDS):
+            _built.setdefault(one, _settings_now(one))
 
 
-def command_of(state: Any) -> dict[str, Any]:
-    """Return what a save records: class name by place, and the settings of all groups of the optimizers in order."""
-    groups = []
-    for one in optimizers_of(state.optimizer):
-        known = _built.get(one) if isinstance(one, torch.optim.Optimizer) else None
-        groups += known if known is not None and len(known) == len(one.param_groups) else _groups_of(one)
-    return {"classes": dict(_classes_of(state)), "groups": [dict(group) for group in groups]}
-
-
-def refuse_other_classes(saved: Any, state: Any, exclude: frozenset[str]) -> None:
-    """Refuse to load what an optimizer or a scheduler of another class saved.
+def command_of(state: Any, *, as_built: bool = False) -> dict[str, Any]:
+    """Return what a save records: class name by place, the settings in force of all groups in order, and by scheduler.
 
     Args:
-        saved: What :func:`command_of` returned when it was saved; None if the save does not have it.
         state: The live state.
-        exclude: The parts that are not loaded.
-
-    Raises:
-        UsageError: A class differs; the message has both, with their settings.
+        as_built: Return the settings that the command built instead.
     """
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("classes"), Mapping):
-        return
-    here, there = dict(_classes_of(state)), saved["classes"]
-    for part in ("optimizer", "scheduler", "extra"):
-        if part in exclude:
-            continue
-        of_part = [{at: str(name) for at, name in one.items() if _part_of(at) == part} for one in (there, here)]
-        was, now = of_part
-        if part == "optimizer":
-            differs = bool(was and now) and Counter(was.values()) != Counter(now.values())
-        else:
-            differs = any(was[at] != now[at] for at in was.keys() & now.keys())
-        if differs:
-            raise _other_class(part, was, now, saved, command_of(state))
+
+    def known(one: Any) -> list[Settings]:
+        now = _settings_now(one)
+        found = [of.get(one) for of in ([_built] if as_built else [_in_force, _built]) if isinstance(one, _KINDS)]
+        return next((each for each in found if each is not None and len(each) == len(now)), now)
+
+    groups = [dict(group) for one in optimizers_of(state.optimizer) for group in known(one)]
+    schedulers = {at: dict(known(one)[0]) for at, one in schedulers_of(state).items()}
+    return {"classes": dict(_classes_of(state)), "groups": groups, "schedulers": schedulers}
 
 
-def _other_class(
-    part: str, was: Mapping[str, str], now: Mapping[str, str], saved: Settings, command: Settings
-) -> UsageError:
-    texts = [
-        ", ".join(
-            f"{at} {name}" + (f" ({_settings_text(built)})" if part == "optimizer" else "")
-            for at, name in classes.items()
-            if part == "optimizer" or was.get(at) != now.get(at)
-        )
-        for classes, built in ((was, saved), (now, command))
-    ]
-    return UsageError(
-        f"The {part} is of another class than the one that was saved. In the save: {texts[0]}. Here: {texts[1]}.",
-        hint=f'Build it as it was, or leave out what was saved: exclude=("{part}",).',
-    )
+def put_in_force(state: Any, command: Command) -> None:
+    """Record that these settings are in force, of groups and schedulers as :func:`command_of` lists them."""
+    groups = list(command.groups)
+    for one in optimizers_of(state.optimizer):
+        count = len(one.param_groups)
+        if isinstance(one, _KINDS):
+            _in_force[one] = groups[:count]
+        groups = groups[count:]
+    _in_force.update({one: [command.schedulers[at]] for at, one in schedulers_of(state).items()})
 
 
-def _settings_text(command: Settings) -> str:
-    groups = command.get("groups")
-    first = groups[0] if isinstance(groups, Sequence) and groups and isinstance(groups[0], Mapping) else {}
-    more = f" and {len(groups) - 1} more groups" if isinstance(groups, Sequence) and len(groups) > 1 else ""
-    return ", ".join(f"{name}={value!r}" for name, value in first.items() if value is not None) + more
+def schedulers_of(state: Any) -> dict[str, Any]:
+    """Return torch's schedulers in a state by place, also those that another one holds."""
 
+    def within(at: str, one: Any) -> dict[str, Any]:
+        inner = {f"{at}.schedulers[{number}]": each for number, each in enumerate(_held(one))}
+        return {at: one} | {place: each for at, one in inner.items() for place, each in within(at, one).items()}
 
-def _part_of(where: str) -> str:
-    return where.split(".")[0].split("[")[0]
+    found = [within(at, one) for at, one in _placed(state) if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
+    return {at: one for each in found for at, one in each.items()}
 
 
 def _classes_of(state: Any) -> Iterator[tuple[str, str]]:
-    kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+    return ((at, _class_of(one)) for at, one in _placed(state))
+
+
+def _placed(state: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the optimizers and schedulers of a state after their places."""
     for part in ("optimizer", "scheduler", "extra"):
         objects = getattr(state, part)
         for path, value in placed_leaves(objects) if objects is not None else ():
-            if isinstance(value, kinds) or (part != "extra" and takes_state(value)):
-                yield place(objects, path, part), _class_of(value)
+            if isinstance(value, _KINDS) or (part != "extra" and takes_state(value)):
+                yield place(objects, path, part), value
 
 
 def _class_of(value: Any) -> str:
     """Return an object's class, with the classes of the schedulers that it holds."""
-    held = [one for items in vars(value).values() if isinstance(items, (list, tuple)) for one in items]
-    inside = [_class_of(one) for one in held if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
+    inside = [_class_of(one) for one in _held(value)]
     return type(value).__name__ + (f"({', '.join(inside)})" if inside else "")
 
 
-def _groups_of(one: Any) -> list[Settings]:
+def _held(one: Any) -> list[Any]:
+    items = [each for items in _attributes(one).values() if isinstance(items, (list, tuple)) for each in items]
+    return [each for each in items if isinstance(each, torch.optim.lr_scheduler.LRScheduler)]
+
+
+def _attributes(one: Any) -> dict[str, Any]:
+    return getattr(one, "__dict__", {})
+
+
+def _settings_now(one: Any) -> list[Settings]:
+    """Return the settings of each group of an optimizer, or of a scheduler, as they are now."""
+    if not isinstance(one, torch.optim.lr_scheduler.LRScheduler):
+        held, left_out = one.param_groups, {"params"}
+    else:
+        named = {"milestones" if name == "_milestones" else name: value for name, value in _attributes(one).items()}
+        own = {name: value for name, value in named.items() if not name.startswith("_")}
+        held, left_out = [own], _CHANGING
     return [
-        {name: _plain(value) for name, value in group.items() if name != "params" and _is_plain(value)}
-        for group in one.param_groups
+        {name: _plain(value) for name, value in group.items() if name not in left_out and _is_plain(value)}
+        for group in held
     ]
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, Counter):
+        return all(map(_is_plain, value))
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_meta
     return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_plain, value)))
@@ -135,4 +143,5 @@ def _is_plain(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item()
+    value = sorted(value.elements()) if isinstance(value, Counter) else value
     return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value

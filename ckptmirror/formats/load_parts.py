@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from ckptmirror.core.command_changes import Command, refuse_other_classes
 from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
 from ckptmirror.formats.command import KEY as COMMAND
-from ckptmirror.formats.command import refuse_other_classes
+from ckptmirror.formats.command import command_of
 from ckptmirror.formats.containers import any_leaf, takes_state
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import load_optimizer, optimizers_of, plan_optimizer
@@ -52,10 +53,12 @@ def load_parts(
     saved: Mapping[str, Any] | str = ""
     dtypes: Mapping[str, torch.dtype] = {}
     fill: Callable[[], Mapping[str, torch.dtype]] | None = None
+    order: list[int] | None = None
     if "model" not in target.exclude:
         fill = model()
     beside = extra()
-    refuse_other_classes(beside.get(COMMAND) if isinstance(beside, Mapping) else None, state, target.exclude)
+    command = beside.get(COMMAND) if isinstance(beside, Mapping) else None
+    refuse_other_classes(command, command_of(state, as_built=True), target.exclude)
     if "optimizer" not in target.exclude and state.optimizer is not None:
         live_values(state.model)  # asked for its state, FSDP2 reshards what a forward without a backward left unsharded
         saved = optimizer() if optimizer is not None else "state"
@@ -73,7 +76,9 @@ def load_parts(
     if not isinstance(saved, str):
         load_optimizer(state.optimizer, plans, saved, dtypes)
         loaded.append("optimizer")
-    return LoadReport(tuple(loaded), tuple(missing))
+        order = [index for plan in plans for index, _ in plan]
+        order = list(range(len(order))) if target.elsewhere else order  # of this stage's own groups, beside it
+    return LoadReport(tuple(loaded), tuple(missing), Command.parse(command, order))
 
 
 def _takes_schedule(target: LoadTarget, extra: Any) -> bool:

@@ -54,6 +54,8 @@ class ResumeInfo:
         missing: Parts of the state that the save does not hold, or that ``exclude`` left out.
         passed_over: Newer saves and copies that could not be used or that no list names, and mirrors that did not
             answer, each with the reason.
+        changed: A line for each setting of an optimizer or a scheduler, and each value of the training config, that
+            this command built otherwise than the one whose settings the save has.
     """
 
     step: int
@@ -63,6 +65,7 @@ class ResumeInfo:
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
     passed_over: tuple[str, ...]
+    changed: tuple[str, ...] = ()
 
 
 def load_state(

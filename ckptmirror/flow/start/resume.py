@@ -40,6 +40,7 @@ from ckptmirror.flow.fetch.loaded_check import check_loaded
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
+from ckptmirror.flow.start.command import remember_command, settle_command
 from ckptmirror.flow.start.disk_facts import DiskFacts
 from ckptmirror.flow.start.gather import (
     Asked,
@@ -126,6 +127,8 @@ def resume_run(
         attempt = claimed.record.attempt
         _report(bus, node, attempt, proposal, started, policy)
         info = _info(proposal, report, left_out(state, exclude)) if report is not None else None
+        if info is not None and info.changed and ranks.rank == 0:
+            bus.emit(events.CommandChanged(step=info.step, save_id=info.save_id, changes="; ".join(info.changed)))
         return info, proposal.run_id, attempt, claimed.torn
     raise Temporary(
         "Other attempts of this run keep starting, or saving, at the same time.",
@@ -134,9 +137,7 @@ def resume_run(
 
 
 def _prepare(node: Node | None, state: TrainState) -> None:
-    from ckptmirror.formats.command import remember
-
-    remember(state)
+    remember_command(state)
     if node is not None:
         node.prepare()
 
@@ -421,6 +422,7 @@ def _load_together(
     failure: BaseException | None = None
     try:
         report = load_kind(root, verified, kind, state, ranks, exclude, elsewhere)
+        report = replace(report, changed=settle_command(state, verified, report))
     except KindMismatch as error:
         reason = (f"rank {ranks.rank}: {error}", Result.OTHER_RANKS)
     except (IntegrityError, FileNotFoundError) as error:
@@ -534,5 +536,6 @@ def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -
         place=proposal.place,
         loaded=report.loaded,
         missing=report.missing + not_wanted,
+        changed=report.changed,
         passed_over=proposal.skipped,
     )

@@ -1,0 +1,194 @@
+"""Which classes and settings this command built otherwise than the command whose state a save has.
+
+Rules:
+* Settings are compared as the commands built them, not as training or a scheduler changed them since. A learning rate
+  under a scheduler is the one that it began from (``initial_lr``).
+* Only settings that both commands have are compared: another version of torch may have more.
+* After a load, the save's settings are in force, and the next save records these. So a changed command is reported at
+  each start, until it is as it was or its settings are taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptmirror.core.errors import UsageError
+
+__all__ = ["NO_COMMAND", "Command", "changes", "config_changes", "in_force", "refuse_other_classes"]
+
+Settings = Mapping[str, Any]
+_PLAIN = (bool, int, float, str, type(None))
+_BASE = "initial_lr"
+
+
+@dataclass(frozen=True)
+class Command:
+    """The settings that a command built.
+
+    Attributes:
+        groups: Of each parameter group of the optimizers, in order.
+        schedulers: Of each scheduler, by its place in the state.
+    """
+
+    groups: tuple[Settings, ...] = ()
+    schedulers: Mapping[str, Settings] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, record: Any, order: Sequence[int] | None = None) -> Command:
+        """Return what a save recorded, without what is not plain.
+
+        Args:
+            record: From the file.
+            order: Which recorded group each live one is; None if there are none to compare.
+        """
+        if not isinstance(record, Mapping):
+            return cls()
+        groups, schedulers = record.get("groups"), record.get("schedulers")
+        listed = groups if isinstance(groups, list | tuple) else ()
+        return cls(
+            tuple(_plain(listed[index]) for index in order or () if index < len(listed)),
+            {str(at): _plain(one) for at, one in schedulers.items()} if isinstance(schedulers, Mapping) else {},
+        )
+
+    def of_parts(self, parts: Container[str]) -> Command:
+        """Return the settings of these parts of the state alone."""
+        groups = self.groups if "optimizer" in parts else ()
+        return Command(groups, {at: one for at, one in self.schedulers.items() if _part_of(at) in parts})
+
+
+NO_COMMAND = Command()
+
+
+def refuse_other_classes(saved: Any, command: Settings, exclude: Container[str]) -> None:
+    """Refuse to load what an optimizer or a scheduler of another class saved.
+
+    Args:
+        saved: What a save recorded of its command; None if the save does not have it.
+        command: The same of this command.
+        exclude: The parts that are not loaded.
+
+    Raises:
+        UsageError: A class differs; the message has both, with their settings.
+    """
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("classes"), Mapping):
+        return
+    here, there = command["classes"], saved["classes"]
+    for part in ("optimizer", "scheduler", "extra"):
+        if part in exclude:
+            continue
+        of_part = [{at: str(name) for at, name in one.items() if _part_of(at) == part} for one in (there, here)]
+        was, now = of_part
+        if part == "optimizer":
+            differs = bool(was and now) and Counter(was.values()) != Counter(now.values())
+        else:
+            differs = any(was[at] != now[at] for at in was.keys() & now.keys())
+        if differs:
+            raise _other_class(part, was, now, saved, command)
+
+
+def _other_class(
+    part: str, was: Mapping[str, str], now: Mapping[str, str], saved: Settings, command: Settings
+) -> UsageError:
+    texts = [
+        ", ".join(
+            f"{at} {name}" + (f" ({_settings_text(built)})" if part == "optimizer" else "")
+            for at, name in classes.items()
+            if part == "optimizer" or was.get(at) != now.get(at)
+        )
+        for classes, built in ((was, saved), (now, command))
+    ]
+    return UsageError(
+        f"The {part} is of another class than the one that was saved. In the save: {texts[0]}. Here: {texts[1]}.",
+        hint=f'Build it as it was, or leave out what was saved: exclude=("{part}",).',
+    )
+
+
+def _settings_text(command: Settings) -> str:
+    groups = command.get("groups")
+    first = groups[0] if isinstance(groups, Sequence) and groups and isinstance(groups[0], Mapping) else {}
+    more = f" and {len(groups) - 1} more groups" if isinstance(groups, Sequence) and len(groups) > 1 else ""
+    return ", ".join(f"{name}={value!r}" for name, value in first.items() if value is not None) + more
+
+
+def _part_of(where: str) -> str:
+    return where.split(".")[0].split("[")[0]
+
+
+def changes(saved: Command, here: Command) -> tuple[str, ...]:
+    """Return a line for each setting that differs: what was in force in the save, and what this command built."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    groups = list(zip(saved.groups, here.groups, strict=False)) if len(saved.groups) == len(here.groups) else []
+    for number, (old, new) in enumerate(groups):
+        for change in _differences(_with_base(old), _with_base(new)):
+            found.setdefault(change, []).append(number)
+    lines = []
+    for change, numbers in found.items():
+        of = "" if len(numbers) == len(groups) else f" group {', '.join(map(str, numbers))}"
+        lines.append(_line(f"optimizer{of}", change))
+    for at in saved.schedulers.keys() & here.schedulers.keys():
+        lines += [_line(at, change) for change in _differences(saved.schedulers[at], here.schedulers[at])]
+    return tuple(sorted(lines))
+
+
+def config_changes(saved: Settings, here: Settings, where: str = "training_config") -> tuple[str, ...]:
+    """Return a line for each value of the training config that differs. A load changes none of them."""
+    lines: list[str] = []
+    for name in sorted(saved.keys() | here.keys()):
+        old, new = saved.get(name), here.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += config_changes(old, new, f"{where}.{name}")
+        elif old != new:
+            texts = [_short(one[name]) if name in one else "nothing" for one in (saved, here)]
+            lines.append(f"{where}: {name} {texts[0]} in the save, {texts[1]} in this command")
+    return tuple(lines)
+
+
+def in_force(saved: Command, here: Command) -> Command:
+    """Return the settings that are in force after a load: the save's, where it has them."""
+    groups = saved.groups if len(saved.groups) == len(here.groups) else ({},) * len(here.groups)
+    return Command(
+        tuple(_over(old, new) for old, new in zip(groups, here.groups, strict=True)),
+        {at: _over(saved.schedulers.get(at, {}), new) for at, new in here.schedulers.items()},
+    )
+
+
+def _over(old: Settings, new: Settings) -> Settings:
+    return {**new, **{name: value for name, value in old.items() if name in new}}
+
+
+def _with_base(group: Settings) -> Settings:
+    rest = {name: value for name, value in group.items() if name != _BASE}
+    return {**rest, "lr": group.get(_BASE, group["lr"])} if "lr" in group else rest
+
+
+def _differences(old: Settings, new: Settings) -> Iterator[tuple[str, str, str]]:
+    for name in old:
+        if name in new and old[name] != new[name]:
+            yield name, _short(old[name]), _short(new[name])
+
+
+def _line(where: str, change: tuple[str, str, str]) -> str:
+    name, old, new = change
+    return f"{where}: {name} {old} in the save, {new} in this command: the save's is used"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+def _plain(settings: Any) -> Settings:
+    if not isinstance(settings, Mapping):
+        return {}
+    return {str(name): _as_tuple(value) for name, value in settings.items() if _is_plain(value)}
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
