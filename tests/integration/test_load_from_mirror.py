@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from ckptmirror import CheckpointManager, TrainState, load_checkpoint
-from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UsageError
+from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, LoadDiffers, UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.faults import flip_bit
+from tests.kit.processes import run_ranks
 
 BUCKET = "load-from-mirror"
 MIB = 1 << 20
@@ -108,3 +110,63 @@ def test_what_is_not_there_and_what_cannot_be_left_out_is_said(saved: tuple[str,
         load_checkpoint(f"{saved[0]}/model_000009.pt")
     with pytest.raises(UsageError, match="'model'"):
         load_checkpoint(saved[0], exclude=("model",))
+
+
+# -- into live objects -----------------------------------------------------------------------------------------------
+
+
+def fresh(optimizer: bool = True) -> TrainState:
+    torch.manual_seed(1)
+    model = torch.nn.ModuleDict({f"part{n}": torch.nn.Linear(1024, 1024, bias=False) for n in range(4)})
+    adam = torch.optim.AdamW(model.parameters()) if optimizer else None
+    return TrainState(model=model, optimizer=adam, extra={"note": ""})
+
+
+@pytest.mark.parametrize("kind", ["dcp", "model"])
+def test_a_state_is_loaded_from_a_mirror_whole_or_without_the_optimizer(
+    kind: Kind, saved: tuple[str, TrainState], server: GcsServerProcess, tmp_path: Path
+) -> None:
+    url, state = saved
+    reference = f"{url}/{'dcp_000007' if kind == 'dcp' else 'model_000007.pt'}"
+    with CheckpointManager(tmp_path / "other") as manager:
+        weights = fresh(optimizer=False)
+        start = manager.load(weights, reference, exclude=("optimizer",))
+        assert (start.step, start.kind, weights.extra) == (7, kind, {"note": "here"})
+        assert sent(server) <= (16 + 3 * 4) * MIB
+        everything = fresh()
+        assert "optimizer" in manager.load(everything, reference).loaded
+    for loaded in (weights, everything):
+        for name, value in state.model.state_dict().items():
+            assert loaded.model.state_dict()[name].equal(value)
+    now, then = (one.optimizer.state_dict()["state"] for one in (everything, state))
+    assert all(now[key]["exp_avg"].equal(then[key]["exp_avg"]) for key in then)
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_what_is_loaded_from_a_mirror_is_proved_too(saved: tuple[str, TrainState], tmp_path: Path) -> None:
+    class Deaf(torch.nn.Linear):
+        def _load_from_state_dict(self, *_: object, **__: object) -> None:
+            torch.nn.init.zeros_(self.weight)
+
+    state = fresh()
+    state.model["part2"].__class__ = Deaf
+    with CheckpointManager(tmp_path / "other") as manager, pytest.raises(LoadDiffers, match=r"model\.part2\.weight"):
+        manager.load(state, saved[0])
+
+
+def two_ranks(rank: int, base: Path) -> tuple[int, bool]:
+    state = fresh()
+    for layer in state.model.values():
+        fully_shard(layer)
+    with CheckpointManager(base / "together", timeout_s=60.0) as manager:
+        start = manager.load(state, f"file://{base}/mirror")
+    whole = torch.load(base / "root" / "model_000003.pt", weights_only=True)
+    return start.step, all(p.full_tensor().equal(whole[name]) for name, p in state.model.named_parameters())
+
+
+def test_ranks_load_from_a_mirror_together(tmp_path: Path) -> None:
+    state = fresh(optimizer=False)
+    with CheckpointManager(tmp_path / "root", [f"file://{tmp_path}/mirror"]) as manager:
+        manager.resume(state)
+        manager.save(3, state).wait("mirrored")
+    assert run_ranks(2, two_ranks, tmp_path) == [(3, True), (3, True)]

@@ -114,8 +114,7 @@ def test_a_save_that_rotted_is_refused_before_anything_is_loaded(tmp_path: Path)
         assert same(everything(state), before)
         with pytest.raises(CheckpointNotFound):
             manager.load(state, 77)
-        with pytest.raises(UsageError, match="not on this disk"):
-            manager.load(state, _on_a_mirror(tmp_path))
+        assert manager.load(state, _on_a_mirror(tmp_path)).loaded
 
 
 def _on_a_mirror(tmp_path: Path) -> str:

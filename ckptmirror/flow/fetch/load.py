@@ -25,7 +25,7 @@ from ckptmirror.flow.places.reference import CheckpointReference, list_hint
 from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
 from ckptmirror.local.save_logger import save_logger
 
-__all__ = ["LoadedCheckpoint", "load_checkpoint", "meta_of", "on_this_disk"]
+__all__ = ["LoadedCheckpoint", "load_checkpoint", "meta_of"]
 
 _log = logging.getLogger("ckptmirror.load")
 
@@ -128,17 +128,6 @@ def _inconsistent_at_worst(found: CheckpointReference) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise IntegrityError(f"{found.path} is inconsistent: {type(error).__name__}: {error}") from error
-
-
-def on_this_disk(found: CheckpointReference, reference: object) -> Path:
-    """Return the directory of a reference.
-
-    Raises:
-        UsageError: It is on a mirror.
-    """
-    if not isinstance(found.dir, Path):
-        raise UsageError(f"{reference} is not on this disk.", hint="Bring it here with `ckptmirror stage` first.")
-    return found.dir
 
 
 def meta_of(root: Path, found: CheckpointReference) -> Meta:

@@ -5,23 +5,26 @@ It does not affect the run: it claims no attempt, writes no parent, and changes 
 Rules:
 * The leader of a node resolves the reference for its ranks. Every rank loads the same save, or none does.
 * Each rank verifies a share of the bytes before anything is loaded. A legacy checkpoint has no checksums.
+* From a mirror, each node fetches what is read, once, into a temporary directory, and verifies it as it comes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
-from ckptmirror.flow.fetch.load import meta_of, on_this_disk
+from ckptmirror.flow.fetch.load import meta_of
 from ckptmirror.flow.fetch.loaded_check import check_loaded
+from ckptmirror.flow.fetch.partial import fetched_parts
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older
 from ckptmirror.flow.places.reference import CheckpointReference
@@ -30,6 +33,7 @@ from ckptmirror.flow.places.select import choose
 from ckptmirror.formats.train_state import PARTS, left_out
 from ckptmirror.local.listing import Fault
 from ckptmirror.ranks.base import Ranks, exchange_result
+from ckptmirror.ranks.meeting import meet_until_done
 
 if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadReport
@@ -39,6 +43,7 @@ from ckptmirror.local.save_logger import save_logger
 __all__ = ["Reference", "ResumeInfo", "check_share", "load_kind", "load_state"]
 
 _log = logging.getLogger("ckptmirror.load")
+_NOT_FETCHED = frozenset(("optimizer",))  # of the parts that may be left out; the others are small, or wanted
 Reference = str | int | Path | CheckpointReference
 
 
@@ -82,7 +87,7 @@ def load_state(
 
     Args:
         root: The directory in which a step, or ``"latest"``, is searched.
-        reference: A step, ``"latest"``, or what :func:`resolve_checkpoint_reference` takes, on this disk.
+        reference: A step, ``"latest"``, or what :func:`resolve_checkpoint_reference` takes.
         exclude: Parts of the state to leave unchanged.
         stages: The stage of each rank.
         verify_loaded: Whether to prove after the load that each tensor in memory is what was saved.
@@ -91,27 +96,27 @@ def load_state(
         CheckpointNotFound: It does not exist.
         LoadDiffers: A tensor in memory is not what was saved.
         IntegrityError: A file differs from what was saved.
-        UsageError: It is on a mirror, or does not fit.
+        StoreTemporary: The mirror does not answer.
+        UsageError: It does not fit.
     """
+    with ExitStack() as lent:
 
-    def resolve() -> CheckpointReference | None:
-        if not ranks.is_leader:
-            return None
-        found = _resolve(root, reference)
-        on_this_disk(found, reference)
-        return found
+        def get() -> _Found:
+            found = _resolve(root, reference)
+            if isinstance(found.dir, Path):
+                return _Found(found, found.dir, None)
+            place, _, fetched = lent.enter_context(fetched_parts(found, exclude & _NOT_FETCHED, with_lists=True))
+            return _Found(found, place, fetched)
 
-    resolved = exchange_result(ranks, resolve, what="resolve a reference")
-    _check_same(resolved)
-    given = resolved[ranks.node_ranks[0]]
-    assert given is not None
-    meta = _verified(ranks, given) if given.save_id is not None else None
-    elsewhere = names_elsewhere(ranks, stages, state)
-    load = partial(_load, ranks, given, meta, state, exclude, elsewhere)
-    report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
-    if meta is not None and verify_loaded:
-        assert isinstance(given.dir, Path)
-        check_loaded(given.dir, meta, given.kind, state, ranks, report)
+        at_hand = meet_until_done(ranks, get if ranks.is_leader else None, "get a checkpoint")
+        _check_same([one.reference for _, one in sorted(at_hand.items())])
+        given, place, fetched = at_hand[ranks.node_ranks[0]]
+        meta = fetched if fetched is not None or given.save_id is None else _verified(ranks, given)
+        elsewhere = names_elsewhere(ranks, stages, state)
+        load = partial(_load, ranks, given, place, meta, state, exclude, elsewhere)
+        report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
+        if meta is not None and verify_loaded:
+            check_loaded(place, meta, given.kind, state, ranks, report)
     not_wanted = left_out(state, exclude)
     for part in not_wanted:  # what is missing was logged where it was found
         save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", given.step, part)
@@ -120,13 +125,27 @@ def load_state(
     )
 
 
-def _check_same(resolved: Sequence[CheckpointReference | None]) -> None:
+class _Found(NamedTuple):
+    """A checkpoint at hand.
+
+    Attributes:
+        reference: What was found.
+        place: The directory with its files.
+        fetched: Of one that was fetched from a mirror, the save with these files alone. Their bytes are verified.
+    """
+
+    reference: CheckpointReference
+    place: Path
+    fetched: Meta | None
+
+
+def _check_same(resolved: Sequence[CheckpointReference]) -> None:
     """Check that the reference names one save on all nodes.
 
     Raises:
         UsageError: It does not.
     """
-    first, *others = [one for one in resolved if one is not None]
+    first, *others = resolved
     for node, other in enumerate(others, start=1):
         if (other.save_id, other.step, other.kind) != (first.save_id, first.step, first.kind):
             saves = [f"{one.kind} of step {one.step} (save {(one.save_id or 'none')[:8]})" for one in (first, other)]
@@ -218,14 +237,14 @@ def _verified(ranks: Ranks, found: CheckpointReference) -> Meta:
 def _load(
     ranks: Ranks,
     found: CheckpointReference,
+    place: Path,
     meta: Meta | None,
     state: TrainState,
     exclude: frozenset[str],
     elsewhere: frozenset[str],
 ) -> LoadReport:
-    assert isinstance(found.dir, Path)
     if meta is not None:
-        return load_kind(found.dir, meta, found.kind, state, ranks, exclude, elsewhere)
+        return load_kind(place, meta, found.kind, state, ranks, exclude, elsewhere)
     from ckptmirror.formats.base import LoadTarget
     from ckptmirror.formats.legacy import load_legacy, read_legacy
 

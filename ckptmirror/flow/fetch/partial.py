@@ -1,4 +1,4 @@
-"""Fetches the bytes of a save on a mirror that one process reads, into a temporary directory that is then removed.
+"""Fetches the bytes of a save on a mirror that are read, into a temporary directory that is then removed.
 
 Rules:
 * Of a DCP directory, only the blocks come that hold what is wanted, each once; ``.metadata`` says where that is. The
@@ -30,20 +30,23 @@ __all__ = ["fetched_parts", "is_read", "receive_whole"]
 _SHARD = ".distcp"
 
 
-def is_read(artifact: Artifact, exclude: Container[str]) -> bool:
-    """Whether one process that loads a save without these parts reads any of a file."""
+def is_read(artifact: Artifact, exclude: Container[str], *, with_lists: bool = False) -> bool:
+    """Whether who loads a save without these parts reads any of a file; ``with_lists``: the lists of tensors too."""
     parsed = names.parse_artifact_path(artifact.path)
     role = parsed.top.role if parsed is not None else ""
-    return role != "tensors" and {"optim": "optimizer"}.get(role, role) not in exclude
+    return (role != "tensors" or with_lists) and {"optim": "optimizer"}.get(role, role) not in exclude
 
 
 @contextmanager
-def fetched_parts(found: CheckpointReference, exclude: Container[str]) -> Iterator[tuple[Path, Meta, Meta]]:
+def fetched_parts(
+    found: CheckpointReference, exclude: Container[str], *, with_lists: bool = False
+) -> Iterator[tuple[Path, Meta, Meta]]:
     """Lend a directory with what is read of the save ``found`` on a mirror, its meta, and one with these files alone.
 
     Args:
         found: The save; its ``dir`` is the mirror's URL.
         exclude: "optimizer" and "extra", if they are not wanted.
+        with_lists: Whether the lists of tensors are.
 
     Raises:
         CheckpointNotFound: It is gone.
@@ -59,7 +62,11 @@ def fetched_parts(found: CheckpointReference, exclude: Container[str]) -> Iterat
         meta = mirror_catalog(mirror, step=found.step).saves.get(found.save_id or "")
         if meta is None:
             raise CheckpointNotFound(f"Step {found.step} is no longer whole on {url}.", hint=list_hint(url))
-        read = [one for one in wanted_artifacts(meta, (found.kind,), full=True) if is_read(one, exclude)]
+        read = [
+            one
+            for one in wanted_artifacts(meta, (found.kind,), full=True)
+            if is_read(one, exclude, with_lists=with_lists)
+        ]
         with tempfile.TemporaryDirectory(prefix="ckptmirror-") as name:
             root = Path(name)
             receive_whole(mirror, meta, root, [one for one in read if not one.path.endswith(_SHARD)])

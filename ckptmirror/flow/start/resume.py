@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import IntegrityError, KindMismatch, Temporary
@@ -58,6 +58,7 @@ from ckptmirror.formats.train_state import left_out
 from ckptmirror.local.listing import Fault
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.ranks.base import Ranks, exchange_result, gather_result
+from ckptmirror.ranks.meeting import meet_until_done
 
 if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadReport
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
 __all__ = ["resume_run"]
 
 _log = logging.getLogger("ckptmirror.resume")
-_SIGN_OF_LIFE_S = 10.0
 _STARTS_LIMIT = 5
 T = TypeVar("T")
 
@@ -180,41 +180,14 @@ class _CannotUse(Exception):
         self.reason, self.result = reason, result
 
 
-class _AtWork(Generic[T]):
-    """What a node's leader does in a thread, since a download or a silent mirror may outlast every wait for a rank."""
-
-    def __init__(self, work: Callable[[], T], node: Node) -> None:
-        self._done = threading.Event()
-        self._found: tuple[T | None, BaseException | None] = (None, None)
-        node.bringing = threading.Thread(target=self._work, args=(work,), name="ckptmirror-bring", daemon=True)
-        node.bringing.start()
-
-    def _work(self, work: Callable[[], T]) -> None:
-        try:
-            self._found = (work(), None)
-        except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
-            self._found = (None, error)
-        self._done.set()
-
-    def wait(self) -> tuple[T | None, BaseException | None]:
-        """Return the result or the error; neither if the work is not over."""
-        return self._found if self._done.wait(_SIGN_OF_LIFE_S) else (None, None)
-
-
 def _meet_until_done(ranks: Ranks, work: Callable[[], T] | None, node: Node | None, what: str) -> dict[int, T]:
-    """Let leaders work, and return the results by rank. All ranks meet every few seconds: none takes another for dead.
+    """Let leaders work, and return the results by rank; a node that is closed meanwhile waits for its thread."""
 
-    Args:
-        work: What this rank does; None: nothing. It returns something other than None.
-        node: This rank's, if it works.
-    """
-    at_work = _AtWork(work, node) if work is not None and node is not None else None
-    while True:
-        found, failure = at_work.wait() if at_work is not None else (None, None)
-        answers = ranks.exchange((at_work is not None, found), what=what, error=failure)
-        working = {rank: result for rank, (works, result) in enumerate(answers) if works}
-        if None not in working.values():
-            return {rank: result for rank, result in working.items() if result is not None}
+    def begun(thread: threading.Thread) -> None:
+        assert node is not None
+        node.bringing = thread
+
+    return meet_until_done(ranks, work if node is not None else None, what, begun=begun)
 
 
 def _propose(ranks: Ranks, bringer: Bringer | None, node: Node | None) -> Proposal:
