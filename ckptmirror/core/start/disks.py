@@ -74,9 +74,9 @@ def never_whole(evidence: Evidence) -> list[SaveFacts]:
 
     A part is gone for good if the nodes that saved it are those of this job, on the disks that they had, and neither
     these disks nor any mirror has it, nor has a disk a meta that cannot be read and may be its. An emergency snapshot's
-    may also be in the persistent directory.
+    may also be in the persistent directory. Disks without an identity may be any.
     """
-    if count(evidence).silent or not all(row.answers for row in evidence.mirrors()):
+    if not evidence.root or count(evidence).silent or not all(row.answers for row in evidence.mirrors()):
         return []
     parts: dict[str, list[Part]] = {}
     for part in evidence.disk.parts:

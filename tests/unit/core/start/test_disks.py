@@ -172,6 +172,13 @@ def test_a_part_alone_is_given_up_only_if_no_other_place_can_have_the_rest() -> 
         assert never_whole(Evidence(tuple(rows), root)) == []
 
 
+def test_disks_without_an_identity_are_not_taken_for_those_that_a_save_without_one_was_made_on() -> None:
+    heard = (Heard(replace(A, root=""), frozenset({Voice.CLAIMED})),)
+    here = replace(one_disk([disk(part(TWO, 0)), disk()]), heard=heard)
+    assert identity_of([HERE, ""]) == ""
+    assert never_whole(Evidence((here, *mirrors(ONE)), "")) == []
+
+
 def test_a_part_of_a_snapshot_is_given_up_only_if_the_persistent_directory_cannot_have_the_rest() -> None:
     snapshot = replace(TWO, kinds=("emergency",))
     here = one_disk([disk(part(snapshot, 0, kinds=("emergency",))), disk()])
