@@ -238,7 +238,8 @@ def plan_rotation(
         saves: Every local save, each id once; saves that share an id are kept.
         retention: The policy.
         abandoned: Ids of saves that a vote found to be whole nowhere. This lets only superseded saves go, and only if
-            a current save here is verified and committed on every required mirror.
+            a current save here is verified and committed on every required mirror: for an emergency snapshot, which is
+            on no mirror itself, one of a higher step.
     """
     counted = [save for save in saves if save.standing == "current" and save.whole]
     held, warnings = _held_steps(counted, retention)
@@ -260,9 +261,12 @@ def plan_rotation(
             plan.delete[save.save_id] = f"{not_wanted}; every required mirror has it"
         elif not any(safety.required for safety in save.safety):
             plan.refuse[save.save_id] = unsafe
-        elif (successor := _successor_of(save, counted)) is not None:
-            plan.delete[save.save_id] = f"a newer save, of step {successor.step}, is on every required mirror"
+        elif (successor := _successor_of(save, counted, abandoned)) is not None:
+            why = "" if save.standing == "current" else "it is abandoned: superseded, whole nowhere, and "
+            plan.delete[save.save_id] = f"{why}a newer save, of step {successor.step}, is on every required mirror"
             plan.successors[save.save_id] = successor.save_id
+        elif save.kinds == ("emergency",):
+            plan.refuse[save.save_id] = _why_snapshot_stays(save, abandoned)
         elif save.skipped and save.save_id not in abandoned:
             plan.delete[save.save_id] = f"{not_wanted}; it was left out on the mirrors by policy"
         elif save.save_id in abandoned and save.standing == "superseded" and successor_is_safe:
@@ -280,13 +284,23 @@ def _may_go_early(save: SaveStatus, spare: Collection[int]) -> bool:
     return is_spare and _why_keep(save, {}) is None and _why_unsafe(save) is None
 
 
-def _successor_of(save: SaveStatus, counted: Sequence[SaveStatus]) -> SaveStatus | None:
-    """Return the newest save that continues an emergency snapshot and is on every required mirror, if there is one."""
-    if save.kinds != ("emergency",) or save.standing != "current":
+def _successor_of(save: SaveStatus, counted: Sequence[SaveStatus], abandoned: Collection[str]) -> SaveStatus | None:
+    """Return the newest save that lets an emergency snapshot go: a later one, which is on every required mirror.
+
+    It continues the snapshot, or, if that is abandoned, the run without it.
+    """
+    is_abandoned = save.standing == "superseded" and save.save_id in abandoned
+    if save.kinds != ("emergency",) or not (save.standing == "current" or is_abandoned):
         return None
     newer = [other for other in counted if other.step > save.step and "emergency" not in other.kinds]
     safe = [other for other in newer if _why_unsafe(other) is None]
     return max(safe, key=lambda other: (other.step, other.number, other.save_id), default=None)
+
+
+def _why_snapshot_stays(save: SaveStatus, abandoned: Collection[str]) -> str:
+    if save.standing == "current" or save.save_id in abandoned:
+        return "it is an emergency snapshot, and no save of a later step is on every required mirror yet"
+    return "it is an emergency snapshot, of which there may be no other copy, and training did not continue from it"
 
 
 def _why_keep(save: SaveStatus, wanted: Mapping[int, str]) -> str | None:

@@ -71,6 +71,9 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
 }
 
 
+_SNAPSHOT_REFUSED = "step %(step)d: kept: %(reason)s"  # a snapshot is never uploaded
+
+
 class LogListener:
     """Logs events.
 
@@ -86,6 +89,8 @@ class LogListener:
     def __call__(self, event: events.Event) -> None:
         """Log one event."""
         level, sentence = LINES.get(type(event), (logging.DEBUG, "%(event)s"))
+        if isinstance(event, events.RotationRefused) and event.kinds == ("emergency",):
+            sentence = _SNAPSHOT_REFUSED
         if not _log.isEnabledFor(level) or not self._is_due(event):
             return
         found = fields_of(event)

@@ -17,6 +17,7 @@ Rules:
 
 from __future__ import annotations
 
+import inspect
 import math
 import pickle
 import re
@@ -25,9 +26,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError, WaitTimeout
 from ckptmirror.ranks.base import Readers, exchange_result
@@ -45,6 +48,7 @@ _SIZE_BYTES = 8
 _REASON_LIMIT_S = 1.0
 _REASON_POLL_S = 0.02
 _STORE_LIMIT_S = 5.0
+_groups_made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # from each group that was given
 
 
 class GlooRanks:
@@ -386,16 +390,38 @@ def _new_group(process_group: Any, description: str, timeout_s: float) -> Any:
     members = None if everyone else dist.get_process_group_ranks(process_group)
     if members is not None and (process_group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank() not in members):
         raise UsageError("this process is not in the process group that was given")
+    limit = timedelta(seconds=timeout_s)
     try:
-        return dist.new_group(
-            members,
-            timeout=timedelta(seconds=timeout_s),
-            backend="gloo",
-            use_local_synchronization=members is not None,
-            group_desc=description,
-        )
+        if members is None:
+            return dist.new_group(timeout=limit, backend="gloo", group_desc=description)
+        return _group_within(process_group, sorted(members), description, limit)
     except RuntimeError as error:
         raise WaitTimeout(f"{description}: not all ranks came within {timeout_s:g} s ({error})") from error
+
+
+def _group_within(parent: Any, members: list[int], description: str, limit: timedelta) -> Any:
+    """Create a group that only its members create: the ranks of ``parent``, ascending.
+
+    torch puts the number of this process's groups into the name of such a group. Members of which some are in more
+    groups than others would wait for one another in vain, and no public function takes a name. So the name here comes
+    from the parent's, and from how many groups it was given to before, which are the same on all members.
+    """
+    create = getattr(distributed_c10d, "_new_process_group_helper", None)
+    store_of_all = getattr(distributed_c10d, "_get_default_store", None)
+    ranks_of_groups = getattr(getattr(distributed_c10d, "_world", None), "pg_group_ranks", None)
+    takes = inspect.signature(create).parameters.keys() if create is not None else set()
+    if create is None or store_of_all is None or ranks_of_groups is None or not {"timeout", "group_desc"} <= takes:
+        return dist.new_group(
+            members, timeout=limit, backend="gloo", use_local_synchronization=True, group_desc=description
+        )
+    number = _groups_made.get(parent, 0)
+    name = f"ckptmirror:{parent.group_name}:{number}"
+    own = members.index(dist.get_rank())
+    backend = dist.Backend("gloo")
+    group, _ = create(len(members), own, members, backend, store_of_all(), name, timeout=limit, group_desc=description)
+    ranks_of_groups[group] = {rank: at for at, rank in enumerate(members)}
+    _groups_made[parent] = number + 1
+    return group
 
 
 def _store_of(group: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ckptmirror.core.errors import LocalStorageFull, RankFailed, UsageError
 from ckptmirror.ranks import StopRequest, gloo, open_ranks
@@ -411,6 +412,33 @@ def test_close_needs_no_other_rank_and_no_barrier() -> None:
         for kind, message in run_ranks(3, _leaves):
             assert kind == RankFailed.__name__
             assert "closed" in message
+
+
+def _within_a_group(rank: int, names_groups: bool) -> Any:
+    given = [dist.new_group([0, 3]), dist.new_group([1, 2])][rank in (1, 2)]
+    for _ in range(rank if names_groups else 0):
+        dist.new_group([rank], use_local_synchronization=True)
+    helper = distributed_c10d._new_process_group_helper
+    if not names_groups:
+        distributed_c10d._new_process_group_helper = lambda *given, **more: helper(*given, **more)
+    said = []
+    for _ in range(2 if names_groups else 1):
+        ranks = open_ranks(given, node_key="a", timeout_s=20)
+        other = ranks.channel("second")
+        total = torch.full((1,), float(rank))
+        dist.all_reduce(total, group=other.torch_group)
+        said.append((other.exchange(rank, what="who is there"), total.item()))
+        other.close()
+        ranks.close()
+    return said
+
+
+@pytest.mark.parametrize("names_groups", [True, False])
+def test_ranks_of_which_some_are_in_more_groups_than_others_find_one_another(names_groups: bool) -> None:
+    """Twice: a second time the name is another one. Where torch takes no name, all must be in as many groups."""
+    times = 2 if names_groups else 1
+    found = run_ranks(4, _within_a_group, names_groups)
+    assert found == [[([rank, 3 - rank], 3.0)] * times for rank in (0, 1, 1, 0)]
 
 
 def _never_opens(rank: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmirror.core.names import EVENTS_NAME
 from ckptmirror.flow.drain import drain
 from tests.kit.cli import run
 from tests.kit.roots import leftovers
@@ -116,6 +118,31 @@ def test_an_emergency_snapshot_of_which_a_node_is_lost_is_passed_over(tmp_path: 
     for one in job.run():
         assert (one.step, one.place) == (1, job.url)
         assert "no disk of this job has what rank 1 wrote" in one.passed_over
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_part_of_a_snapshot_whose_rest_is_gone_goes_once_a_later_save_is_mirrored(kept: bool, tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1,), snapshot=2, kept=kept).run()
+    (gone,) = tmp_path.glob("b/emergency_*")
+    shutil.rmtree(gone)  # as if the node had died before it wrote
+    for left in tmp_path.glob("kept/*/*rank1*"):
+        left.unlink()
+    for one in Job(tmp_path, "ab", (3,), kept=kept).run():
+        assert (one.step, one.failed) == (1, "")
+        assert "no disk of this job has what rank 1 wrote" in one.passed_over
+    assert list(tmp_path.glob("[ab]/emergency_*")) == []
+    found = [json.loads(line) for line in (tmp_path / "a" / EVENTS_NAME).read_text().splitlines()]
+    reasons = [line["facts"]["reason"] for line in found if line["event"] in ("RotationRefused", "SaveRotated")]
+    assert all("uploaded files" not in reason for reason in reasons)
+    assert any("it is abandoned: superseded, whole nowhere, and a newer save, of step 3" in why for why in reasons)
+
+
+def test_a_part_of_a_snapshot_stays_while_the_rest_may_be_in_a_directory_that_nobody_looks_at(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1,), snapshot=2, kept=True).run()
+    (gone,) = tmp_path.glob("b/emergency_*")
+    shutil.rmtree(gone)
+    assert [one.step for one in Job(tmp_path, "ab", (3,)).run()] == [1, 1]
+    assert len(list(tmp_path.glob("a/emergency_*"))) == 1
 
 
 @pytest.mark.parametrize("lost", ["b", "ab"])

@@ -73,9 +73,10 @@ def never_whole(evidence: Evidence) -> list[SaveFacts]:
     """Return the saves that this job has parts of, and that nothing can make whole: a crash came between their nodes.
 
     A part is gone for good if the nodes that saved it are those of this job, on the disks that they had, and neither
-    these disks nor any mirror has it, nor has a disk a meta that cannot be read and may be its.
+    these disks nor any mirror has it, nor has a disk a meta that cannot be read and may be its. An emergency snapshot's
+    may also be in the persistent directory. Disks without an identity may be any.
     """
-    if count(evidence).silent or not all(row.answers for row in evidence.mirrors()):
+    if not evidence.root or count(evidence).silent or not all(row.answers for row in evidence.mirrors()):
         return []
     parts: dict[str, list[Part]] = {}
     for part in evidence.disk.parts:
@@ -83,15 +84,21 @@ def never_whole(evidence: Evidence) -> list[SaveFacts]:
     unknown = {one.step for one in evidence.disk.problems if one.save is None}  # a meta that cannot be read
     roots = {heard.attempt.id: heard.attempt.root for heard in evidence.disk.heard}
     whole = {copy.save.save_id for row in evidence.rows for copy in row.copies}
-    there = {one for row in evidence.mirrors() for one in row.parts_here}
+    there = {one for row in evidence.rows for one in row.parts_here}
+    kept = [one for row in evidence.rows if row.sort == "persistent" for one in row.problems]
+    unknown_snapshots = unknown | {one.step for one in kept if one.save is None}
     return [
         found[0].save
         for save_id, found in parts.items()
         if save_id not in whole
-        and not unknown & {None, found[0].save.step}
+        and not (unknown_snapshots if _is_snapshot(found) else unknown) & {None, found[0].save.step}
         and roots.get(found[0].save.attempt) == evidence.root
         and any((save_id[:8], share) not in there for share in _absent(found))
     ]
+
+
+def _is_snapshot(found: Sequence[Part]) -> bool:
+    return found[0].save.kinds == ("emergency",)
 
 
 def _check_one_run(rows: Sequence[Row]) -> None:
@@ -160,7 +167,7 @@ def _problems(parts: Mapping[str, Sequence[Part]], whole: Mapping[str, Iterable[
             continue
         name, why, hindrance = found[0].name, "", found[0].hindrance
         if absent := _absent(found):
-            unit = "rank" if save.kinds == ("emergency",) else "node"
+            unit = "rank" if _is_snapshot(found) else "node"
             numbers = ", ".join(map(str, absent[:_NAMED])) + (", ..." if len(absent) > _NAMED else "")
             which = f"{unit}{'s' if len(absent) > 1 else ''} {numbers}"
             why = f"{found[0].of} {unit}s saved it, and no disk of this job has what {which} wrote"

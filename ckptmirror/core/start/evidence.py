@@ -172,7 +172,8 @@ class Row:
         removed: The ids of the saves that retention removed here.
         parts: On the disk of one node, its parts of saves of several nodes; on all disks together, those of saves of
             which some part is missing.
-        parts_here: On a mirror, the parts of saves that are there: eight digits of the save's id, and which node's.
+        parts_here: On a mirror, the parts of saves that are there: eight digits of the save's id, and which node's. In
+            the persistent directory, those of snapshots that are not whole there, and which rank's.
     """
 
     place: str

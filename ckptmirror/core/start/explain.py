@@ -129,7 +129,7 @@ def not_readable(what: str, why: str, hindrance: Hindrance = "unreadable") -> Te
     """Return the error of a start that would go back past something that cannot be read now and may be whole."""
     kind = NotAuthorised if hindrance == "refused" else Temporary
     return kind(
-        f"{what} cannot be read now: {why}. It may be whole, and training would be set back from it.",
+        f"{what} cannot be read now: {why.removesuffix('.')}. It may be whole, and training would be set back from it.",
         hint="Fix what keeps it from being read, or go back on purpose with policy=<step>.",
     )
 

@@ -249,7 +249,7 @@ def _not_readable(what: str, why: str, hindrance: Hindrance) -> Temporary | NotA
     """Return the error of a reader that was asked for something that cannot be read now and may be whole."""
     kind = NotAuthorised if hindrance == "refused" else Temporary
     return kind(
-        f"{what} cannot be read now: {why}. It may be whole.",
+        f"{what} cannot be read now: {why.removesuffix('.')}. It may be whole.",
         hint="Fix what keeps it from being read, or name another step.",
     )
 

@@ -14,7 +14,7 @@ Rules:
   in between leaves files without a meta that the table proves to be verified. :func:`finish_interrupted` deletes them,
   except those that a later save of the same bytes now names.
 * An emergency snapshot is deleted once the mirrors confirm a newer save that takes its place (docs/adr/0003), together
-  with its copy in the persistent directory.
+  with its copy in the persistent directory. So is a node's part of one of which the rest is gone for good.
 * While the disk has no room for the next save, safe saves that the policy keeps go early (``core.retention``). The room
   is measured before each, after what the policy does not keep is gone.
 * ``latest`` is moved to the newest save of the lineage before its target is deleted.
@@ -44,7 +44,7 @@ from ckptmirror.flow.retention.durability import is_skipped, save_safety, why_no
 from ckptmirror.flow.retention.ownership import why_not_ours
 from ckptmirror.flow.save.commit import NAMES_LOCK_NAME, claimed_by_others, latest_target, stray_below
 from ckptmirror.flow.save.emergency_files import delete_emergency, is_emergency, meta_paths
-from ckptmirror.flow.save.persistent_dir import snapshots_in
+from ckptmirror.flow.save.persistent_dir import snapshots_in, why_perhaps_elsewhere
 from ckptmirror.local import directories, files, trash
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.free_space import room_bytes
@@ -150,7 +150,17 @@ def rotate(
         statuses, metas = gather(root, table, mirrors, attempts, copies)
         plan = plan_rotation(statuses, retention, abandoned=abandoned)
         rotation = _Rotation(
-            root, table, mirrors, bus or events.EventBus(), statuses, metas, plan, copies, persistent_dir, snapshots
+            root,
+            table,
+            mirrors,
+            bus or events.EventBus(),
+            statuses,
+            metas,
+            plan,
+            copies,
+            persistent_dir,
+            snapshots,
+            abandoned,
         )
         if not dry_run:
             rotation.delete_unwanted()
@@ -173,6 +183,7 @@ class _Rotation:
     copies: Mapping[str, Meta]
     persistent_dir: Path | None
     snapshots: bool
+    abandoned: Collection[str]
     deleted: list[tuple[int, str]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -208,7 +219,8 @@ class _Rotation:
     def report(self) -> RotationReport:
         """Tell what was refused, and return what the rotation did."""
         for save_id, reason in self.refused.items():
-            self.bus.emit(events.RotationRefused(step=self.metas[save_id].step, save_id=save_id, reason=reason))
+            meta = self.metas[save_id]
+            self.bus.emit(events.RotationRefused(step=meta.step, save_id=save_id, kinds=meta.kinds, reason=reason))
         steps = {save_id: meta.step for save_id, meta in self.metas.items()}
         return RotationReport(self.plan, tuple(self.deleted), self.refused, steps)
 
@@ -242,6 +254,8 @@ class _Rotation:
             reason = _why_gone(self.table, self.mirrors, successor)
         if reason is None and is_emergency(meta) and not self.snapshots:
             reason = "only the running trainer deletes an emergency snapshot: a start may be reading it"
+        if reason is None and is_emergency(meta) and save_id in self.abandoned:
+            reason = why_perhaps_elsewhere(self.root, save_id, self.persistent_dir)
         return reason
 
     def _homes(self, meta: Meta) -> list[Path]:

@@ -196,10 +196,15 @@ def _write(
 def _agreed_name(root: Path, plan: Meta, persistent_dir: Path | None) -> str:
     """Let the first rank of the node name the directory; the others read the name.
 
-    Where no rank can note a name, and on several nodes, they use one that each computes alike, without a time.
+    Where no rank can note a name, and on several nodes, they use one that each computes alike, without a time. On
+    several nodes the note only says where the copies are.
     """
     alike = names.emergency_dir_name(plan.step, names.NO_TIME, plan.save_id[:8])
-    if plan.nodes > 1 or os.path.lexists(root / alike):
+    if plan.nodes > 1:
+        with contextlib.suppress(NameTaken, *_DISK_FAILURES):
+            write_note(root, plan.save_id, alike, persistent_dir)
+        return alike
+    if os.path.lexists(root / alike):
         return alike
     name = names.emergency_dir_name(plan.step, _utc_second())
     if os.path.lexists(root / name):  # another snapshot of the same second has it

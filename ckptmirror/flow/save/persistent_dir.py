@@ -47,7 +47,15 @@ from ckptmirror.local.listing import is_not_readable_now
 from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.save_logger import save_logger
 
-__all__ = ["bring_snapshot", "copy_of", "keep_copy", "open_persistent", "persistent_catalog", "snapshots_in"]
+__all__ = [
+    "bring_snapshot",
+    "copy_of",
+    "keep_copy",
+    "open_persistent",
+    "persistent_catalog",
+    "snapshots_in",
+    "why_perhaps_elsewhere",
+]
 
 _WORKERS = 4
 _EMERGENCY_S = 5.0  # the grace period runs
@@ -129,6 +137,17 @@ def copy_of(root: Path, save_id: str) -> Path | None:
     except (FileNotFoundError, ValueError, CkptMirrorError, OSError):
         return None
     return directory if directory is not None and save_id in snapshots_in(directory) else None
+
+
+def why_perhaps_elsewhere(root: Path, save_id: str, persistent_dir: Path | None) -> str | None:
+    """Say why parts of a snapshot may be where this start did not look; None: they are not."""
+    try:
+        noted = read_note(note_path(root, save_id)).persistent_dir
+    except (FileNotFoundError, ValueError, CkptMirrorError, OSError) as error:
+        return f"other ranks' parts may be in a persistent_dir, and the note that names it cannot be read ({error})"
+    if noted in (None, persistent_dir):
+        return None
+    return f"other ranks' parts may be in {noted}, which was its persistent_dir"
 
 
 def persistent_catalog(directory: Path, root: Path | None = None, *, patience_s: float = 0.0) -> Catalog:

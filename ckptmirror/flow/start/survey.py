@@ -385,6 +385,7 @@ class _Rows:
                     problems=tuple(
                         one for one in self._problems(catalog, run_id, {}, loose=False) if one.save is not None
                     ),
+                    parts_here=tuple(_snapshot_parts(catalog, run_id)),
                 )
             )
         unknown = [one for one in self._problems(catalog, None, {}, loose=False) if one.save is None]
@@ -497,6 +498,12 @@ def _parts_among(listed: Iterable[str]) -> Iterator[tuple[str, int]]:
         parsed = names.parse_name(name)
         if parsed is not None and parsed.role == "part":
             yield parsed.tag, parsed.part - 1
+
+
+def _snapshot_parts(catalog: Catalog, run_id: str) -> Iterator[tuple[str, int]]:
+    for meta in (problem.meta for problem in catalog.problems.values()):
+        if meta is not None and meta.run_id == run_id:
+            yield from ((meta.save_id[:8], rank) for rank in _shares_of(meta)[0])
 
 
 def _is_part(problem: FoundProblem, run_id: str | None) -> bool:

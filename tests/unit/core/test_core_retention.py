@@ -240,6 +240,19 @@ def test_i1_a_superseded_emergency_snapshot_stays() -> None:
     snapshot = status(250, kinds=("emergency",), safety=UNVERIFIED, standing="superseded")
     plan = plan_rotation([snapshot, status(300)], Retention(keep_last=1))
     assert list(plan.refuse) == ["s250"]
+    assert "training did not continue from it" in plan.refuse["s250"]
+
+
+def test_an_abandoned_emergency_snapshot_goes_once_a_save_of_a_later_step_is_on_every_required_mirror() -> None:
+    snapshot = status(250, kinds=("emergency",), safety=UNVERIFIED, standing="superseded")
+    plan = plan_rotation([snapshot, status(200), status(300)], Retention(keep_last=1), abandoned={"s250"})
+    assert (list(plan.delete), plan.successors) == (["s200", "s250"], {"s250": "s300"})
+    assert "it is abandoned" in plan.delete["s250"]
+    for other in (status(200), status(300, safety=UNVERIFIED)):  # the parent of the attempt that went on without it
+        plan = plan_rotation([snapshot, other], Retention(keep_last=1), abandoned={"s250"})
+        assert plan.refuse == {
+            "s250": "it is an emergency snapshot, and no save of a later step is on every required mirror yet"
+        }
 
 
 def test_saves_that_share_an_id_are_kept() -> None:

@@ -170,3 +170,34 @@ def test_a_part_alone_is_given_up_only_if_no_other_place_can_have_the_rest() -> 
         (seen.rows, "other disks"),  # the disk of the other node may come back
     ):
         assert never_whole(Evidence(tuple(rows), root)) == []
+
+
+def test_disks_without_an_identity_are_not_taken_for_those_that_a_save_without_one_was_made_on() -> None:
+    heard = (Heard(replace(A, root=""), frozenset({Voice.CLAIMED})),)
+    here = replace(one_disk([disk(part(TWO, 0)), disk()]), heard=heard)
+    assert identity_of([HERE, ""]) == ""
+    assert never_whole(Evidence((here, *mirrors(ONE)), "")) == []
+
+
+def test_a_part_of_a_snapshot_is_given_up_only_if_the_persistent_directory_cannot_have_the_rest() -> None:
+    snapshot = replace(TWO, kinds=("emergency",))
+    here = one_disk([disk(part(snapshot, 0, kinds=("emergency",))), disk()])
+    where = Row("/nfs/kept", "persistent", run_id="run")
+    own = Problem("meta_rank0.json", "ranks left no meta", 200, snapshot.save_id, ("emergency",), snapshot)
+
+    def given_up(*kept: Row) -> bool:
+        return never_whole(Evidence((here, *mirrors(ONE), *kept), HERE)) == [snapshot]
+
+    digits = snapshot.save_id[:8]
+    assert given_up()
+    assert given_up(where)
+    assert given_up(replace(where, problems=(own,), parts_here=((digits, 0),)))  # a copy of what the disk has
+    assert not given_up(replace(where, problems=(own,), parts_here=((digits, 1),)))
+    assert not given_up(replace(where, copies=(Copy(snapshot, Origin.REMOTE),)))
+    for step in (None, 200):  # it cannot be listed, or a meta in it cannot be read
+        unread = Problem("/nfs/kept", "it cannot be listed", step, kinds=("emergency",), hindrance="unreadable")
+        assert not given_up(replace(where, problems=(unread,)))
+    regular = one_disk([disk(part(TWO, 0)), disk()])
+    unread = Problem("/nfs/kept", "it cannot be listed", kinds=("emergency",), hindrance="unreadable")
+    seen = Evidence((regular, *mirrors(ONE), replace(where, problems=(unread,))), HERE)
+    assert never_whole(seen) == [TWO]  # only snapshots are there
