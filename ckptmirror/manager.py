@@ -185,7 +185,13 @@ class CheckpointManager:
     # -- start ----------------------------------------------------------------------------------------------
 
     def resume(
-        self, state: TrainState, policy: Policy = "auto", *, force: bool = False, exclude: Collection[str] = ()
+        self,
+        state: TrainState,
+        policy: Policy = "auto",
+        *,
+        force: bool = False,
+        exclude: Collection[str] = (),
+        command_wins: Collection[str] = (),
     ) -> ResumeInfo | None:
         """Load the newest whole save of the lineage into ``state``; None means that training starts at step 0.
 
@@ -198,6 +204,8 @@ class CheckpointManager:
                 older save is a rewind: it takes the later saves off the lineage); or ``"scratch"``, with ``force=True``
                 if there are saves.
             exclude: Parts of the state to leave unchanged, with a warning: names of ``TrainState``, and ``"rng"``.
+            command_wins: Settings of optimizers and schedulers, such as ``"lr"``, that are this command's after the
+                load; all others are the save's. A rate goes on from its place in the schedule, with the new base.
 
         Raises:
             CheckpointNotFound: The requested save does not exist.
@@ -222,6 +230,7 @@ class CheckpointManager:
             policy=policy,
             force=force,
             exclude=leave,
+            command_wins=command_wins,
             stages=self._stages,
             bus=self.events,
         )

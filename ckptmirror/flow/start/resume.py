@@ -21,7 +21,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import IntegrityError, KindMismatch, Temporary
-from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
+from ckptmirror.core.model import Artifact, Attempt, Meta
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.start.attempts import Claim
 from ckptmirror.core.start.decide import Result, Wish
@@ -79,6 +79,7 @@ def resume_run(
     policy: Policy = "auto",
     force: bool = False,
     exclude: frozenset[str] = frozenset(),
+    command_wins: Collection[str] = (),
     stages: Stages = NO_STAGES,
     bus: events.EventBus,
 ) -> tuple[ResumeInfo | None, str, Attempt, frozenset[str]]:
@@ -89,6 +90,7 @@ def resume_run(
         policy: ``"auto"``; ``"scratch"`` (with ``force`` if there are saves); a step; ``"latest"``; a save id; or the
             path of a save in the root.
         exclude: Parts of the state to leave unchanged.
+        command_wins: Settings of optimizers and schedulers that are this command's after the load.
         stages: The stage of each rank.
 
     Returns:
@@ -106,7 +108,7 @@ def resume_run(
     bringer: Bringer | None = None
     failure: BaseException | None = None
     try:
-        remember_command(state)
+        remember_command(state, command_wins)
     except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
         failure = error
     if failure is None and node is not None and ranks.rank == 0:
@@ -118,7 +120,7 @@ def resume_run(
             failure = error
     ranks.exchange(None, what="look at every place", error=failure)
     for _ in range(_STARTS_LIMIT):
-        proposal, report = _load_first_sound(root, ranks, bringer, node, state, exclude, elsewhere)
+        proposal, report = _load_first_sound(root, ranks, bringer, node, state, exclude, command_wins, elsewhere)
         claimed = _claim(ranks, bringer, node, proposal)
         if claimed is None:
             continue
@@ -141,6 +143,7 @@ def _load_first_sound(
     node: Node | None,
     state: TrainState,
     exclude: frozenset[str],
+    command_wins: Collection[str],
     elsewhere: frozenset[str],
 ) -> tuple[Proposal, LoadReport | None]:
     """Load the first proposal that all ranks can load; return no report for a start at step 0."""
@@ -150,7 +153,8 @@ def _load_first_sound(
             return proposal, None
         try:
             place, verified = _verified_here(root, ranks, node, proposal, state, elsewhere)
-            return proposal, _load_together(place, ranks, verified, proposal.kind, state, exclude, elsewhere)
+            load = functools.partial(load_kind, place, verified, proposal.kind, state, ranks, exclude, elsewhere)
+            return proposal, _load_together(load, ranks, verified, state, command_wins)
         except _CannotUse as found:
             freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
             if bringer is not None:
@@ -390,13 +394,7 @@ def _vote_on_bytes(root: Path, ranks: Ranks, read: Sequence[Artifact]) -> None:
 
 
 def _load_together(
-    root: Path,
-    ranks: Ranks,
-    verified: Meta,
-    kind: Kind,
-    state: TrainState,
-    exclude: frozenset[str],
-    elsewhere: frozenset[str],
+    load: Callable[[], LoadReport], ranks: Ranks, verified: Meta, state: TrainState, command_wins: Collection[str]
 ) -> LoadReport:
     """Load on every rank, from the files that ``verified`` names alone, and vote on how it went.
 
@@ -408,8 +406,8 @@ def _load_together(
     reason: tuple[str, Result] | None = None
     failure: BaseException | None = None
     try:
-        report = load_kind(root, verified, kind, state, ranks, exclude, elsewhere)
-        report = replace(report, changed=settle_command(state, verified, report))
+        report = load()
+        report = replace(report, changed=settle_command(state, verified, report, command_wins))
     except KindMismatch as error:
         reason = (f"rank {ranks.rank}: {error}", Result.OTHER_RANKS)
     except (IntegrityError, FileNotFoundError) as error:
