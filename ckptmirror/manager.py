@@ -29,7 +29,9 @@ from ckptmirror.arguments import (
     stop_event,
 )
 from ckptmirror.core import events, signing
+from ckptmirror.core.command_changes import checked_wins
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
+from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.stages import stages_of
@@ -192,6 +194,7 @@ class CheckpointManager:
         force: bool = False,
         exclude: Collection[str] = (),
         command_wins: Collection[str] = (),
+        allow_cold_optimizer: bool = False,
     ) -> ResumeInfo | None:
         """Load the newest whole save of the lineage into ``state``; None means that training starts at step 0.
 
@@ -206,6 +209,8 @@ class CheckpointManager:
             exclude: Parts of the state to leave unchanged, with a warning: names of ``TrainState``, and ``"rng"``.
             command_wins: Settings of optimizers and schedulers, such as ``"lr"``, that are this command's after the
                 load; all others are the save's. A rate goes on from its place in the schedule, with the new base.
+            allow_cold_optimizer: Whether to go on if only the save has state of an optimizer, or only ``state`` has an
+                optimizer, which then starts without history.
 
         Raises:
             CheckpointNotFound: The requested save does not exist.
@@ -213,7 +218,7 @@ class CheckpointManager:
             StoreTemporary: A required mirror does not answer and there is nothing on the disk.
         """
         self._check_open()
-        leave = checked_parts(exclude)
+        options = LoadOptions(checked_parts(exclude), checked_wins(command_wins), allow_cold_optimizer)
         check_state(state)
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
@@ -229,8 +234,7 @@ class CheckpointManager:
             state,
             policy=policy,
             force=force,
-            exclude=leave,
-            command_wins=command_wins,
+            options=options,
             stages=self._stages,
             bus=self.events,
         )
@@ -280,7 +284,8 @@ class CheckpointManager:
         """
         self._check_open()
         check_state(state)
-        return load_state(self.root, self.ranks, state, reference, checked_parts(exclude), self._stages)
+        options = LoadOptions(checked_parts(exclude))
+        return load_state(self.root, self.ranks, state, reference, options, self._stages)
 
     # -- save -----------------------------------------------------------------------------------------------
 

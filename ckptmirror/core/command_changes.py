@@ -21,6 +21,7 @@ __all__ = [
     "NO_COMMAND",
     "Command",
     "changes",
+    "check_known",
     "checked_wins",
     "config_changes",
     "in_force",
@@ -31,6 +32,7 @@ __all__ = [
 Settings = Mapping[str, Any]
 _PLAIN = (bool, int, float, str, type(None))
 _BASE = "initial_lr"
+_EXAMPLE = 'Write command_wins=("lr",), for example.'
 
 
 @dataclass(frozen=True)
@@ -175,20 +177,29 @@ def _over(old: Settings, new: Settings, kept: Container[str]) -> Settings:
     return {**new, **{name: value for name, value in old.items() if name in new and name not in kept}}
 
 
-def checked_wins(wins: Collection[str], here: Command) -> None:
+def checked_wins(wins: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the settings that are to win.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    if isinstance(wins, str) or not isinstance(wins, Collection):
+        raise UsageError(f"command_wins is {wins!r}; it must be a tuple of names.", hint=_EXAMPLE)
+    return tuple(wins)
+
+
+def check_known(wins: Collection[str], here: Command) -> None:
     """Check that a command has the settings that are to win.
 
     Raises:
         UsageError: It has not; the message lists what it has.
     """
     has = {name for one in (*here.groups, *here.schedulers.values()) for name in one} - {_BASE}
-    is_one = isinstance(wins, str) or not isinstance(wins, Collection)
-    unknown = [wins] if is_one else [name for name in wins if name not in has]
-    if unknown:
+    if unknown := [name for name in wins if name not in has]:
         raise UsageError(
             f"command_wins holds {', '.join(map(repr, unknown))}; it must be a tuple of names among the settings of "
             f"this command's optimizers and schedulers: {', '.join(sorted(has)) or 'it has none'}.",
-            hint='Write command_wins=("lr",), for example.',
+            hint=_EXAMPLE,
         )
 
 

@@ -280,9 +280,10 @@ def test_a_name_that_is_no_setting_is_refused_and_nothing_is_loaded(tmp_path: Pa
     state = state_of(0.3, lambda adam: schedulers.StepLR(adam, step_size=3))
     before = state.model[0].weight.clone()
     with running(tmp_path) as manager:
-        with pytest.raises(UsageError, match="command_wins holds") as refused:
+        with pytest.raises(UsageError, match=r"command_wins (holds|is)") as refused:
             manager.resume(state, command_wins=wrong)
-        assert "gamma, lr, maximize, step_size, weight_decay" in str(refused.value)
+        if isinstance(wrong, tuple):
+            assert "gamma, lr, maximize, step_size, weight_decay" in str(refused.value)
         assert torch.equal(state.model[0].weight, before)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
@@ -72,7 +73,7 @@ def load_state(
     ranks: Ranks,
     state: TrainState,
     reference: Reference,
-    exclude: frozenset[str],
+    options: LoadOptions,
     stages: Stages = NO_STAGES,
 ) -> ResumeInfo:
     """Load the checkpoint ``reference`` into ``state``, on every rank of the job.
@@ -80,7 +81,7 @@ def load_state(
     Args:
         root: The directory in which a step, or ``"latest"``, is searched.
         reference: A step, ``"latest"``, or what :func:`resolve_checkpoint_reference` takes, on this disk.
-        exclude: Parts of the state to leave unchanged.
+        options: What to load, and what to accept.
         stages: The stage of each rank.
 
     Raises:
@@ -102,9 +103,9 @@ def load_state(
     assert given is not None
     meta = _verified(ranks, given) if given.save_id is not None else None
     elsewhere = names_elsewhere(ranks, stages, state)
-    load = partial(_load, ranks, given, meta, state, exclude, elsewhere)
+    load = partial(_load, ranks, given, meta, state, options, elsewhere)
     report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
-    not_wanted = left_out(state, exclude)
+    not_wanted = left_out(state, options.exclude)
     for part in not_wanted:  # what is missing was logged where it was found
         save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", given.step, part)
     return ResumeInfo(
@@ -162,7 +163,7 @@ def load_kind(
     kind: Kind,
     state: TrainState,
     ranks: Ranks,
-    exclude: frozenset[str],
+    options: LoadOptions,
     elsewhere: frozenset[str] = frozenset(),
 ) -> LoadReport:
     """Load one kind of a verified save in ``root`` into the state, including its sidecars, and no file of another."""
@@ -171,7 +172,7 @@ def load_kind(
     from ckptmirror.formats.sidecars import load_sidecars
 
     meta = replace(meta, artifacts=meta.artifacts_of(kind))
-    target = LoadTarget(state, ranks.rank, ranks.world_size, exclude, elsewhere)
+    target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude, elsewhere, options.allow_cold_optimizer)
     tensors = get_format(kind).load(root, meta, target)
     if kind == "emergency":
         return tensors  # its files hold everything
@@ -212,16 +213,17 @@ def _load(
     found: CheckpointReference,
     meta: Meta | None,
     state: TrainState,
-    exclude: frozenset[str],
+    options: LoadOptions,
     elsewhere: frozenset[str],
 ) -> LoadReport:
     assert isinstance(found.dir, Path)
     if meta is not None:
-        return load_kind(found.dir, meta, found.kind, state, ranks, exclude, elsewhere)
+        return load_kind(found.dir, meta, found.kind, state, ranks, options, elsewhere)
     from ckptmirror.formats.base import LoadTarget
     from ckptmirror.formats.legacy import load_legacy, read_legacy
 
     one = look_up_older(found)
-    wants_extra = bool(set(PARTS) - {"model", "optimizer"} - exclude)
+    wants_extra = bool(set(PARTS) - {"model", "optimizer"} - options.exclude)
     saved = read_legacy(one.path, one.kind, one.extra if wants_extra else None)
-    return load_legacy(saved, one.path, LoadTarget(state, ranks.rank, ranks.world_size, exclude), one.step)
+    target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude)
+    return load_legacy(saved, one.path, target, one.step)

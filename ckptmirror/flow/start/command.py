@@ -17,7 +17,7 @@ from ckptmirror.core.command_changes import (
     Command,
     Settings,
     changes,
-    checked_wins,
+    check_known,
     config_changes,
     in_force,
     new_rate,
@@ -41,7 +41,7 @@ def remember_command(state: TrainState, wins: Collection[str]) -> None:
     from ckptmirror.formats.command import remember
 
     remember(state)
-    checked_wins(wins, _built(state))
+    check_known(wins, _built(state))
 
 
 def settle_command(state: TrainState, meta: Meta, report: LoadReport, wins: Collection[str]) -> tuple[str, ...]:

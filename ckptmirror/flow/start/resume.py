@@ -21,7 +21,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import IntegrityError, KindMismatch, Temporary
+from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import Artifact, Attempt, Meta
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.start.attempts import Claim
@@ -78,8 +79,7 @@ def resume_run(
     *,
     policy: Policy = "auto",
     force: bool = False,
-    exclude: frozenset[str] = frozenset(),
-    command_wins: Collection[str] = (),
+    options: LoadOptions,
     stages: Stages = NO_STAGES,
     bus: events.EventBus,
 ) -> tuple[ResumeInfo | None, str, Attempt, frozenset[str]]:
@@ -89,8 +89,7 @@ def resume_run(
         node: Set on the leader of each node.
         policy: ``"auto"``; ``"scratch"`` (with ``force`` if there are saves); a step; ``"latest"``; a save id; or the
             path of a save in the root.
-        exclude: Parts of the state to leave unchanged.
-        command_wins: Settings of optimizers and schedulers that are this command's after the load.
+        options: What to load, and what to accept.
         stages: The stage of each rank.
 
     Returns:
@@ -108,7 +107,7 @@ def resume_run(
     bringer: Bringer | None = None
     failure: BaseException | None = None
     try:
-        remember_command(state, command_wins)
+        remember_command(state, options.command_wins)
     except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
         failure = error
     if failure is None and node is not None and ranks.rank == 0:
@@ -120,13 +119,13 @@ def resume_run(
             failure = error
     ranks.exchange(None, what="look at every place", error=failure)
     for _ in range(_STARTS_LIMIT):
-        proposal, report = _load_first_sound(root, ranks, bringer, node, state, exclude, command_wins, elsewhere)
+        proposal, report = _load_first_sound(root, ranks, bringer, node, state, options, elsewhere)
         claimed = _claim(ranks, bringer, node, proposal)
         if claimed is None:
             continue
         attempt = claimed.record.attempt
         _report(bus, node, attempt, proposal, started, policy)
-        info = _info(proposal, report, left_out(state, exclude)) if report is not None else None
+        info = _info(proposal, report, left_out(state, options.exclude)) if report is not None else None
         if info is not None and info.changed and ranks.rank == 0:
             bus.emit(events.CommandChanged(step=info.step, save_id=info.save_id, changes="; ".join(info.changed)))
         return info, proposal.run_id, attempt, claimed.torn
@@ -142,8 +141,7 @@ def _load_first_sound(
     bringer: Bringer | None,
     node: Node | None,
     state: TrainState,
-    exclude: frozenset[str],
-    command_wins: Collection[str],
+    options: LoadOptions,
     elsewhere: frozenset[str],
 ) -> tuple[Proposal, LoadReport | None]:
     """Load the first proposal that all ranks can load; return no report for a start at step 0."""
@@ -153,8 +151,8 @@ def _load_first_sound(
             return proposal, None
         try:
             place, verified = _verified_here(root, ranks, node, proposal, state, elsewhere)
-            load = functools.partial(load_kind, place, verified, proposal.kind, state, ranks, exclude, elsewhere)
-            return proposal, _load_together(load, ranks, verified, state, command_wins)
+            load = functools.partial(load_kind, place, verified, proposal.kind, state, ranks, options, elsewhere)
+            return proposal, _load_together(load, ranks, verified, state, options)
         except _CannotUse as found:
             freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
             if bringer is not None:
@@ -394,7 +392,7 @@ def _vote_on_bytes(root: Path, ranks: Ranks, read: Sequence[Artifact]) -> None:
 
 
 def _load_together(
-    load: Callable[[], LoadReport], ranks: Ranks, verified: Meta, state: TrainState, command_wins: Collection[str]
+    load: Callable[[], LoadReport], ranks: Ranks, verified: Meta, state: TrainState, options: LoadOptions
 ) -> LoadReport:
     """Load on every rank, from the files that ``verified`` names alone, and vote on how it went.
 
@@ -407,7 +405,7 @@ def _load_together(
     failure: BaseException | None = None
     try:
         report = load()
-        report = replace(report, changed=settle_command(state, verified, report, command_wins))
+        report = replace(report, changed=settle_command(state, verified, report, options.command_wins))
     except KindMismatch as error:
         reason = (f"rank {ranks.rank}: {error}", Result.OTHER_RANKS)
     except (IntegrityError, FileNotFoundError) as error:
