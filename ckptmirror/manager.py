@@ -29,7 +29,9 @@ from ckptmirror.arguments import (
     stop_event,
 )
 from ckptmirror.core import events, signing
+from ckptmirror.core.command_changes import checked_wins
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
+from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.stages import stages_of
@@ -191,6 +193,8 @@ class CheckpointManager:
         *,
         force: bool = False,
         exclude: Collection[str] = (),
+        command_wins: Collection[str] = (),
+        allow_cold_optimizer: bool = False,
         verify_loaded: bool = True,
     ) -> ResumeInfo | None:
         """Load the newest whole save of the lineage into ``state``; None means that training starts at step 0.
@@ -204,6 +208,10 @@ class CheckpointManager:
                 older save is a rewind: it takes the later saves off the lineage); or ``"scratch"``, with ``force=True``
                 if there are saves.
             exclude: Parts of the state to leave unchanged, with a warning: names of ``TrainState``, and ``"rng"``.
+            command_wins: Settings of optimizers and schedulers, such as ``"lr"``, that are this command's after the
+                load; all others are the save's. A rate goes on from its place in the schedule, with the new base.
+            allow_cold_optimizer: Whether to go on if only the save has state of an optimizer, or only ``state`` has an
+                optimizer, which then starts without history.
             verify_loaded: Whether to compare each tensor in memory with what was saved, after the load. Turn it off if
                 a ``load_state_dict`` of yours changes values on purpose.
 
@@ -214,7 +222,7 @@ class CheckpointManager:
             StoreTemporary: A required mirror does not answer and there is nothing on the disk.
         """
         self._check_open()
-        leave = checked_parts(exclude)
+        options = LoadOptions(checked_parts(exclude), checked_wins(command_wins), allow_cold_optimizer, verify_loaded)
         check_state(state)
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
@@ -230,8 +238,7 @@ class CheckpointManager:
             state,
             policy=policy,
             force=force,
-            exclude=leave,
-            verify_loaded=verify_loaded,
+            options=options,
             stages=self._stages,
             bus=self.events,
         )
@@ -290,8 +297,8 @@ class CheckpointManager:
         """
         self._check_open()
         check_state(state)
-        leave = checked_parts(exclude)
-        return load_state(self.root, self.ranks, state, reference, leave, self._stages, verify_loaded=verify_loaded)
+        options = LoadOptions(checked_parts(exclude), verify_loaded=verify_loaded)
+        return load_state(self.root, self.ranks, state, reference, options, self._stages)
 
     # -- save -----------------------------------------------------------------------------------------------
 

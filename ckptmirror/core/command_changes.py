@@ -11,17 +11,28 @@ Rules:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptmirror.core.errors import UsageError
 
-__all__ = ["NO_COMMAND", "Command", "changes", "config_changes", "in_force", "refuse_other_classes"]
+__all__ = [
+    "NO_COMMAND",
+    "Command",
+    "changes",
+    "check_known",
+    "checked_wins",
+    "config_changes",
+    "in_force",
+    "new_rate",
+    "refuse_other_classes",
+]
 
 Settings = Mapping[str, Any]
 _PLAIN = (bool, int, float, str, type(None))
 _BASE = "initial_lr"
+_EXAMPLE = 'Write command_wins=("lr",), for example.'
 
 
 @dataclass(frozen=True)
@@ -117,8 +128,14 @@ def _part_of(where: str) -> str:
     return where.split(".")[0].split("[")[0]
 
 
-def changes(saved: Command, here: Command) -> tuple[str, ...]:
-    """Return a line for each setting that differs: what was in force in the save, and what this command built."""
+def changes(saved: Command, here: Command, wins: Collection[str] = ()) -> tuple[str, ...]:
+    """Return a line for each setting that differs: both values, and whose is used.
+
+    Args:
+        saved: The settings in force in the save.
+        here: What this command built.
+        wins: The settings of which this command's are used.
+    """
     found: dict[tuple[str, str, str], list[int]] = {}
     groups = list(zip(saved.groups, here.groups, strict=False)) if len(saved.groups) == len(here.groups) else []
     for number, (old, new) in enumerate(groups):
@@ -127,9 +144,9 @@ def changes(saved: Command, here: Command) -> tuple[str, ...]:
     lines = []
     for change, numbers in found.items():
         of = "" if len(numbers) == len(groups) else f" group {', '.join(map(str, numbers))}"
-        lines.append(_line(f"optimizer{of}", change))
+        lines.append(_line(f"optimizer{of}", change, wins))
     for at in saved.schedulers.keys() & here.schedulers.keys():
-        lines += [_line(at, change) for change in _differences(saved.schedulers[at], here.schedulers[at])]
+        lines += [_line(at, change, wins) for change in _differences(saved.schedulers[at], here.schedulers[at])]
     return tuple(sorted(lines))
 
 
@@ -146,17 +163,62 @@ def config_changes(saved: Settings, here: Settings, where: str = "training_confi
     return tuple(lines)
 
 
-def in_force(saved: Command, here: Command) -> Command:
-    """Return the settings that are in force after a load: the save's, where it has them."""
+def in_force(saved: Command, here: Command, wins: Collection[str] = ()) -> Command:
+    """Return the settings that are in force after a load: the save's, where it has them, but for those of ``wins``."""
+    kept = {*wins, _BASE} if "lr" in wins else {*wins}
     groups = saved.groups if len(saved.groups) == len(here.groups) else ({},) * len(here.groups)
     return Command(
-        tuple(_over(old, new) for old, new in zip(groups, here.groups, strict=True)),
-        {at: _over(saved.schedulers.get(at, {}), new) for at, new in here.schedulers.items()},
+        tuple(_over(old, new, kept) for old, new in zip(groups, here.groups, strict=True)),
+        {at: _over(saved.schedulers.get(at, {}), new, kept) for at, new in here.schedulers.items()},
     )
 
 
-def _over(old: Settings, new: Settings) -> Settings:
-    return {**new, **{name: value for name, value in old.items() if name in new}}
+def _over(old: Settings, new: Settings, kept: Container[str]) -> Settings:
+    return {**new, **{name: value for name, value in old.items() if name in new and name not in kept}}
+
+
+def checked_wins(wins: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the settings that are to win.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    if isinstance(wins, str) or not isinstance(wins, Collection):
+        raise UsageError(f"command_wins is {wins!r}; it must be a tuple of names.", hint=_EXAMPLE)
+    return tuple(wins)
+
+
+def check_known(wins: Collection[str], here: Command) -> None:
+    """Check that a command has the settings that are to win.
+
+    Raises:
+        UsageError: It has not; the message lists what it has.
+    """
+    has = {name for one in (*here.groups, *here.schedulers.values()) for name in one} - {_BASE}
+    if unknown := [name for name in wins if name not in has]:
+        raise UsageError(
+            f"command_wins holds {', '.join(map(repr, unknown))}; it must be a tuple of names among the settings of "
+            f"this command's optimizers and schedulers: {', '.join(sorted(has)) or 'it has none'}.",
+            hint=_EXAMPLE,
+        )
+
+
+def new_rate(now: float, bases: Sequence[float], built: float) -> float | None:
+    """Return a group's learning rate, so that a schedule goes on from the same place with a new base.
+
+    Args:
+        now: The rate that was loaded.
+        bases: What the schedule began from, as the scheduler, the group and the save have it. One may be this
+            command's already, where a part of the state was not loaded.
+        built: What this command's schedule begins from.
+
+    Returns:
+        The rate; None if it is to stay.
+    """
+    old = next((base for base in bases if base != built), None)
+    if old is None:
+        return None
+    return built if old in (0, now) else now * built / old
 
 
 def _with_base(group: Settings) -> Settings:
@@ -170,9 +232,10 @@ def _differences(old: Settings, new: Settings) -> Iterator[tuple[str, str, str]]
             yield name, _short(old[name]), _short(new[name])
 
 
-def _line(where: str, change: tuple[str, str, str]) -> str:
+def _line(where: str, change: tuple[str, str, str], wins: Collection[str]) -> str:
     name, old, new = change
-    return f"{where}: {name} {old} in the save, {new} in this command: the save's is used"
+    whose = "this command's" if name in wins else "the save's"
+    return f"{where}: {name} {old} in the save, {new} in this command: {whose} is used"
 
 
 def _short(value: Any) -> str:

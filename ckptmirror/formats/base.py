@@ -103,6 +103,7 @@ class LoadTarget:
         rank: Global rank; ``world_size`` ranks load.
         exclude: Parts of the state to leave unchanged.
         elsewhere: The names of the model's values that only other ranks hold: those of other stages.
+        allow_cold_optimizer: Whether only one of the save and the state may have an optimizer.
     """
 
     state: Any
@@ -110,6 +111,7 @@ class LoadTarget:
     world_size: int
     exclude: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
+    allow_cold_optimizer: bool = True
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def load_parts(
 
     Raises:
         IntegrityError: A file is missing, broken or hostile.
-        UsageError: Model or optimizer do not fit.
+        UsageError: Model or optimizer do not fit, or only one side has an optimizer and the target does not allow it.
     """
     state = target.state
     loaded: list[str] = []
@@ -62,6 +62,8 @@ def load_parts(
     if "optimizer" not in target.exclude and state.optimizer is not None:
         live_values(state.model)  # asked for its state, FSDP2 reshards what a forward without a backward left unsharded
         saved = optimizer() if optimizer is not None else "state"
+        if isinstance(saved, str) and not target.allow_cold_optimizer:
+            raise _cold("The save has no state of an optimizer, and this command has one: it would lose its history.")
         if isinstance(saved, str):
             missing.lacks("optimizer", f"{saved}; it starts without history")
         else:
@@ -69,6 +71,8 @@ def load_parts(
             is_scheduled = _takes_schedule(target, beside)
             _refuse_other_order(plans, saved, is_scheduled=is_scheduled, some_elsewhere=bool(target.elsewhere))
     elif "optimizer" not in target.exclude and optimizer is not None:
+        if not target.allow_cold_optimizer:
+            raise _cold("The save has the state of an optimizer, and this command has none: it would be lost.")
         missing.unused("optimizer")
     if fill is not None:
         dtypes = fill()
@@ -79,6 +83,11 @@ def load_parts(
         order = [index for plan in plans for index, _ in plan]
         order = list(range(len(order))) if target.elsewhere else order  # of this stage's own groups, beside it
     return LoadReport(tuple(loaded), tuple(missing), Command.parse(command, order))
+
+
+def _cold(why: str) -> UsageError:
+    hint = "Pass the state as it was, TrainState(optimizer=...), or go on without: resume(allow_cold_optimizer=True)."
+    return UsageError(why, hint=hint)
 
 
 def _takes_schedule(target: LoadTarget, extra: Any) -> bool:

@@ -58,7 +58,11 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
         "step %(step)d: kept: %(reason)s; `ckptmirror drain%(at_root)s` finishes the pending uploads",
     ),
     events.SaveGone: (logging.DEBUG, "step %(step)d: removed before it was mirrored: %(reason)s"),
-    events.CommandChanged: (logging.WARNING, "step %(step)d: the command has changed since this save: %(changes)s"),
+    events.CommandChanged: (
+        logging.WARNING,
+        "step %(step)d: the command has changed since this save: %(changes)s. "
+        '`resume(state, command_wins=("lr", …))` takes the settings that it names from the command',
+    ),
     events.AttemptDecided: (logging.DEBUG, "attempt %(attempt)d starts at step %(step)s from %(place)s"),
     events.AttemptEnded: (logging.INFO, "attempt %(attempt)d ended: %(status)s, %(pending)d files pending"),
     events.Fenced: (logging.DEBUG, "attempt %(attempt)d is fenced: %(reason)s"),

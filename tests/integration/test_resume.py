@@ -95,11 +95,39 @@ def test_load_missing_optimizer_returns_none(tmp_path: Path, caplog: pytest.LogC
     with running(tmp_path) as manager:
         fresh = new_state()
         before = copy.deepcopy(fresh.optimizer.state_dict())
-        start = manager.resume(fresh)
+        with pytest.raises(UsageError, match="The save has no state of an optimizer, and this command has one") as cold:
+            manager.resume(fresh)
+        assert "allow_cold_optimizer=True" in cold.value.hint
+        assert same(before, fresh.optimizer.state_dict())
+        start = manager.resume(fresh, allow_cold_optimizer=True)
         assert start is not None
         assert any(part.startswith("optimizer") for part in start.missing)
     assert same(before, fresh.optimizer.state_dict())
     assert "no optimizer" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["dcp", "model", "emergency"])
+def test_a_command_without_the_optimizer_of_the_save_is_refused_and_changes_nothing(tmp_path: Path, kind: str) -> None:
+    state = new_state()
+    with running(tmp_path) as manager:
+        manager.resume(state)
+        train(state)
+        if kind == "emergency":
+            manager.save_emergency_checkpoint(1, state)
+        else:
+            manager.save(1, state, kinds=(kind,)).wait()
+    fresh = new_state(seed=3, optimizer=False)
+    before = copy.deepcopy(fresh.model.state_dict())
+    with running(tmp_path) as manager:
+        with pytest.raises(UsageError, match="The save has the state of an optimizer, and this command has none"):
+            manager.resume(fresh)
+        assert same(before, fresh.model.state_dict())
+        if kind != "emergency":
+            assert manager.load(fresh).step == 1, "a load of any checkpoint only warns"
+        assert manager.resume(fresh, exclude=("optimizer",)) is not None
+        start = manager.resume(fresh, allow_cold_optimizer=True)
+    assert start is not None
+    assert any(part.startswith("optimizer: the save has state for it") for part in start.missing)
 
 
 def test_a_state_without_a_part_that_the_save_has_still_resumes(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         kinds=("dcp",),
         retention=Retention(keep_last=2, keep_best=1, metric="loss"),
     ) as manager:
-        start = manager.resume(state)
+        start = manager.resume(state, command_wins=("lr",))
         assert_type(start, ResumeInfo | None)
         assert_type(manager.load(state, "/elsewhere/dist_ckpt_000200", exclude=("rng",)), ResumeInfo)
         handle = manager.save(1, state, metrics={"loss": 1.0}, fields={"tracker": "x"})

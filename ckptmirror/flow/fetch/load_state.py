@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
@@ -78,19 +79,16 @@ def load_state(
     ranks: Ranks,
     state: TrainState,
     reference: Reference,
-    exclude: frozenset[str],
+    options: LoadOptions,
     stages: Stages = NO_STAGES,
-    *,
-    verify_loaded: bool = True,
 ) -> ResumeInfo:
     """Load the checkpoint ``reference`` into ``state``, on every rank of the job.
 
     Args:
         root: The directory in which a step, or ``"latest"``, is searched.
         reference: A step, ``"latest"``, or what :func:`resolve_checkpoint_reference` takes.
-        exclude: Parts of the state to leave unchanged.
+        options: What to load, and what to accept.
         stages: The stage of each rank.
-        verify_loaded: Whether to prove after the load that each tensor in memory is what was saved.
 
     Raises:
         CheckpointNotFound: It does not exist.
@@ -105,7 +103,9 @@ def load_state(
             found = _resolve(root, reference)
             if isinstance(found.dir, Path):
                 return _Found(found, found.dir, None)
-            place, _, fetched = lent.enter_context(fetched_parts(found, exclude & _NOT_FETCHED, with_lists=True))
+            place, _, fetched = lent.enter_context(
+                fetched_parts(found, options.exclude & _NOT_FETCHED, with_lists=True)
+            )
             return _Found(found, place, fetched)
 
         at_hand = meet_until_done(ranks, get if ranks.is_leader else None, "get a checkpoint")
@@ -113,11 +113,11 @@ def load_state(
         given, place, fetched = at_hand[ranks.node_ranks[0]]
         meta = fetched if fetched is not None or given.save_id is None else _verified(ranks, given)
         elsewhere = names_elsewhere(ranks, stages, state)
-        load = partial(_load, ranks, given, place, meta, state, exclude, elsewhere)
+        load = partial(_load, ranks, given, place, meta, state, options, elsewhere)
         report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
-        if meta is not None and verify_loaded:
+        if meta is not None and options.verify_loaded:
             check_loaded(place, meta, given.kind, state, ranks, report)
-    not_wanted = left_out(state, exclude)
+    not_wanted = left_out(state, options.exclude)
     for part in not_wanted:  # what is missing was logged where it was found
         save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", given.step, part)
     return ResumeInfo(
@@ -189,7 +189,7 @@ def load_kind(
     kind: Kind,
     state: TrainState,
     ranks: Ranks,
-    exclude: frozenset[str],
+    options: LoadOptions,
     elsewhere: frozenset[str] = frozenset(),
 ) -> LoadReport:
     """Load one kind of a verified save in ``root`` into the state, including its sidecars, and no file of another."""
@@ -198,7 +198,7 @@ def load_kind(
     from ckptmirror.formats.sidecars import load_sidecars
 
     meta = replace(meta, artifacts=meta.artifacts_of(kind))
-    target = LoadTarget(state, ranks.rank, ranks.world_size, exclude, elsewhere)
+    target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude, elsewhere, options.allow_cold_optimizer)
     tensors = get_format(kind).load(root, meta, target)
     if kind == "emergency":
         return tensors  # its files hold everything
@@ -240,15 +240,16 @@ def _load(
     place: Path,
     meta: Meta | None,
     state: TrainState,
-    exclude: frozenset[str],
+    options: LoadOptions,
     elsewhere: frozenset[str],
 ) -> LoadReport:
     if meta is not None:
-        return load_kind(place, meta, found.kind, state, ranks, exclude, elsewhere)
+        return load_kind(place, meta, found.kind, state, ranks, options, elsewhere)
     from ckptmirror.formats.base import LoadTarget
     from ckptmirror.formats.legacy import load_legacy, read_legacy
 
     one = look_up_older(found)
-    wants_extra = bool(set(PARTS) - {"model", "optimizer"} - exclude)
+    wants_extra = bool(set(PARTS) - {"model", "optimizer"} - options.exclude)
     saved = read_legacy(one.path, one.kind, one.extra if wants_extra else None)
-    return load_legacy(saved, one.path, LoadTarget(state, ranks.rank, ranks.world_size, exclude), one.step)
+    target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude)
+    return load_legacy(saved, one.path, target, one.step)

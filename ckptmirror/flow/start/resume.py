@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import IntegrityError, KindMismatch, Temporary
-from ckptmirror.core.model import Artifact, Attempt, Kind, Meta
+from ckptmirror.core.load_options import LoadOptions
+from ckptmirror.core.model import Artifact, Attempt, Meta
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.start.attempts import Claim
 from ckptmirror.core.start.decide import Result, Wish
@@ -79,8 +80,7 @@ def resume_run(
     *,
     policy: Policy = "auto",
     force: bool = False,
-    exclude: frozenset[str] = frozenset(),
-    verify_loaded: bool = True,
+    options: LoadOptions,
     stages: Stages = NO_STAGES,
     bus: events.EventBus,
 ) -> tuple[ResumeInfo | None, str, Attempt, frozenset[str]]:
@@ -90,8 +90,7 @@ def resume_run(
         node: Set on the leader of each node.
         policy: ``"auto"``; ``"scratch"`` (with ``force`` if there are saves); a step; ``"latest"``; a save id; or the
             path of a save in the root.
-        exclude: Parts of the state to leave unchanged.
-        verify_loaded: Whether to prove after the load that each tensor in memory is what was saved.
+        options: What to load, and what to accept.
         stages: The stage of each rank.
 
     Returns:
@@ -105,7 +104,7 @@ def resume_run(
     """
     started = time.monotonic()
     elsewhere = names_elsewhere(ranks, stages, state)
-    exchange_result(ranks, functools.partial(_prepare, node, state), what="prepare a start")
+    exchange_result(ranks, functools.partial(_prepare, node, state, options), what="prepare a start")
     others = _disks_of_others(ranks, node) if ranks.nodes > 1 else []
     bringer: Bringer | None = None
 
@@ -118,15 +117,13 @@ def resume_run(
 
     _meet_until_done(ranks, look if node is not None and ranks.rank == 0 else None, node, "look at every place")
     for _ in range(_STARTS_LIMIT):
-        proposal, report = _load_first_sound(
-            root, ranks, bringer, node, state, exclude, elsewhere, verify_loaded=verify_loaded
-        )
+        proposal, report = _load_first_sound(root, ranks, bringer, node, state, options, elsewhere)
         claimed = _claim(ranks, bringer, node, proposal)
         if claimed is None:
             continue
         attempt = claimed.record.attempt
         _report(bus, node, attempt, proposal, started, policy)
-        info = _info(proposal, report, left_out(state, exclude)) if report is not None else None
+        info = _info(proposal, report, left_out(state, options.exclude)) if report is not None else None
         if info is not None and info.changed and ranks.rank == 0:
             bus.emit(events.CommandChanged(step=info.step, save_id=info.save_id, changes="; ".join(info.changed)))
         return info, proposal.run_id, attempt, claimed.torn
@@ -136,8 +133,8 @@ def resume_run(
     )
 
 
-def _prepare(node: Node | None, state: TrainState) -> None:
-    remember_command(state)
+def _prepare(node: Node | None, state: TrainState, options: LoadOptions) -> None:
+    remember_command(state, options.command_wins)
     if node is not None:
         node.prepare()
 
@@ -148,10 +145,8 @@ def _load_first_sound(
     bringer: Bringer | None,
     node: Node | None,
     state: TrainState,
-    exclude: frozenset[str],
+    options: LoadOptions,
     elsewhere: frozenset[str],
-    *,
-    verify_loaded: bool,
 ) -> tuple[Proposal, LoadReport | None]:
     """Load the first proposal that all ranks can load; return no report for a start at step 0."""
     while True:
@@ -160,7 +155,8 @@ def _load_first_sound(
             return proposal, None
         try:
             place, verified = _verified_here(root, ranks, node, proposal, state, elsewhere)
-            report = _load_together(place, ranks, verified, proposal.kind, state, exclude, elsewhere)
+            load = functools.partial(load_kind, place, verified, proposal.kind, state, ranks, options, elsewhere)
+            report = _load_together(load, ranks, verified, state, options)
         except _CannotUse as found:
             freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
             if bringer is not None:
@@ -168,7 +164,7 @@ def _load_first_sound(
             if ranks.nodes > 1 and found.result is not Result.NOT_BROUGHT:
                 _discard_all(root, ranks, node, proposal.meta)
         else:
-            if verify_loaded:
+            if options.verify_loaded:
                 check_loaded(place, verified, proposal.kind, state, ranks, report)
             return proposal, report
 
@@ -376,13 +372,7 @@ def _vote_on_bytes(root: Path, ranks: Ranks, read: Sequence[Artifact]) -> None:
 
 
 def _load_together(
-    root: Path,
-    ranks: Ranks,
-    verified: Meta,
-    kind: Kind,
-    state: TrainState,
-    exclude: frozenset[str],
-    elsewhere: frozenset[str],
+    load: Callable[[], LoadReport], ranks: Ranks, verified: Meta, state: TrainState, options: LoadOptions
 ) -> LoadReport:
     """Load on every rank, from the files that ``verified`` names alone, and vote on how it went.
 
@@ -394,8 +384,8 @@ def _load_together(
     reason: tuple[str, Result] | None = None
     failure: BaseException | None = None
     try:
-        report = load_kind(root, verified, kind, state, ranks, exclude, elsewhere)
-        report = replace(report, changed=settle_command(state, verified, report))
+        report = load()
+        report = replace(report, changed=settle_command(state, verified, report, options.command_wins))
     except KindMismatch as error:
         reason = (f"rank {ranks.rank}: {error}", Result.OTHER_RANKS)
     except (IntegrityError, FileNotFoundError) as error:

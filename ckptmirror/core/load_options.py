@@ -1,0 +1,24 @@
+"""What the caller of a load wants of it, apart from the state and the save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LoadOptions"]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What to load, and what to accept.
+
+    Attributes:
+        exclude: Parts of the state to leave unchanged.
+        command_wins: Settings of optimizers and schedulers that are this command's after the load.
+        allow_cold_optimizer: Whether only one of the save and the state may have an optimizer.
+        verify_loaded: Whether to prove after the load that each tensor in memory is what was saved.
+    """
+
+    exclude: frozenset[str] = frozenset()
+    command_wins: tuple[str, ...] = ()
+    allow_cold_optimizer: bool = True
+    verify_loaded: bool = True
