@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,35 @@ def test_a_save_with_a_damaged_kind_is_resumed_in_the_other(tmp_path: Path, dama
         (line,) = start.passed_over
         assert line.startswith(f"kind {damaged} of step 2")
         assert same(everything(state), states[2])
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [delete, empty, flip_bit])
+@pytest.mark.parametrize(
+    ("name", "intact"),
+    [(".metadata", "model"), ("__0_0.distcp", "model"), ("model_", "dcp"), ("optim_", "dcp")],
+)
+def test_whichever_file_of_a_kind_is_lost_every_way_to_start_takes_the_other_kind(
+    tmp_path: Path, name: str, intact: Kind, damage: Callable[[Path], None]
+) -> None:
+    states = saved_run(tmp_path, (1, 2))
+    meta = whole(tmp_path)[2]
+    damage(artifact(tmp_path, meta, name))
+    for policy in ("auto", "latest", 2, meta.save_id[:8]):
+        with running(tmp_path) as manager:
+            state = new_state(seed=5)
+            start = manager.resume(state, policy=policy)
+        assert start is not None
+        assert (start.step, start.kind, start.missing) == (2, intact, ()), policy
+        assert "step 2" in " ".join(start.passed_over) or damage is flip_bit, policy
+        assert same(everything(state), states[2]), policy
 
 
 def test_a_save_whose_extra_state_is_damaged_is_whole_in_no_kind(tmp_path: Path) -> None:
