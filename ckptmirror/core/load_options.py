@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckptmirror.core.name_rules import ALL_NAMES, NameRules
+
 __all__ = ["LoadOptions"]
 
 
@@ -15,8 +17,10 @@ class LoadOptions:
         exclude: Parts of the state to leave unchanged.
         command_wins: Settings of optimizers and schedulers that are this command's after the load.
         allow_cold_optimizer: Whether only one of the save and the state may have an optimizer.
+        rules: Which of the model's tensors are loaded, and under which names.
     """
 
     exclude: frozenset[str] = frozenset()
     command_wins: tuple[str, ...] = ()
     allow_cold_optimizer: bool = True
+    rules: NameRules = ALL_NAMES

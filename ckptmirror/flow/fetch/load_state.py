@@ -172,7 +172,9 @@ def load_kind(
     from ckptmirror.formats.sidecars import load_sidecars
 
     meta = replace(meta, artifacts=meta.artifacts_of(kind))
-    target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude, elsewhere, options.allow_cold_optimizer)
+    target = LoadTarget(
+        state, ranks.rank, ranks.world_size, options.exclude, elsewhere, options.allow_cold_optimizer, options.rules
+    )
     tensors = get_format(kind).load(root, meta, target)
     if kind == "emergency":
         return tensors  # its files hold everything
@@ -225,5 +227,5 @@ def _load(
     one = look_up_older(found)
     wants_extra = bool(set(PARTS) - {"model", "optimizer"} - options.exclude)
     saved = read_legacy(one.path, one.kind, one.extra if wants_extra else None)
-    target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude)
+    target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude, rules=options.rules)
     return load_legacy(saved, one.path, target, one.step)
