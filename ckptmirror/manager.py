@@ -33,6 +33,7 @@ from ckptmirror.core.command_changes import checked_wins
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
 from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import SAVED_KINDS, Kind
+from ckptmirror.core.name_rules import Rename, name_rules, parts_alone
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.stages import stages_of
 from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
@@ -193,6 +194,8 @@ class CheckpointManager:
         *,
         force: bool = False,
         exclude: Collection[str] = (),
+        rename: Rename | None = None,
+        strict: bool = True,
         command_wins: Collection[str] = (),
         allow_cold_optimizer: bool = False,
         verify_loaded: bool = True,
@@ -207,7 +210,11 @@ class CheckpointManager:
             policy: ``"auto"``; a step, ``"latest"``, a save id or the path of a save in ``root`` (going back to an
                 older save is a rewind: it takes the later saves off the lineage); or ``"scratch"``, with ``force=True``
                 if there are saves.
-            exclude: Parts of the state to leave unchanged, with a warning: names of ``TrainState``, and ``"rng"``.
+            exclude: Parts of the state to leave unchanged, with a warning: names of ``TrainState``, ``"rng"``, and
+                patterns of the model's tensors such as ``"model.head.*"``.
+            rename: The names that tensors of the save have in the model: patterns, ``{"old.*": "new.*"}``, or a
+                function of a saved name. The optimizer's state follows.
+            strict: Whether every tensor of save and model has to be in the other, as in ``load_state_dict``.
             command_wins: Settings of optimizers and schedulers, such as ``"lr"``, that are this command's after the
                 load; all others are the save's. A rate goes on from its place in the schedule, with the new base.
             allow_cold_optimizer: Whether to go on if only the save has state of an optimizer, or only ``state`` has an
@@ -222,7 +229,13 @@ class CheckpointManager:
             StoreTemporary: A required mirror does not answer and there is nothing on the disk.
         """
         self._check_open()
-        options = LoadOptions(checked_parts(exclude), checked_wins(command_wins), allow_cold_optimizer, verify_loaded)
+        options = LoadOptions(
+            checked_parts(parts_alone(exclude)),
+            checked_wins(command_wins),
+            allow_cold_optimizer,
+            verify_loaded,
+            name_rules(exclude, rename, strict=strict),
+        )
         check_state(state)
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
@@ -280,6 +293,8 @@ class CheckpointManager:
         *,
         exclude: Collection[str] = (),
         verify_loaded: bool = True,
+        rename: Rename | None = None,
+        strict: bool = True,
     ) -> ResumeInfo:
         """Load a checkpoint of this root or any other into ``state``; the run does not change. Every rank calls this.
 
@@ -287,8 +302,10 @@ class CheckpointManager:
             state: What to load into.
             reference: A step of ``root``, ``"latest"``, or what :func:`resolve_checkpoint_reference` takes, on this
                 disk: also a legacy checkpoint, for which the log warns that it has no checksums.
-            exclude: Parts of the state to leave unchanged, with a warning.
+            exclude: Parts of the state and patterns of tensors to leave unchanged, as in :meth:`resume`.
             verify_loaded: As in :meth:`resume`.
+            rename: The names that tensors of the save have in the model, as in :meth:`resume`.
+            strict: Whether every tensor of save and model has to be in the other.
 
         Raises:
             CheckpointNotFound: It does not exist.
@@ -297,7 +314,8 @@ class CheckpointManager:
         """
         self._check_open()
         check_state(state)
-        options = LoadOptions(checked_parts(exclude), verify_loaded=verify_loaded)
+        rules = name_rules(exclude, rename, strict=strict)
+        options = LoadOptions(checked_parts(parts_alone(exclude)), verify_loaded=verify_loaded, rules=rules)
         return load_state(self.root, self.ranks, state, reference, options, self._stages)
 
     # -- save -----------------------------------------------------------------------------------------------

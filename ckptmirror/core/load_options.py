@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckptmirror.core.name_rules import ALL_NAMES, NameRules
+
 __all__ = ["LoadOptions"]
 
 
@@ -16,9 +18,11 @@ class LoadOptions:
         command_wins: Settings of optimizers and schedulers that are this command's after the load.
         allow_cold_optimizer: Whether only one of the save and the state may have an optimizer.
         verify_loaded: Whether to prove after the load that each tensor in memory is what was saved.
+        rules: Which of the model's tensors are loaded, and under which names.
     """
 
     exclude: frozenset[str] = frozenset()
     command_wins: tuple[str, ...] = ()
     allow_cold_optimizer: bool = True
     verify_loaded: bool = True
+    rules: NameRules = ALL_NAMES

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ckptmirror.core.errors import BrokenMeta
+from ckptmirror.core.name_rules import ALL_NAMES, NameRules
 from ckptmirror.core.regions import Region, make_up
 from ckptmirror.core.sealed_json import json_object
 
@@ -29,6 +30,7 @@ __all__ = [
     "difference",
     "read_list",
     "total",
+    "under_rules",
 ]
 
 Fingerprint = tuple[int, int]
@@ -105,6 +107,29 @@ def read_list(data: bytes) -> list[Summed]:
     if not isinstance(listed, list):
         raise BrokenMeta("tensors is not a list.")
     return [_summed(entry, index) for index, entry in enumerate(listed) if "fingerprint" in _as_dict(entry, index)]
+
+
+def under_rules(pieces: Iterable[Summed], rules: NameRules, *, are_saved: bool) -> list[Summed]:
+    """Return the pieces that a load by these rules compares, under the model's names.
+
+    Where a load renames or leaves out tensors, only the model and the averages are compared.
+
+    Args:
+        pieces: Saved or live ones.
+        rules: Of the load.
+        are_saved: Whether they are saved ones, whose names may be others than the model's.
+    """
+    if rules == ALL_NAMES:
+        return list(pieces)
+    found = []
+    for piece in pieces:
+        part, _, name = piece.name.partition(".")
+        name = rules.renamed(name) if are_saved else name
+        if part == "ema":
+            found.append(piece)
+        elif part == "model" and not rules.leaves(name):
+            found.append(piece._replace(name=f"model.{name}"))
+    return found
 
 
 def compare(live: Iterable[Summed], lists: Iterable[Iterable[Summed]]) -> Compared:

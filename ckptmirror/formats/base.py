@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from ckptmirror.core.command_changes import NO_COMMAND, Command
 from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.name_rules import ALL_NAMES, NameRules
 from ckptmirror.core.names import SaveName
 from ckptmirror.core.stages import NO_STAGES, Stages
 
@@ -104,6 +105,8 @@ class LoadTarget:
         exclude: Parts of the state to leave unchanged.
         elsewhere: The names of the model's values that only other ranks hold: those of other stages.
         allow_cold_optimizer: Whether only one of the save and the state may have an optimizer.
+        rules: Which of the model's names are loaded, and under which names.
+        left: Lines about names that are not loaded.
     """
 
     state: Any
@@ -112,6 +115,8 @@ class LoadTarget:
     exclude: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
     allow_cold_optimizer: bool = True
+    rules: NameRules = ALL_NAMES
+    left: Missing = field(default_factory=lambda: Missing())
 
 
 @dataclass(frozen=True)

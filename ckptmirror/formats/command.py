@@ -59,9 +59,9 @@ def command_of(state: Any, *, as_built: bool = False) -> dict[str, Any]:
     """
 
     def known(one: Any) -> list[Settings]:
-        now = _settings_now(one)
-        found = [of.get(one) for of in ([_built] if as_built else [_in_force, _built]) if isinstance(one, _KINDS)]
-        return next((each for each in found if each is not None and len(each) == len(now)), now)
+        count = len(getattr(one, "param_groups", [one]))
+        found = [of.get(one, []) for of in ([_built] if as_built else [_in_force, _built]) if isinstance(one, _KINDS)]
+        return next((each for each in found if len(each) == count), None) or _settings_now(one)
 
     groups = [dict(group) for one in optimizers_of(state.optimizer) for group in known(one)]
     schedulers = {at: dict(known(one)[0]) for at, one in schedulers_of(state).items()}

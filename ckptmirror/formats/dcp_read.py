@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
 from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.core.name_rules import ALL_NAMES, NameRules
 from ckptmirror.core.regions import Region
 from ckptmirror.formats.base import LoadReport, LoadTarget
 from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges, loads_metadata, regions_of
@@ -161,8 +162,8 @@ def load_directory(directory: Path, target: LoadTarget, named: Container[str], e
     own = [entry for entry in entries if entry.path[0] in _OPTIMIZER_KEYS and len(entry.path) > 1]
     return load_parts(
         target,
-        model=lambda: _read_model(module, entries, reader),
-        optimizer=(lambda: _read_optimizer(module, own, reader)) if own else None,
+        model=lambda: _read_model(target, entries, reader),
+        optimizer=(lambda: _read_optimizer(target, own, reader)) if own else None,
         extra=extra,
     )
 
@@ -356,22 +357,23 @@ def _of_model(entries: list[_Entry]) -> dict[str, list[_Entry]]:
     return saved
 
 
-def _owners(entries: list[_Entry], module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def _owners(
+    entries: list[_Entry], module: torch.nn.Module, rules: NameRules = ALL_NAMES
+) -> dict[str, torch.nn.Parameter]:
     """Return, by key, the live parameter of each entry of the optimizer's state that has one."""
     of_state = [e for e in entries if e.path[0] in _OPTIMIZER_KEYS and e.path[1:2] == ("state",) and len(e.path) > 2]
-    owners = owners_of({str(entry.path[2]) for entry in of_state}, module)
+    owners = owners_of({str(entry.path[2]) for entry in of_state}, module, rules)
     return {entry.key: owners[name] for entry in of_state if (name := str(entry.path[2])) in owners}
 
 
-def _read_model(
-    module: torch.nn.Module, entries: list[_Entry], reader: _Reader
-) -> Callable[[], dict[str, torch.dtype]]:
+def _read_model(target: LoadTarget, entries: list[_Entry], reader: _Reader) -> Callable[[], dict[str, torch.dtype]]:
     saved = _of_model(entries)
-    if not saved and live_values(module):
+    if not saved and live_values(target.state.model):
         raise UsageError(f"{reader.path} holds no model.")
     text = [entry for entry in entries if entry.key == KEY and not isinstance(entry.described, TensorStorageMetadata)]
     versions = _versions(reader.value(text, 1), reader.path) if text else None
-    load = plan_model(module, {name: reader.stored(own) for name, own in saved.items()}, versions=versions)
+    values = {name: reader.stored(own) for name, own in saved.items()}
+    load = plan_model(target.state.model, values, versions=versions, rules=target.rules, say=target.left.say)
 
     def load_and_close() -> dict[str, torch.dtype]:
         with reader.files:
@@ -380,8 +382,8 @@ def _read_model(
     return load_and_close
 
 
-def _read_optimizer(module: torch.nn.Module, wanted: list[_Entry], reader: _Reader) -> dict[str, Any]:
-    tree = reader.value(wanted, 1, _owners(wanted, module))
+def _read_optimizer(target: LoadTarget, wanted: list[_Entry], reader: _Reader) -> dict[str, Any]:
+    tree = reader.value(wanted, 1, _owners(wanted, target.state.model, target.rules))
     if not isinstance(tree, dict) or "param_groups" not in tree:
         raise UsageError(
             f"{reader.path} holds an optimizer in a layout that is not known.",

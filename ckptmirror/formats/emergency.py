@@ -150,15 +150,15 @@ class EmergencyFormat:
                 lambda name: shared.others(("model", name)),
                 versions=_versions(source, directory),
                 elsewhere=target.elsewhere,
+                rules=target.rules,
+                say=target.left.say,
             )
 
         has_optimizer = tree["optimizer"] is not None
         parts = load_parts(
             target,
             model=model,
-            optimizer=(lambda: full_optimizer(shared.below("optimizer"), module, target.elsewhere))
-            if has_optimizer
-            else None,
+            optimizer=(lambda: full_optimizer(shared.below("optimizer"), target)) if has_optimizer else None,
             extra=lambda: saved["extra"],
         )
         rest = load_extra(source.below("extra"), target, meta.step)

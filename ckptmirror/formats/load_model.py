@@ -20,8 +20,9 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from ckptmirror.core.errors import CkptMirrorError, UsageError
+from ckptmirror.core.name_rules import ALL_NAMES, NameRules
 from ckptmirror.formats.already_filled import overlaps_itself
-from ckptmirror.formats.names import live_values, makes_room, match_names, some
+from ckptmirror.formats.names import clean_names, live_values, makes_room, match_names, some
 from ckptmirror.formats.shards import Piece, fill_all, fills, region_of, stored
 from ckptmirror.formats.tied_weights import refuse_two_values
 from ckptmirror.formats.versions import Versions, attached, for_live, migrating
@@ -32,26 +33,6 @@ log = logging.getLogger(__name__)
 
 Others = Callable[[str], Iterable[Any]]
 Check = Callable[[str, str, torch.Tensor, Iterable[Piece]], None]
-
-
-def _pair_names(saved: Mapping[str, Any], live: Mapping[str, Any], elsewhere: frozenset[str]) -> dict[str, str]:
-    """Return the saved name of each live name, strictly but for what only other ranks hold.
-
-    Raises:
-        UsageError: A name is missing or unexpected; the message lists the first few.
-    """
-    matched = match_names(saved, [*live, *elsewhere])
-    by_live = {matched[name]: name for name in saved}
-    missing = [name for name in live if name not in by_live]
-    unexpected = [name for name in saved if matched[name] not in live and matched[name] not in elsewhere]
-    if missing or unexpected:
-        raise UsageError(
-            "The checkpoint does not match the model."
-            + (f" Missing in the checkpoint: {some(missing)}." if missing else "")
-            + (f" Not in the model: {some(unexpected)}." if unexpected else ""),
-            hint="Build the model with the configuration that the meta names (its `training_config`).",
-        )
-    return by_live
 
 
 def _check_fits(name: str, shape: tuple[int, ...] | None, live: Any, *, is_free: bool = False) -> bool:
@@ -110,6 +91,8 @@ def plan_model(
     check: Check | None = None,
     versions: Versions | None = None,
     elsewhere: frozenset[str] = frozenset(),
+    rules: NameRules = ALL_NAMES,
+    say: Callable[[str], None] = log.warning,
 ) -> Callable[[], dict[str, torch.dtype]]:
     """Compare ``saved`` with ``module``, and return a function that loads it and returns the dtypes by saved name.
 
@@ -122,14 +105,18 @@ def plan_model(
             raises if the tensor must not be filled.
         versions: The layout versions of the modules when they were saved; None if the save does not have them.
         elsewhere: The names that only other ranks hold; the checkpoint may have them too.
+        rules: Which names are loaded, and under which names.
+        say: Called with a line for the names that are not loaded.
     """
     live = live_values(module)
-    names = _pair_names(saved, live, elsewhere)
+    names, lines = rules.pair(saved, live, elsewhere, match_names)
+    versions = _versions_for(module, live, names, versions) if rules != ALL_NAMES else versions
+    wanted = {name: value for name, value in live.items() if name in names}
     items = {name: stored(saved[there], functools.partial(others, there)) for name, there in names.items()}
     is_free = makes_room(module)
     in_place = {
         name: value
-        for name, value in live.items()
+        for name, value in wanted.items()
         if _check_fits(name, items[name].shape, value, is_free=is_free(name) and not items[name].is_cut)
     }
     for name in in_place:
@@ -144,15 +131,30 @@ def plan_model(
 
     def load() -> dict[str, torch.dtype]:
         fill_all([(value, items[name].pieces, name) for name, value in in_place.items()])
-        loaded = {name: value if name in in_place else items[name].read() for name, value in live.items()}
-        dtypes = {name: items[name].dtype for name, value in live.items() if isinstance(value, torch.Tensor)}
+        for line in lines:
+            say(line)
+        loaded = {name: items[name].read() if name in items and name not in in_place else live[name] for name in live}
+        dtypes = {name: items[name].dtype for name, value in wanted.items() if isinstance(value, torch.Tensor)}
         if cast := [name for name, dtype in dtypes.items() if dtype not in (None, live[name].dtype)]:
             log.warning("%d tensors were converted to the model's dtype: %s", len(cast), some(cast))
         if loaded:
             _give(module, loaded, live.metadata, versions)
-        return {names[name]: dtype for name, dtype in dtypes.items() if dtype is not None}
+        return {rules.renamed(names[name]): dtype for name, dtype in dtypes.items() if dtype is not None}
 
     return load
+
+
+def _versions_for(
+    module: torch.nn.Module, live: Any, names: Mapping[str, str], versions: Versions | None
+) -> Versions | None:
+    """Return the versions under the live names of the modules; of those that are not loaded, the live ones."""
+    if versions is None:
+        return None
+    of = {name.rpartition(".")[0]: there.rpartition(".")[0] for name, there in names.items()}
+    left = {name.rpartition(".")[0] for name in live if name not in names} - of.keys()
+    clean = clean_names(module)
+    own = {clean(name): values for name, values in (live.metadata or {}).items() if clean(name) in left}
+    return {**versions, **{name: versions[there] for name, there in of.items() if there in versions}, **own}
 
 
 def _give(module: torch.nn.Module, loaded: dict[str, Any], own: Any, versions: Versions | None) -> None:

@@ -17,12 +17,13 @@ import torch
 
 from ckptmirror.core.command_changes import Command, refuse_other_classes
 from ckptmirror.core.errors import UsageError
+from ckptmirror.core.name_rules import ALL_NAMES
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
 from ckptmirror.formats.command import KEY as COMMAND
 from ckptmirror.formats.command import command_of
 from ckptmirror.formats.containers import any_leaf, takes_state
 from ckptmirror.formats.names import live_values
-from ckptmirror.formats.optimizer_state import load_optimizer, optimizers_of, plan_optimizer
+from ckptmirror.formats.optimizer_state import is_state, load_optimizer, optimizers_of, plan_optimizer
 
 __all__ = ["load_parts"]
 
@@ -67,7 +68,8 @@ def load_parts(
         if isinstance(saved, str):
             missing.lacks("optimizer", f"{saved}; it starts without history")
         else:
-            plans = plan_optimizer(state.model, state.optimizer, saved, target.elsewhere)
+            saved = target.rules.optimizer(saved) if target.rules != ALL_NAMES and is_state(saved) else saved
+            plans = plan_optimizer(state.model, state.optimizer, saved, target.elsewhere, target.rules)
             is_scheduled = _takes_schedule(target, beside)
             _refuse_other_order(plans, saved, is_scheduled=is_scheduled, some_elsewhere=bool(target.elsewhere))
     elif "optimizer" not in target.exclude and optimizer is not None:
@@ -82,7 +84,7 @@ def load_parts(
         loaded.append("optimizer")
         order = [index for plan in plans for index, _ in plan]
         order = list(range(len(order))) if target.elsewhere else order  # of this stage's own groups, beside it
-    return LoadReport(tuple(loaded), tuple(missing), Command.parse(command, order))
+    return LoadReport(tuple(loaded), (*target.left, *missing), Command.parse(command, order))
 
 
 def _cold(why: str) -> UsageError:

@@ -84,12 +84,19 @@ class ModelFormat:
         def model() -> Callable[[], Mapping[str, torch.dtype]]:
             saved, versions = plain_model(load_pt(named_file(root, meta.paths, name.model), mmap=True), name.model)
             values = {key: decode(value) for key, value in saved.items()}
-            return plan_model(module, values, versions=versions, elsewhere=target.elsewhere)
+            return plan_model(
+                module,
+                values,
+                versions=versions,
+                elsewhere=target.elsewhere,
+                rules=target.rules,
+                say=target.left.say,
+            )
 
         return load_parts(
             target,
             model=model,
-            optimizer=(lambda: full_optimizer(files, module, target.elsewhere)) if files is not None else None,
+            optimizer=(lambda: full_optimizer(files, target)) if files is not None else None,
             extra=lambda: extra_tree(root, meta, target),
         )
 
@@ -97,18 +104,17 @@ class ModelFormat:
 FORMAT = ModelFormat()
 
 
-def full_optimizer(
-    source: RankFiles, module: torch.nn.Module, elsewhere: frozenset[str] = frozenset()
-) -> dict[str, Any]:
+def full_optimizer(source: RankFiles, target: LoadTarget) -> dict[str, Any]:
     """Return the full optimizer state that ``source`` holds, sharded like the live parameters.
 
-    Left out is the state of the values in ``elsewhere``, which only other ranks hold.
+    Left out is the state of the values that only other ranks hold.
     """
     tree = source.tree()
     if not isinstance(tree, dict) or "state" not in tree or "param_groups" not in tree:
         raise IntegrityError("The optimizer's file has no state and param_groups.")
-    owners = owners_of(tree["state"], module)
-    is_elsewhere = elsewhere_in(filter(_is_text, tree["state"]), live_values(module), elsewhere)
+    module = target.state.model
+    owners = owners_of(tree["state"], module, target.rules)
+    is_elsewhere = elsewhere_in(filter(_is_text, tree["state"]), live_values(module), target.elsewhere)
     wanted = [name for name in tree["state"] if not (_is_text(name) and is_elsewhere(name))]
     state = {name: source.full_value(("state", name), owners.get(name)) for name in wanted}
     return {"state": state, "param_groups": join_groups(source.full_value(("param_groups",)))}

@@ -26,6 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
+from ckptmirror.core.name_rules import ALL_NAMES, NameRules
 from ckptmirror.formats.containers import TreePath, changed
 from ckptmirror.formats.names import live_parameters, match_names, some
 from ckptmirror.formats.optimizer_check import (
@@ -109,11 +110,14 @@ def capture_optimizer(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def owners_of(saved: Iterable[Any], model: torch.nn.Module) -> dict[Any, torch.nn.Parameter]:
+def owners_of(
+    saved: Iterable[Any], model: torch.nn.Module, rules: NameRules = ALL_NAMES
+) -> dict[Any, torch.nn.Parameter]:
     """Return the live parameter of each saved name that has one."""
     live = dict(live_parameters(model))
-    matched = match_names([name for name in saved if isinstance(name, str)], live)
-    return {name: live[there] for name, there in matched.items() if there in live}
+    new = {name: rules.renamed(name) for name in saved if isinstance(name, str)}
+    matched = match_names(new.values(), live)
+    return {name: live[matched[there]] for name, there in new.items() if matched[there] in live}
 
 
 def is_state(saved: Any) -> bool:
@@ -129,7 +133,11 @@ Plan = list[tuple[int, list[str]]]
 
 
 def plan_optimizer(
-    model: torch.nn.Module, optimizer: Any, saved: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()
+    model: torch.nn.Module,
+    optimizer: Any,
+    saved: Mapping[str, Any],
+    elsewhere: frozenset[str] = frozenset(),
+    rules: NameRules = ALL_NAMES,
 ) -> list[Plan]:
     """Map each optimizer's live groups to saved ones, changing nothing: (saved group, saved name per parameter).
 
@@ -138,6 +146,7 @@ def plan_optimizer(
         optimizer: One or several.
         saved: The saved state and groups.
         elsewhere: The names of the model's values that only other ranks hold; their parameters may be missing here.
+        rules: Which parameters may be missing on one side.
 
     Raises:
         UsageError: The parameters are grouped differently in the save.
@@ -157,12 +166,11 @@ def plan_optimizer(
     plans: list[Plan] = []
     position = 0
     for one in optimizers_of(optimizer):
-        plans.append(_plan(one, aliases, groups, owner, here, position))
+        plans.append(_plan(one, aliases, groups, owner, here, position, rules))
         position += len(one.param_groups)
     used = {index for plan in plans for index, _ in plan}
-    if unused := [
-        n for n, group in enumerate(groups) if n not in used and not here.isdisjoint(group.get("params", ()))
-    ]:
+    unused = [n for n, group in enumerate(groups) if n not in used and not here.isdisjoint(group.get("params", ()))]
+    if unused and rules.strict:
         raise _mismatch(f"the save has parameter groups {unused} that the optimizer has not")
     return plans
 
@@ -247,23 +255,26 @@ def _plan(
     owner: Mapping[str, int],
     here: set[str],
     start: int,
+    rules: NameRules,
 ) -> Plan:
     plan: Plan = []
     for position, live in enumerate(one.param_groups, start):
-        known = [owner.keys() & aliases.get(id(parameter), set()) for parameter in live["params"]]
+        called = [aliases.get(id(parameter), set()) for parameter in live["params"]]
+        known = [owner.keys() & of or (of if rules.may_lack(of) else set()) for of in called]
         names = [min(candidates, default=None) for candidates in known]
         if missing := [
             sorted(aliases.get(id(p), {"?"}))[0] for p, n in zip(live["params"], names, strict=True) if n is None
         ]:
             raise _mismatch(f"the save has no optimizer entry for {some(missing)}")
         found = [name for name in names if name is not None]
-        indices = {owner[name] for name in found}
+        indices = {owner[name] for name in found if name in owner}
         if not indices and position < len(groups) and not groups[position].get("params"):
             indices = {position}
         if len(indices) != 1:
             raise _mismatch(f"the parameters of group {position} are in {len(indices)} saved groups")
         index = indices.pop()
-        if extra := sorted(here.intersection(groups[index].get("params", ())).difference(found)):
+        extra = sorted(here.intersection(groups[index].get("params", ())).difference(found))
+        if extra and rules.strict:
             raise _mismatch(f"saved group {index} also holds {some(extra)}")
         plan.append((index, found))
     return plan

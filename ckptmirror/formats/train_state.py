@@ -121,7 +121,7 @@ def checked_parts(exclude: Collection[str]) -> frozenset[str]:
         raise UsageError(
             f"exclude holds {', '.join(map(repr, unknown))}; it must be a tuple of names among "
             f"{', '.join(map(repr, PARTS))}.",
-            hint='Write exclude=("optimizer",), for example.',
+            hint='Write exclude=("optimizer", "model.head.*"), for example: patterns of tensors begin with "model.".',
         )
     return frozenset(exclude)
 

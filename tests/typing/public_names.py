@@ -45,6 +45,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         start = manager.resume(state, command_wins=("lr",))
         assert_type(start, ResumeInfo | None)
         assert_type(manager.load(state, "/elsewhere/dist_ckpt_000200", exclude=("rng",)), ResumeInfo)
+        manager.load(state, rename=lambda name: name.removeprefix("old."), strict=False)
         handle = manager.save(1, state, metrics={"loss": 1.0}, fields={"tracker": "x"})
         assert_type(handle, SaveHandle)
         handle.wait("committed", timeout_s=10.0)

@@ -116,7 +116,7 @@ def load_state(
         load = partial(_load, ranks, given, place, meta, state, options, elsewhere)
         report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
         if meta is not None and options.verify_loaded:
-            check_loaded(place, meta, given.kind, state, ranks, report)
+            check_loaded(place, meta, given.kind, state, ranks, report, options.rules)
     not_wanted = left_out(state, options.exclude)
     for part in not_wanted:  # what is missing was logged where it was found
         save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", given.step, part)
@@ -198,7 +198,9 @@ def load_kind(
     from ckptmirror.formats.sidecars import load_sidecars
 
     meta = replace(meta, artifacts=meta.artifacts_of(kind))
-    target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude, elsewhere, options.allow_cold_optimizer)
+    target = LoadTarget(
+        state, ranks.rank, ranks.world_size, options.exclude, elsewhere, options.allow_cold_optimizer, options.rules
+    )
     tensors = get_format(kind).load(root, meta, target)
     if kind == "emergency":
         return tensors  # its files hold everything
@@ -251,5 +253,5 @@ def _load(
     one = look_up_older(found)
     wants_extra = bool(set(PARTS) - {"model", "optimizer"} - options.exclude)
     saved = read_legacy(one.path, one.kind, one.extra if wants_extra else None)
-    target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude)
+    target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude, rules=options.rules)
     return load_legacy(saved, one.path, target, one.step)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.core.errors import LoadDiffers
-from ckptmirror.core.model import Kind, Meta
-from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole
+from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.name_rules import ALL_NAMES, NameRules
+from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole, under_rules
 from ckptmirror.flow.fetch.tensor_lists import lists_of, read_tensor_list
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.ranks.base import Ranks, exchange_result, gather_result
@@ -31,7 +32,15 @@ _log = logging.getLogger("ckptmirror.load")
 _NAMED = 8
 
 
-def check_loaded(root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: Ranks, report: LoadReport) -> None:
+def check_loaded(
+    root: Path,
+    meta: Meta,
+    kind: Kind,
+    state: TrainState,
+    ranks: Ranks,
+    report: LoadReport,
+    rules: NameRules = ALL_NAMES,
+) -> None:
     """Compare the live tensors of all ranks with the lists of a save.
 
     Args:
@@ -41,6 +50,7 @@ def check_loaded(root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: R
         state: What it was loaded into.
         ranks: All ranks of the job.
         report: What this rank loaded.
+        rules: Which of the model's tensors it loaded, and under which names.
 
     Raises:
         LoadDiffers: A tensor is not what was saved; names it. Raised on every rank.
@@ -49,14 +59,17 @@ def check_loaded(root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: R
     from ckptmirror.formats.live_sums import live_sums
 
     lists = lists_of(meta, kind)
+
+    def read(of: Iterable[Artifact]) -> Iterable[list[Summed]]:
+        return (under_rules(read_tensor_list(root, one), rules, are_saved=True) for one in of)
+
     live: list[Summed] = []
     found = Compared((), ())
 
     def compare_own() -> tuple[tuple[str, ...], bool]:
         nonlocal live, found
-        live = live_sums(state, report.loaded) if lists else []
-        near = [lists[rank] for rank in {ranks.rank, 0} if rank in lists]
-        found = compare(live, (read_tensor_list(root, one) for one in near))
+        live = under_rules(live_sums(state, report.loaded), rules, are_saved=False) if lists else []
+        found = compare(live, read(lists[rank] for rank in {ranks.rank, 0} if rank in lists))
         return _not_migrated(root, meta, kind, state, ranks, found.differ)[:_NAMED], bool(found.cut_otherwise)
 
     verdicts = exchange_result(ranks, compare_own, what="compare what was loaded")
@@ -75,8 +88,7 @@ def check_loaded(root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: R
             if ranks.rank != 0:
                 return (), 0
             names = {name for open_here, _ in sent.values() for name in open_here}
-            read = (read_tensor_list(root, one) for one in lists.values())
-            whole = compare_whole([pieces for _, pieces in sent.values()], read, names)
+            whole = compare_whole([pieces for _, pieces in sent.values()], read(lists.values()), names)
             return _not_migrated(root, meta, kind, state, ranks, whole.differ)[:_NAMED], len(whole.cut_otherwise)
 
         names, not_compared = exchange_result(ranks, compare_all, what="compare the tensors that are cut otherwise")[0]

@@ -165,7 +165,7 @@ def _load_first_sound(
                 _discard_all(root, ranks, node, proposal.meta)
         else:
             if options.verify_loaded:
-                check_loaded(place, verified, proposal.kind, state, ranks, report)
+                check_loaded(place, verified, proposal.kind, state, ranks, report, options.rules)
             return proposal, report
 
 

@@ -1,0 +1,194 @@
+"""Which tensors of a save go to which of the model: patterns to leave out, new names, and whether all have to match.
+
+Rules:
+* Names are those of ``model.state_dict()``, without prefixes of wrappers. A pattern is one of ``fnmatch``, where
+  ``*`` also matches dots; ``exclude`` has it after ``model.``.
+* Renaming comes first, then matching, then what is left out: patterns of ``exclude`` are over the model's names.
+* A pattern that matches nothing is a mistake, and is refused with the names closest to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckptmirror.core.errors import CkptMirrorError, UsageError
+
+__all__ = ["ALL_NAMES", "NameRules", "Rename", "name_rules", "parts_alone"]
+
+Rename = Mapping[str, str] | Callable[[str], str]
+_PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class NameRules:
+    """How the names of a save are matched with those of the model.
+
+    Attributes:
+        exclude: Patterns of the model's names that are not loaded.
+        rename: Patterns of saved names, and what these become; or a function of a saved name.
+        strict: Whether every name of the save and of the model has to match, as in ``load_state_dict``.
+    """
+
+    exclude: tuple[str, ...] = ()
+    rename: Rename = field(default_factory=dict)
+    strict: bool = True
+
+    def leaves(self, name: str) -> bool:
+        """Whether a tensor of the model is left as it is."""
+        return any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def renamed(self, name: str) -> str:
+        """Return the new name of a saved tensor.
+
+        Raises:
+            UsageError: The function fails, or returns something else.
+        """
+        if isinstance(self.rename, Mapping):
+            return next((new for one in self.rename.items() if (new := _replaced(name, *one)) is not None), name)
+        try:
+            new = self.rename(name)
+        except Exception as error:  # the user's function may raise anything
+            raise UsageError(f"rename failed for {name}: {type(error).__name__}: {error}") from error
+        if not isinstance(new, str):
+            raise UsageError(f"rename returned {new!r} for {name}; it must return a name.")
+        return new
+
+    def pair(
+        self,
+        saved: Collection[str],
+        live: Collection[str],
+        elsewhere: Collection[str],
+        match: Callable[[Iterable[str], Iterable[str]], Mapping[str, str]],
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Return the saved name for each name of the model that is loaded, and a line for what is not.
+
+        Args:
+            saved: The names in the save.
+            live: The names in the model.
+            elsewhere: The names that only other ranks hold; the save may have them too.
+            match: Returns the live name for each saved one, or the saved one itself.
+
+        Raises:
+            UsageError: A name is missing or unexpected, a pattern matches nothing, or two names become one.
+        """
+        new = {name: self.renamed(name) for name in saved}
+        first: dict[str, str] = {}
+        for name, there in new.items():
+            if (other := first.setdefault(there, name)) != name:
+                raise UsageError(f"rename makes one name of {other} and {name}: {there}.")
+        matched = match(first, [*live, *elsewhere])
+        known = {*matched.values(), *live, *elsewhere}
+        self._refuse_unused(saved, known)
+        by_live = {matched[there]: name for there, name in first.items() if not self.leaves(matched[there])}
+        missing = [name for name in live if name not in by_live and not self.leaves(name)]
+        here = {*live, *elsewhere}
+        unexpected = [name for there, name in by_live.items() if there not in here]
+        if self.strict and (missing or unexpected):
+            raise UsageError(
+                "The checkpoint does not match the model."
+                + (f" Missing in the checkpoint: {_some(missing)}." if missing else "")
+                + (f" Not in the model: {_some(unexpected)}." if unexpected else ""),
+                hint="Build the model with the configuration that the meta names (its `training_config`).",
+            )
+        lines = (
+            (f"model: {_some(left)}: left out (exclude), as they are" if (left := self._left(live)) else ""),
+            (f"model: {_some(missing)}: not in the save, as they are (strict=False)" if missing else ""),
+            (f"model: {_some(unexpected)}: in the save alone, not loaded (strict=False)" if unexpected else ""),
+        )
+        return {name: by_live[name] for name in live if name in by_live}, tuple(filter(None, lines))
+
+    def optimizer(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state by parameter name under the new names, without what is left out."""
+        new = {name: self.renamed(name) if isinstance(name, str) else name for name in saved.get("state") or {}}
+        groups = [
+            {**group, "params": [self.renamed(name) if isinstance(name, str) else name for name in group["params"]]}
+            for group in saved["param_groups"]
+        ]
+        for group in groups:
+            group["params"] = [name for name in group["params"] if not (isinstance(name, str) and self.leaves(name))]
+        state = {name: saved["state"][old] for old, name in new.items() if not self.leaves(str(name))}
+        return {**saved, "state": state, "param_groups": groups}
+
+    def may_lack(self, names: Iterable[str]) -> bool:
+        """Whether a parameter with these names may be missing in a saved optimizer."""
+        return not self.strict or any(map(self.leaves, names))
+
+    def _left(self, live: Iterable[str]) -> list[str]:
+        return [name for name in live if self.leaves(name)]
+
+    def _refuse_unused(self, saved: Collection[str], known: Collection[str]) -> None:
+        renames = self.rename if isinstance(self.rename, Mapping) else ()
+        checks = [("exclude", _PREFIX, pattern, known) for pattern in self.exclude]
+        checks += [("rename", "", pattern, saved) for pattern in renames]
+        for what, prefix, pattern, names in checks:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                where = "the save" if what == "rename" else "neither the model nor the save"
+                has = "has no" if what == "rename" else "has a"
+                raise UsageError(
+                    f"{what} holds {prefix + pattern!r}, and {where} {has} tensor of that name. "
+                    f"The closest: {', '.join(prefix + name for name in _closest(pattern, names)) or 'none'}.",
+                    hint="Names are those of model.state_dict(); `*` stands for any text.",
+                )
+
+
+ALL_NAMES = NameRules()
+
+
+def name_rules(exclude: Collection[str] = (), rename: Any = None, *, strict: bool = True) -> NameRules:
+    """Return the rules that a caller gave.
+
+    Raises:
+        UsageError: They are not of their kinds.
+    """
+    if isinstance(rename, Mapping):
+        for old, new in rename.items():
+            are_texts = isinstance(old, str) and isinstance(new, str)
+            if not are_texts or old.count("*") < new.count("*") or {*old} & {*"?["}:
+                raise _bad_rename(f"rename holds {old!r}: {new!r}")
+    elif rename is not None and not callable(rename):
+        raise _bad_rename(f"rename is {rename!r}")
+    patterns = tuple(one.removeprefix(_PREFIX) for one in exclude if _is_pattern(one))
+    return NameRules(patterns, rename if rename is not None else {}, bool(strict))
+
+
+def parts_alone(exclude: Any) -> Any:
+    """Return what in ``exclude`` is not a pattern of tensors."""
+    is_several = isinstance(exclude, Collection) and not isinstance(exclude, str)
+    return [one for one in exclude if not _is_pattern(one)] if is_several else exclude
+
+
+def _bad_rename(what: str) -> CkptMirrorError:
+    return UsageError(
+        f"{what}; it must be a dict of patterns, or a function of a name.",
+        hint='Write rename={"old.*": "new.*"}: each `*` on the right stands for the one on the left in its place.',
+    )
+
+
+def _is_pattern(one: Any) -> bool:
+    return isinstance(one, str) and one.startswith(_PREFIX) and one != _PREFIX
+
+
+def _replaced(name: str, old: str, new: str) -> str | None:
+    """Return the name with each ``*`` of ``new`` filled by that of ``old``; None if it does not match."""
+    if not fnmatchcase(name, old):
+        return None
+    found = re.fullmatch("(.*?)".join(map(re.escape, old.split("*"))), name)
+    parts = new.split("*")
+    if found is None or len(parts) == 1:
+        return new
+    return parts[0] + "".join(text + part for text, part in zip(found.groups(), parts[1:], strict=False))
+
+
+def _closest(pattern: str, names: Iterable[str]) -> list[str]:
+    from difflib import get_close_matches  # needed only after a mistake
+
+    return get_close_matches(pattern.replace("*", ""), sorted(names), n=3, cutoff=0.3)
+
+
+def _some(names: Collection[str]) -> str:
+    first = list(names)[:5]
+    return ", ".join(first) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
