@@ -289,9 +289,8 @@ class NodeBehind(CkptMirrorError):
     exit_code = 8
     writes_for_s = 0.0
     hint = (
-        "It does so by itself. If that node's disk is gone, the save becomes whole there only if another mirror has it: "
-        "`ckptmirror stage --step N --full` from that one into this root, then `ckptmirror drain`. Else the run continues "
-        "from another save."
+        "It does so by itself. If that node's disk is gone, the save becomes whole only if another mirror has it: "
+        "`ckptmirror stage --step N --full` from that one into this root, then `ckptmirror drain`."
     )
 
 
