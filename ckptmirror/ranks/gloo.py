@@ -10,6 +10,8 @@ Rules:
   callers (``torch_group``), so that a failed collective on the second cannot block the report of its failure.
 * Every wait ends at the channel's limit. A wait that times out closes the gloo connections and so breaks the channel;
   it leaves the reason in the group's store, where the ranks that were cut off find it.
+* If a collective of a caller fails in gloo, the rank closes its connections of that group before it reports that:
+  other ranks may wait in the collective for this one, which will not come.
 * A broken channel raises the same error at once in every later exchange.
 * Only an error from gloo means that a rank is gone. An error while reading a message is this rank's own, and is raised.
 * ``close`` sends nothing.
@@ -172,6 +174,8 @@ class GlooRanks:
                 data = pack_value(value)
             except UsageError as unsendable:
                 error = unsendable
+        if error is not None and _is_of_gloo(error):
+            self._break_torch_group()
         self._number += 1
         report = Report(self._number, what, data, failure_of(error) if error is not None else None)
         deadline = time.monotonic() + self._timeout_s
@@ -185,6 +189,15 @@ class GlooRanks:
         if error is not None and not (is_of_gloo and answer.outcome == "missing"):
             raise error
         raise refused from error  # gloo's error, if any, does not name the rank that is gone
+
+    def _break_torch_group(self) -> None:
+        """Close the connections of the callers' group. gloo has no call for it, but a wait that times out does it."""
+        for peer in range(self._size):
+            try:
+                if peer != self._rank:
+                    _wait(self._torch_group.recv([_over(bytearray(1))], peer, _TAG), time.monotonic())
+            except RuntimeError:
+                continue  # the first that is alive timed out, or all are gone
 
     def send(self, data: memoryview, to: int) -> None:
         """Send bytes to one rank. See :class:`Ranks`."""
@@ -343,6 +356,11 @@ class GlooRanks:
                 self._store = None
             time.sleep(_REASON_POLL_S)
         return ""
+
+
+def _is_of_gloo(error: BaseException) -> bool:
+    is_own = isinstance(error, CkptMirrorError)
+    return isinstance(error, RuntimeError) and not is_own and "/gloo/" in str(error)  # it names its source line
 
 
 def _words(error: RuntimeError) -> str:

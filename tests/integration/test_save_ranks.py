@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ckptmirror import CheckpointManager, TrainState
+from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.local import crashpoints
 from tests.integration.save_ranks_job import everything_that_happens
 from tests.kit.faults import flip_bit
-from tests.kit.processes import run_ranks
+from tests.kit.processes import LIMIT_S, outcome, run_ranks
 from tests.kit.roots import artifact, whole
 from tests.kit.training import everything, new_state, running, same, saved_run
 
@@ -249,3 +252,33 @@ def where_one_rank_goes_on(root: Path) -> tuple[int, str, str]:
         start = manager.resume(TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1)))
     assert start is not None
     return start.step, start.kind, "; ".join(start.passed_over)
+
+
+def save_until_killed(rank: int, root: str, dies: int) -> tuple[str, str, int]:
+    """One of four ranks: a save, and another in which a rank is killed before its first fsync."""
+    manager = CheckpointManager(root, kinds=("dcp",), timeout_s=10 * LIMIT_S)
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 5))
+    fully_shard(model)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.resume(state)
+    manager.save(1, state).wait()
+    if rank == dies:
+        crashpoints.arm("file.fsync:before")
+    found = outcome(lambda: manager.save(2, state).wait())
+    with suppress(CkptMirrorError):  # which is that error again
+        manager.close(timeout_s=0.0)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dies", [0, 1, 2])
+def test_a_rank_that_is_killed_in_a_save_of_kind_dcp_ends_that_save_on_the_others_at_once(
+    dies: int, tmp_path: Path
+) -> None:
+    """Not at the limit of a wait, which is longer than this test's: ranks wait in torch's collectives for live ones."""
+    found = run_ranks(4, save_until_killed, str(tmp_path), dies, dead=(dies,))
+    for kind, message, _ in found[:dies] + found[dies + 1 :]:
+        assert kind == "BackgroundSaveFailed"
+        assert f"rank {dies} is gone" in message
+    assert sorted(whole(tmp_path)) == [1]
