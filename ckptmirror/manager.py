@@ -31,6 +31,7 @@ from ckptmirror.arguments import (
 from ckptmirror.core import events, signing
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
 from ckptmirror.core.model import SAVED_KINDS, Kind
+from ckptmirror.core.per_rank import check_patterns
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.stages import stages_of
 from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
@@ -216,6 +217,10 @@ class CheckpointManager:
         self._check_open()
         leave = checked_parts(exclude)
         check_state(state)
+        if state.per_rank and not self._stages.of_ranks:
+            from ckptmirror.formats.names import live_values
+
+            check_patterns(state.per_rank, live_values(state.model))
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
             self._saver = None  # its attempt is over, even if this resume fails

@@ -161,7 +161,7 @@ def load_directory(directory: Path, target: LoadTarget, named: Container[str], e
     own = [entry for entry in entries if entry.path[0] in _OPTIMIZER_KEYS and len(entry.path) > 1]
     return load_parts(
         target,
-        model=lambda: _read_model(module, entries, reader),
+        model=lambda values: _read_model(module, entries, reader, values),
         optimizer=(lambda: _read_optimizer(module, own, reader)) if own else None,
         extra=extra,
     )
@@ -364,14 +364,15 @@ def _owners(entries: list[_Entry], module: torch.nn.Module) -> dict[str, torch.n
 
 
 def _read_model(
-    module: torch.nn.Module, entries: list[_Entry], reader: _Reader
+    module: torch.nn.Module, entries: list[_Entry], reader: _Reader, values: Mapping[str, Any]
 ) -> Callable[[], dict[str, torch.dtype]]:
     saved = _of_model(entries)
     if not saved and live_values(module):
         raise UsageError(f"{reader.path} holds no model.")
     text = [entry for entry in entries if entry.key == KEY and not isinstance(entry.described, TensorStorageMetadata)]
     versions = _versions(reader.value(text, 1), reader.path) if text else None
-    load = plan_model(module, {name: reader.stored(own) for name, own in saved.items()}, versions=versions)
+    stored = {name: reader.stored(own) for name, own in saved.items()}
+    load = plan_model(module, {**stored, **values}, versions=versions)
 
     def load_and_close() -> dict[str, torch.dtype]:
         with reader.files:

@@ -6,6 +6,7 @@ Rules:
   model is another one, its optimizer does not fit either.
 * Groups, or optimizers in a list, may be in another order than they were saved in, unless a scheduler would then get
   the rates of other groups: an optimizer's state is saved by name, but a scheduler keeps rates by position.
+* What each rank has of its own (``core.per_rank``) takes the place of what the kind has under these names.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 
 from ckptmirror.core.errors import UsageError
+from ckptmirror.core.per_rank import matching, own_for
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
 from ckptmirror.formats.command import KEY as COMMAND
 from ckptmirror.formats.command import refuse_other_classes
-from ckptmirror.formats.containers import any_leaf, takes_state
-from ckptmirror.formats.names import live_values
+from ckptmirror.formats.containers import any_leaf, changed, takes_state
+from ckptmirror.formats.names import live_values, match_names, some
 from ckptmirror.formats.optimizer_state import load_optimizer, optimizers_of, plan_optimizer
+from ckptmirror.formats.rank_files import Copies
 
 __all__ = ["load_parts"]
 
@@ -29,7 +32,7 @@ __all__ = ["load_parts"]
 def load_parts(
     target: LoadTarget,
     *,
-    model: Callable[[], Callable[[], Mapping[str, torch.dtype]]],
+    model: Callable[[Mapping[str, Any]], Callable[[], Mapping[str, torch.dtype]]],
     optimizer: Callable[[], Mapping[str, Any] | str] | None,
     extra: Callable[[], Any],
 ) -> LoadReport:
@@ -37,7 +40,8 @@ def load_parts(
 
     Args:
         target: What to fill.
-        model: Compares the model; returns a function that loads it and returns the dtype of each tensor in the save.
+        model: Compares the model, given the rank's own values; returns a function that loads it and returns the dtype
+            of each tensor in the save.
         optimizer: Returns the saved optimizer, sharded like the live one, or why none is loaded; None if the save has
             none.
         extra: Returns the extra state that is loaded after these, as this rank's file has it; None if there is none.
@@ -52,9 +56,13 @@ def load_parts(
     saved: Mapping[str, Any] | str = ""
     dtypes: Mapping[str, torch.dtype] = {}
     fill: Callable[[], Mapping[str, torch.dtype]] | None = None
-    if "model" not in target.exclude:
-        fill = model()
     beside = extra()
+    own = own_for(target, beside)
+    if "model" not in target.exclude:
+        fill = model(own.model if own is not None else {})
+    here = set(match_names(own.names, live_values(state.model)).values()) if own is not None else set()
+    if own is not None:
+        own.refuse_other_names(live_values(state.model), here)
     refuse_other_classes(beside.get(COMMAND) if isinstance(beside, Mapping) else None, state, target.exclude)
     if "optimizer" not in target.exclude and state.optimizer is not None:
         live_values(state.model)  # asked for its state, FSDP2 reshards what a forward without a backward left unsharded
@@ -62,6 +70,10 @@ def load_parts(
         if isinstance(saved, str):
             missing.lacks("optimizer", f"{saved}; it starts without history")
         else:
+            if own is not None and own.is_here:
+                copies = Copies()
+                held = changed(own.optimizer, lambda value, _: copies.copy(value))
+                saved = {**saved, "state": own.state_of(saved.get("state") or {}, held)}
             plans = plan_optimizer(state.model, state.optimizer, saved, target.elsewhere)
             is_scheduled = _takes_schedule(target, beside)
             _refuse_other_order(plans, saved, is_scheduled=is_scheduled, some_elsewhere=bool(target.elsewhere))
@@ -70,6 +82,9 @@ def load_parts(
     if fill is not None:
         dtypes = fill()
         loaded.append("model")
+        names = matching(state.per_rank, live_values(state.model)) if state.per_rank else []
+        if shared := [name for name in names if name not in here]:
+            missing.say(f"model: the save has one value for all ranks of {some(shared)}, which per_rank matches")
     if not isinstance(saved, str):
         load_optimizer(state.optimizer, plans, saved, dtypes)
         loaded.append("optimizer")

@@ -56,7 +56,7 @@ def held_by(
     tensors = walk_tensors({"model": snapshot.model, "optimizer": snapshot.optimizer})
     entries = {entry["name"]: entry for entry in listed if "sum32" in entry}
     for name, tensor in tensors:
-        if (entry := entries.get(name)) is None:
+        if (entry := entries.get(name)) is None or "per_rank" in entry:
             continue
         if isinstance(tensor, DTensor):
             group = f"{tuple(tensor.device_mesh.shape)} {tensor.placements}"

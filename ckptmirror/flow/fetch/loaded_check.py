@@ -3,6 +3,7 @@
 Rules:
 * Every rank sums its live tensors and compares them with the lists that the rank of its number and rank 0 wrote. So in
   the same topology nothing is sent but the verdicts. Otherwise the pieces go to rank 0, which reads the lists of all.
+* What each rank had of its own (``core.per_rank``) is compared with the list of the rank of its number alone.
 * All ranks get one verdict, so that all of them raise, or none does.
 * What a module of another layout version may have migrated is not compared, nor is what no list here has.
 """
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LoadDiffers
 from ckptmirror.core.model import Artifact, Kind, Meta
-from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole, read_list
+from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole, of_rank, read_list
 from ckptmirror.local import files
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.local.save_logger import save_logger
@@ -61,8 +62,9 @@ def check_loaded(root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: R
     def compare_own() -> tuple[tuple[str, ...], bool]:
         nonlocal live, found
         live = live_sums(state, report.loaded) if lists else []
-        near = [lists[rank] for rank in {ranks.rank, 0} if rank in lists]
-        found = compare(live, (_read(root, one) for one in near))
+        own, first = (_read(root, lists[rank]) if rank in lists else [] for rank in (ranks.rank, 0))
+        live, near = of_rank(live, own, first)
+        found = compare(live, near)
         return _not_migrated(root, meta, kind, state, ranks, found.differ)[:_NAMED], bool(found.cut_otherwise)
 
     verdicts = exchange_result(ranks, compare_own, what="compare what was loaded")
@@ -81,7 +83,7 @@ def check_loaded(root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: R
             if ranks.rank != 0:
                 return (), 0
             names = {name for open_here, _ in sent.values() for name in open_here}
-            read = (_read(root, one) for one in lists.values())
+            read = ([piece for piece in _read(root, one) if not piece.per_rank] for one in lists.values())
             whole = compare_whole([pieces for _, pieces in sent.values()], read, names)
             return _not_migrated(root, meta, kind, state, ranks, whole.differ)[:_NAMED], len(whole.cut_otherwise)
 
