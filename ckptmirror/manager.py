@@ -34,6 +34,7 @@ from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ConfigError, 
 from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.name_rules import Rename, name_rules, parts_alone
+from ckptmirror.core.per_rank import check_patterns
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.stages import stages_of
 from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
@@ -237,6 +238,10 @@ class CheckpointManager:
             name_rules(exclude, rename, strict=strict),
         )
         check_state(state)
+        if state.per_rank and not self._stages.of_ranks:
+            from ckptmirror.formats.names import live_values
+
+            check_patterns(state.per_rank, live_values(state.model))
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
             self._saver = None  # its attempt is over, even if this resume fails

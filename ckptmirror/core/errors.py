@@ -161,9 +161,9 @@ class RanksDiffer(UsageError):
     """Ranks hold different values under one name, and a save keeps one of them."""
 
     hint = (
-        "If the ranks should hold the same, broadcast rank 0's values before save(). If each has its own (experts, "
-        "pipeline stages), make them shards of one DTensor, or give each group of ranks that holds the same a manager "
-        "with its own process_group and root."
+        "If the ranks should hold the same, broadcast rank 0's values before save(). If each has its own (experts), "
+        'declare it, TrainState(per_rank=("experts.*",)), or make them shards of one DTensor. If groups of ranks have '
+        "models of their own, give each group a manager with its own process_group and root."
     )
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "compare",
     "compare_whole",
     "difference",
+    "of_rank",
     "read_list",
     "total",
     "under_rules",
@@ -45,12 +46,14 @@ class Summed(NamedTuple):
         dtype: Of its values, as ``float32``.
         region: Its place in the whole tensor.
         sums: Its fingerprint.
+        per_rank: Whether a list says that each rank has values of its own.
     """
 
     name: str
     dtype: str
     region: Region
     sums: Fingerprint
+    per_rank: bool = False
 
 
 class Compared(NamedTuple):
@@ -132,6 +135,22 @@ def under_rules(pieces: Iterable[Summed], rules: NameRules, *, are_saved: bool) 
     return found
 
 
+def of_rank(
+    live: Iterable[Summed], own: Collection[Summed], first: Iterable[Summed]
+) -> tuple[list[Summed], list[list[Summed]]]:
+    """Return what :func:`compare` takes, so that what a rank has of its own is compared with its own list alone.
+
+    Args:
+        live: The rank's live pieces.
+        own: The list that the rank of this number wrote; empty if it is not there.
+        first: The list of rank 0.
+    """
+    of_all = [one for one in first if not one.per_rank]
+    known = {one.name for one in (*own, *of_all)}
+    apart = {one.name for one in first if one.per_rank} - known
+    return [one for one in live if one.name not in apart], [list(own), of_all]
+
+
 def compare(live: Iterable[Summed], lists: Iterable[Iterable[Summed]]) -> Compared:
     """Compare a rank's live pieces with the lists that were written by the rank of this number and by rank 0."""
     saved = _by_name(piece for one in lists for piece in one)
@@ -205,7 +224,7 @@ def _total_of(pieces: _Pieces) -> Fingerprint:
 
 def _by_name(pieces: Iterable[Summed]) -> dict[str, dict[_Form, _Pieces]]:
     found: dict[str, dict[_Form, _Pieces]] = {}
-    for name, dtype, region, sums in pieces:
+    for name, dtype, region, sums, _ in pieces:
         forms = found.setdefault(name, {})
         forms.setdefault((dtype, region.shape), {}).setdefault(region, set()).add(sums)
     return found
@@ -223,7 +242,7 @@ def _summed(entry: Mapping[str, Any], index: int) -> Summed:
     region = Region(shape, offsets, sizes)
     if not isinstance(name, str) or not isinstance(dtype, str) or len(sums) != 2 or not region.is_inside:
         raise BrokenMeta(f"tensors[{index}] is not a piece of a tensor with its name, dtype and two sums.")
-    return Summed(name, dtype, region, (sums[0], sums[1]))
+    return Summed(name, dtype, region, (sums[0], sums[1]), entry.get("per_rank") is True)
 
 
 def _numbers(entry: Mapping[str, Any], key: str, index: int) -> tuple[int, ...]:

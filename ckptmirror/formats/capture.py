@@ -8,6 +8,8 @@ Rules:
 * If all ranks hold the same value, rank 0 saves it (if the model is in stages, the first rank of the stage). The other
   ranks leave out buffers (whose running averages may differ), extra state and EMA, and everything but the sidecar if no
   kind of the save needs more from them. ``left_out`` holds what they leave out, so that it can be compared.
+* What the state declares as each rank's own (``per_rank``) is in the kinds only as the first rank has it; the other
+  ranks have theirs in their extra state.
 * A value that a safe load could not read back is refused here, by name.
 """
 
@@ -22,6 +24,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from ckptmirror.core import per_rank
 from ckptmirror.core.errors import RankFailed, UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.core.stages import NO_STAGES, Stages
@@ -79,6 +82,8 @@ def capture(
     is_first = rank == peers[0]
     try:
         snapshot = capture_local(state, step=step, with_ema=bool(stages.of_ranks) or is_first)
+        if not stages.of_ranks:  # else the patterns are for all of them
+            per_rank.check_patterns(state.per_rank, snapshot.model)
         if "dcp" in kinds:
             _check_for_dcp(snapshot)
     except BaseException as error:
@@ -98,12 +103,15 @@ def capture(
         model, optimizer = {}, None
     elif not is_first:
         model = {name: value for name, value in model.items() if name not in buffers}
-    rest = {
-        "model": {name: value for name, value in snapshot.model.items() if name not in model},
-        "optimizer": snapshot.optimizer if optimizer is None else None,
-    }
+    extra = per_rank.recorded(snapshot, rank, world_size, is_here=not is_first)
+    names = per_rank.names_in(extra)
+    if not is_first:
+        model, optimizer = per_rank.without(model, optimizer, names)
+    left_out, moments = per_rank.without(snapshot.model, snapshot.optimizer if optimizer is None else None, names)
+    rest = {"model": {name: value for name, value in left_out.items() if name not in model}, "optimizer": moments}
     return replace(
         snapshot,
+        extra=extra,
         model=model,
         optimizer=optimizer,
         full_model=whole,
@@ -159,6 +167,15 @@ def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
     extra = _capture_extra(state, step=step, with_ema=sharded or with_ema, model=model)
     if versions is not None:
         extra[KEY].append([["model"], to_text(versions)])
+    own = per_rank.matching(state.per_rank, model)
+    if state.per_rank:
+        extra[per_rank.KEY] = {"patterns": list(state.per_rank), "names": own}
+    if split := [name for name in own if isinstance(model[name], DTensor)]:
+        raise UsageError(
+            f"per_rank matches {split[0]}, which is a DTensor: each rank's shard of it is saved as it is.",
+            hint="Take the names of DTensors out of per_rank.",
+        )
+    _, whole = per_rank.without(model, optimizer, own)
     return Snapshot(
         model,
         optimizer,
@@ -167,7 +184,7 @@ def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
         sharded or has_shards(extra),
         architecture=_hash_of_shapes(model),
         parameters=_hash_of_shapes({bare(name): p for name, p in state.model.named_parameters()}),
-        optimizer_holds=_hash_of_holdings(optimizer["state"]) if optimizer is not None and not sharded else "",
+        optimizer_holds=_hash_of_holdings(whole["state"]) if whole is not None and not sharded else "",
     )
 
 

@@ -36,10 +36,10 @@ from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import named_file
 from ckptmirror.formats.shards import Piece, Stored, fill_all, fills, is_row, region_of
 from ckptmirror.formats.stages import by_stage, elsewhere_in, join_groups
-from ckptmirror.formats.tensor_bytes import byte_view
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text
 from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.local.files import read_limited
+from ckptmirror.sums.digests import byte_view
 from ckptmirror.untrusted.read_limits import max_depth
 from ckptmirror.untrusted.tensor_files import check_regular, load_part, open_regular, refused_as_usage
 
@@ -162,7 +162,7 @@ def load_directory(directory: Path, target: LoadTarget, named: Container[str], e
     own = [entry for entry in entries if entry.path[0] in _OPTIMIZER_KEYS and len(entry.path) > 1]
     return load_parts(
         target,
-        model=lambda: _read_model(target, entries, reader),
+        model=lambda values: _read_model(target, entries, reader, values),
         optimizer=(lambda: _read_optimizer(target, own, reader)) if own else None,
         extra=extra,
     )
@@ -366,14 +366,16 @@ def _owners(
     return {entry.key: owners[name] for entry in of_state if (name := str(entry.path[2])) in owners}
 
 
-def _read_model(target: LoadTarget, entries: list[_Entry], reader: _Reader) -> Callable[[], dict[str, torch.dtype]]:
+def _read_model(
+    target: LoadTarget, entries: list[_Entry], reader: _Reader, values: Mapping[str, Any]
+) -> Callable[[], dict[str, torch.dtype]]:
     saved = _of_model(entries)
     if not saved and live_values(target.state.model):
         raise UsageError(f"{reader.path} holds no model.")
     text = [entry for entry in entries if entry.key == KEY and not isinstance(entry.described, TensorStorageMetadata)]
     versions = _versions(reader.value(text, 1), reader.path) if text else None
-    values = {name: reader.stored(own) for name, own in saved.items()}
-    load = plan_model(target.state.model, values, versions=versions, rules=target.rules, say=target.left.say)
+    stored = {**{name: reader.stored(own) for name, own in saved.items()}, **values}
+    load = plan_model(target.state.model, stored, versions=versions, rules=target.rules, say=target.left.say)
 
     def load_and_close() -> dict[str, torch.dtype]:
         with reader.files:

@@ -16,6 +16,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 
 from ckptmirror.core.errors import IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.per_rank import own_for, recorded
 from ckptmirror.core.regions import Region
 from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.artifacts import write_json, write_pt
@@ -75,8 +77,9 @@ def write_emergency(
     """
     snapshot = capture_local(state, step=step, with_ema=apart or stage is not None or rank == 0)
     of_each = apart or stage is not None or snapshot.sharded
-    if rank != 0 and not of_each:
-        snapshot = Snapshot({}, None, None, snapshot.extra, False)
+    is_here = rank != 0 and not of_each
+    extra = recorded(snapshot, rank, world_size, is_here=is_here)
+    snapshot = Snapshot({}, None, None, extra, False) if is_here else replace(snapshot, extra=extra)
     make_dirs(directory)
     content = {
         "step": step,
@@ -131,6 +134,7 @@ class EmergencyFormat:
         source, directory = _source(root, meta, target)
         saved = _snapshot(source, directory)
         module = target.state.model
+        own_for(target, saved["extra"])  # refused before the ranks are compared
         sharded = saved.get("sharded") is True
         if not sharded:
             shared = source.of(0)
@@ -143,10 +147,10 @@ class EmergencyFormat:
             shared = _joined(source)
         tree = _snapshot(shared, directory)
 
-        def model() -> Callable[[], Mapping[str, torch.dtype]]:
+        def model(own: Mapping[str, Any]) -> Callable[[], Mapping[str, torch.dtype]]:
             return plan_model(
                 module,
-                tree["model"],
+                {**tree["model"], **own},
                 lambda name: shared.others(("model", name)),
                 versions=_versions(source, directory),
                 elsewhere=target.elsewhere,

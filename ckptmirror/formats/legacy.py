@@ -145,7 +145,7 @@ def load_legacy(found: LegacyState, path: Path, target: LoadTarget, step: int) -
 
     parts = load_parts(
         target,
-        model=lambda: plan_model(
+        model=lambda _: plan_model(
             state.model, found.model, versions=found.versions, rules=target.rules, say=target.left.say
         ),
         optimizer=optimizer if found.optimizers else None,

@@ -6,6 +6,7 @@ Rules:
   model is another one, its optimizer does not fit either.
 * Groups, or optimizers in a list, may be in another order than they were saved in, unless a scheduler would then get
   the rates of other groups: an optimizer's state is saved by name, but a scheduler keeps rates by position.
+* What each rank has of its own (``core.per_rank``) takes the place of what the kind has under these names.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import torch
 from ckptmirror.core.command_changes import Command, refuse_other_classes
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.name_rules import ALL_NAMES
+from ckptmirror.core.per_rank import matching, own_for
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
 from ckptmirror.formats.command import KEY as COMMAND
 from ckptmirror.formats.command import command_of
-from ckptmirror.formats.containers import any_leaf, takes_state
-from ckptmirror.formats.names import live_values
+from ckptmirror.formats.containers import any_leaf, changed, takes_state
+from ckptmirror.formats.names import live_values, match_names, some
 from ckptmirror.formats.optimizer_state import is_state, load_optimizer, optimizers_of, plan_optimizer
+from ckptmirror.formats.rank_files import Copies
 
 __all__ = ["load_parts"]
 
@@ -31,7 +34,7 @@ __all__ = ["load_parts"]
 def load_parts(
     target: LoadTarget,
     *,
-    model: Callable[[], Callable[[], Mapping[str, torch.dtype]]],
+    model: Callable[[Mapping[str, Any]], Callable[[], Mapping[str, torch.dtype]]],
     optimizer: Callable[[], Mapping[str, Any] | str] | None,
     extra: Callable[[], Any],
 ) -> LoadReport:
@@ -39,7 +42,8 @@ def load_parts(
 
     Args:
         target: What to fill.
-        model: Compares the model; returns a function that loads it and returns the dtype of each tensor in the save.
+        model: Compares the model, given the rank's own values; returns a function that loads it and returns the dtype
+            of each tensor in the save.
         optimizer: Returns the saved optimizer, sharded like the live one, or why none is loaded; None if the save has
             none.
         extra: Returns the extra state that is loaded after these, as this rank's file has it; None if there is none.
@@ -55,9 +59,13 @@ def load_parts(
     dtypes: Mapping[str, torch.dtype] = {}
     fill: Callable[[], Mapping[str, torch.dtype]] | None = None
     order: list[int] | None = None
-    if "model" not in target.exclude:
-        fill = model()
     beside = extra()
+    own = own_for(target, beside)
+    if "model" not in target.exclude:
+        fill = model(own.model if own is not None else {})
+    here = set(match_names(own.names, live_values(state.model)).values()) if own is not None else set()
+    if own is not None:
+        own.refuse_other_names(live_values(state.model), here)
     command = beside.get(COMMAND) if isinstance(beside, Mapping) else None
     refuse_other_classes(command, command_of(state, as_built=True), target.exclude)
     if "optimizer" not in target.exclude and state.optimizer is not None:
@@ -68,6 +76,10 @@ def load_parts(
         if isinstance(saved, str):
             missing.lacks("optimizer", f"{saved}; it starts without history")
         else:
+            if own is not None and own.is_here:
+                copies = Copies()
+                held = changed(own.optimizer, lambda value, _: copies.copy(value))
+                saved = {**saved, "state": own.state_of(saved.get("state") or {}, held)}
             saved = target.rules.optimizer(saved) if target.rules != ALL_NAMES and is_state(saved) else saved
             plans = plan_optimizer(state.model, state.optimizer, saved, target.elsewhere, target.rules)
             is_scheduled = _takes_schedule(target, beside)
@@ -79,6 +91,9 @@ def load_parts(
     if fill is not None:
         dtypes = fill()
         loaded.append("model")
+        names = matching(state.per_rank, live_values(state.model)) if state.per_rank else []
+        if shared := [name for name in names if name not in here]:
+            missing.say(f"model: the save has one value for all ranks of {some(shared)}, which per_rank matches")
     if not isinstance(saved, str):
         load_optimizer(state.optimizer, plans, saved, dtypes)
         loaded.append("optimizer")

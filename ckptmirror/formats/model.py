@@ -81,9 +81,9 @@ class ModelFormat:
         module = target.state.model
         files = rank_files(root, meta, name.optim, target.rank)
 
-        def model() -> Callable[[], Mapping[str, torch.dtype]]:
+        def model(own: Mapping[str, Any]) -> Callable[[], Mapping[str, torch.dtype]]:
             saved, versions = plain_model(load_pt(named_file(root, meta.paths, name.model), mmap=True), name.model)
-            values = {key: decode(value) for key, value in saved.items()}
+            values = {key: decode(value) for key, value in saved.items()} | dict(own)
             return plan_model(
                 module,
                 values,

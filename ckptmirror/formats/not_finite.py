@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptmirror.core.per_rank import with_own
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.capture import walk_tensors
 from ckptmirror.formats.tensor_bytes import has_plain_bytes
@@ -23,7 +24,8 @@ def not_finite(snapshot: Snapshot) -> list[str]:
     Args:
         snapshot: The host copy.
     """
-    return [name for name, tensor in walk_tensors({"model": snapshot.model}) if not _is_finite(tensor)]
+    held = with_own(snapshot.model, None, snapshot.extra)["model"]
+    return [name for name, tensor in walk_tensors({"model": held}) if not _is_finite(tensor)]
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from ckptmirror.formats.shards import read_pieces, spread
 from ckptmirror.formats.tensor_bytes import has_plain_bytes
 from ckptmirror.untrusted.tensor_files import load_pt
 
-__all__ = ["RankFiles", "live_at", "moved", "named_file", "rank_files"]
+__all__ = ["Copies", "RankFiles", "live_at", "moved", "named_file", "rank_files"]
 
 _ABSENT = object()
 _FREE_AGAIN_BYTES = 64 << 20  # of memory that a file shows more than once; beyond it
@@ -127,7 +127,7 @@ class RankFiles:
             path: Keys and indices from the top.
             like: A live tensor, or a tree of them like the value: saved tensors of the same shape are sharded like it.
         """
-        own = _Copies()
+        own = Copies()
 
         def full(value: Any, below: TreePath) -> Any:
             live = live_at(like, below)
@@ -142,7 +142,7 @@ class RankFiles:
         return ".".join(map(str, (*self._at, *path)))
 
 
-class _Copies:
+class Copies:
     """Copies values one by one; memory that a file shows again and again is copied only so often."""
 
     def __init__(self) -> None:

@@ -18,7 +18,8 @@ from ckptmirror.core.model import Kind
 from ckptmirror.core.replica_agreement import BUFFERS, WHOLE, Held, of_stage
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.capture import walk_tensors
-from ckptmirror.formats.tensor_bytes import has_plain_bytes, sum32_there
+from ckptmirror.formats.tensor_bytes import has_plain_bytes
+from ckptmirror.sums.digests import sum32_there
 
 __all__ = ["LeftOut", "held_by", "sum_left_out"]
 
@@ -56,7 +57,7 @@ def held_by(
     tensors = walk_tensors({"model": snapshot.model, "optimizer": snapshot.optimizer})
     entries = {entry["name"]: entry for entry in listed if "sum32" in entry}
     for name, tensor in tensors:
-        if (entry := entries.get(name)) is None:
+        if (entry := entries.get(name)) is None or "per_rank" in entry:
             continue
         if isinstance(tensor, DTensor):
             group = f"{tuple(tensor.device_mesh.shape)} {tensor.placements}"

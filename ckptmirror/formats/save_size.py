@@ -19,7 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core.model import Kind
+from ckptmirror.core.per_rank import matching
 from ckptmirror.formats.containers import leaves
+from ckptmirror.formats.names import live_parameters
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.shards import local_of
 from ckptmirror.formats.train_state import TrainState
@@ -50,6 +52,11 @@ def estimated_bytes(state: TrainState, kinds: Sequence[Kind], *, rank: int, worl
         total += sum(_held_bytes(one) * times for one, times in moments) if is_first or sharded else 0
     total += sum(_held_bytes(one) for one in _tensors(state.ema) if is_first or isinstance(one, DTensor))
     total += sum(map(_held_bytes, _tensors(state.extra)))
+    if not is_first and state.per_rank:  # with moments in proportion
+        named = dict(live_parameters(state.model))
+        own = sum(_held_bytes(named[name]) for name in matching(state.per_rank, named))
+        moved = sum(_held_bytes(one) * times for one, times in moments)
+        total += own * (1 + moved / max(1, sum(map(_held_bytes, parameters))))
     return int(total)
 
 

@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.regions import Region, are_apart
 from ckptmirror.formats.containers import changed
-from ckptmirror.formats.tensor_bytes import byte_view, has_plain_bytes
+from ckptmirror.formats.tensor_bytes import has_plain_bytes
 from ckptmirror.formats.weights_only_values import MARK, decode
 from ckptmirror.local.daemon_pool import run_jobs
+from ckptmirror.sums.digests import byte_view
 
 __all__ = [
     "Piece",

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ckptmirror.core import per_rank
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.names import SaveName
@@ -40,7 +41,8 @@ from ckptmirror.formats.restore import Restorer
 from ckptmirror.formats.rng import load_rng
 from ckptmirror.formats.shards import Piece, cut, piece_of
 from ckptmirror.formats.state_tree import has_position, state_of, warn_left_alone
-from ckptmirror.formats.tensor_bytes import digest32, has_plain_bytes
+from ckptmirror.formats.tensor_bytes import has_plain_bytes
+from ckptmirror.sums.digests import digest32
 
 __all__ = [
     "TENSORS_FORMAT",
@@ -82,8 +84,9 @@ def write_sidecars(
 def tensor_list(snapshot: Snapshot, *, rank: int, world_size: int, sums: bool = True) -> dict[str, Any]:
     """Return the contents of ``tensors_*.json``: shape, dtype, place and checksums of each of this rank's tensors.
 
-    ``sum32`` adds up over the pieces of a tensor (see ``formats.tensor_bytes.digest32``), and so does ``fingerprint``;
-    ``crc32c`` is that of the piece. The list holds nothing else, so that saves of equal tensors have equal files.
+    ``sum32`` adds up over the pieces of a tensor (see ``sums.digests.digest32``), and so does ``fingerprint``;
+    ``crc32c`` is that of the piece. ``per_rank`` marks what each rank has of its own. The list holds nothing else, so
+    that saves of equal tensors have equal files.
 
     Args:
         snapshot: What this rank saves.
@@ -91,11 +94,13 @@ def tensor_list(snapshot: Snapshot, *, rank: int, world_size: int, sums: bool = 
         world_size: The number of ranks.
         sums: Whether to list ``sum32`` and ``crc32c``; they read host memory.
     """
-    parts = {"model": snapshot.model, "optimizer": snapshot.optimizer, "ema": snapshot.extra.get("ema")}
-    tensors = walk_tensors(parts)
+    parts = per_rank.with_own(snapshot.model, snapshot.optimizer, snapshot.extra)
+    tensors = walk_tensors({**parts, "ema": snapshot.extra.get("ema")})
     entries = {name: _describe(name, tensor, sums) for name, tensor in tensors}
     for one in fingerprints_of(tensors):
         entries[one.name]["fingerprint"] = list(one.sums)
+    for name, _ in walk_tensors(per_rank.only(parts, per_rank.names_in(snapshot.extra))):
+        entries[name]["per_rank"] = True
     return {
         "format": TENSORS_FORMAT,
         "version": 1,

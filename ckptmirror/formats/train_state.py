@@ -18,7 +18,7 @@ from ckptmirror.formats.containers import has, place, placed_leaves
 __all__ = ["PARTS", "SETTINGS", "TrainState", "check_is_state", "check_state", "checked_parts", "left_out"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "ema", "dataloader", "extra", "rng")
-SETTINGS = ("training_config", "merge_extra")  # what else a state has, which no load fills
+SETTINGS = ("training_config", "merge_extra", "per_rank")  # what else a state has, which no load fills
 
 
 @dataclass
@@ -40,6 +40,8 @@ class TrainState:
         merge_extra: By key of ``extra``, how a rank gets its value if the number of ranks has changed: a function of
             the values of all ranks of the save, this rank and the number of ranks. Other values are taken as they are,
             by a new rank from rank 0. An object with ``merge_state_dicts``, which has the same arguments, needs none.
+        per_rank: Patterns (``"experts.*"``) of names of parameters and buffers of which each rank has values of its
+            own. They and their optimizer state are saved and restored for each rank, on the same number of ranks.
 
     Raises:
         UsageError: A part is not of these kinds, such as the model's ``state_dict()`` in place of the model.
@@ -54,6 +56,7 @@ class TrainState:
     extra: dict[str, Any] | None = None
     training_config: dict[str, Any] | None = None
     merge_extra: Mapping[str, Callable[[Sequence[Any], int, int], Any]] | None = None
+    per_rank: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_state(self)
@@ -99,6 +102,9 @@ def check_state(state: TrainState) -> None:
         value = getattr(state, part)
         if not isinstance(value, Mapping | None):
             raise UsageError(f"TrainState.{part} is {_kind(value)}, not a dict.", hint=f'Pass {part}={{"name": ...}}.')
+    if not isinstance(state.per_rank, list | tuple) or not all(isinstance(one, str) for one in state.per_rank):
+        hint = 'Pass a tuple of patterns: per_rank=("experts.*",).'
+        raise UsageError(f"TrainState.per_rank is {state.per_rank!r}, not a tuple of patterns.", hint=hint)
     for key, function in (state.merge_extra or {}).items():
         if key not in (state.extra or {}):
             raise UsageError(f"merge_extra has a function for {key!r}, and extra has no {key!r}.")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ckptmirror.core.regions import Region
-from ckptmirror.formats.tensor_bytes import byte_view
+from ckptmirror.sums.digests import byte_view
 from ckptmirror.sums.fingerprints import fingerprint
 from tests.bench.contest import Contestant, Measured, measure
 

@@ -63,8 +63,9 @@ def read(data: torch.utils.data.Dataset[int], files: dict[str, int]) -> None:
         dataloader=[samples, shards],
         extra={"tokens": 0},
         merge_extra={"tokens": lambda values, rank, world_size: sum(values) // world_size + rank},
+        per_rank=("experts.*",),
     )
-    print(len(samples), samples.epoch, [batch for batch in shards], state.merge_extra)
+    print(len(samples), samples.epoch, [batch for batch in shards], state.merge_extra, state.per_rank)
 
 
 def step(state: TrainState) -> float:

@@ -3,6 +3,7 @@
 Rules:
 * Every rank sums its live tensors and compares them with the lists that the rank of its number and rank 0 wrote. So in
   the same topology nothing is sent but the verdicts. Otherwise the pieces go to rank 0, which reads the lists of all.
+* What each rank had of its own (``core.per_rank``) is compared with the list of the rank of its number alone.
 * All ranks get one verdict, so that all of them raise, or none does.
 * What a module of another layout version may have migrated is not compared, nor is what no list here has.
 """
@@ -10,14 +11,14 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.core.errors import LoadDiffers
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.name_rules import ALL_NAMES, NameRules
-from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole, under_rules
+from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole, of_rank, under_rules
 from ckptmirror.flow.fetch.tensor_lists import lists_of, read_tensor_list
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.ranks.base import Ranks, exchange_result, gather_result
@@ -60,7 +61,7 @@ def check_loaded(
 
     lists = lists_of(meta, kind)
 
-    def read(of: Iterable[Artifact]) -> Iterable[list[Summed]]:
+    def read(of: Iterable[Artifact]) -> Iterator[list[Summed]]:
         return (under_rules(read_tensor_list(root, one), rules, are_saved=True) for one in of)
 
     live: list[Summed] = []
@@ -69,7 +70,9 @@ def check_loaded(
     def compare_own() -> tuple[tuple[str, ...], bool]:
         nonlocal live, found
         live = under_rules(live_sums(state, report.loaded), rules, are_saved=False) if lists else []
-        found = compare(live, read(lists[rank] for rank in {ranks.rank, 0} if rank in lists))
+        own, first = (next(read([lists[rank]])) if rank in lists else [] for rank in (ranks.rank, 0))
+        live, near = of_rank(live, own, first)
+        found = compare(live, near)
         return _not_migrated(root, meta, kind, state, ranks, found.differ)[:_NAMED], bool(found.cut_otherwise)
 
     verdicts = exchange_result(ranks, compare_own, what="compare what was loaded")
@@ -88,7 +91,8 @@ def check_loaded(
             if ranks.rank != 0:
                 return (), 0
             names = {name for open_here, _ in sent.values() for name in open_here}
-            whole = compare_whole([pieces for _, pieces in sent.values()], read(lists.values()), names)
+            of_all = ([piece for piece in of_one if not piece.per_rank] for of_one in read(lists.values()))
+            whole = compare_whole([pieces for _, pieces in sent.values()], of_all, names)
             return _not_migrated(root, meta, kind, state, ranks, whole.differ)[:_NAMED], len(whole.cut_otherwise)
 
         names, not_compared = exchange_result(ranks, compare_all, what="compare the tensors that are cut otherwise")[0]

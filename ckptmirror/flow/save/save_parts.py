@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmirror.core import replica_agreement
+from ckptmirror.core import per_rank, replica_agreement
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable, RankFailed, RanksDiffer, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName, parse_name
@@ -91,10 +91,17 @@ class LeaderSide:
 
 @dataclass(frozen=True)
 class Holdings:
-    """Hashes of what a rank saves: its parameters, and the parameters that its optimizer has state for. "": unknown."""
+    """What a rank saves, to compare; "": unknown.
+
+    Attributes:
+        parameters: A hash of its parameters.
+        optimizer: A hash of the parameters that its optimizer has state for.
+        per_rank: The first name of what it has of its own, their number, and a hash of all of them.
+    """
 
     parameters: str = ""
     optimizer: str = ""
+    per_rank: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,8 @@ def holdings_of(copied: object) -> Holdings:
     """Return the hashes of what a rank saves, to compare with the other ranks'."""
     if not isinstance(copied, Copied):
         return Holdings()
-    return Holdings(copied.snapshot.parameters, copied.snapshot.optimizer_holds)
+    own = per_rank.told(per_rank.names_in(copied.snapshot.extra))
+    return Holdings(copied.snapshot.parameters, copied.snapshot.optimizer_holds, own)
 
 
 def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks, stages: Stages) -> WriteContext:
@@ -146,8 +154,17 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks, stages: Stag
         raise UsageError(
             "The optimizers of the ranks have state for different parameters, but an optimizer's state is saved once "
             "for all ranks.",
-            hint='Pass this optimizer as TrainState(extra={"optimizer": …}): extra is saved for each rank.',
+            hint='Pass this optimizer as TrainState(extra={"optimizer": …}): extra is saved for each rank. Or declare '
+            'the parameters of which each rank has its own: TrainState(per_rank=("experts.*",)).',
         )
+    first: dict[int | None, tuple[int, str]] = {}
+    for other, own in enumerate(plan.holds.per_rank for plan in plans):
+        one, its = first.setdefault(stages.of(other), (other, own))
+        if own != its:
+            raise UsageError(
+                f"The ranks declare different names with per_rank: {its} on rank {one}, {own} on rank {other}.",
+                hint="Create TrainState with the same per_rank, and the same model, on every rank.",
+            )
     save_id = plans[0].save_id
     leader_of_node = plans[ranks.node_ranks[0]]
     return WriteContext(

@@ -21,10 +21,11 @@ from ckptmirror.formats.capture import capture
 from ckptmirror.formats.read_full import read_extra
 from ckptmirror.formats.shards import Piece, fill, read_pieces
 from ckptmirror.formats.sidecars import tensor_list, write_sidecars
-from ckptmirror.formats.tensor_bytes import byte_view, compact, digest32, sum32_there
+from ckptmirror.formats.tensor_bytes import compact
 from ckptmirror.formats.weights_only_values import MARK, decode, encode
 from ckptmirror.local.checksummed_writer import ArtifactWriter
 from ckptmirror.local.checksums import crc32c, verify_file
+from ckptmirror.sums.digests import byte_view, digest32, sum32_there
 from ckptmirror.sums.fingerprints import fingerprint
 from ckptmirror.untrusted.tensor_files import load_bytes, load_pt
 from tests.kit.formats import SAVE_ID, context, load, make_state, same_bits, save, train

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.formats.shards import fill_all, piece_of, region_of, stored
-from ckptmirror.formats.tensor_bytes import byte_view
+from ckptmirror.sums.digests import byte_view
 from ckptmirror.untrusted.tensor_files import load_part
 from tests.kit.formats import load, make_state, save
 

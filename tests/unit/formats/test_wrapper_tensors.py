@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ckptmirror import CheckpointManager
 from ckptmirror.core.errors import UsageError
 from ckptmirror.formats import TrainState
-from ckptmirror.formats.tensor_bytes import byte_view
+from ckptmirror.sums.digests import byte_view
 
 
 def two(first: float, second: float) -> Any:
