@@ -1,8 +1,9 @@
 """Catalog: the whole saves of a root or a mirror, ordered by the lineage.
 
 Rules:
-* A kind of a save is listed if and only if one valid meta exists and, in the same place, every artifact that the kind
-  needs exists with exactly its size (I2). Everything else is reported with the reason, and never chosen.
+* A kind of a save is listed if and only if one valid meta exists and, in the same place, every artifact that a load of
+  the kind needs exists with exactly its size (I2). Everything else is reported with the reason, and never chosen.
+* A list of tensors that is lost is reported, and the save is listed without it (``core.tensor_lists``).
 * A meta counts only under a name of its own save: elsewhere it would be a second one, or hide that save.
 * A save counts as a copy (to keep, to send, to let another be deleted) only if all of its kinds are listed: ``whole``.
 * What one of several nodes wrote of a save is a part. Its node keeps and sends it like a save, and nobody reads it as
@@ -33,6 +34,7 @@ from ckptmirror.core.model import Artifact, AttemptList, Kind, Meta, Tombstone
 from ckptmirror.core.problems import Hindrance, Problem, facts_of
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.start.lineage import Lineage, attempts_of_metas, lineage
+from ckptmirror.core.tensor_lists import loadable
 from ckptmirror.flow.places.attempt_lists import listed_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.object_match import why_differs
@@ -67,11 +69,11 @@ class Catalog:
     Attributes:
         place: A root's path or a mirror's URL, for messages.
         attempts: The place's own list; empty if it has none.
-        saves: By save id, each with only the kinds that are whole.
+        saves: By save id, each with only the kinds that are whole, and without lost lists of tensors.
         problems: Broken metas, and saves with the kinds that are not whole, by name (on a disk: by path).
         tombstones: Saves that retention removed, by save id.
         meta_names: On a mirror, the name of each listed save's meta, by save id.
-        torn: The ids of the listed saves, and parts, that have another kind which is not whole.
+        torn: The ids of the listed saves, and parts, of which something else is not whole.
         parts: On a disk, this node's parts of saves of several nodes, by save id, as ``saves``.
         others: On a disk, the names that look like a save's and that no meta names; on a mirror, all names.
     """
@@ -128,7 +130,7 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
         for save in inventory.saves
         if not save.meta.is_whole
     }
-    torn = {save.meta.save_id: save.meta.narrowed(save.kinds) for save in inventory.incomplete if save.kinds}
+    torn = {one.meta.save_id: one.meta.narrowed(one.kinds, one.lost) for one in inventory.incomplete if one.kinds}
     found = {save.meta.save_id: save.meta for save in inventory.saves} | torn
     saves = {save_id: meta for save_id, meta in found.items() if meta.is_whole}
     parts = {save_id: meta for save_id, meta in found.items() if not meta.is_whole}
@@ -147,6 +149,8 @@ def _problem_in(meta: Meta, whole: Sequence[Kind], why: str, hindrance: Hindranc
     if not whole:
         return Problem.of(meta, why, hindrance)
     kinds = tuple(kind for kind in meta.kinds if kind not in whole)
+    if not kinds:
+        return replace(Problem.of(meta, f"{why}; no load needs it", hindrance), kinds=())
     return replace(Problem.of(meta, f"{why}; in kind {'+'.join(whole)} it is whole", hindrance), kinds=kinds)
 
 
@@ -209,10 +213,10 @@ def mirror_catalog(
         if not meta.is_whole:
             problems[name] = Problem.of(meta, part_word(meta))
         elif missing:
-            kinds = meta.kinds_without(missing)
+            kinds, lost = loadable(meta, missing)
             problems[name] = _problem_in(meta, kinds, next(iter(missing.values())))
             if kinds:
-                torn.append((name, meta.narrowed(kinds)))
+                torn.append((name, meta.narrowed(kinds, lost)))
         elif meta.save_id in saves:
             problems[name] = Problem.of(meta, f"a second meta of save {meta.save_id[:8]}")
         else:

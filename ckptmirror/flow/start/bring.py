@@ -169,7 +169,7 @@ class Bringer:
     def _for_all_nodes(self, move: Try) -> Proposal:
         meta = plain(self.seen.metas[(move.save.save_id, move.place)])
         has_it = [url for url, one in self.seen.seen.items() if one.catalog and meta.save_id in one.catalog.whole]
-        mirror = move.place if move.place in has_it else next(iter(has_it), "")
+        mirror = move.place if move.place in self.seen.seen else next(iter(has_it), "")
         at_place = self.seen.metas.get((meta.save_id, mirror or move.place)) if mirror or move.place != DISK else None
         run_id = move.run_id or meta.run_id
         share, places = self._node.share_downloads, self._node.places()
@@ -177,7 +177,7 @@ class Bringer:
 
     def _say_of_other_kinds(self, move: Try) -> None:
         for one in self.seen.evidence.disk.problems:
-            if one.save_id == move.save.save_id and move.kind not in one.kinds:
+            if one.save_id == move.save.save_id and one.kinds and move.kind not in one.kinds:
                 self._log_once(Notice(f"kind {'+'.join(one.kinds)} of step {move.save.step} ({one.name}): {one.why}"))
 
     def _move(self, seen: Survey) -> Move:

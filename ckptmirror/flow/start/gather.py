@@ -34,9 +34,9 @@ from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorage
 from ckptmirror.core.model import Artifact, Kind, Meta, new_id
 from ckptmirror.core.start.decide import Result
 from ckptmirror.core.start.sharing import Holding, Transfer
+from ckptmirror.core.tensor_lists import is_list
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all, receive
 from ckptmirror.flow.fetch.destination import make_real_dirs
-from ckptmirror.flow.fetch.loaded_check import is_list
 from ckptmirror.flow.fetch.staging import check_space, incoming_of
 from ckptmirror.flow.places.catalog import local_catalog, objects_of
 from ckptmirror.flow.places.mirrors import Mirror

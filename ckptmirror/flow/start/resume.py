@@ -35,8 +35,9 @@ from ckptmirror.core.start.attempts import Claim
 from ckptmirror.core.start.decide import Result, Wish
 from ckptmirror.core.start.evidence import DISK
 from ckptmirror.core.start.sharing import Holding, fetched_by, transfers
+from ckptmirror.core.tensor_lists import lost_lists
 from ckptmirror.flow.fetch.load_state import ResumeInfo, check_share, load_kind, names_elsewhere
-from ckptmirror.flow.fetch.loaded_check import check_loaded
+from ckptmirror.flow.fetch.loaded_check import check_loaded, not_proved
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
@@ -168,7 +169,7 @@ def _load_first_sound(
             if ranks.nodes > 1 and found.result is not Result.NOT_BROUGHT:
                 _discard_all(root, ranks, node, proposal.meta)
         else:
-            if verify_loaded:
+            if verify_loaded and not lost_lists(proposal.meta):
                 check_loaded(place, verified, proposal.kind, state, ranks, report)
             return proposal, report
 
@@ -536,6 +537,6 @@ def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -
         kind=proposal.kind,
         place=proposal.place,
         loaded=report.loaded,
-        missing=report.missing + not_wanted,
+        missing=report.missing + not_wanted + not_proved(proposal.meta),
         passed_over=proposal.skipped,
     )
