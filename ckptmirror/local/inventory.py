@@ -25,7 +25,7 @@ from pathlib import Path
 from ckptmirror.core import meta_merging, names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat
-from ckptmirror.core.model import Digest, Kind, Meta
+from ckptmirror.core.model import Artifact, Digest, Kind, Meta
 from ckptmirror.core.tensor_lists import loadable
 from ckptmirror.local.files import read_limited
 from ckptmirror.local.listing import Listing, is_not_readable_now
@@ -47,6 +47,7 @@ class LocalSave:
         unreadable: Whether the only reason is an I/O error or a permission.
         kinds: The kinds that are whole: all files that a load of them needs are good.
         lost: The paths of the lists of tensors that are not good. No load needs them.
+        damaged: The artifacts that are not good; empty if the meta itself is disputed.
     """
 
     root: Path
@@ -56,6 +57,7 @@ class LocalSave:
     unreadable: bool = False
     kinds: tuple[Kind, ...] = ()
     lost: tuple[str, ...] = ()
+    damaged: tuple[Artifact, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def read_inventory(root: Path) -> Inventory:
     saves = [_judged(reading, save) for save in reading.found]
     disputes = _contradictions(saves)
     saves = [
-        replace(save, why=save.why or why, kinds=() if why else save.kinds)
+        replace(save, why=save.why or why, kinds=() if why else save.kinds, damaged=() if why else save.damaged)
         for save, why in zip(saves, disputes, strict=True)
     ]
     saves = [save for save in saves if not save.why or os.path.lexists(save.meta_path)]
@@ -259,6 +261,7 @@ def _judged(reading: _Reading, save: LocalSave) -> LocalSave:
         unreadable=not save.why and all(fault.unreadable for fault in faults),
         kinds=kinds,
         lost=lost,
+        damaged=() if save.why else tuple(found),
     )
 
 

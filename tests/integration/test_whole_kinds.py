@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -523,3 +525,62 @@ def test_a_save_that_lost_its_list_of_tensors_is_pushed_nowhere(tmp_path: Path) 
     artifact(root, make_save(root, 200), "tensors_").unlink()
     with pytest.raises(CheckpointNotFound):
         push(root, f"file://{tmp_path}/mirror", timeout_s=10.0)
+
+
+# -- a save that lost its optimizer or its extra state ----------------------------------------------------------------
+
+REST = ("scheduler", "scaler", "ema", "dataloader", "extra", "rng")
+LOST = [
+    (("model",), ("optim_",), ("optimizer",)),
+    (("model",), ("extra_",), REST),
+    (("dcp",), ("extra_",), REST),
+    (("dcp", "model"), ("extra_", "__0_0.distcp"), REST),
+    (("model",), ("extra_", "tensors_"), REST),
+    (("model",), ("optim_", "extra_"), ("optimizer", *REST)),
+]
+
+
+def arguments_in(text: str) -> dict[str, Any]:
+    """The arguments of resume that a sentence names."""
+    ((policy, exclude),) = set(re.findall(r"resume with policy=('\w+'), exclude=(\([^)]*\)) continues", text))
+    return {"policy": ast.literal_eval(policy), "exclude": ast.literal_eval(exclude)}
+
+
+@pytest.mark.parametrize(("kinds", "names", "parts"), LOST)
+@pytest.mark.parametrize("steps", [(1, 2), (2,)])
+def test_what_a_start_says_of_a_save_that_lost_a_part_continues_from_it_without_that_part(
+    tmp_path: Path, steps: tuple[int, ...], kinds: tuple[Kind, ...], names: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    states = saved_run(tmp_path, steps, kinds=kinds)
+    meta = whole(tmp_path)[2]
+    for name in names:
+        artifact(tmp_path, meta, name).unlink()
+    with running(tmp_path) as manager:
+        if len(steps) > 1:
+            older = manager.resume(new_state(seed=5))
+            assert older is not None
+            assert older.step == 1, "nothing is given up unless a person says so"
+            told = " ".join(older.passed_over)
+        else:
+            with pytest.raises(RefusedOnlyCopy) as refused:
+                manager.resume(new_state(seed=5), exclude=parts)
+            told = f"{refused.value} {refused.value.hint}"
+    arguments = arguments_in(told)
+    assert arguments == {"policy": meta.save_id[:8], "exclude": parts}
+    with running(tmp_path) as manager:
+        with pytest.raises(CheckpointNotFound):
+            manager.resume(new_state(seed=5), policy=arguments["policy"])
+        state = new_state(seed=5)
+        before = everything(state)
+        start = manager.resume(state, **arguments)
+        assert start is not None
+        assert (start.step, start.save_id) == (2, meta.save_id)
+        after = everything(state)
+        assert same(after["model"], states[2]["model"])
+        wanted = before if "optimizer" in parts else states[2]
+        assert same(after["optimizer"]["state"], wanted["optimizer"]["state"])
+        manager.save(3, state).wait()
+    with running(tmp_path) as manager:
+        on = manager.resume(new_state(seed=6))
+    assert on is not None
+    assert on.step == 3

@@ -14,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from ckptmirror.core.errors import (
     StorePermanent,
     StoreTemporary,
 )
+from ckptmirror.core.lost_parts import how_to_go_on, parts_lost, without_parts
 from ckptmirror.core.model import Artifact, AttemptList, Kind, Meta, Tombstone
 from ckptmirror.core.problems import Hindrance, Problem, facts_of
 from ckptmirror.core.reach import Reach, reach_after
@@ -75,6 +76,7 @@ class Catalog:
         meta_names: On a mirror, the name of each listed save's meta, by save id.
         torn: The ids of the listed saves, and parts, of which something else is not whole.
         parts: On a disk, this node's parts of saves of several nodes, by save id, as ``saves``.
+        damaged: On a disk, what is damaged of each save that has no whole kind, by save id.
         others: On a disk, the names that look like a save's and that no meta names; on a mirror, all names.
     """
 
@@ -87,6 +89,7 @@ class Catalog:
     meta_names: Mapping[str, str] = field(default_factory=dict)
     torn: frozenset[str] = frozenset()
     parts: Mapping[str, Meta] = field(default_factory=dict)
+    damaged: Mapping[str, tuple[Artifact, ...]] = field(default_factory=dict)
 
     @property
     def whole(self) -> dict[str, Meta]:
@@ -98,6 +101,19 @@ class Catalog:
         whole = self.parts.keys() - self.torn
         problems = {name: one for name, one in self.problems.items() if one.save_id not in whole}
         return replace(self, saves={**self.saves, **self.parts}, parts={}, problems=problems)
+
+    def without(self, exclude: Collection[str]) -> Catalog:
+        """Return the catalog for a load without some parts of the state: what lost only their files is listed."""
+        saves, problems = dict(self.saves), dict(self.problems)
+        for name, problem in self.problems.items():
+            damaged = self.damaged.get(problem.save_id)
+            if problem.meta is None or not problem.meta.is_whole or damaged is None:
+                continue
+            left = without_parts(problem.meta, damaged, exclude)
+            if left.kinds:
+                saves[problem.save_id] = left
+                problems[name] = replace(problem, kinds=tuple(k for k in problem.kinds if k not in left.kinds))
+        return replace(self, saves=saves, problems=problems, torn=self.torn | (saves.keys() - self.saves.keys()))
 
     def metas(self) -> list[Meta]:
         """Return every meta that could be read, also those of saves that are not whole."""
@@ -122,7 +138,12 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
     inventory = read_inventory(root)
     problems = {str(item.path): _problem_of_item(root, item) for item in inventory.broken}
     problems |= {
-        str(save.meta_path): _problem_in(save.meta, save.kinds, save.why, "unreadable" if save.unreadable else "")
+        str(save.meta_path): _problem_in(
+            save.meta,
+            save.kinds,
+            save.why + how_to_go_on(save.meta, parts_lost(save.meta, save.damaged) if not save.kinds else ()),
+            "unreadable" if save.unreadable else "",
+        )
         for save in inventory.incomplete
     }
     problems |= {
@@ -136,7 +157,17 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
     parts = {save_id: meta for save_id, meta in found.items() if not meta.is_whole}
     others = [item.path.name for item in inventory.foreign if item.loose] + [path.name for path in inventory.legacy]
     attempts = listed_attempts(root) if with_attempts else None
-    return Catalog(str(root), attempts, saves, problems, others=tuple(others), torn=frozenset(torn), parts=parts)
+    damaged = {one.meta.save_id: one.damaged for one in inventory.incomplete if one.damaged and not one.kinds}
+    return Catalog(
+        str(root),
+        attempts,
+        saves,
+        problems,
+        others=tuple(others),
+        torn=frozenset(torn),
+        parts=parts,
+        damaged=damaged,
+    )
 
 
 def part_word(meta: Meta) -> str:

@@ -116,7 +116,7 @@ def resume_run(
         try:
             reference, kind = settled_policy(node.root, policy)
             wish = Wish(reference, kind, force, ranks.world_size)
-            bringer = Bringer(node, wish, bus, others)
+            bringer = Bringer(node, wish, bus, others, without=exclude)
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error
     ranks.exchange(None, what="look at every place", error=failure)
