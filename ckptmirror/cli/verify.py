@@ -120,7 +120,9 @@ def _state(save: VerifiedSave, deep: bool) -> Cell:
         return "whole" + (", every byte" if deep else ""), "green"
     more = f" (and {len(save.faults) - 1} more)" if len(save.faults) > 1 else ""
     wrong = f"{save.faults[0] if save.faults else save.meta}{more}"
-    if save.whole_kinds:
+    if save.whole_kinds and save.whole_kinds == save.verdict.kinds:
+        wrong += "; no load needs it"
+    elif save.whole_kinds:
         wrong += f"; in kind {'+'.join(save.whole_kinds)} it is whole"
     if state != "damaged":
         return f"not read: {wrong}", "yellow"

@@ -158,7 +158,7 @@ class Meta:
         created_at_utc: ISO 8601 text, for people only; nothing is ordered by it.
         staged_from: The mirror URL, if this meta was written by ``stage``.
         partial: Whether files of the save are missing here. Only a staged copy may lack files, and a save that was
-            narrowed to its whole kinds (:meth:`narrowed`).
+            narrowed to what can be loaded (:meth:`narrowed`).
         proof: In a process that demands signatures: the signed document that this meta was read from, so that a staged
             copy can carry it. "" otherwise.
     """
@@ -212,11 +212,17 @@ class Meta:
         needed = {kind for artifact in artifacts for kind in artifact.kinds}
         return tuple(kind for kind in self.kinds if kind not in needed)
 
-    def narrowed(self, kinds: Collection[Kind]) -> Meta:
-        """Return a meta with only these kinds and their artifacts, marked partial; itself if it has no other kinds."""
-        if set(self.kinds) <= set(kinds):
+    def narrowed(self, kinds: Collection[Kind], without: Collection[str] = ()) -> Meta:
+        """Return a meta with only these kinds and their artifacts, marked partial; itself if it has no others.
+
+        Args:
+            kinds: The kinds to keep.
+            without: The paths of artifacts to leave out.
+        """
+        if set(self.kinds) <= set(kinds) and not without:
             return self
-        named = tuple(replace(a, kinds=tuple(k for k in a.kinds if k in kinds)) for a in self.artifacts_of(*kinds))
+        kept = (artifact for artifact in self.artifacts_of(*kinds) if artifact.path not in without)
+        named = tuple(replace(a, kinds=tuple(k for k in a.kinds if k in kinds)) for a in kept)
         return replace(self, kinds=tuple(k for k in self.kinds if k in kinds), artifacts=named, partial=True)
 
 

@@ -8,7 +8,8 @@ Rules:
 * Two metas of one save, or two saves that claim one path with different bytes, cannot both be right: none is whole.
 * An emergency save has one meta per rank; it is whole if those of all ranks exist. Of a job of several nodes, each has
   a part: whether all of its ranks left a meta shows only when the parts are put together.
-* A kind of an incomplete save is whole if all files that it needs are whole. If the meta itself is disputed, none is.
+* A kind of an incomplete save is whole if all files that a load of it needs are whole. If the meta itself is disputed,
+  none is.
 * A file that no meta names is not part of a save: extra files in its directory are foreign and do no harm.
 * A save that cannot be read now, or not by this version, is marked as unreadable: it may be whole.
 * A file that vanishes while it is listed (a rotation is running) counts as never there.
@@ -24,7 +25,8 @@ from pathlib import Path
 from ckptmirror.core import meta_merging, names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat
-from ckptmirror.core.model import Digest, Kind, Meta
+from ckptmirror.core.model import Artifact, Digest, Kind, Meta
+from ckptmirror.core.tensor_lists import loadable
 from ckptmirror.local.files import read_limited
 from ckptmirror.local.listing import Listing, is_not_readable_now
 
@@ -43,7 +45,9 @@ class LocalSave:
         meta_path: For an emergency save, that of the lowest rank.
         why: Why it is not whole; "" if it is.
         unreadable: Whether the only reason is an I/O error or a permission.
-        kinds: The kinds that are whole: all files that they need are good.
+        kinds: The kinds that are whole: all files that a load of them needs are good.
+        lost: The paths of the lists of tensors that are not good. No load needs them.
+        damaged: The artifacts that are not good; empty if the meta itself is disputed.
     """
 
     root: Path
@@ -52,6 +56,8 @@ class LocalSave:
     why: str = ""
     unreadable: bool = False
     kinds: tuple[Kind, ...] = ()
+    lost: tuple[str, ...] = ()
+    damaged: tuple[Artifact, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,7 @@ def read_inventory(root: Path) -> Inventory:
     saves = [_judged(reading, save) for save in reading.found]
     disputes = _contradictions(saves)
     saves = [
-        replace(save, why=save.why or why, kinds=() if why else save.kinds)
+        replace(save, why=save.why or why, kinds=() if why else save.kinds, damaged=() if why else save.damaged)
         for save, why in zip(saves, disputes, strict=True)
     ]
     saves = [save for save in saves if not save.why or os.path.lexists(save.meta_path)]
@@ -242,7 +248,8 @@ def _judged(reading: _Reading, save: LocalSave) -> LocalSave:
         for artifact in save.meta.artifacts
         if (fault := reading.listing.fault_of(artifact.path, artifact.digest.size_bytes))
     }
-    kinds = () if save.why else save.meta.kinds_without(found)
+    whole, lost = loadable(save.meta, found)
+    kinds = () if save.why else whole
     faults = list(found.values())
     if not faults:
         return replace(save, kinds=kinds)
@@ -253,6 +260,8 @@ def _judged(reading: _Reading, save: LocalSave) -> LocalSave:
         why=save.why or faults[0].why + more,
         unreadable=not save.why and all(fault.unreadable for fault in faults),
         kinds=kinds,
+        lost=lost,
+        damaged=() if save.why else tuple(found),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch, RefusedOnlyCopy
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.flow.drain import push
+from ckptmirror.flow.fetch.load import load_checkpoint
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.resolve import (
@@ -437,3 +440,147 @@ def test_a_staged_copy_of_one_kind_is_no_copy_of_the_save(tmp_path: Path) -> Non
     (held,) = whole_saves(tmp_path / "eval").values()
     assert (held.kinds, held.partial) == (("dcp",), True)
     memory.drop("whole-kinds-c")
+
+
+# -- a save that lost only its list of tensors -------------------------------------------------------------------------
+
+
+def test_a_save_that_lost_its_list_of_tensors_is_resumed_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = saved_run(tmp_path, (1, 2))
+    meta = whole(tmp_path)[2]
+    artifact(tmp_path, meta, "tensors_").unlink()
+    told = "tensors: tensors_000002_rank0.json is lost, so what was loaded is not proved to be what was saved"
+    for policy in ("auto", 2, meta.save_id[:8], tmp_path / "model_000002.pt"):
+        caplog.clear()
+        with running(tmp_path) as manager:
+            state = new_state(seed=5)
+            start = manager.resume(state, policy=policy)
+        assert start is not None
+        assert (start.step, start.place, start.missing, start.passed_over) == (2, "disk", (told,), ()), policy
+        assert told in caplog.text
+        assert same(everything(state), states[2])
+    with running(tmp_path) as manager:
+        state = new_state(seed=6)
+        manager.resume(state)
+        for reference in (2, "latest", tmp_path / "dcp_000002"):
+            found = manager.load(new_state(seed=7), reference)
+            assert (found.step, found.missing) == (2, (told,)), reference
+    assert load_checkpoint(tmp_path).meta.save_id == meta.save_id
+
+
+def test_a_lost_list_of_tensors_is_damage_to_verify_which_says_that_no_load_needs_it(tmp_path: Path) -> None:
+    saved_run(tmp_path, (1, 2))
+    artifact(tmp_path, whole(tmp_path)[2], "tensors_").unlink()
+    found = run("verify", tmp_path)
+    assert found.returncode == 6
+    assert "DAMAGED: tensors_000002_rank0.json is missing; no load needs it" in found.stdout
+    (line,) = [one for one in json.loads(run("verify", tmp_path, "--json").stdout)["saves"] if one["step"] == 2]
+    assert (line["state"], line["whole_kinds"]) == ("damaged", ["dcp", "model"])
+    assert "tensors_000002_rank0.json is missing; no load needs it" in run("ls", tmp_path).stdout
+    assert find_local_checkpoint_steps(tmp_path) == [1, 2]
+
+
+def test_a_copy_that_has_its_list_of_tensors_comes_before_one_that_lost_it(tmp_path: Path) -> None:
+    url = memory_url()
+    saved_run(tmp_path, (1, 2), url)
+    meta = whole(tmp_path)[2]
+    lost = artifact(tmp_path, meta, "tensors_")
+    lost.unlink()
+    with running(tmp_path, url) as manager:
+        start = manager.resume(new_state(seed=5))
+    assert start is not None
+    assert (start.step, start.place, start.missing) == (2, url, ())
+    assert lost.exists(), "it was brought from the mirror"
+    assert whole(tmp_path)[2] == meta
+
+
+def test_a_save_of_which_every_copy_lost_the_list_is_brought_from_a_mirror_and_again_resumed(tmp_path: Path) -> None:
+    url = memory_url()
+    states = saved_run(tmp_path / "lost", (1, 2), url)
+    take_off(open_store(url), "tensors_000002_rank0.json")
+    for place in (url, "disk"):
+        with running(tmp_path / "new", url) as manager:
+            state = new_state(seed=5)
+            start = manager.resume(state)
+        assert start is not None
+        assert (start.step, start.place, len(start.missing)) == (2, place, 1)
+        assert "is not proved" in start.missing[0]
+        assert same(everything(state), states[2])
+
+
+def test_rotation_keeps_a_whole_save_in_place_of_one_that_lost_its_list_of_tensors(tmp_path: Path) -> None:
+    place = MirroredRoot(tmp_path / "root", [memory_url()])
+    older, newer = place.commit(100, ("dcp", "model")), place.commit(200, ("dcp", "model"))
+    place.upload()
+    artifact(place.root, newer, "tensors_").unlink()
+    assert place.rotate(keep_last=1).deleted == ()
+    assert place.has(older)
+    assert newer.save_id in {save.meta.save_id for save in read_inventory(place.root).incomplete}
+
+
+def test_a_save_that_lost_its_list_of_tensors_is_pushed_nowhere(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    artifact(root, make_save(root, 200), "tensors_").unlink()
+    with pytest.raises(CheckpointNotFound):
+        push(root, f"file://{tmp_path}/mirror", timeout_s=10.0)
+
+
+# -- a save that lost its optimizer or its extra state ----------------------------------------------------------------
+
+REST = ("scheduler", "scaler", "ema", "dataloader", "extra", "rng")
+LOST = [
+    (("model",), ("optim_",), ("optimizer",)),
+    (("model",), ("extra_",), REST),
+    (("dcp",), ("extra_",), REST),
+    (("dcp", "model"), ("extra_", "__0_0.distcp"), REST),
+    (("model",), ("extra_", "tensors_"), REST),
+    (("model",), ("optim_", "extra_"), ("optimizer", *REST)),
+]
+
+
+def arguments_in(text: str) -> dict[str, Any]:
+    """The arguments of resume that a sentence names."""
+    ((policy, exclude),) = set(re.findall(r"resume with policy=('\w+'), exclude=(\([^)]*\)) continues", text))
+    return {"policy": ast.literal_eval(policy), "exclude": ast.literal_eval(exclude)}
+
+
+@pytest.mark.parametrize(("kinds", "names", "parts"), LOST)
+@pytest.mark.parametrize("steps", [(1, 2), (2,)])
+def test_what_a_start_says_of_a_save_that_lost_a_part_continues_from_it_without_that_part(
+    tmp_path: Path, steps: tuple[int, ...], kinds: tuple[Kind, ...], names: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    states = saved_run(tmp_path, steps, kinds=kinds)
+    meta = whole(tmp_path)[2]
+    for name in names:
+        artifact(tmp_path, meta, name).unlink()
+    with running(tmp_path) as manager:
+        if len(steps) > 1:
+            older = manager.resume(new_state(seed=5))
+            assert older is not None
+            assert older.step == 1, "nothing is given up unless a person says so"
+            told = " ".join(older.passed_over)
+        else:
+            with pytest.raises(RefusedOnlyCopy) as refused:
+                manager.resume(new_state(seed=5), exclude=parts)
+            told = f"{refused.value} {refused.value.hint}"
+    arguments = arguments_in(told)
+    assert arguments == {"policy": meta.save_id[:8], "exclude": parts}
+    with running(tmp_path) as manager:
+        with pytest.raises(CheckpointNotFound):
+            manager.resume(new_state(seed=5), policy=arguments["policy"])
+        state = new_state(seed=5)
+        before = everything(state)
+        start = manager.resume(state, **arguments)
+        assert start is not None
+        assert (start.step, start.save_id) == (2, meta.save_id)
+        after = everything(state)
+        assert same(after["model"], states[2]["model"])
+        wanted = before if "optimizer" in parts else states[2]
+        assert same(after["optimizer"]["state"], wanted["optimizer"]["state"])
+        manager.save(3, state).wait()
+    with running(tmp_path) as manager:
+        on = manager.resume(new_state(seed=6))
+    assert on is not None
+    assert on.step == 3

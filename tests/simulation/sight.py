@@ -113,16 +113,19 @@ def _read_list(seen: Seen, data: bytes | None) -> None:
 def _weigh(world: World, seen: Seen, meta: Meta, found: dict[str, bytes | None]) -> None:
     truth = world.truth[meta.save_id]
     lacking: set[Kind] = set()
+    is_whole = True
     for artifact in meta.artifacts:
         data = found[artifact.path]
         if data is None or len(data) != artifact.digest.size_bytes:
-            lacking.update(artifact.kinds)
+            is_whole = False
+            if not artifact.path.startswith("tensors_"):  # no load needs it
+                lacking.update(artifact.kinds)
         key = (meta.save_id, names.untagged(artifact.path))
         if data is not None and data == truth.bytes_of(artifact.path):
             seen.right.add(key)
         else:
             seen.wrong[key] = artifact.path
-    if lacking:
+    if not is_whole:
         seen.partial.append(meta)
         if kinds := [kind for kind in meta.kinds if kind not in lacking]:
             seen.torn[meta.save_id] = meta.narrowed(kinds)

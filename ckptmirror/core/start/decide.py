@@ -12,8 +12,8 @@ this order; ``attempts`` decides which attempts count.
    Without force it is refused if anything was saved.
 4. Candidates: the newest save of the lineage first. Within a step: dcp, then model, then an emergency snapshot, then
    the saves that those replaced, newest first. Within a save: the disk (last, while its repair is unfinished), then the
-   mirrors in configured order, then the persistent directory. A step or a save id names its own candidates. Superseded
-   and unknown saves are chosen only by their id.
+   mirrors in configured order, then the persistent directory; copies that lost lists of tensors after all others. A
+   step or a save id names its own candidates. Superseded and unknown saves are chosen only by their id.
 5. Once a rank has begun to load a save, only other copies of that save are tried.
 6. If something that looks like a save would be tried first but is not whole, a start never skips it silently. It does
    not skip it at all while the thing cannot be read, or while a mirror that does not answer may hold it.
@@ -422,7 +422,7 @@ class _Start:
 
     def _candidate(self, save: SaveFacts, kind: Kind, replaced_by: str = "") -> _Candidate:
         copies = [
-            (row.place == DISK and copy.unfinished, row)
+            ((copy.no_proof, row.place == DISK and copy.unfinished), row)
             for row in self._evidence.answering()
             for copy in row.copies
             if copy.save.save_id == save.save_id and kind in copy.save.kinds

@@ -138,6 +138,7 @@ def _copies(copies: Sequence[Copy], parts: Mapping[str, Sequence[Part]]) -> tupl
             save=replace(copy.save, kinds=tuple(kind for kind in KINDS if kind in kinds)),
             origin=min(before.origin, copy.origin, key=_BEST_ORIGIN.index),
             unfinished=before.unfinished or copy.unfinished,
+            no_proof=before.no_proof and copy.no_proof,
         )
     return tuple(found.values())
 

@@ -90,12 +90,14 @@ class Copy:
         origin: How the copy got there.
         unfinished: Whether an earlier start was killed while it repaired this copy.
         world_size: How many ranks saved it.
+        no_proof: Whether it lost lists of tensors, so that a load of it cannot be proved.
     """
 
     save: SaveFacts
     origin: Origin
     unfinished: bool = False
     world_size: int = 1
+    no_proof: bool = False
 
 
 @dataclass(frozen=True)

@@ -188,5 +188,6 @@ def never_step_0(what: Sequence[str], *, asked: bool) -> RefusedOnlyCopy:
         )
     return RefusedOnlyCopy(
         f"There are saves, but none of them can be resumed, and step 0 is never a silent fallback: {listed}",
-        hint="Repair or name one (policy=<save id>), or decide with policy='scratch', force=True.",
+        hint="Repair one, name a whole one (policy=<save id>), continue from one without what it lost, as its line "
+        "says, or decide with policy='scratch', force=True.",
     )

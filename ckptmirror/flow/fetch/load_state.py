@@ -22,9 +22,10 @@ from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.stages import NO_STAGES, Stages
+from ckptmirror.core.tensor_lists import lost_lists
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
 from ckptmirror.flow.fetch.load import meta_of
-from ckptmirror.flow.fetch.loaded_check import check_loaded
+from ckptmirror.flow.fetch.loaded_check import check_loaded, not_proved
 from ckptmirror.flow.fetch.partial import fetched_parts
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older
@@ -115,14 +116,13 @@ def load_state(
         elsewhere = names_elsewhere(ranks, stages, state)
         load = partial(_load, ranks, given, place, meta, state, options, elsewhere)
         report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
-        if meta is not None and options.verify_loaded:
+        if meta is not None and options.verify_loaded and not lost_lists(meta):
             check_loaded(place, meta, given.kind, state, ranks, report, options.rules)
     not_wanted = left_out(state, options.exclude)
     for part in not_wanted:  # what is missing was logged where it was found
         save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", given.step, part)
-    return ResumeInfo(
-        given.step, given.save_id or "", given.kind, str(given.path), report.loaded, report.missing + not_wanted, ()
-    )
+    missing = report.missing + not_wanted + (not_proved(meta) if meta is not None else ())
+    return ResumeInfo(given.step, given.save_id or "", given.kind, str(given.path), report.loaded, missing, ())
 
 
 class _Found(NamedTuple):

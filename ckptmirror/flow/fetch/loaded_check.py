@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 from ckptmirror.core.errors import LoadDiffers
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.name_rules import ALL_NAMES, NameRules
+from ckptmirror.core.names import SaveName
+from ckptmirror.core.tensor_lists import lost_lists
 from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole, of_rank, under_rules
 from ckptmirror.flow.fetch.tensor_lists import lists_of, read_tensor_list
 from ckptmirror.local.save_logger import save_logger
@@ -27,10 +29,22 @@ if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadReport
     from ckptmirror.formats.train_state import TrainState
 
-__all__ = ["check_loaded"]
+__all__ = ["check_loaded", "not_proved"]
 
 _log = logging.getLogger("ckptmirror.load")
 _NAMED = 8
+
+
+def not_proved(meta: Meta) -> tuple[str, ...]:
+    """Return a line, and log it, if lists of a save are lost, so that a load of it cannot be proved; else nothing."""
+    ranks = lost_lists(meta)
+    if not ranks:
+        return ()
+    name = SaveName(meta.step, meta.tag).tensors(ranks[0])
+    more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
+    line = f"tensors: {name}{more} is lost, so what was loaded is not proved to be what was saved"
+    save_logger(_log, meta).warning("step %d: %s", meta.step, line)
+    return (line,)
 
 
 def check_loaded(

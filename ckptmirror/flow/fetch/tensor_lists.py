@@ -14,6 +14,8 @@ from pathlib import Path
 
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.names import SaveName
+from ckptmirror.core.tensor_lists import is_list, lost_lists
 from ckptmirror.core.tensor_proof import Summed, read_list
 from ckptmirror.flow.fetch.load import meta_of
 from ckptmirror.flow.fetch.partial import receive_whole
@@ -24,12 +26,7 @@ from ckptmirror.local import files
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores import open_store
 
-__all__ = ["all_lists", "is_list", "lists_of", "read_tensor_list"]
-
-
-def is_list(path: str) -> bool:
-    """Whether a path of an artifact is that of a rank's list of tensors."""
-    return path.rpartition("/")[2].startswith("tensors_")
+__all__ = ["all_lists", "lists_of", "read_tensor_list"]
 
 
 def lists_of(meta: Meta, kind: Kind) -> Mapping[int, Artifact]:
@@ -76,7 +73,7 @@ def _at_hand(found: CheckpointReference) -> Iterator[tuple[Path, list[Artifact]]
                 f"{found.path} is a legacy checkpoint, which has no list of its tensors.",
                 hint="Only saves that ckptmirror wrote can be compared.",
             )
-        yield found.dir, list(lists_of(meta_of(found.dir, found), found.kind).values())
+        yield found.dir, _every_list(meta_of(found.dir, found), found)
         return
     mirror = Mirror(found.dir, False, open_store(found.dir))
     try:
@@ -84,8 +81,14 @@ def _at_hand(found: CheckpointReference) -> Iterator[tuple[Path, list[Artifact]]
         if meta is None:
             raise CheckpointNotFound(f"Step {found.step} is no longer whole on {found.dir}.", hint=list_hint(found.dir))
         with tempfile.TemporaryDirectory(prefix="ckptmirror-") as name:
-            lists = list(lists_of(meta, found.kind).values())
+            lists = _every_list(meta, found)
             receive_whole(mirror, meta, Path(name), lists)
             yield Path(name), lists
     finally:
         mirror.store.close()
+
+
+def _every_list(meta: Meta, found: CheckpointReference) -> list[Artifact]:
+    if lost := lost_lists(meta):
+        raise IntegrityError(f"{found.dir} has lost {SaveName(meta.step, meta.tag).tensors(lost[0])}.")
+    return list(lists_of(meta, found.kind).values())

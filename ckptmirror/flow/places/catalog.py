@@ -1,8 +1,9 @@
 """Catalog: the whole saves of a root or a mirror, ordered by the lineage.
 
 Rules:
-* A kind of a save is listed if and only if one valid meta exists and, in the same place, every artifact that the kind
-  needs exists with exactly its size (I2). Everything else is reported with the reason, and never chosen.
+* A kind of a save is listed if and only if one valid meta exists and, in the same place, every artifact that a load of
+  the kind needs exists with exactly its size (I2). Everything else is reported with the reason, and never chosen.
+* A list of tensors that is lost is reported, and the save is listed without it (``core.tensor_lists``).
 * A meta counts only under a name of its own save: elsewhere it would be a second one, or hide that save.
 * A save counts as a copy (to keep, to send, to let another be deleted) only if all of its kinds are listed: ``whole``.
 * What one of several nodes wrote of a save is a part. Its node keeps and sends it like a save, and nobody reads it as
@@ -13,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,10 +30,12 @@ from ckptmirror.core.errors import (
     StorePermanent,
     StoreTemporary,
 )
+from ckptmirror.core.lost_parts import how_to_go_on, parts_lost, without_parts
 from ckptmirror.core.model import Artifact, AttemptList, Kind, Meta, Tombstone
 from ckptmirror.core.problems import Hindrance, Problem, facts_of
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.start.lineage import Lineage, attempts_of_metas, lineage
+from ckptmirror.core.tensor_lists import loadable
 from ckptmirror.flow.places.attempt_lists import listed_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.object_match import why_differs
@@ -67,12 +70,13 @@ class Catalog:
     Attributes:
         place: A root's path or a mirror's URL, for messages.
         attempts: The place's own list; empty if it has none.
-        saves: By save id, each with only the kinds that are whole.
+        saves: By save id, each with only the kinds that are whole, and without lost lists of tensors.
         problems: Broken metas, and saves with the kinds that are not whole, by name (on a disk: by path).
         tombstones: Saves that retention removed, by save id.
         meta_names: On a mirror, the name of each listed save's meta, by save id.
-        torn: The ids of the listed saves, and parts, that have another kind which is not whole.
+        torn: The ids of the listed saves, and parts, of which something else is not whole.
         parts: On a disk, this node's parts of saves of several nodes, by save id, as ``saves``.
+        damaged: On a disk, what is damaged of each save that has no whole kind, by save id.
         others: On a disk, the names that look like a save's and that no meta names; on a mirror, all names.
     """
 
@@ -85,6 +89,7 @@ class Catalog:
     meta_names: Mapping[str, str] = field(default_factory=dict)
     torn: frozenset[str] = frozenset()
     parts: Mapping[str, Meta] = field(default_factory=dict)
+    damaged: Mapping[str, tuple[Artifact, ...]] = field(default_factory=dict)
 
     @property
     def whole(self) -> dict[str, Meta]:
@@ -96,6 +101,19 @@ class Catalog:
         whole = self.parts.keys() - self.torn
         problems = {name: one for name, one in self.problems.items() if one.save_id not in whole}
         return replace(self, saves={**self.saves, **self.parts}, parts={}, problems=problems)
+
+    def without(self, exclude: Collection[str]) -> Catalog:
+        """Return the catalog for a load without some parts of the state: what lost only their files is listed."""
+        saves, problems = dict(self.saves), dict(self.problems)
+        for name, problem in self.problems.items():
+            damaged = self.damaged.get(problem.save_id)
+            if problem.meta is None or not problem.meta.is_whole or damaged is None:
+                continue
+            left = without_parts(problem.meta, damaged, exclude)
+            if left.kinds:
+                saves[problem.save_id] = left
+                problems[name] = replace(problem, kinds=tuple(k for k in problem.kinds if k not in left.kinds))
+        return replace(self, saves=saves, problems=problems, torn=self.torn | (saves.keys() - self.saves.keys()))
 
     def metas(self) -> list[Meta]:
         """Return every meta that could be read, also those of saves that are not whole."""
@@ -120,7 +138,12 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
     inventory = read_inventory(root)
     problems = {str(item.path): _problem_of_item(root, item) for item in inventory.broken}
     problems |= {
-        str(save.meta_path): _problem_in(save.meta, save.kinds, save.why, "unreadable" if save.unreadable else "")
+        str(save.meta_path): _problem_in(
+            save.meta,
+            save.kinds,
+            save.why + how_to_go_on(save.meta, parts_lost(save.meta, save.damaged) if not save.kinds else ()),
+            "unreadable" if save.unreadable else "",
+        )
         for save in inventory.incomplete
     }
     problems |= {
@@ -128,13 +151,23 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
         for save in inventory.saves
         if not save.meta.is_whole
     }
-    torn = {save.meta.save_id: save.meta.narrowed(save.kinds) for save in inventory.incomplete if save.kinds}
+    torn = {one.meta.save_id: one.meta.narrowed(one.kinds, one.lost) for one in inventory.incomplete if one.kinds}
     found = {save.meta.save_id: save.meta for save in inventory.saves} | torn
     saves = {save_id: meta for save_id, meta in found.items() if meta.is_whole}
     parts = {save_id: meta for save_id, meta in found.items() if not meta.is_whole}
     others = [item.path.name for item in inventory.foreign if item.loose] + [path.name for path in inventory.legacy]
     attempts = listed_attempts(root) if with_attempts else None
-    return Catalog(str(root), attempts, saves, problems, others=tuple(others), torn=frozenset(torn), parts=parts)
+    damaged = {one.meta.save_id: one.damaged for one in inventory.incomplete if one.damaged and not one.kinds}
+    return Catalog(
+        str(root),
+        attempts,
+        saves,
+        problems,
+        others=tuple(others),
+        torn=frozenset(torn),
+        parts=parts,
+        damaged=damaged,
+    )
 
 
 def part_word(meta: Meta) -> str:
@@ -147,6 +180,8 @@ def _problem_in(meta: Meta, whole: Sequence[Kind], why: str, hindrance: Hindranc
     if not whole:
         return Problem.of(meta, why, hindrance)
     kinds = tuple(kind for kind in meta.kinds if kind not in whole)
+    if not kinds:
+        return replace(Problem.of(meta, f"{why}; no load needs it", hindrance), kinds=())
     return replace(Problem.of(meta, f"{why}; in kind {'+'.join(whole)} it is whole", hindrance), kinds=kinds)
 
 
@@ -209,10 +244,10 @@ def mirror_catalog(
         if not meta.is_whole:
             problems[name] = Problem.of(meta, part_word(meta))
         elif missing:
-            kinds = meta.kinds_without(missing)
+            kinds, lost = loadable(meta, missing)
             problems[name] = _problem_in(meta, kinds, next(iter(missing.values())))
             if kinds:
-                torn.append((name, meta.narrowed(kinds)))
+                torn.append((name, meta.narrowed(kinds, lost)))
         elif meta.save_id in saves:
             problems[name] = Problem.of(meta, f"a second meta of save {meta.save_id[:8]}")
         else:

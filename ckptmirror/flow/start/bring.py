@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptmirror.core import events
@@ -73,6 +73,8 @@ class Bringer:
         bus: Receives an event for each copy that cannot be used and each mirror that does not answer.
         others: The disks of the job's other nodes; none: this node is the job.
         on_progress: Called with the progress of a download.
+        without: Parts of the state that are not loaded. Who names a save, in a job of one node, may leave out what that
+            save lost.
     """
 
     def __init__(
@@ -82,7 +84,10 @@ class Bringer:
         bus: events.EventBus,
         others: Sequence[DiskFacts] = (),
         on_progress: OnProgress | None = None,
+        without: Collection[str] = (),
     ) -> None:
+        is_named = isinstance(wish.reference, str) and not wish.is_auto and wish.reference != "scratch"
+        self._without = without if is_named and not others else ()
         self._node = node
         self._others = others
         self._wish = wish
@@ -102,7 +107,9 @@ class Bringer:
 
     def _survey(self) -> Survey:
         node = self._node
-        disks = [node.look_at_disk(), *self._others]
+        own = node.look_at_disk()
+        own = replace(own, catalog=own.catalog.without(self._without)) if self._without else own
+        disks = [own, *self._others]
         return survey(disks, node.mirrors, persistent=self._persistent, cache=self._cache)
 
     def _report_silent(self) -> None:
@@ -169,7 +176,7 @@ class Bringer:
     def _for_all_nodes(self, move: Try) -> Proposal:
         meta = plain(self.seen.metas[(move.save.save_id, move.place)])
         has_it = [url for url, one in self.seen.seen.items() if one.catalog and meta.save_id in one.catalog.whole]
-        mirror = move.place if move.place in has_it else next(iter(has_it), "")
+        mirror = move.place if move.place in self.seen.seen else next(iter(has_it), "")
         at_place = self.seen.metas.get((meta.save_id, mirror or move.place)) if mirror or move.place != DISK else None
         run_id = move.run_id or meta.run_id
         share, places = self._node.share_downloads, self._node.places()
@@ -177,7 +184,7 @@ class Bringer:
 
     def _say_of_other_kinds(self, move: Try) -> None:
         for one in self.seen.evidence.disk.problems:
-            if one.save_id == move.save.save_id and move.kind not in one.kinds:
+            if one.save_id == move.save.save_id and one.kinds and move.kind not in one.kinds:
                 self._log_once(Notice(f"kind {'+'.join(one.kinds)} of step {move.save.step} ({one.name}): {one.why}"))
 
     def _move(self, seen: Survey) -> Move:

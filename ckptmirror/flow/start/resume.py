@@ -36,8 +36,9 @@ from ckptmirror.core.start.attempts import Claim
 from ckptmirror.core.start.decide import Result, Wish
 from ckptmirror.core.start.evidence import DISK
 from ckptmirror.core.start.sharing import Holding, fetched_by, transfers
+from ckptmirror.core.tensor_lists import lost_lists
 from ckptmirror.flow.fetch.load_state import ResumeInfo, check_share, load_kind, names_elsewhere
-from ckptmirror.flow.fetch.loaded_check import check_loaded
+from ckptmirror.flow.fetch.loaded_check import check_loaded, not_proved
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
@@ -112,7 +113,8 @@ def resume_run(
         nonlocal bringer
         assert node is not None
         reference, kind = settled_policy(node.root, policy)
-        bringer = Bringer(node, Wish(reference, kind, force, ranks.world_size), bus, others)
+        wish = Wish(reference, kind, force, ranks.world_size)
+        bringer = Bringer(node, wish, bus, others, without=options.exclude)
         return True
 
     _meet_until_done(ranks, look if node is not None and ranks.rank == 0 else None, node, "look at every place")
@@ -164,7 +166,7 @@ def _load_first_sound(
             if ranks.nodes > 1 and found.result is not Result.NOT_BROUGHT:
                 _discard_all(root, ranks, node, proposal.meta)
         else:
-            if options.verify_loaded:
+            if options.verify_loaded and not lost_lists(proposal.meta):
                 check_loaded(place, verified, proposal.kind, state, ranks, report, options.rules)
             return proposal, report
 
@@ -498,7 +500,7 @@ def _info(proposal: Proposal, report: LoadReport, not_wanted: tuple[str, ...]) -
         kind=proposal.kind,
         place=proposal.place,
         loaded=report.loaded,
-        missing=report.missing + not_wanted,
+        missing=report.missing + not_wanted + not_proved(proposal.meta),
         changed=report.changed,
         passed_over=proposal.skipped,
     )

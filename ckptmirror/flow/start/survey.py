@@ -37,6 +37,7 @@ from ckptmirror.core.start.evidence import (
     Voice,
 )
 from ckptmirror.core.start.lineage import attempts_of_metas
+from ckptmirror.core.tensor_lists import is_list, lost_lists
 from ckptmirror.flow.places.attempt_lists import read_mirror_attempts
 from ckptmirror.flow.places.catalog import Catalog, MetaCache, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, counting, counting_rows
@@ -303,7 +304,8 @@ class _Rows:
         mine = {names.untagged(artifact.path) for artifact in meta.artifacts_of(kind)}
         copies = [c.saves[meta.save_id] for c in self._remote if meta.save_id in c.saves]
         if elsewhere := [copy for copy in copies if kind in copy.kinds]:
-            return all({names.untagged(a.path) for a in other.artifacts_of(kind)} <= mine for other in elsewhere)
+            needs = [[one.path for one in copy.artifacts_of(kind) if not is_list(one.path)] for copy in elsewhere]
+            return all({names.untagged(path) for path in paths} <= mine for paths in needs)
         name = names.SaveName(meta.step)
         needs_optim = kind == "model"
         if meta.world_size > len(mine) or (needs_optim and name.optim(0) not in mine):
@@ -450,7 +452,8 @@ class _Rows:
     def _copy(self, place: str, meta: Meta, origin: Origin, kinds: tuple[Kind, ...], unfinished: bool = False) -> Copy:
         on_another_disk = self._found.get((meta.save_id, place))
         self._found[(meta.save_id, place)] = merge_copies(on_another_disk, meta) if on_another_disk else meta
-        return Copy(replace(facts_of(meta), kinds=kinds), origin, unfinished, meta.world_size)
+        no_proof = bool(lost_lists(meta))
+        return Copy(replace(facts_of(meta), kinds=kinds), origin, unfinished, meta.world_size, no_proof)
 
     def _problems(
         self,

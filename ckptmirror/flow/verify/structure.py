@@ -19,6 +19,7 @@ from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.problems import Explained, Hindrance, Problem, facts_of, unexplained
 from ckptmirror.core.start.lineage import Standing
+from ckptmirror.core.tensor_lists import loadable
 from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.core.verification import State, standing_if_whole, worst
 from ckptmirror.flow.fetch.blocks import Finding
@@ -95,10 +96,13 @@ class Subject:
         return worst([*of_all, *(fault.state for fault in self.faults.values())])
 
     def whole_kinds(self) -> tuple[Kind, ...]:
-        """The kinds that are whole, by what is known so far."""
+        """The kinds of which all is whole that a load needs, by what is known so far."""
         if self.meta is None or self._is_broken:
             return ()
-        return self.meta.kinds_without(a for a in self.artifacts if a.path in self.faults)
+        damaged = [one for one in self.artifacts if one.path in self.faults]
+        gone = [one for one in damaged if self.faults[one.path].is_gone]
+        lost = loadable(self.meta, gone)[1]
+        return self.meta.kinds_without(one for one in damaged if one.path not in lost)
 
     def readable(self) -> list[Artifact]:
         """The artifacts that exist and have no fault so far."""

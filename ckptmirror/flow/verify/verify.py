@@ -60,7 +60,7 @@ class VerifiedSave:
         files: How many files its meta names.
         read_bytes: How many of its bytes were read and compared.
         mend: The command that repairs it; empty if none is known, or nothing needs repair.
-        whole_kinds: Its kinds that need no damaged file.
+        whole_kinds: Its kinds of which no load needs a damaged file.
     """
 
     place: str
