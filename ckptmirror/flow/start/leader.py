@@ -327,6 +327,11 @@ class Node:
         unasked = self._unasked()  # first, as flow.retention.durability says
         return Durability(tuple(self.unsafe_saves()), unasked)
 
+    def _named(self, one: OpenSave) -> str:
+        steps = {record.step for record in self.table.records(save_id=one.save_id)}
+        which = f"step {min(steps)}" if steps else f"save {one.save_id[:8]}"
+        return f"{which} on {one.mirror}: {one.reason.removesuffix('.')}"
+
     def _unasked(self) -> dict[str, str]:
         asked = self._audit.unasked(self._counting()) if self._audit is not None else {}
         return {url: str(error) for url, error in asked.items()}
@@ -458,7 +463,9 @@ class Node:
             unasked = self._see_to_the_rest(timeout_s, stopped)
             limit_s = limit_s if stopped else max(limit_s, ends_s - time.monotonic())
             services_ended = self._stop_services(limit_s)
-            pending = self.durability().files  # only now: the threads that just ended may have added something
+            found = self.durability()  # only now: the threads that just ended may have added something
+            pending = found.files
+            reason = self._named(found.open[0]) if found.open else ""
             status = "stopped" if stopped else "incomplete" if pending or unasked else "finished"
             if self.claim is not None:
                 self.write_status(status, pending=pending)
@@ -466,7 +473,7 @@ class Node:
                 self._bus.emit(events.AttemptEnded(attempt=number, status=status, pending=pending))
         finally:
             self.close(limit_s, saving=saving, services_ended=services_ended)
-        lines = [f"{pending} files of {self.root} are not verified on their mirrors."] if pending else []
+        lines = [f"{pending} files of {self.root} are not verified on their mirrors: {reason}."] if pending else []
         lines += [
             f"{url} has not confirmed that it still has what was verified there ({why})."
             for url, why in unasked.items()
