@@ -36,6 +36,7 @@ __all__ = [
 
 Fingerprint = tuple[int, int]
 _MASK = 0xFFFFFFFF
+_NO_SUMS = (-1, -1)  # of no tensor
 
 
 class Summed(NamedTuple):
@@ -136,19 +137,22 @@ def under_rules(pieces: Iterable[Summed], rules: NameRules, *, are_saved: bool) 
 
 
 def of_rank(
-    live: Iterable[Summed], own: Collection[Summed], first: Iterable[Summed]
+    live: Iterable[Summed], own: Collection[Summed], first: Collection[Summed]
 ) -> tuple[list[Summed], list[list[Summed]]]:
     """Return what :func:`compare` takes, so that what a rank has of its own is compared with its own list alone.
+
+    A value that its own list lacks then differs; without that list, nothing of it is compared.
 
     Args:
         live: The rank's live pieces.
         own: The list that the rank of this number wrote; empty if it is not there.
         first: The list of rank 0.
     """
-    of_all = [one for one in first if not one.per_rank]
-    known = {one.name for one in (*own, *of_all)}
-    apart = {one.name for one in first if one.per_rank} - known
-    return [one for one in live if one.name not in apart], [list(own), of_all]
+    known = {one.name for one in own}
+    had_none = [one._replace(sums=_NO_SUMS) for one in first if one.per_rank and one.name not in known]
+    unknown = set() if own else {one.name for one in had_none}
+    compared = [one for one in live if one.name not in unknown]
+    return compared, [list(own), [one for one in first if not one.per_rank], had_none]
 
 
 def compare(live: Iterable[Summed], lists: Iterable[Iterable[Summed]]) -> Compared:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.regions import Region
-from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole, read_list, total
+from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole, of_rank, read_list, total
 
 VALUES = [(7 * at * at + 3, 11 * at + 5) for at in range(12)]  # the sums of each element of a tensor of 12
 
@@ -33,6 +33,25 @@ def test_a_piece_is_compared_with_the_saved_piece_at_its_place() -> None:
 def test_a_piece_that_no_list_here_has_needs_the_lists_of_more_ranks() -> None:
     assert compare([piece(0, 4)], [cut(6)]) == Compared((), ("model.w",))
     assert compare([piece(0, 4, name="model.v")], [cut(6)]) == Compared((), ("model.v",))
+
+
+def test_what_each_rank_has_of_its_own_is_compared_with_its_own_list_alone() -> None:
+    own = [piece(0, 12, more=1)._replace(per_rank=True), piece(0, 12, name="model.norm")]
+    first = [
+        piece(0, 12)._replace(per_rank=True),
+        piece(0, 12, name="optimizer.moment")._replace(per_rank=True),
+        piece(0, 12, name="model.norm", more=2),
+    ]
+
+    def result(live: list[Summed], own: list[Summed]) -> Compared:
+        compared, lists = of_rank(live, own, first)
+        return compare(compared, lists)
+
+    assert result([piece(0, 12, more=1), piece(0, 12, name="model.norm", more=2)], own) == Compared((), ())
+    assert result([piece(0, 12)], own) == Compared(("model.w",), ())
+    assert result([piece(0, 12, name="optimizer.moment")], own) == Compared(("optimizer.moment",), ())
+    assert result([piece(0, 12), piece(0, 12, name="optimizer.moment")], []) == Compared((), ())
+    assert result([piece(0, 12, name="model.norm", more=1)], []) == Compared(("model.norm",), ())
 
 
 def test_a_tensor_of_another_dtype_or_shape_is_not_compared() -> None:
