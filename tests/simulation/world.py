@@ -14,10 +14,11 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any
 
 from ckptmirror.core import names
 from ckptmirror.core.model import Kind, Meta
@@ -47,19 +48,14 @@ def die() -> None:
     raise Dead
 
 
-class _OneByOne:
-    """Asks mirrors one after the other, in this thread: else crash points would be passed in any order."""
-
-    def __init__(self, max_workers: int) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    map = staticmethod(map)
+def _at_once(run: Callable[[], Any], _name: str) -> Future[Any]:
+    """Ask a mirror in this thread, one after the other: else crash points would be passed in any order."""
+    asked: Future[Any] = Future()
+    try:
+        asked.set_result(run())
+    except BaseException as error:  # noqa: BLE001 - a crash too: raised again where somebody asks for the result
+        asked.set_exception(error)
+    return asked
 
 
 @contextmanager
@@ -70,11 +66,11 @@ def repeatable(seed: int) -> Iterator[None]:
     secrets.token_hex = lambda nbytes=None: ids.randbytes(nbytes or 32).hex()  # type: ignore[assignment]
     secrets.randbits = lambda k: ids.getrandbits(k)  # type: ignore[assignment]
     random.seed(seed)
-    real_pool, survey.ThreadPoolExecutor = survey.ThreadPoolExecutor, _OneByOne  # type: ignore[attr-defined,misc]
+    real_begin, survey.begin = survey.begin, _at_once  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        survey.ThreadPoolExecutor = real_pool  # type: ignore[attr-defined,misc]
+        survey.begin = real_begin  # type: ignore[attr-defined]
         secrets.token_hex, secrets.randbits = real_hex, real_bits
         random.setstate(state)
 
