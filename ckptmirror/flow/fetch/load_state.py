@@ -26,7 +26,7 @@ from ckptmirror.flow.fetch.loaded_check import check_loaded, not_proved
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older
 from ckptmirror.flow.places.reference import CheckpointReference
-from ckptmirror.flow.places.resolve import main_path, resolve_checkpoint_reference
+from ckptmirror.flow.places.resolve import main_path, resolve_for_load
 from ckptmirror.flow.places.select import choose
 from ckptmirror.formats.train_state import PARTS, left_out
 from ckptmirror.local.listing import Fault
@@ -95,7 +95,7 @@ def load_state(
     def resolve() -> CheckpointReference | None:
         if not ranks.is_leader:
             return None
-        found = _resolve(root, reference)
+        found = _resolve(root, reference, exclude)
         on_this_disk(found, reference)
         return found
 
@@ -103,7 +103,7 @@ def load_state(
     _check_same(resolved)
     given = resolved[ranks.node_ranks[0]]
     assert given is not None
-    meta = _verified(ranks, given) if given.save_id is not None else None
+    meta = _verified(ranks, given, exclude) if given.save_id is not None else None
     elsewhere = names_elsewhere(ranks, stages, state)
     load = partial(_load, ranks, given, meta, state, exclude, elsewhere)
     report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
@@ -184,16 +184,16 @@ def load_kind(
     return tensors + sidecars
 
 
-def _resolve(root: Path, reference: Reference) -> CheckpointReference:
+def _resolve(root: Path, reference: Reference, exclude: frozenset[str]) -> CheckpointReference:
     if isinstance(reference, bool):
         raise UsageError(f"{reference!r} is not a reference.")
     if isinstance(reference, int):
-        meta, kind = choose(local_catalog(root), reference, staged=True)
+        meta, kind = choose(local_catalog(root).without(exclude), reference, staged=True)
         return CheckpointReference(root, meta.step, kind, meta.save_id, main_path(root, meta, kind))
-    return resolve_checkpoint_reference(root if reference == "latest" else reference)
+    return resolve_for_load(root if reference == "latest" else reference, exclude)
 
 
-def _verified(ranks: Ranks, found: CheckpointReference) -> Meta:
+def _verified(ranks: Ranks, found: CheckpointReference, exclude: frozenset[str]) -> Meta:
     """Return the meta, once the ranks have verified every byte of the save together."""
     root = found.dir
     assert isinstance(root, Path)
@@ -202,7 +202,7 @@ def _verified(ranks: Ranks, found: CheckpointReference) -> Meta:
 
     def check() -> Fault | None:
         nonlocal meta
-        meta = meta_of(root, found)
+        meta = meta_of(root, found, exclude)
         return check_share(root, ranks, meta.artifacts_of(found.kind))
 
     for fault in exchange_result(ranks, check, what="verify a checkpoint"):
