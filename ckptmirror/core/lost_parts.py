@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.tensor_lists import is_list
 
-__all__ = ["EXTRA_PARTS", "how_to_go_on", "parts_lost", "without_parts"]
+__all__ = ["EXTRA_PARTS", "how_to_go_on", "how_to_load", "parts_lost", "without_parts"]
 
 EXTRA_PARTS = ("scheduler", "scaler", "ema", "dataloader", "extra", "rng")
 _PARTS_OF = {"optim": ("optimizer",), "extra": EXTRA_PARTS}
@@ -44,8 +44,18 @@ def how_to_go_on(meta: Meta, parts: Sequence[str]) -> str:
     """
     if not parts or not meta.is_whole or meta.staged_from is not None:
         return ""
-    exclude = ", ".join(f'"{part}"' for part in parts) + ("," if len(parts) == 1 else "")
-    return f"; resume with policy={meta.save_id[:8]!r}, exclude=({exclude}) continues from it without the lost part"
+    way = f"policy={meta.save_id[:8]!r}, {_exclude(parts)}"
+    return f"; resume with {way} continues from it without the lost part"
+
+
+def how_to_load(meta: Meta, parts: Sequence[str]) -> str:
+    """Say with which call a person loads a save without these parts; "" if there are none."""
+    return f"manager.load(state, PATH, {_exclude(parts)}) takes the rest." if parts and meta.is_whole else ""
+
+
+def _exclude(parts: Sequence[str]) -> str:
+    listed = ", ".join(f'"{part}"' for part in parts) + ("," if len(parts) == 1 else "")
+    return f"exclude=({listed})"
 
 
 def _role(artifact: Artifact) -> str:

@@ -271,6 +271,21 @@ def test_code_that_changes_values_on_purpose_can_say_so(tmp_path: Path) -> None:
         assert start.step == 2
 
 
+def test_a_broken_list_proves_nothing_and_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A list is voted on like every file in a job of one node; on several nodes only its reader meets it."""
+    saved(tmp_path)
+    state = new_state(5)
+    with CheckpointManager(tmp_path) as manager:
+        start = manager.resume(state)
+        assert start is not None
+    (meta,) = local_catalog(tmp_path).metas()
+    (listed,) = tmp_path.glob("tensors_*")
+    listed.write_bytes(listed.read_bytes().replace(b"float32", b"float64"))
+    state.model.one.weight.data.zero_()
+    check_loaded(tmp_path, meta, "dcp", state, SingleRank(), LoadReport(start.loaded))
+    assert "is not compared with it" in caplog.text
+
+
 def test_what_a_load_leaves_out_is_not_compared(tmp_path: Path) -> None:
     saved(tmp_path)
     with CheckpointManager(tmp_path) as manager:

@@ -30,6 +30,7 @@ from ckptmirror import (
 from ckptmirror.cli._program import program
 from ckptmirror.core.errors import BrokenMeta, CheckpointNotFound, CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.flow.places.reference import locate
+from ckptmirror.flow.places.resolve import resolve_for_load
 from ckptmirror.flow.places.select import choosable, choose
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
@@ -207,11 +208,11 @@ def test_every_entry_point_runs_through_the_one_function(place: Place, tmp_path:
     state = new_state()
 
     def through(function: Callable[[], Any]) -> set[str]:
-        with running_through(resolve_checkpoint_reference, locate, choose, choosable) as seen:
+        with running_through(resolve_for_load, locate, choose, choosable) as seen:
             function()
         return seen
 
-    both = {"resolve_checkpoint_reference", "locate"}
+    both = {"resolve_for_load", "locate"}
     assert through(lambda: load_checkpoint(path)) == both
     with running(tmp_path / "new") as manager:
         manager.resume(state)

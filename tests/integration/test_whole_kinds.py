@@ -584,3 +584,52 @@ def test_what_a_start_says_of_a_save_that_lost_a_part_continues_from_it_without_
         on = manager.resume(new_state(seed=6))
     assert on is not None
     assert on.step == 3
+
+
+@pytest.mark.parametrize(("kinds", "names", "parts"), LOST)
+def test_a_load_without_the_part_that_a_save_lost_takes_the_rest_as_its_refusal_says(
+    tmp_path: Path, kinds: tuple[Kind, ...], names: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    states = saved_run(tmp_path / "other", (1, 2), kinds=kinds)
+    meta = whole(tmp_path / "other")[2]
+    for name in names:
+        artifact(tmp_path / "other", meta, name).unlink()
+    with running(tmp_path / "run") as manager:
+        state = new_state(seed=5)
+        manager.resume(state)
+        path = tmp_path / "other" / "meta_000002.json"
+        with pytest.raises(IntegrityError) as refused:
+            manager.load(state, path)
+        (hint,) = re.findall(r"exclude=(\([^)]*\))", refused.value.hint)
+        assert ast.literal_eval(hint) == parts
+        found = manager.load(state, path, exclude=parts)
+    assert (found.step, found.save_id) == (2, meta.save_id)
+    assert same(everything(state)["model"], states[2]["model"])
+    if "optimizer" not in parts:
+        assert same(everything(state)["optimizer"], states[2]["optimizer"])
+
+
+def test_a_load_by_step_takes_what_is_left_and_one_of_the_newest_takes_a_whole_save(tmp_path: Path) -> None:
+    saved_run(tmp_path, (1, 2), kinds=("model",))
+    artifact(tmp_path, whole(tmp_path)[2], "optim_").unlink()
+    with running(tmp_path) as manager:
+        state = new_state(seed=5)
+        manager.resume(state)
+        assert manager.load(state, 2, exclude=("optimizer",)).step == 2
+        assert manager.load(state, "latest", exclude=("optimizer",)).step == 1
+
+
+@pytest.mark.parametrize(("kinds", "names", "parts"), LOST)
+def test_a_load_of_the_values_without_the_lost_part_takes_the_rest(
+    tmp_path: Path, kinds: tuple[Kind, ...], names: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    states = saved_run(tmp_path, (2,), kinds=kinds)
+    meta = whole(tmp_path)[2]
+    for name in names:
+        artifact(tmp_path, meta, name).unlink()
+    with pytest.raises(IntegrityError):
+        load_checkpoint(tmp_path / "meta_000002.json")
+    loaded = load_checkpoint(tmp_path / "meta_000002.json", exclude={"optimizer", "extra"} & set(parts))
+    assert same(loaded.model, dict(states[2]["model"]))
+    assert (loaded.optimizer is None) == ("optimizer" in parts)
+    assert (loaded.extra is None) == ("extra" in parts)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UsageError
+from ckptmirror.core.lost_parts import EXTRA_PARTS
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.training_config import _patch_missing_config_keys
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
@@ -22,7 +23,7 @@ from ckptmirror.flow.fetch.partial import fetched_parts, is_read
 from ckptmirror.flow.places.catalog import local_catalog, part_word
 from ckptmirror.flow.places.legacy_references import look_up_older, meta_of_older
 from ckptmirror.flow.places.reference import CheckpointReference, list_hint
-from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
+from ckptmirror.flow.places.resolve import resolve_for_load
 from ckptmirror.local.save_logger import save_logger
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint", "meta_of"]
@@ -65,7 +66,8 @@ def load_checkpoint(
             ``latest``, a directory that holds saves, or a mirror's URL. An explicit kind is never replaced by another.
             A legacy checkpoint has no checksums to verify, and this is logged.
         map_location: Device of the tensors.
-        exclude: ``"optimizer"`` and ``"extra"``: parts that are neither fetched nor read; they are None.
+        exclude: ``"optimizer"`` and ``"extra"``: parts that are neither fetched nor read; they are None. Of a save on a
+            disk that a path names, their files may be missing.
         new_config_keys: Keys of the training config that are newer than some checkpoints, each with the value that
             turns it off. If the config in ``meta`` lacks one, it gets that value, and this is logged.
 
@@ -75,7 +77,7 @@ def load_checkpoint(
     """
     if unknown := set(exclude) - {"optimizer", "extra"}:
         raise UsageError(f'exclude={sorted(unknown)}: it takes "optimizer" and "extra".')
-    found = resolve_checkpoint_reference(reference)
+    found = resolve_for_load(reference, _not_read(exclude))
     if not isinstance(found.dir, Path):
         with fetched_parts(found, exclude) as (root, meta, fetched):
             loaded = replace(_read(root, fetched, found, map_location, exclude), meta=meta)
@@ -90,8 +92,12 @@ def load_checkpoint(
     return replace(loaded, meta=replace(loaded.meta, training_config=config))
 
 
+def _not_read(exclude: Collection[str]) -> tuple[str, ...]:
+    return (*exclude, *(EXTRA_PARTS if "extra" in exclude else ()))
+
+
 def _load(root: Path, found: CheckpointReference, map_location: str, exclude: Collection[str]) -> LoadedCheckpoint:
-    meta = meta_of(root, found)
+    meta = meta_of(root, found, _not_read(exclude))
     read = [one for one in meta.artifacts_of(found.kind) if is_read(one, exclude)]
     files = [FileToRead(root / artifact.path, artifact.digest, cached=True) for artifact in read]
     for file, found_wrong in zip(files, read_all(files), strict=True):
@@ -130,13 +136,13 @@ def _inconsistent_at_worst(found: CheckpointReference) -> Iterator[None]:
         raise IntegrityError(f"{found.path} is inconsistent: {type(error).__name__}: {error}") from error
 
 
-def meta_of(root: Path, found: CheckpointReference) -> Meta:
-    """Return the meta of the resolved save.
+def meta_of(root: Path, found: CheckpointReference, exclude: Collection[str] = ()) -> Meta:
+    """Return the meta of the resolved save; for a load without the parts in ``exclude``, it may have lost their files.
 
     Raises:
         CheckpointNotFound: It has been removed since, or only one node's part of it is here.
     """
-    catalog = local_catalog(root)
+    catalog = local_catalog(root).without(exclude)
     meta = catalog.saves.get(found.save_id or "")
     if meta is None and (part := catalog.parts.get(found.save_id or "")) is not None:
         raise CheckpointNotFound(

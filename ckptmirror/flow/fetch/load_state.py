@@ -30,7 +30,7 @@ from ckptmirror.flow.fetch.partial import fetched_parts
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older
 from ckptmirror.flow.places.reference import CheckpointReference
-from ckptmirror.flow.places.resolve import main_path, resolve_checkpoint_reference
+from ckptmirror.flow.places.resolve import main_path, resolve_for_load
 from ckptmirror.flow.places.select import choose
 from ckptmirror.formats.train_state import PARTS, left_out
 from ckptmirror.local.listing import Fault
@@ -101,7 +101,7 @@ def load_state(
     with ExitStack() as lent:
 
         def get() -> _Found:
-            found = _resolve(root, reference)
+            found = _resolve(root, reference, options.exclude)
             if isinstance(found.dir, Path):
                 return _Found(found, found.dir, None)
             place, _, fetched = lent.enter_context(
@@ -112,7 +112,7 @@ def load_state(
         at_hand = meet_until_done(ranks, get if ranks.is_leader else None, "get a checkpoint")
         _check_same([one.reference for _, one in sorted(at_hand.items())])
         given, place, fetched = at_hand[ranks.node_ranks[0]]
-        meta = fetched if fetched is not None or given.save_id is None else _verified(ranks, given)
+        meta = fetched if fetched is not None or given.save_id is None else _verified(ranks, given, options.exclude)
         elsewhere = names_elsewhere(ranks, stages, state)
         load = partial(_load, ranks, given, place, meta, state, options, elsewhere)
         report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
@@ -208,16 +208,16 @@ def load_kind(
     return tensors + sidecars
 
 
-def _resolve(root: Path, reference: Reference) -> CheckpointReference:
+def _resolve(root: Path, reference: Reference, exclude: frozenset[str]) -> CheckpointReference:
     if isinstance(reference, bool):
         raise UsageError(f"{reference!r} is not a reference.")
     if isinstance(reference, int):
-        meta, kind = choose(local_catalog(root), reference, staged=True)
+        meta, kind = choose(local_catalog(root).without(exclude), reference, staged=True)
         return CheckpointReference(root, meta.step, kind, meta.save_id, main_path(root, meta, kind))
-    return resolve_checkpoint_reference(root if reference == "latest" else reference)
+    return resolve_for_load(root if reference == "latest" else reference, exclude)
 
 
-def _verified(ranks: Ranks, found: CheckpointReference) -> Meta:
+def _verified(ranks: Ranks, found: CheckpointReference, exclude: frozenset[str]) -> Meta:
     """Return the meta, once the ranks have verified every byte of the save together."""
     root = found.dir
     assert isinstance(root, Path)
@@ -226,7 +226,7 @@ def _verified(ranks: Ranks, found: CheckpointReference) -> Meta:
 
     def check() -> Fault | None:
         nonlocal meta
-        meta = meta_of(root, found)
+        meta = meta_of(root, found, exclude)
         return check_share(root, ranks, meta.artifacts_of(found.kind))
 
     for fault in exchange_result(ranks, check, what="verify a checkpoint"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -28,6 +28,7 @@ from ckptmirror.core.errors import (
     ObjectNotFound,
     UsageError,
 )
+from ckptmirror.core.lost_parts import how_to_load, parts_lost, without_parts
 from ckptmirror.core.model import KINDS, Artifact, Kind, Meta, top_names
 from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, read_mirror_meta
@@ -58,6 +59,7 @@ __all__ = [
     "list_checkpoints",
     "main_path",
     "resolve_checkpoint_reference",
+    "resolve_for_load",
     "resolve_resume_path",
 ]
 
@@ -117,6 +119,22 @@ def resolve_checkpoint_reference(
         IntegrityError: Its meta is broken, or a file is missing or has another size.
         UsageError: It is not a reference.
     """
+    return resolve_for_load(reference, (), require_kind=require_kind)
+
+
+def resolve_for_load(
+    reference: str | os.PathLike[str] | CheckpointReference,
+    exclude: Collection[str],
+    *,
+    require_kind: Kind | None = None,
+) -> CheckpointReference:
+    """As :func:`resolve_checkpoint_reference`, but a save that a path names may lack what only excluded parts need.
+
+    Args:
+        reference: What a person typed.
+        exclude: Parts of the state that will not be loaded.
+        require_kind: The only kind to return.
+    """
     if isinstance(reference, CheckpointReference):
         found = reference
     else:
@@ -127,7 +145,7 @@ def resolve_checkpoint_reference(
                 hint="Name its model file, DCP directory, meta or directory.",
             )
         if isinstance(located.place, Path):
-            found = _on_disk(located.place, located, require_kind)
+            found = _on_disk(located.place, located, require_kind, exclude)
         else:
             found = _on_mirror(located.place, located, require_kind)
     if require_kind is not None and found.kind != require_kind:
@@ -135,11 +153,11 @@ def resolve_checkpoint_reference(
     return found
 
 
-def _on_disk(root: Path, located: Located, kind: Kind | None) -> CheckpointReference:
+def _on_disk(root: Path, located: Located, kind: Kind | None, exclude: Collection[str]) -> CheckpointReference:
     if located.link is not None:
         return _latest(located.link, root, located.name, kind)
     if located.name:
-        return _named(root, located.name, kind)
+        return _named(root, located.name, kind, exclude)
     catalog = local_catalog(root)
     if not catalog.saves and not catalog.problems:
         from ckptmirror.flow.places.legacy_references import (
@@ -170,7 +188,7 @@ def _latest(link: Path, root: Path, target: str, kind: Kind | None) -> Checkpoin
     return found
 
 
-def _named(root: Path, name: str, kind: Kind | None) -> CheckpointReference:
+def _named(root: Path, name: str, kind: Kind | None, exclude: Collection[str] = ()) -> CheckpointReference:
     """Return the save whose meta names ``name``, or is ``name``."""
     if not os.path.lexists(root / name):
         raise CheckpointNotFound(f"{root / name} does not exist.", hint=list_hint(root))
@@ -180,9 +198,13 @@ def _named(root: Path, name: str, kind: Kind | None) -> CheckpointReference:
             return _reference(root, save.meta, _kind_of(name, save.meta, kind))
     for save in inventory.incomplete:
         if name in (*top_names(save.meta.artifacts), save.meta_path.relative_to(root).parts[0]):
-            asked = _kind_of(name, save.meta, kind or next(iter(save.kinds), None))
-            if asked not in save.kinds:
-                raise IntegrityError(f"{root / name} is not whole: {save.why}.")
+            kinds = save.kinds
+            if not kinds and save.damaged:
+                kinds = without_parts(save.meta, save.damaged, exclude).kinds
+            asked = _kind_of(name, save.meta, kind or next(iter(kinds), None))
+            if asked not in kinds:
+                parts = parts_lost(save.meta, save.damaged) if not kinds else ()
+                raise IntegrityError(f"{root / name} is not whole: {save.why}.", hint=how_to_load(save.meta, parts))
             return _reference(root, save.meta, asked)
     for item in inventory.broken:
         if _stem_of(item.path.name) == _stem_of(name):
