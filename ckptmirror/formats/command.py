@@ -98,7 +98,11 @@ def _placed(state: Any) -> Iterator[tuple[str, Any]]:
     """Yield the optimizers and schedulers of a state after their places."""
     for part in ("optimizer", "scheduler", "extra"):
         objects = getattr(state, part)
-        for path, value in placed_leaves(objects) if objects is not None else ():
+        try:
+            found = list(placed_leaves(objects)) if objects is not None else []
+        except RecursionError:  # without an end: a save refuses it, by name
+            continue
+        for path, value in found:
             if isinstance(value, _KINDS) or (part != "extra" and takes_state(value)):
                 yield place(objects, path, part), value
 
