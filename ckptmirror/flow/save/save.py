@@ -52,6 +52,7 @@ from ckptmirror.flow.save.save_parts import (
     reserve_for,
     write_files,
 )
+from ckptmirror.flow.save.unsaved import UnsavedDetector
 from ckptmirror.local import trash
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.ranks.base import Ranks
@@ -107,6 +108,7 @@ class Saver:
         self._turn_lock = TurnLock()
         self._stall_detector = StallDetector()
         self._not_finite = NotFiniteDetector()
+        self._unsaved = UnsavedDetector()
         self.replicas = ReplicaCheck()
 
     # -- on the training thread -----------------------------------------------------------------------------
@@ -155,6 +157,8 @@ class Saver:
             from ckptmirror.untrusted.read_limits import too_deep
 
             raise too_deep({"extra": state.extra}, "") from error
+        if self._ranks.rank == 0:
+            self._unsaved.look_at(state)
         self._bus.emit(
             events.HostCopied(
                 step=request.step, kinds=request.kinds, rank=self._ranks.rank, duration_s=time.perf_counter() - started
