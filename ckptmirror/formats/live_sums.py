@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -21,14 +22,22 @@ from ckptmirror.sums.fingerprints import fingerprints
 
 __all__ = ["fingerprints_of", "live_sums", "migrated_names"]
 
+_log = logging.getLogger("ckptmirror.formats")
 _GROUPS = "optimizer.param_groups."  # their order, and so their names, may change
 
 
 def fingerprints_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Summed]:
-    """Return each tensor that has plain bytes, or the piece of it that this rank holds, with its fingerprint."""
+    """Return each tensor that has plain bytes, or the piece of it that this rank holds, with its fingerprint.
+
+    Nothing if a device has no memory for that, or no such operation: that is no reason to lose a save or a start.
+    """
     pieces = [(name, piece_of(tensor)) for name, tensor in tensors if has_plain_bytes(tensor)]
     there = [(name, piece) for name, piece in pieces if has_memory(piece.data)]
-    sums = fingerprints([(piece.data, piece.region) for _, piece in there])
+    try:
+        sums = fingerprints([(piece.data, piece.region) for _, piece in there])
+    except RuntimeError as error:
+        _log.warning("tensors have no fingerprints, so a load cannot be proved with them: %s", error)
+        return []
     return [
         Summed(name, str(piece.data.dtype).removeprefix("torch."), piece.region, both)
         for (name, piece), both in zip(there, sums, strict=True)

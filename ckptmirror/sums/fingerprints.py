@@ -170,7 +170,7 @@ def _row_sums(rows: torch.Tensor, axes: tuple[_Axis, ...]) -> torch.Tensor:
     found = torch.empty(len(rows), _SUMS, dtype=torch.int32, device=rows.device)
     if is_even:
         rows = rows.view(torch.int32)
-    words = _BLOCK_WORDS if rows.device.type == "cpu" else _BLOCK_WORDS_ELSEWHERE
+    words = _BLOCK_WORDS if _is_host(rows.device) else _BLOCK_WORDS_ELSEWHERE
     step = max(1, words // rows.shape[1])
     if is_even:
         of_words, of_high = _weights_of_words(axes, rows.device)
@@ -194,7 +194,7 @@ class _Kept(threading.local):
 
 
 def _high_units(words: torch.Tensor) -> torch.Tensor:
-    if words.device.type != "cpu":
+    if not _is_host(words.device):
         return (words >> 16).bitwise_and_(0xFFFF)
     found = _kept.words[: words.numel()].view(words.shape)
     # torch would share this work with its pool, and wait for it
@@ -206,9 +206,13 @@ def _units_apart(units: torch.Tensor) -> torch.Tensor:
     return units.to(torch.int32) & (0xFFFF if units.dtype == torch.int16 else 0xFF)
 
 
+def _is_host(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
 def _times(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the product of two matrices; the second has a column for each sum, which is a row of its memory."""
-    if rows.device.type == "cpu":
+    if _is_host(rows.device):
         return torch.mm(rows, weights)
     columns = [(rows * column).sum(dim=1, dtype=torch.int32) for column in weights.unbind(1)]
     return torch.stack(columns, dim=1)  # there is no product of integers on CUDA

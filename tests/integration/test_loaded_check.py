@@ -286,6 +286,21 @@ def test_a_broken_list_proves_nothing_and_loses_nothing(tmp_path: Path, caplog: 
     assert "is not compared with it" in caplog.text
 
 
+def test_a_device_that_cannot_compute_fingerprints_loses_no_save_and_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cannot(_pieces: object) -> object:
+        raise NotImplementedError("no such operation here")
+
+    monkeypatch.setattr("ckptmirror.formats.live_sums.fingerprints", cannot)
+    saved(tmp_path)
+    with CheckpointManager(tmp_path) as manager:
+        start = manager.resume(new_state(5))
+        assert start is not None
+        assert start.step == 2
+    assert "no fingerprints, so a load cannot be proved" in caplog.text
+
+
 def test_what_a_load_leaves_out_is_not_compared(tmp_path: Path) -> None:
     saved(tmp_path)
     with CheckpointManager(tmp_path) as manager:

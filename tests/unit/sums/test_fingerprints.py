@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ckptmirror.core.regions import Region
 from ckptmirror.core.tensor_proof import Fingerprint, total
+from ckptmirror.sums import fingerprints
 from ckptmirror.sums.fingerprints import fingerprint
 
 MASK = 0xFFFFFFFF
@@ -172,3 +173,12 @@ def test_the_layout_in_memory_does_not_matter() -> None:
     assert whole(values.contiguous(memory_format=torch.channels_last)) == whole(values)
     assert whole(some_values((11,), torch.uint8)[1:]) == whole(some_values((11,), torch.uint8)[1:].clone())
     assert whole(torch.empty(0, 3)) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_operations_for_other_devices_give_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [some_values(shape, dtype) for shape in SHAPES]
+    on_host = [whole(one) for one in values]
+    monkeypatch.setattr(fingerprints, "_is_host", lambda _device: False)
+    monkeypatch.setattr(fingerprints, "_BLOCK_WORDS_ELSEWHERE", 512)
+    assert [whole(one) for one in values] == on_host
