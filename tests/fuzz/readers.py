@@ -52,6 +52,7 @@ from ckptmirror.core.journal import entries_from_lines
 from ckptmirror.core.legacy_meta import legacy_meta_from_bytes
 from ckptmirror.core.model import Digest, Kind, Meta, Tombstone
 from ckptmirror.core.sealed_json import seal
+from ckptmirror.core.tensor_proof import read_list
 from ckptmirror.flow.places.attempt_lists import attempts_here
 from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, _Memory
@@ -172,6 +173,8 @@ def _of_json(run: _Run) -> Iterator[Reader]:
         mutate=change_json,
     )
     yield Reader("list of attempts", lists, attempts_from_bytes, (BrokenMeta,), mutate=change_json)
+    tensors = [path.read_bytes() for path in (*run.root.glob("tensors_*"), *run.root.glob("emergency*/tensors_*"))]
+    yield Reader("list of tensors", tensors, read_list, (BrokenMeta,), mutate=change_json)
     yield Reader(
         "list of attempts, resealed", lists, attempts_from_bytes, (BrokenMeta,), prepare=_sealed, mutate=change_json
     )
