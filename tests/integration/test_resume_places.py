@@ -16,6 +16,7 @@ from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.attempt_lists import read_local_attempts
 from ckptmirror.flow.start import bring, resume
 from ckptmirror.formats.base import LoadReport
+from ckptmirror.ranks import meeting
 from ckptmirror.stores import open_store
 from tests.kit.faults import faulty
 from tests.kit.faulty_store import StoreFault
@@ -136,7 +137,7 @@ def test_other_ranks_hear_of_a_leader_that_brings_a_copy_for_longer_than_any_lim
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved_run(tmp_path / "first", (2,), url)
-    monkeypatch.setattr(resume, "_SIGN_OF_LIFE_S", 0.01)
+    monkeypatch.setattr(meeting, "_SIGN_OF_LIFE_S", 0.01)
     signs: list[str] = []
     heard_twice = threading.Event()
     stage_save = bring.stage_save

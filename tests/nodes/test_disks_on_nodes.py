@@ -99,6 +99,8 @@ def skip_one(rank: int, base: str, kinds: tuple[Kind, ...]) -> Heard:
         manager.resume(state)
         for step in (1, 2, 3, 4):
             train(state, rank, step)
+            if step == 2:  # what the table has yet to write would free room again
+                manager.wait("mirrored", timeout_s=WAIT_S)
             dist.barrier()
             if step == 2 and rank == 1:
                 fill(disk)

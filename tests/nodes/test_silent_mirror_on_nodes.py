@@ -9,7 +9,7 @@ import pytest
 
 from ckptmirror import CheckpointManager
 from ckptmirror.core import names
-from ckptmirror.flow.start import resume
+from ckptmirror.ranks import meeting
 from tests.kit.faults import faulty
 from tests.kit.faulty_store import StoreFault
 from tests.kit.processes import outcome, run_ranks
@@ -22,7 +22,7 @@ SILENT_S = 3 * LIMIT_S
 
 def start_while_silent(rank: int, base: str, watched: str, operation: str, name: str) -> tuple[str, str, int]:
     """Resume while rank 0's mirror holds a call until the ranks have met a few times, and then fails it."""
-    resume._SIGN_OF_LIFE_S = 0.05
+    meeting._SIGN_OF_LIFE_S = 0.05
     manager = CheckpointManager(Path(base) / "ab"[rank], [f"file://{base}/mirror"], timeout_s=LIMIT_S)
     if rank == 0:
         released = threading.Event()
