@@ -341,7 +341,7 @@ SHARD_FAULTS: list[Fault] = [zeros, one_bit, shifted, moments_of_no_step]
 
 
 def find_faults(rank: int, root: Path) -> dict[str, int]:
-    """Plant each fault on one rank, another each time; count those that every rank is told of, by their name."""
+    """Plant each fault on one rank, another each time; count those whose name every rank gets."""
     found = {}
     state = sharded(5)
     with CheckpointManager(root) as manager:
