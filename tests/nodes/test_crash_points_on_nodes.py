@@ -17,7 +17,7 @@ from tests.nodes.jobs import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
-POINTS = (250, 190)  # by node: fewer than two saves and their upload pass there
+POINTS = (250, 181)  # by node: fewer than two saves and their upload pass there
 SLICE = (3, 45, 90, 180)
 CASES = [(node, point) for node, points in enumerate(POINTS) for point in (range(1, points) if FULL else SLICE)]
 
