@@ -312,7 +312,7 @@ class Staging:
             raise RefusedOnlyCopy(
                 f"{self._dest} holds node {held.node}'s part of save {meta.save_id[:8]}, of which "
                 f"{self._mirror.url} has only {', '.join(meta.kinds)}.",
-                hint="Stage into another directory.",
+                hint="Stage it into another directory, and train on from there; or start all nodes that saved it.",
             )
 
     def _check_only_copies(
