@@ -210,7 +210,9 @@ class CheckpointManager:
             state: What to load into.
             policy: ``"auto"``; a step, ``"latest"``, a save id or the path of a save in ``root`` (going back to an
                 older save is a rewind: it takes the later saves off the lineage); or ``"scratch"``, with ``force=True``
-                if there are saves.
+                if there are saves. Where training began there before by such a decision, and has saved since, the same
+                command was started again, and continues from the newest save.
+            force: Start from scratch although there are saves; go back to a save although training began there before.
             exclude: Parts of the state to leave unchanged, with a warning: names of ``TrainState``, ``"rng"``, and
                 patterns of the model's tensors such as ``"model.head.*"``.
             rename: The names that tensors of the save have in the model: patterns, ``{"old.*": "new.*"}``, or a

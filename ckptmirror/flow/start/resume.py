@@ -115,6 +115,7 @@ def resume_run(
         reference, kind = settled_policy(node.root, policy)
         wish = Wish(reference, kind, force, ranks.world_size)
         bringer = Bringer(node, wish, bus, others, without=options.exclude)
+        bringer.settle()
         return True
 
     _meet_until_done(ranks, look if node is not None and ranks.rank == 0 else None, node, "look at every place")
