@@ -274,7 +274,15 @@ class CheckpointManager:
             )
         import_formats(self.kinds)
         self._saver = Saver(
-            self.root, run_id, attempt, self._save_ranks, self.events, leader, self._skipped, self._stages
+            self.root,
+            run_id,
+            attempt,
+            self._save_ranks,
+            self.events,
+            leader,
+            self._skipped,
+            self._stages,
+            before_each=self._rank_lock.retake if self._rank_lock is not None else None,
         )
         self._saver.follow(self._last_before)
         if info is None:
@@ -349,8 +357,6 @@ class CheckpointManager:
         """
         saver = self._started()
         check_is_state(state)
-        if self._rank_lock is not None:
-            self._rank_lock.retake()
         chosen = self.kinds if kinds is None else checked_kinds(kinds)
         if self._stages.of_ranks:
             check_kinds_of_stages(chosen)
