@@ -11,17 +11,17 @@ Rules:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from ckptmirror.core.errors import ConfigError
-from ckptmirror.core.model import KINDS, Kind
+from ckptmirror.core.model import KINDS, Attempt, Kind
 from ckptmirror.core.start.attempts import count
 from ckptmirror.core.start.evidence import Copy, Evidence, Heard, ListFound, Origin, Part, Problem, Row, Voice
-from ckptmirror.core.start.lineage import SaveFacts
+from ckptmirror.core.start.lineage import SaveFacts, lineage
 
-__all__ = ["identity_of", "never_whole", "one_disk"]
+__all__ = ["Torn", "identity_of", "never_whole", "one_disk", "torn"]
 
 _NAMED = 8  # as many numbers are named
 _BEST_LIST = (ListFound.NEWER, ListFound.SOUND, ListFound.BROKEN, ListFound.LOST, ListFound.NONE)
@@ -76,25 +76,87 @@ def never_whole(evidence: Evidence) -> list[SaveFacts]:
     these disks nor any mirror has it, nor has a disk a meta that cannot be read and may be its. An emergency snapshot's
     may also be in the persistent directory. Disks without an identity may be any.
     """
-    if not evidence.root or count(evidence).silent or not all(row.answers for row in evidence.mirrors()):
+    roots = {heard.attempt.id: heard.attempt.root for heard in evidence.disk.heard}
+    return [one for one in _whole_nowhere(evidence) if evidence.root and roots.get(one.attempt) == evidence.root]
+
+
+@dataclass(frozen=True)
+class Torn:
+    """The saves of which disks of this job have parts, and no disk of this job has the rest, by id.
+
+    Attributes:
+        all: All of them. A disk that has the rest may come back.
+        behind: Those that no place has whole, and that an attempt leaves behind: once it has committed a save on every
+            required mirror, nobody continues from these any more.
+        cannot_be_on: Mirrors where one cannot become whole any more. A required mirror has it; these were added since,
+            or lost it.
+    """
+
+    all: frozenset[str] = frozenset()
+    behind: frozenset[str] = frozenset()
+    cannot_be_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def torn(evidence: Evidence, attempt: Attempt) -> Torn:
+    """Return the saves of which this job has parts alone.
+
+    Args:
+        evidence: What each place reports.
+        attempt: The attempt that has claimed the run.
+    """
+    counted = count(evidence)
+    known, counting = {**counted.known, attempt.id: attempt}, {*counted.counting, attempt.id}
+    nowhere = [one for one in _whole_nowhere(evidence) if one.kinds != ("emergency",)]
+    standing = lineage(known.values(), [*counted.saves, *nowhere], counting).standing_by_save()
+    whole = {copy.save.save_id for copy in evidence.disk.copies}
+    return Torn(
+        frozenset(part.save.save_id for part in evidence.disk.parts) - whole,
+        frozenset(one.save_id for one in nowhere if standing[one.save_id] == "superseded"),
+        _cannot_be_on(evidence),
+    )
+
+
+def _cannot_be_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    rows = [row for row in evidence.mirrors() if row.answers]
+    for save_id, parts in _parts_alone(evidence).items():
+        has_it = [row for row in rows if any(copy.save.save_id == save_id for copy in row.copies)]
+        if any(row.required for row in has_it):
+            lacks = (row for row in rows if row not in has_it and _lacks_share(parts, row.parts_here))
+            found[save_id] = tuple(row.place for row in lacks)
+    return {save_id: places for save_id, places in found.items() if places}
+
+
+def _whole_nowhere(evidence: Evidence) -> list[SaveFacts]:
+    """Return the saves that this job has parts of, if every place answers, and none has the rest."""
+    if count(evidence).silent or not all(row.answers for row in evidence.mirrors()):
         return []
+    whole = {copy.save.save_id for row in evidence.rows for copy in row.copies}
+    there = {one for row in evidence.rows for one in row.parts_here}
+    alone = _parts_alone(evidence)
+    return [found[0].save for save_id, found in alone.items() if save_id not in whole and _lacks_share(found, there)]
+
+
+def _parts_alone(evidence: Evidence) -> dict[str, list[Part]]:
+    """Return the parts of saves of which no disk of this job has the rest, nor a meta that cannot be read."""
     parts: dict[str, list[Part]] = {}
     for part in evidence.disk.parts:
         parts.setdefault(part.save.save_id, []).append(part)
     unknown = {one.step for one in evidence.disk.problems if one.save is None}  # a meta that cannot be read
-    roots = {heard.attempt.id: heard.attempt.root for heard in evidence.disk.heard}
-    whole = {copy.save.save_id for row in evidence.rows for copy in row.copies}
-    there = {one for row in evidence.rows for one in row.parts_here}
     kept = [one for row in evidence.rows if row.sort == "persistent" for one in row.problems]
     unknown_snapshots = unknown | {one.step for one in kept if one.save is None}
-    return [
-        found[0].save
+    whole = {copy.save.save_id for copy in evidence.disk.copies}
+    return {
+        save_id: found
         for save_id, found in parts.items()
         if save_id not in whole
-        and not (unknown_snapshots if _is_snapshot(found) else unknown) & {None, found[0].save.step}
-        and roots.get(found[0].save.attempt) == evidence.root
-        and any((save_id[:8], share) not in there for share in _absent(found))
-    ]
+        if not (unknown_snapshots if _is_snapshot(found) else unknown) & {None, found[0].save.step}
+    }
+
+
+def _lacks_share(found: Sequence[Part], there: Collection[tuple[str, int]]) -> bool:
+    """Whether a share that is on no disk of this job is not among those that are in other places either."""
+    return any((found[0].save.save_id[:8], share) not in there for share in _absent(found))
 
 
 def _is_snapshot(found: Sequence[Part]) -> bool:

@@ -194,14 +194,17 @@ def save_safety(table: UploadsTable, mirrors: Sequence[Mirror], save_id: str) ->
         standing = {there.mirror: there for there in table.standing(save_id)}
     except BrokenTable as error:
         return tuple(MirrorSafety(mirror.url, mirror.required, False, False, str(error)) for mirror in mirrors)
+    required = [standing[mirror.url] for mirror in mirrors if mirror.required and mirror.url in standing]
+    is_there = any(one.removed or (one.verified and one.committed) for one in required)
     safeties = []
     for mirror in mirrors:
         there = standing.get(mirror.url)
         if there is None:
             safeties.append(MirrorSafety(mirror.url, mirror.required, False, False, "not queued for upload yet"))
             continue
-        verified = there.verified or there.removed
-        committed = there.committed or there.removed
+        needs_no_more = there.removed or (there.skipped and is_there)
+        verified = there.verified or needs_no_more
+        committed = there.committed or needs_no_more
         safeties.append(MirrorSafety(mirror.url, mirror.required, verified, committed, there.reason))
     return tuple(safeties)
 

@@ -33,7 +33,7 @@ from ckptmirror.core.start.decide import (
     run_of,
     settled,
 )
-from ckptmirror.core.start.disks import never_whole
+from ckptmirror.core.start.disks import Torn, never_whole, torn
 from ckptmirror.core.start.evidence import DISK
 from ckptmirror.core.start.explain import Notice, goes_on, with_root
 from ckptmirror.flow.fetch.stage import stage_save
@@ -153,11 +153,13 @@ class Bringer:
             for save in never_whole(self.seen.evidence)
         }
 
-    @property
-    def torn(self) -> frozenset[str]:
-        """The saves of which disks of this job have parts, and no disk of this job has the rest, by id."""
-        disk = self.seen.evidence.disk
-        return frozenset(part.save.save_id for part in disk.parts) - {copy.save.save_id for copy in disk.copies}
+    def torn(self, attempt: Attempt) -> Torn:
+        """Return the saves of which disks of this job have parts, and no disk of this job has the rest.
+
+        Args:
+            attempt: The attempt that has claimed the run.
+        """
+        return torn(self.seen.evidence, attempt)
 
     @property
     def chosen(self) -> Try | None:

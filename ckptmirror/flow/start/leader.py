@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +35,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
+from ckptmirror.core.start.disks import Torn
 from ckptmirror.flow.places.catalog import Catalog, local_catalog
 from ckptmirror.flow.places.mirrors import (
     Mirror,
@@ -56,6 +57,7 @@ from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.retention.rotation import ROTATE_LOCK_NAME, RotationReport, rotate
 from ckptmirror.flow.retention.rotation_thread import RotationThread
+from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import open_persistent, persistent_catalog
 from ckptmirror.flow.start.claim import RunClaim
 from ckptmirror.flow.start.control_directory import take_root_again
@@ -81,6 +83,7 @@ _STOP_BRINGING_S = 2.0
 _REPAIR_WAIT_S = 5.0
 _STOPPED_LIMIT_S = 2.0  # short, since the grace period of a stop request is running
 _SKIPPED_LISTED = 20
+_NOTHING_TORN = Torn()
 _DELETIONS_LIMIT = 100  # how often the control directory is recreated while somebody is still deleting it
 
 
@@ -117,6 +120,7 @@ class Node:
         self._retaking = threading.Lock()
         self._meet_again = False
         self._torn: frozenset[str] = frozenset()
+        self._behind: frozenset[str] = frozenset()
         self._abandoned: frozenset[str] = frozenset()
         self._skipped: deque[dict[str, object]] = deque(maxlen=_SKIPPED_LISTED)
         check_place(root, state_dir)
@@ -168,9 +172,7 @@ class Node:
             return None
         return persistent_catalog(self.persistent_dir, self.root, patience_s=total_s_of_environment())
 
-    def start(
-        self, claim: RunClaim, abandoned: Mapping[str, str] | None = None, torn: Collection[str] = frozenset()
-    ) -> None:
+    def start(self, claim: RunClaim, abandoned: Mapping[str, str] | None = None, torn: Torn = _NOTHING_TORN) -> None:
         """Let uploads and rotation run for an attempt that has claimed the run.
 
         Args:
@@ -180,16 +182,16 @@ class Node:
                 but nothing waits for the parts of nodes that are not of this job.
         """
         self.claim = claim
-        self._torn = frozenset(torn)
+        self._torn, self._behind = torn.all, torn.behind
         self._abandoned = frozenset(abandoned or ())
         for save_id, reason in (abandoned or {}).items():
             if self.table.skip(save_id, reason):
                 _log.warning("%s; this node's part is not uploaded", reason)
         self.table.claim_identity(RootIdentity.of(self.root, claim.run_id))
-        self._start_services(claim)
+        self._start_services(claim, torn)
         self.write_status("running")
 
-    def _start_services(self, claim: RunClaim) -> None:
+    def _start_services(self, claim: RunClaim, torn: Torn) -> None:
         self._workers = UploadWorkers(
             self.root,
             self.table,
@@ -201,6 +203,9 @@ class Node:
         )
         set_mirrors(self.table, self.specs)
         self._add_records(lambda whole: whole)
+        for save_id, places in torn.cannot_be_on.items():
+            for url in places:
+                self.table.skip(save_id, "no disk of this job has what other nodes had to send here", mirror=url)
         self.table.retry_failed()
         self.table.end_delays([mirror.url for mirror in self.mirrors])  # they grew in an outage that may be over
         counting_first = sorted(self.mirrors, key=lambda mirror: mirror.url not in self._counting())
@@ -401,8 +406,29 @@ class Node:
         return self.rotate()
 
     def _rotate_by_policy(self) -> None:
-        if self.retention.keep_last is not None and self._is_newest():
-            self.rotate()
+        rotates = self.retention.keep_last is not None
+        if (rotates or self._behind) and self._is_newest():
+            if rotates:
+                self.rotate()
+            else:
+                self._give_up_left_behind()
+
+    def _give_up_left_behind(self) -> None:
+        """Give up the parts of saves that this attempt left behind, once a save of its own is safe."""
+        claim, mirrors = self.claim, self._counting()
+        if not self._behind or claim is None or not mirrors:
+            return
+        whole = self._whole()
+        own = [meta.save_id for meta in whole if meta.attempt.id == claim.attempt.id and not is_emergency(meta)]
+        if all(open_saves(self.table, whole, mirrors, [save_id]) for save_id in own):
+            return
+        for meta in whole:
+            if meta.save_id in self._behind:
+                why = f"step {meta.step} is abandoned: no disk of this job has the rest, and the run went on without it"
+                self.table.skip(meta.save_id, why)
+                save_logger(_log, meta).warning("%s; this node's part is given up", why)
+        self._abandoned |= self._behind
+        self._behind = frozenset()
 
     def _is_newest(self) -> bool:
         """Ask each required mirror, as the rotation will do too, whether a newer attempt has started."""
@@ -420,6 +446,8 @@ class Node:
 
     def rotate(self, *, dry_run: bool = False) -> RotationReport:
         """Rotate now, without waiting."""
+        if not dry_run:
+            self._give_up_left_behind()
         return rotate(
             self.root,
             self.table,

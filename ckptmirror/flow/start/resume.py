@@ -34,6 +34,7 @@ from ckptmirror.core.model import Artifact, Attempt, Meta
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.start.attempts import Claim
 from ckptmirror.core.start.decide import Result, Wish
+from ckptmirror.core.start.disks import Torn
 from ckptmirror.core.start.evidence import DISK
 from ckptmirror.core.start.sharing import Holding, fetched_by, transfers
 from ckptmirror.core.tensor_lists import is_list, lost_lists
@@ -129,7 +130,7 @@ def resume_run(
         info = _info(proposal, report, left_out(state, options.exclude)) if report is not None else None
         if info is not None and info.changed and ranks.rank == 0:
             bus.emit(events.CommandChanged(step=info.step, save_id=info.save_id, changes="; ".join(info.changed)))
-        return info, proposal.run_id, attempt, claimed.torn
+        return info, proposal.run_id, attempt, claimed.torn.all
     raise Temporary(
         "Other attempts of this run keep starting, or saving, at the same time.",
         hint="Stop the others: one attempt of a run trains at a time.",
@@ -438,7 +439,7 @@ class _Claimed:
     record: Claim
     unclaimed: Mapping[str, str]
     abandoned: Mapping[str, str]
-    torn: frozenset[str]
+    torn: Torn
 
 
 def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: Proposal) -> _Claimed | None:
@@ -453,7 +454,7 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
         except StartOver as why:
             bringer.start_over(why)
             return ()
-        return _Claimed(own.record, own.unclaimed, bringer.abandoned, bringer.torn)
+        return _Claimed(own.record, own.unclaimed, bringer.abandoned, bringer.torn(own.attempt))
 
     made = _meet_until_done(ranks, make if bringer is not None else None, node, "claim the run")[0]
     if not isinstance(made, _Claimed):

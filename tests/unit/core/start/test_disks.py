@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from ckptmirror.core.errors import ConfigError
 from ckptmirror.core.model import Attempt, Kind
+from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.decide import Try, Wish, next_move
-from ckptmirror.core.start.disks import identity_of, never_whole, one_disk
+from ckptmirror.core.start.disks import Torn, identity_of, never_whole, one_disk, torn
 from ckptmirror.core.start.evidence import (
     DISK,
     Copy,
@@ -29,7 +30,7 @@ from ckptmirror.core.start.evidence import (
     evidence_to_json,
 )
 from ckptmirror.core.start.lineage import SaveFacts
-from tests.unit.core.start.start_rows import BOTH, HERE, place, save
+from tests.unit.core.start.start_rows import BOTH, HERE, place, ref, save
 
 A = Attempt("A", 0, None, root=HERE)
 BOTH_KINDS: tuple[Kind, ...] = ("dcp", "model")
@@ -201,3 +202,38 @@ def test_a_part_of_a_snapshot_is_given_up_only_if_the_persistent_directory_canno
     unread = Problem("/nfs/kept", "it cannot be listed", kinds=("emergency",), hindrance="unreadable")
     seen = Evidence((regular, *mirrors(ONE), replace(where, problems=(unread,))), HERE)
     assert never_whole(seen) == [TWO]  # only snapshots are there
+
+
+# -- what a job has parts of alone ---------------------------------------------------------------------------
+
+
+def test_a_part_whose_rest_may_come_back_is_left_behind_once_the_run_goes_on_from_elsewhere() -> None:
+    here = one_disk([disk(part(TWO, 0)), disk()])
+    on, off = Attempt("next", 9, ref(TWO), root="now"), Attempt("next", 9, ref(ONE), root="now")
+    elsewhere = replace(place(BOTH[0], [A], [ONE]), parts_here=((TWO.save_id[:8], 1),))
+    for rows, attempt, behind in (
+        ([here, *mirrors(ONE)], off, {TWO.save_id}),
+        ([here, *mirrors(ONE)], on, set()),
+        ([here, elsewhere, mirrors(ONE)[1]], off, set()),  # this node's part makes it whole there
+        ([here, *mirrors(ONE, TWO)], off, set()),
+        ([here, replace(mirrors(ONE)[0], reach=Reach.SILENT), mirrors(ONE)[1]], off, set()),
+    ):
+        found = torn(Evidence(tuple(rows), "now"), attempt)
+        assert found.behind == behind
+        assert found.all == {TWO.save_id}
+    assert torn(Evidence((one_disk([disk(part(TWO, 0)), disk(part(TWO, 1))]),), "now"), on) == Torn()
+
+
+def test_a_mirror_that_was_added_later_does_not_wait_for_what_another_node_has_deleted() -> None:
+    here = one_disk([disk(part(ONE, 0)), disk()])
+    first, added = place(BOTH[0], [A], [ONE]), place(BOTH[1], [A])
+    attempt = Attempt("next", 9, ref(ONE), root="now")
+    for rows, cannot in (
+        ((here, first, added), {ONE.save_id: (BOTH[1],)}),
+        ((here, first, replace(added, parts_here=((ONE.save_id[:8], 1),))), {}),  # the other part is there
+        ((here, first, replace(added, reach=Reach.SILENT)), {}),
+        ((here, replace(first, required=False), added), {}),  # an optional mirror is not enough
+        ((here, place(BOTH[0], [A]), added), {}),
+        ((replace(here, copies=(Copy(ONE, Origin.STAGED),)), first, added), {}),  # somebody staged the whole save
+    ):
+        assert torn(Evidence(rows, "now"), attempt).cannot_be_on == cannot

@@ -1,0 +1,70 @@
+"""What the nodes that are left have of saves that nobody can complete goes in the end, and keeps nothing waiting."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ckptmirror import CheckpointManager, Retention
+from ckptmirror.core.errors import DeadlinePassed
+from ckptmirror.flow.drain import drain
+from ckptmirror.flow.places.catalog import local_catalog
+from ckptmirror.flow.status import read_status
+from tests.kit.processes import run_ranks
+from tests.nodes.jobs import WAIT_S, built, train
+
+pytestmark = pytest.mark.long
+
+
+def steps_on(root: Path) -> list[int]:
+    return sorted(meta.step for meta in local_catalog(root).parts.values())
+
+
+def save_steps(rank: int, base: Path, steps: tuple[int, ...], mirrors: tuple[str, ...], keep: int, upload: bool) -> int:
+    """Save, each node uploads, and each rotates; without ``upload``, node 1 sends nothing of the last step."""
+    state = built("fsdp")
+    urls = [f"file://{base}/{name}" for name in mirrors]
+    manager = CheckpointManager(
+        base / "ab"[rank], urls, kinds=("dcp",), retention=Retention(keep_last=keep), timeout_s=WAIT_S
+    )
+    try:
+        start = manager.resume(state)
+        for step in steps:
+            if not upload and step == steps[-1] and manager._node is not None and rank == 1:
+                assert manager._node._workers is not None
+                manager._node._workers.stop(WAIT_S)
+            train(state, rank, step)
+            lasts = step != steps[-1] or upload
+            manager.save(step, state).wait("mirrored" if lasts else "committed", timeout_s=WAIT_S)
+        if upload:
+            manager.rotate()
+    finally:
+        with suppress(DeadlinePassed):
+            manager.close(timeout_s=WAIT_S if upload else 0)
+    return start.step if start is not None else 0
+
+
+def test_a_part_whose_rest_was_lost_with_a_disk_is_given_up_once_the_run_went_on(tmp_path: Path) -> None:
+    run_ranks(2, save_steps, tmp_path, (1, 2), ("mirror",), 1, False)
+    shutil.rmtree(tmp_path / "b")
+    assert steps_on(tmp_path / "a")[-1] == 2
+    assert run_ranks(2, save_steps, tmp_path, (3,), ("mirror",), 1, True) == [1, 1]
+    assert steps_on(tmp_path / "a") == [3]
+    assert drain(tmp_path / "a", timeout_s=WAIT_S).pending == 0
+    assert read_status(tmp_path / "a").unsettled == {}
+
+
+def test_a_mirror_that_is_added_does_not_wait_for_saves_that_one_node_has_deleted(tmp_path: Path) -> None:
+    run_ranks(2, save_steps_of_two, tmp_path)
+    assert (steps_on(tmp_path / "a"), steps_on(tmp_path / "b")) == ([3], [1, 2, 3])
+    run_ranks(2, save_steps, tmp_path, (4, 5), ("mirror", "added"), 1, True)
+    for node in "ab":
+        assert steps_on(tmp_path / node) == [5]
+        assert drain(tmp_path / node, timeout_s=WAIT_S).pending == 0
+
+
+def save_steps_of_two(rank: int, base: Path) -> int:
+    return save_steps(rank, base, (1, 2, 3), ("mirror",), (1, 3)[rank], True)
