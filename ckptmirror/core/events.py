@@ -86,7 +86,7 @@ class NotFinite(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveFailed(Event):
-    """A save failed and left nothing behind."""
+    """A save failed. What it wrote is removed, by the next start if the disk does not let this one do it."""
 
     step: int
     kinds: tuple[Kind, ...]

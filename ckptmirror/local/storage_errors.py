@@ -25,7 +25,7 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 
-__all__ = ["disk_error", "explained"]
+__all__ = ["disk_error", "explained", "why_full"]
 
 _FILE_HINT = "Choose another path, or move that file away."
 _DISK_HEALTH_HINT = "Check the disk's health (the kernel log names the device), then save again; nothing was committed."
@@ -56,7 +56,7 @@ def disk_error(error: OSError, action: str, path: Path) -> CkptMirrorError:
     code = error.errno
     what = f"Cannot {action} {path}"
     if code in (errno.ENOSPC, errno.EDQUOT):
-        return LocalStorageFull(f"{what}: {_why_full(path, code)}.")
+        return LocalStorageFull(f"{what}: {why_full(path, code)}.")
     if code == errno.EEXIST:
         return NameTaken(f"{what}: the name exists already.")
     if code == errno.EIO:
@@ -69,7 +69,8 @@ def disk_error(error: OSError, action: str, path: Path) -> CkptMirrorError:
     return CkptMirrorError(f"{what}: {error.strerror or error}.")
 
 
-def _why_full(path: Path, code: int) -> str:
+def why_full(path: Path, code: int = errno.ENOSPC) -> str:
+    """Return what a disk has none left of, for people."""
     if code == errno.EDQUOT:
         return "the disk quota is used up"
     try:

@@ -368,6 +368,47 @@ def test_i8_a_table_on_a_disk_without_a_free_byte_takes_changes_without_end(
         assert (root / f"{names.TABLE_NAME}-reserve").stat().st_blocks * 512 >= 256 * 1024
 
 
+@pytest.mark.parametrize("verb", ["status", "drain", "rotate", "start"])
+def test_i8_a_root_whose_disk_was_filled_while_no_trainer_ran_still_works(
+    verb: str, mounted: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The last process that closed the table deleted its log and its shared memory: opening it takes room again."""
+    place, url = mounted("size=4m"), f"file://{tmp_path}/mirror"
+    root = place / "root"
+    saved_run(root, (1, 2), url, kinds=("model",))
+    fill(place)
+    if verb == "start":
+        with CheckpointManager(root, [url], kinds=("model",)) as manager:
+            start = manager.resume(new_state())
+            assert start is not None
+            assert start.step == 2
+    else:
+        ended = run(verb, "--root", root, *(("--keep-last", "1") if verb == "rotate" else ()))
+        assert ended.returncode == 0, ended.stderr
+        assert "full" not in ended.stderr
+    assert sorted(whole(root)) == ([2] if verb == "rotate" else [1, 2])
+    reserve = root / f"{names.TABLE_NAME}-reserve"
+    assert reserve.stat().st_blocks * 512 >= 256 * 1024  # for the next process
+
+
+def test_a_table_that_a_full_disk_does_not_let_open_says_so(mounted: Callable[..., Path]) -> None:
+    path = mounted("size=1m,nr_inodes=20") / "uploads.db"
+    UploadsTable.open(path, create=True).close()
+    fill(path.parent)
+    for read_only in (True, False):
+        with pytest.raises(errors.LocalStorageFull, match=r"no space to open .*\(0 bytes free\)"):
+            UploadsTable.open(path, read_only=read_only)
+    for left in path.parent.iterdir():
+        if left != path:
+            left.unlink()
+    with suppress(OSError):
+        for number in range(20):
+            (path.parent / str(number)).touch()
+    with pytest.raises(errors.LocalStorageFull, match=r"no space to open .* no inodes are left"):
+        UploadsTable.open(path)
+    UploadsTable.open(path, read_only=True).close()  # without a log, it needs none to be read
+
+
 # -- a small disk, for real --------------------------------------------------------------------------------------
 
 

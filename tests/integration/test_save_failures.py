@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import threading
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from ckptmirror import CheckpointManager, StopRequest, TrainState
-from ckptmirror.core import events
+from ckptmirror.core import events, names
 from ckptmirror.core.errors import (
     AttemptFenced,
     BackgroundSaveFailed,
@@ -31,7 +32,7 @@ from ckptmirror.flow.save import commit
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import memory
 from tests.integration.save_ranks_job import no_large_files
-from tests.kit.faults import faulty, refusing
+from tests.kit.faults import DiskFault, failing, faulty, refusing
 from tests.kit.faulty_store import StoreFault
 from tests.kit.roots import leftovers, whole
 from tests.kit.training import new_state, running, saved_run
@@ -120,6 +121,29 @@ def test_a_failed_save_that_nobody_waited_for_is_raised_by_the_next_save_once(tm
             manager.save(2, state)
         manager.save(2, state).wait()
     assert sorted(whole(root)) == [2]
+
+
+def test_the_records_of_a_failed_save_that_a_read_only_disk_keeps_delay_no_close(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/mirror"
+    root = tmp_path / "run"
+    manager = CheckpointManager(root, [url], kinds=("model",))
+    state = new_state()
+    manager.resume(state)
+    manager.save(1, state).wait("mirrored", timeout_s=60)
+    with failing(DiskFault(1, lasting=True, code=errno.EROFS, prefix=("save.publish", "trash."))):
+        with pytest.raises(BackgroundSaveFailed, match="read-only"):
+            manager.save(2, state).wait()
+        with UploadsTable.open(root / names.TABLE_NAME, read_only=True) as table:
+            assert [save.released for save in table.saves()] == [True, False]
+        manager.wait("mirrored", timeout_s=20)
+        manager.close(timeout_s=20)
+    assert drain(root, timeout_s=20).is_verified
+    with running(root, url) as manager:  # this one can remove them
+        start = manager.resume(state)
+        assert start is not None
+        assert start.step == 1
+        manager.save(2, state).wait("mirrored", timeout_s=60)
+    assert leftovers(root) == []
 
 
 def test_a_root_that_vanishes_fails_the_save_and_is_heard_of(tmp_path: Path) -> None:

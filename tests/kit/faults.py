@@ -3,7 +3,8 @@
 Rules:
 * Each change of the disk is between two crash points. At the first of them the change is refused, as the kernel or
   SQLite would refuse it: nothing was changed.
-* What takes something away, or only makes a name durable, needs no room: a full disk lets it through, a broken one not.
+* What takes something away, or only makes a name durable, needs no room: a full disk lets it through, a broken or
+  read-only one not.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class DiskFault:
         at: The number of the change, from 1; 0 for none.
         lasting: Whether every later change that takes room fails too.
         code: The errno.
-        prefix: Only changes whose label begins so are counted.
+        prefix: Only changes whose label begins so, or with one of these, are counted.
         other_than: Changes whose label begins so are not.
         labels: The changes counted.
         struck: The labels of those that were refused.
@@ -59,7 +60,7 @@ class DiskFault:
     at: int = 0
     lasting: bool = False
     code: int = errno.ENOSPC
-    prefix: str = ""
+    prefix: str | tuple[str, ...] = ""
     other_than: str = "-"
     labels: list[str] = field(default_factory=list)
     struck: list[str] = field(default_factory=list)
@@ -70,7 +71,7 @@ class DiskFault:
         label, _, side = name.rpartition(":")
         if side != "before" or not label.startswith(self.prefix) or label.startswith(self.other_than):
             return
-        if self.code != errno.EIO and label in _NEEDS_NO_ROOM:
+        if self.code not in (errno.EIO, errno.EROFS) and label in _NEEDS_NO_ROOM:
             return
         with self._lock:
             self.labels.append(label)

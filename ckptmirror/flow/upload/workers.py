@@ -44,19 +44,20 @@ def still_moving(
     """Count the records that may still become verified by themselves. 0 ends a wait; it does not mean that all is safe.
 
     A failed file does not count, nor does the meta that waits for it: they need a person to fix the cause, or the next
-    start.
+    start. Nor does what a save that is not committed has in the table: no worker may send it.
 
     Args:
         save_id: Only the records of this save; None: of all.
         besides: The ids of saves whose records do not count.
     """
     counts = [count for count in table.counts() if count.mirror in mirrors]
-    if save_id is None and not besides and not any(count.state is RecordState.FAILED for count in counts):
+    any_failed = any(count.state is RecordState.FAILED for count in counts)
+    if save_id is None and not besides and not any_failed and all(save.released for save in table.saves()):
         return sum(count.records for count in counts if count.state in _MOVING)
     records = [
         record
         for record in table.records(save_id=save_id)
-        if record.mirror in mirrors and record.save_id not in besides
+        if record.mirror in mirrors and record.released and record.save_id not in besides
     ]
     stuck = {(record.save_id, record.mirror) for record in records if record.state is RecordState.FAILED}
     return sum(

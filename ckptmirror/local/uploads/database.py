@@ -28,10 +28,10 @@ from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NewerTable, NoT
 from ckptmirror.local.crashpoints import around
 from ckptmirror.local.file_systems import refuse_network_place
 from ckptmirror.local.own_files import check_own_file
-from ckptmirror.local.uploads.failures import named_failures, reuse_log_if_full
+from ckptmirror.local.uploads.failures import found_no_room, named_failures, reuse_log_if_full
 from ckptmirror.local.uploads.place import LOGS, create_in_place, refuse_journal, set_aside
 from ckptmirror.local.uploads.records import canonical_crc
-from ckptmirror.local.uploads.reserve import take_reserve
+from ckptmirror.local.uploads.reserve import spend_reserve, take_reserve
 from ckptmirror.local.uploads.statements import migrations, statement
 
 __all__ = ["APPLICATION_ID", "Database"]
@@ -106,7 +106,7 @@ class Database:
         return connection
 
     def _connect(self) -> apsw.Connection:
-        if not self.read_only:
+        if not self.read_only or self._disk_is_full:  # a reader would leave the shared memory in the reserve's place
             return apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)
         connection = apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READONLY)
         try:
@@ -194,7 +194,14 @@ class Database:
         if self._closed:
             raise NoTable(f"the table {self.path} was closed in this process")
         if self._connection is None:
-            self._connection = self._open()
+            try:
+                self._connection = self._open()
+            except apsw.Error as error:
+                if not found_no_room(error, self.path):
+                    raise
+                spend_reserve(self.path)
+                self._disk_is_full = True
+                self._connection = self._open()
         return self._connection
 
     def recreate(self) -> Path | None:
@@ -226,6 +233,8 @@ class Database:
         if connection is not None:
             with named_failures(self.path):
                 connection.close()
+            if self._disk_is_full:
+                take_reserve(self.path)  # SQLite deleted its log and its shared memory
 
     # -- facts ----------------------------------------------------------------------------------------------
 

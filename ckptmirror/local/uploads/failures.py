@@ -3,7 +3,7 @@
 Rules:
 * SQLite's own errors never leave this package.
 * If the disk has no room for a longer log, the log is overwritten from its beginning, so that a full disk fails one
-  change and not all. If the table has no room to take over what is in the log, the reserve is spent.
+  change and not all. If the table has no room to take over what is in the log, or to be opened, the reserve is spent.
 * A wrong statement is our own bug and is not reported as a state of the disk.
 """
 
@@ -17,10 +17,11 @@ from pathlib import Path
 import apsw
 
 from ckptmirror.core import errors
+from ckptmirror.local.storage_errors import why_full
 from ckptmirror.local.uploads.reserve import spend_reserve
 from ckptmirror.local.uploads.statements import statement
 
-__all__ = ["named_failures", "reuse_log_if_full"]
+__all__ = ["found_no_room", "named_failures", "reuse_log_if_full"]
 
 _REBUILD = (
     "The next start of the trainer moves the table aside, and builds a new one from disk and mirrors. "
@@ -35,7 +36,7 @@ def named_failures(path: Path) -> Iterator[None]:
     Raises:
         TableLocked: Others held the table for longer than the busy timeout.
         BrokenTable: The file is not a sound database.
-        LocalStorageFull: No space for the change; it was undone.
+        LocalStorageFull: No space for the change, which was undone, or to open the table.
         LocalStorageUnwritable: The disk does not let the table be read or written.
         NoTable: The file cannot be opened.
     """
@@ -54,15 +55,34 @@ def named_failures(path: Path) -> Iterator[None]:
     except apsw.IOError as error:
         if path.is_dir():
             raise _directory(path) from error
+        if found_no_room(error, path):
+            raise _no_room_to_open(path) from error
         raise errors.LocalStorageUnwritable(f"{path} cannot be read or written: {error}") from error
     except (apsw.ReadOnlyError, apsw.PermissionsError, apsw.AuthError) as error:
         raise errors.LocalStorageUnwritable(f"{path} cannot be read or written: {error}") from error
     except apsw.CantOpenError as error:
         if path.is_dir():
             raise _directory(path) from error
+        if found_no_room(error, path):
+            raise _no_room_to_open(path) from error
         if path.exists():
             raise _unopened(path, error) from error
         raise errors.NoTable(f"there is no pending-uploads table at {path}") from error
+
+
+def found_no_room(error: BaseException, path: Path) -> bool:
+    """Whether SQLite failed because the disk of the table is full.
+
+    It says "I/O error" if there is no block for the table's shared memory, and "cannot open" if there is no inode.
+    """
+    if isinstance(error, apsw.CantOpenError):
+        facts = os.statvfs(path.parent)
+        return path.exists() and bool(facts.f_files) and not facts.f_favail  # some file systems count none
+    return isinstance(error, apsw.FullError) or getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE
+
+
+def _no_room_to_open(path: Path) -> errors.LocalStorageFull:
+    return errors.LocalStorageFull(f"no space to open {path}: {why_full(path)}")
 
 
 def _directory(path: Path) -> errors.LocalStorageUnwritable:
@@ -86,7 +106,7 @@ def reuse_log_if_full(connection: apsw.Connection, error: BaseException, path: P
     Returns:
         Whether the disk is full: the reserve is spent now.
     """
-    if not isinstance(error, apsw.FullError):
+    if not found_no_room(error, path):
         return False
     spend_reserve(path)
     with suppress(apsw.Error):  # the first error is the one that counts

@@ -46,6 +46,9 @@ def _allocate(table: Path, size_bytes: int) -> bool:
                 if size_bytes:
                     os.posix_fallocate(descriptor, 0, size_bytes)
             return True
+        except OSError:
+            os.ftruncate(descriptor, 0)  # ext4 keeps what it could allocate
+            raise
         finally:
             os.close(descriptor)
     return False
