@@ -23,7 +23,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Self, TypeVar
 
-from ckptmirror.core import events, names, signing
+from ckptmirror.core import events, names
 from ckptmirror.core.errors import (
     CheckpointNotFound,
     CkptMirrorError,
@@ -36,6 +36,7 @@ from ckptmirror.core.lifecycle import SETTLED, RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.flow.fetch.destination import is_training_root
+from ckptmirror.flow.places.attempt_lists import check_can_sign
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import (
     Mirror,
@@ -145,7 +146,7 @@ def drain(
         NoTable: ckptmirror has not saved here.
         ForeignTable: The table is another root's.
     """
-    signing.check_can_sign()
+    check_can_sign(root)
     ends_s = time.monotonic() + timeout_s
     table = open_known_table(root, state_dir)
     with _Opened(table) as held:
@@ -224,7 +225,7 @@ def push(
         what = f"holds no whole save{of_step}" if root.is_dir() else "does not exist"
         hint = None if here.saves or here.problems else "Give the directory that the trainer saves to."
         raise CheckpointNotFound(f"{root} {what}.", hint=hint)
-    signing.check_can_sign()
+    check_can_sign(root)
     check_place(root, state_dir)
 
     def waits(url: str, delay_s: float, error: Exception) -> None:
