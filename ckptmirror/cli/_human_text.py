@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptmirror.core import errors
 from ckptmirror.core.printable import printable_line
 
-__all__ = ["age_text", "duration_text", "on_no_mirror", "plain_reason", "size"]
+__all__ = ["age_text", "behind_text", "duration_text", "on_no_mirror", "plain_reason", "size"]
 
 _CLOCKS_DIFFER_S = 60
 
@@ -57,6 +57,11 @@ def age_text(at_utc: str, now_s: float | None = None) -> str:
 def plain_reason(reason: str) -> str:
     """Return why something failed, on one line, and without the names of our classes of errors."""
     return printable_line(re.sub(rf"\b(?:{'|'.join(errors.__all__)}): ", "", reason))
+
+
+def behind_text(reason: str) -> str:
+    """Return why a save waits for another node, and what sends it."""
+    return f"{plain_reason(reason).removesuffix('.')}; if its job has ended, `ckptmirror drain` there sends it"
 
 
 def on_no_mirror(step: int, copy: Path | None) -> str:

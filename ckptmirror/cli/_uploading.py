@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptmirror.cli._human_text import duration_text, on_no_mirror, plain_reason, size
+from ckptmirror.cli._human_text import behind_text, duration_text, on_no_mirror, plain_reason, size
 from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import print_json
 from ckptmirror.cli._terminal import moves_cursor
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
 from ckptmirror.core.printable import printable_line
+from ckptmirror.core.uncommitted import is_behind_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,8 +27,13 @@ __all__ = ["print_report", "reporting_bus", "showing"]
 
 def showing(pace: Pace) -> Callable[[Drained], None]:
     """Return a callback that shows the progress of a drain: the uploads to all mirrors together."""
+    printed: set[str] = set()
 
     def show(at: Drained) -> None:
+        for wait in at.seen.waits:
+            if is_behind_text(wait.reason) and wait.reason not in printed and not moves_cursor():  # a bar shows it
+                printed.add(wait.reason)
+                print(f"waiting for another node: {behind_text(wait.reason)}", file=sys.stderr, flush=True)
         doing = []
         if at.seen.sending:
             doing.append(f"sending {_files(at.seen.sending)}")
@@ -100,6 +106,7 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
                 "bytes_done": at.bytes_done,
                 "bytes_total": at.bytes_total,
                 "pending": report.pending,
+                "awaited": list(report.awaited),
                 "failed": list(report.failed),
                 "refused": dict(report.refused),
                 "left": dict(report.left),
@@ -120,6 +127,8 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
         print(f"ckptmirror: {on_no_mirror(report.emergency_step, report.emergency_copy)}.", file=sys.stderr)
     if report.pending:
         print(f"Still pending: {_files(report.pending)}; the same command continues.", file=sys.stderr)
+    for line in report.awaited:
+        print(f"Waiting for another node: {with_places(behind_text(line), given)}", file=sys.stderr)
     for url, reason in report.refused.items():
         said = f"ckptmirror: {url}: {plain_reason(reason)}"
         print(f"{said}\n  {with_places(NotAuthorised.hint, given)}", file=sys.stderr)

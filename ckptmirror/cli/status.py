@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptmirror.cli._exit_codes import exit_codes
-from ckptmirror.cli._human_text import age_text, on_no_mirror, plain_reason, size
+from ckptmirror.cli._human_text import age_text, behind_text, on_no_mirror, plain_reason, size
 from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import json_option, print_json, root_option
 from ckptmirror.cli._progress import progress
@@ -117,6 +117,9 @@ def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
     if not any(required for _, required in status.mirrors):
         what = "no required mirror is configured; the local disk holds the only copy"
         return RefusedOnlyCopy, f"NOT SAFE: {what}; `ckptmirror push --mirror URL` makes another"
+    if status.unsafe_files and status.unsafe_files == len(status.awaited):
+        what = "NOT SAFE: this node has sent all that it has, and other nodes have not"
+        return DeadlinePassed, f"{what}: {behind_text(status.awaited[0])}"
     if status.unsafe_files:
         failed = f", {status.failed_files} of them failed" if status.failed_files else ""
         what = f"NOT SAFE: {status.unsafe_files} files ({size(status.unsafe_bytes)})"
@@ -198,6 +201,7 @@ def _facts(status: Status) -> dict[str, Any]:
         "unsafe_files": status.unsafe_files,
         "unsafe_bytes": status.unsafe_bytes,
         "failed_files": status.failed_files,
+        "awaited": list(status.awaited),
         "unasked": list(status.unasked),
         "skipped": list(status.skipped),
         "emergency_step": status.emergency_step,

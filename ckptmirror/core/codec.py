@@ -37,11 +37,12 @@ from ckptmirror.core.model import (
     SaveRef,
     Tombstone,
 )
-from ckptmirror.core.sealed_json import LIMIT_BYTES, VERSION, open_sealed, printable, seal
+from ckptmirror.core.sealed_json import LIMIT_BYTES, VERSION, json_object, open_sealed, printable, seal
 
 __all__ = [
     "attempts_from_bytes",
     "attempts_to_bytes",
+    "is_signed",
     "meta_from_bytes",
     "meta_or_tombstone_from_bytes",
     "meta_to_bytes",
@@ -422,6 +423,17 @@ def _sealed(name: str, document: dict[str, Any], read: Callable[[Fields], object
     data = seal(name, document, version + _SIGNED if is_provable else version, sign)
     read(Fields(document))
     return data
+
+
+def is_signed(data: bytes) -> bool:
+    """Return whether a document has a signature, or the signed one that it was made from: by whom is not asked.
+
+    Raises:
+        BrokenMeta: It is no document.
+    """
+    if b'"signature":"' not in data and b'"proof":"' not in data:
+        return False
+    return not {"signature", "proof"}.isdisjoint(json_object(data))
 
 
 def _opened(data: bytes, *format_names: str, newest: int = VERSION) -> tuple[str, Fields]:

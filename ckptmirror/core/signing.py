@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ckptmirror.core.errors import ConfigError
 
-__all__ = ["Keys", "check_can_sign", "current", "set_current"]
+__all__ = ["Keys", "cannot_sign", "check_can_sign", "current", "set_current"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +59,12 @@ def check_can_sign() -> None:
             "verify_keys is set, but signing_key is not: what this process writes would not be believed.",
             hint="Set signing_key too; only what reads (stage, ls, verify, load_checkpoint) does without.",
         )
+
+
+def cannot_sign(what: str) -> ConfigError:
+    """Return the error of a process without a key that would have to write something signed again, unsigned."""
+    return ConfigError(
+        f"{what} is signed, and this process has no signing_key: nobody who demands signatures would believe what it "
+        "writes.",
+        hint="Set signing_key and verify_keys (CKPTMIRROR_SIGNING_KEY, CKPTMIRROR_VERIFY_KEYS), as the trainer does.",
+    )

@@ -9,6 +9,7 @@ Rules:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,11 +18,36 @@ from ckptmirror.core import names
 from ckptmirror.core.model import Meta
 from ckptmirror.core.problems import PARTS_OF_SAVES, Problem
 
-__all__ = ["ROLES", "NodeShare", "PartsThere", "Uncommitted", "parts_there", "uncommitted_save"]
+__all__ = [
+    "ROLES",
+    "NodeShare",
+    "PartsThere",
+    "Uncommitted",
+    "is_behind_text",
+    "node_behind_text",
+    "parts_there",
+    "uncommitted_save",
+]
 
 _NAMED = 8  # as many nodes are named
 ROLES = tuple(sorted(PARTS_OF_SAVES - {"part"}))
 """What the names of a save's objects begin with."""
+
+
+_BEHIND = re.compile(r"node \d+ of \d+ \(from 0\) has still to upload what it saved: ")
+
+
+def node_behind_text(part: str, place: str) -> str:
+    """Say that a part is not there yet, given its name."""
+    parsed = names.parse_name(part)
+    assert parsed is not None
+    lacks = f"{part} is not on {place} yet."
+    return f"node {parsed.part - 1} of {parsed.parts} (from 0) has still to upload what it saved: {lacks}"
+
+
+def is_behind_text(reason: str | None) -> bool:
+    """Whether a record waits for such a part alone, by the reason that the table has."""
+    return reason is not None and _BEHIND.match(reason) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Self, TypeVar
 
-from ckptmirror.core import events, names, signing
+from ckptmirror.core import events, names
 from ckptmirror.core.errors import (
     CheckpointNotFound,
     CkptMirrorError,
@@ -36,6 +36,7 @@ from ckptmirror.core.lifecycle import SETTLED, RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.flow.fetch.destination import is_training_root
+from ckptmirror.flow.places.attempt_lists import check_can_sign
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import (
     Mirror,
@@ -47,7 +48,7 @@ from ckptmirror.flow.places.mirrors import (
     waiting_for_removed,
 )
 from ckptmirror.flow.places.select import lineage_of
-from ckptmirror.flow.retention.durability import Durability, open_saves
+from ckptmirror.flow.retention.durability import Durability, open_saves, waiting_for_nodes
 from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.save.emergency_files import is_emergency
@@ -98,6 +99,7 @@ class DrainReport:
 
     Attributes:
         pending: Files that could still become verified, and files without a valid record.
+        awaited: ``step N: reason`` of each pending file that only waits for another node. Nothing here can send it.
         failed: ``mirror: path: reason`` of each file that failed for good, or that can no longer be uploaded.
         refused: Mirrors that do not accept the credentials, with their errors.
         unasked: Other mirrors that could not be asked for files verified there before, with their errors.
@@ -114,6 +116,7 @@ class DrainReport:
     left: Mapping[str, int] = field(default_factory=dict)
     emergency_step: int | None = None
     emergency_copy: Path | None = None
+    awaited: tuple[str, ...] = ()
 
     @property
     def is_verified(self) -> bool:
@@ -145,7 +148,7 @@ def drain(
         NoTable: ckptmirror has not saved here.
         ForeignTable: The table is another root's.
     """
-    signing.check_can_sign()
+    check_can_sign(root)
     ends_s = time.monotonic() + timeout_s
     table = open_known_table(root, state_dir)
     with _Opened(table) as held:
@@ -224,7 +227,7 @@ def push(
         what = f"holds no whole save{of_step}" if root.is_dir() else "does not exist"
         hint = None if here.saves or here.problems else "Give the directory that the trainer saves to."
         raise CheckpointNotFound(f"{root} {what}.", hint=hint)
-    signing.check_can_sign()
+    check_can_sign(root)
     check_place(root, state_dir)
 
     def waits(url: str, delay_s: float, error: Exception) -> None:
@@ -442,7 +445,9 @@ class _Work:
         unasked = {url: error for url, error in unasked.items() if url not in refused}
         left = waiting_for_removed(table, {row.url for row in table.mirrors()})
         found = _emergency(self._root, here)
-        return DrainReport(_settled(table, urls, Transfers()), pending, tuple(failed), refused, unasked, left, *found)
+        awaited = [f"step {r.step}: {r.last_error}" for r in waiting_for_nodes(table.records(), urls)]
+        at = _settled(table, urls, Transfers())
+        return DrainReport(at, pending, tuple(failed), refused, unasked, left, *found, tuple(awaited))
 
     def _unasked(self) -> dict[str, CkptMirrorError]:
         if self._audit is not None:

@@ -19,7 +19,7 @@ from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.mirrors import counting_rows
 from ckptmirror.flow.places.select import lineage_of
 from ckptmirror.flow.places.uncommitted import uncommitted_on
-from ckptmirror.flow.retention.durability import count_lacking, durability, open_saves
+from ckptmirror.flow.retention.durability import count_lacking, durability, open_saves, waiting_for_nodes
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of
 from ckptmirror.local.status_file import is_writer_alive, read_status_file
@@ -68,6 +68,7 @@ class Status:
         unasked: Mirrors that count, and have not yet confirmed that they still have what was verified there.
         skipped: Steps that the trainer did not save because the disk was full, oldest first; only the last ones.
         skipped_why: Why the last of them was skipped.
+        awaited: ``step N: reason`` of each unsafe file that only waits for another node. Nothing here can send it.
         pushed: Mirrors that a person pushed to, beside the trainer's, each with how many saves of this disk it lacks.
     """
 
@@ -88,6 +89,7 @@ class Status:
     emergency_copy: Path | None = None
     skipped: tuple[int, ...] = ()
     skipped_why: str = ""
+    awaited: tuple[str, ...] = ()
     pushed: Mapping[str, int] = field(default_factory=dict)
 
     def is_mirrored(self, save_id: str | None) -> bool:
@@ -233,6 +235,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         emergency_copy=copy_of(root, snapshot.save_id) if snapshot is not None else None,
         skipped=tuple(step for step, _ in skipped),
         skipped_why=skipped[-1][1] if skipped else "",
+        awaited=tuple(f"step {one.step}: {one.last_error}" for one in waiting_for_nodes(unsafe, required)),
         pushed=pushed,
     )
 

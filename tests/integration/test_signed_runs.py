@@ -40,6 +40,7 @@ from ckptmirror.core.errors import (
     BrokenMeta,
     CheckpointNotFound,
     ConfigError,
+    DeadlinePassed,
     IntegrityError,
     NewerFormat,
     NotSigned,
@@ -227,6 +228,62 @@ def test_keys_are_changed_by_believing_both_for_a_while(
         start = manager.resume(new_state())
         assert start is not None
         assert start.step == 2
+
+
+# -- who has no key ---------------------------------------------------------------------------------------------------
+
+
+def objects_of(mirror: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(mirror)): path.read_bytes() for path in mirror.rglob("*") if path.is_file()}
+
+
+def with_a_save_that_was_not_sent(root: Path, url: str, keys: dict[str, Any]) -> None:
+    """Save steps 1 and 2 of a signed run, of which only step 1 is on the mirror."""
+    saved_run(root, (1,), url, **keys)
+    with suppress(DeadlinePassed), running(root, url, **keys) as manager:
+        state = new_state()
+        manager.resume(state)
+        assert manager._node is not None
+        assert manager._node._workers.stop(60)
+        train(state, 1)
+        manager.save(2, state).wait("committed")
+        manager.close(timeout_s=0.0)
+
+
+def test_a_verb_without_a_key_changes_nothing_of_a_signed_run_and_says_what_to_set(
+    places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    root, url, there = places
+    with_a_save_that_was_not_sent(root, url, keys)
+    before = objects_of(there)
+    for verb, *more in (
+        ["drain"],
+        ["push", "--mirror", url],
+        ["push", "--mirror", f"file://{tmp_path}/new"],
+        ["rewind", "--step", "1"],
+        ["forget-mirror", "--url", url],
+    ):
+        ended = run(verb, "--root", root, *more)
+        assert_tells(ended, 10, f"The run of {root} is signed", "Set signing_key and verify_keys", stdout=None)
+    assert objects_of(there) == before
+    assert not (tmp_path / "new").exists()
+    private, public = str(keys["signing_key"]), str(keys["verify_keys"][0])
+    right = {"CKPTMIRROR_SIGNING_KEY": private, "CKPTMIRROR_VERIFY_KEYS": public}
+    assert run("drain", "--root", root, env=right).returncode == 0
+    assert "signature" in json.loads((there / "meta_000002.json").read_bytes())
+
+
+def test_a_signed_save_is_sent_by_nobody_who_cannot_sign_it_though_the_list_of_attempts_is_gone(
+    places: tuple[Path, str, Path], keys: dict[str, Any]
+) -> None:
+    root, url, there = places
+    with_a_save_that_was_not_sent(root, url, keys)
+    (root / CONTROL_DIR / "attempts.json").unlink()
+    before = objects_of(there)
+    ended = run("drain", "--root", root)
+    assert ended.returncode == 8
+    assert "meta_000002.json is signed, and this process has no signing_key" in ended.stderr
+    assert objects_of(there) == before
 
 
 # -- what somebody else wrote -----------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from tests.simulation.small_world import (
     restored,
     step_of,
     with_actor,
+    with_job,
     with_save,
     without,
 )
@@ -79,7 +80,7 @@ class Histories(Uploads):
         listed = frozenset({first})
         one = frozenset({first.id})
         for share, (host, root) in enumerate(zip(nodes, roots, strict=True)):
-            disk = Disk(root, "run 1", listed, required, one, uploaded=one)
+            disk = with_job(Disk(root, "run 1", listed, required, one, uploaded=one), first.root)
             state = put_disk(state, host, with_save(disk, save, share, len(nodes)))
         mirror = Mirror("run 1", listed, required, frozenset({save}))
         if len(nodes) > 1:
@@ -277,7 +278,7 @@ class Histories(Uploads):
         listed = self._one_of_each(claim.root_list.attempts)
         required, completed = claim.root_list.required, frozenset(claim.root_list.completed)
         root = root_of(disk, actor.attempt, actor.nodes[0])
-        return disk._replace(
+        return with_job(disk, sight.root)._replace(
             root=root, run=actor.run, listed=listed, required=required, completed=completed, copies=copies
         ), claim
 
@@ -312,7 +313,7 @@ class Histories(Uploads):
         told = state.disks[actor.nodes[0]]
         for node in actor.todo:
             disk = state.disks[node]
-            disk = disk._replace(
+            disk = with_job(disk, actor.root)._replace(
                 root=root_of(disk, actor.attempt, node),
                 run=actor.run,
                 listed=told.listed,

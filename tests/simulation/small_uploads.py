@@ -16,7 +16,7 @@ from ckptmirror.core import meta_merging
 from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.model import Attempt, AttemptList
 from ckptmirror.core.start import attempts as rules
-from ckptmirror.core.start.disks import identity_of
+from ckptmirror.core.start.disks import identity_of, seen_by_its_job
 from ckptmirror.core.start.evidence import Evidence
 from ckptmirror.core.start.lineage import SaveFacts
 from tests.simulation.small_world import (
@@ -210,7 +210,8 @@ class Uploads:
         for save in to_upload(sight.disk, state.mirrors[index]):
             if self._is_waiting(sight.disk, state.mirrors[index], save):
                 continue
-            if self._may_drain(sight, URLS[index], save).may == "commit":
+            root = seen_by_its_job(self._evidence(sight), save.attempt, sight.disk.jobs).root
+            if self._may_drain(sight._replace(root=root), URLS[index], save).may == "commit":
                 after = state._replace(mirrors=put_at(state.mirrors, index, self._drained(sight, index, save)))
                 return after, Actor(f"drain {host}", (host,), "runs"), host, index, save
         return None

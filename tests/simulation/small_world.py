@@ -78,6 +78,7 @@ class Disk(NamedTuple):
         uploaded: The ids of the attempts of which this host committed a save on a mirror.
         rotten: The ids of the saves of which the part here is damaged.
         skipped: The ids of the saves whose parts here are given up.
+        jobs: The identities of the jobs of several nodes that this root was one of.
     """
 
     root: str = ""
@@ -91,6 +92,7 @@ class Disk(NamedTuple):
     parts: frozenset[Part] = frozenset()
     rotten: frozenset[str] = frozenset()
     skipped: frozenset[str] = frozenset()
+    jobs: frozenset[str] = frozenset()
 
 
 class Mirror(NamedTuple):
@@ -351,6 +353,11 @@ def with_save(disk: Disk, save: SaveFacts, share: int, of: int) -> Disk:
         return disk._replace(copies=disk.copies | {Copy(save, Origin.SAVED_HERE)})
     part = Part(save, save.kinds, (share,), of, Origin.SAVED_HERE, f"part {share} of {save.save_id}")
     return disk._replace(parts=disk.parts | {part})
+
+
+def with_job(disk: Disk, root: str) -> Disk:
+    """The disk of a node of the job whose roots have this identity together; of a job on one node, it is the root's."""
+    return disk._replace(jobs=disk.jobs | {root})
 
 
 def part_of(disk: Disk, save: SaveFacts) -> Part | None:

@@ -21,7 +21,7 @@ from ckptmirror.core.start.attempts import count
 from ckptmirror.core.start.evidence import Copy, Evidence, Heard, ListFound, Origin, Part, Problem, Row, Voice
 from ckptmirror.core.start.lineage import SaveFacts, lineage
 
-__all__ = ["Torn", "identity_of", "never_whole", "one_disk", "torn"]
+__all__ = ["Torn", "identity_of", "never_whole", "one_disk", "seen_by_its_job", "torn"]
 
 _NAMED = 8  # as many numbers are named
 _BEST_LIST = (ListFound.NEWER, ListFound.SOUND, ListFound.BROKEN, ListFound.LOST, ListFound.NONE)
@@ -39,6 +39,21 @@ def identity_of(roots: Sequence[str]) -> str:
     if len(roots) == 1 or not all(roots):
         return roots[0] if len(roots) == 1 else ""
     return hashlib.sha256(" ".join(["roots", *sorted(roots)]).encode()).hexdigest()[:32]
+
+
+def seen_by_its_job(evidence: Evidence, attempt: str, jobs: Collection[str]) -> Evidence:
+    """Return what a drain on one node found, as a node of the job that made an attempt would judge it.
+
+    If this root was one of that job, the job's other attempts are not those of another root. A node that uploads while
+    its job runs sees its own disk alone, too.
+
+    Args:
+        evidence: What the drain found.
+        attempt: The id of the attempt whose save is to be committed.
+        jobs: The identities of the jobs that this root was one of.
+    """
+    made_by = next((heard.attempt.root for heard in evidence.disk.heard if heard.attempt.id == attempt), "")
+    return replace(evidence, root=made_by) if made_by in jobs else evidence
 
 
 def one_disk(rows: Sequence[Row]) -> Row:

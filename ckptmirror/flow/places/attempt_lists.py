@@ -10,12 +10,13 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptmirror.core import names
-from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
+from ckptmirror.core import names, signing
+from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes, is_signed
 from ckptmirror.core.errors import (
     BrokenMeta,
     CkptMirrorError,
@@ -36,6 +37,7 @@ from ckptmirror.local.save_logger import save_logger
 
 __all__ = [
     "attempts_here",
+    "check_can_sign",
     "check_run",
     "listed_attempts",
     "met_here",
@@ -48,6 +50,20 @@ __all__ = [
 
 _LIST_LIMIT_BYTES = 16 * 1024 * 1024
 _log = logging.getLogger("ckptmirror.claim")
+
+
+def check_can_sign(root: Path) -> None:
+    """Refuse to change a run in a process whose documents the run's other processes would not believe.
+
+    Raises:
+        ConfigError: It has no key to sign with, and it demands signatures, or the root's list is signed.
+    """
+    signing.check_can_sign()
+    if signing.current().sign is not None:
+        return
+    with contextlib.suppress(FileNotFoundError, IntegrityError):  # broken, or unreadable: who needs the list says so
+        if is_signed(files.read_limited(root / names.ATTEMPTS_NAME, _LIST_LIMIT_BYTES)):
+            raise signing.cannot_sign(f"The run of {root}")
 
 
 def read_local_attempts(root: Path) -> AttemptList | None:

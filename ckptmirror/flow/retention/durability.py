@@ -30,6 +30,7 @@ from ckptmirror.core.lifecycle import SETTLED, WAITING
 from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.retention import MirrorSafety
+from ckptmirror.core.uncommitted import is_behind_text
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.mirrors import Mirror, counting_rows
 from ckptmirror.flow.places.object_match import why_differs
@@ -45,6 +46,7 @@ __all__ = [
     "is_skipped",
     "open_saves",
     "save_safety",
+    "waiting_for_nodes",
     "why_not_safe",
     "why_not_same",
 ]
@@ -143,6 +145,11 @@ def open_saves(
         unknown = [one for one in save_ids if one not in wanted and not _left_settled(table, mirrors, one)]
         found += [OpenSave(save_id, url, 1, "the table has no record of it") for save_id in unknown for url in mirrors]
     return [one for one in found if one is not None]
+
+
+def waiting_for_nodes(records: Iterable[UploadRecord], mirrors: Collection[str]) -> list[UploadRecord]:
+    """Return the records that only wait until another node has uploaded its part: this node has sent all it has."""
+    return [record for record in records if record.mirror in mirrors and is_behind_text(record.last_error)]
 
 
 def count_lacking(table: UploadsTable, metas: Iterable[Meta], mirror: str) -> int:

@@ -39,6 +39,7 @@ from ckptmirror.core.problems import facts_of
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.start.attempts import Claim, Verdict, drained_list, left_behind, may_commit, may_drain, mirror_list
 from ckptmirror.core.start.decide import run_of
+from ckptmirror.core.start.disks import seen_by_its_job
 from ckptmirror.core.start.explain import with_root
 from ckptmirror.flow.places.attempt_lists import attempts_here, check_run, not_one_run, note_met, read_mirror_attempts
 from ckptmirror.flow.places.catalog import MetaCache, rebuild_attempts
@@ -46,7 +47,7 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.start.disk_facts import look_at_disk
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
-from ckptmirror.local.root_id import RootId, read_root_id
+from ckptmirror.local.root_id import RootId, note_job, read_root_id
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import UploadsTable
 
@@ -331,6 +332,7 @@ class RunClaim:
 
     def _write_here(self, attempts: AttemptList) -> None:
         self._claim = replace(self._claim, root_list=attempts)
+        note_job(self.root, self.attempt.root)
         path = self.root / names.ATTEMPTS_NAME
         files.write_bytes(path, attempts_to_bytes(attempts), save_id=new_id(), replace=True)
 
@@ -378,6 +380,8 @@ class DrainConfirmation:
         if meta is None:
             return
         seen = self._places.survey()
+        jobs = read_root_id(self._root).jobs
+        seen = replace(seen, evidence=seen_by_its_job(seen.evidence, meta.attempt.id, jobs))
         self._places.check_drained(mirror, meta, seen)
         wanted = drained_list(seen.evidence, mirror.url, meta.attempt, meta.run_id, there)
         if there is None or attempts_to_bytes(there) != attempts_to_bytes(wanted):

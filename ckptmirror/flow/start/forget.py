@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from ckptmirror.core import names, signing
+from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_to_bytes
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, PreconditionFailed, Temporary
 from ckptmirror.core.model import AttemptList, new_id
 from ckptmirror.core.start.lineage import merge_attempts
-from ckptmirror.flow.places.attempt_lists import listed_attempts, read_mirror_attempts
+from ckptmirror.flow.places.attempt_lists import check_can_sign, listed_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
@@ -61,7 +61,7 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
         NoTable: ckptmirror has not saved here.
         RootLocked: A trainer, or another verb, holds the root.
     """
-    signing.check_can_sign()
+    check_can_sign(root)
     url = normalise_url(url)
     lock = RootLock(root)
     with open_known_table(root) as table:

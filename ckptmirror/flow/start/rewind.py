@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from ckptmirror.core import events, names, signing
+from ckptmirror.core import events, names
 from ckptmirror.core.errors import (
     CheckpointNotFound,
     CkptMirrorError,
@@ -43,6 +43,7 @@ from ckptmirror.core.start.decide import Refuse, Result, Scratch, Try, Wish, nex
 from ckptmirror.core.start.explain import unknown_reference
 from ckptmirror.core.start.lineage import SaveFacts
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
+from ckptmirror.flow.places.attempt_lists import check_can_sign
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.save.commit import latest_target
@@ -197,7 +198,7 @@ def rewind(
         StoreTemporary: A mirror that must answer does not. Nothing was recorded.
         AttemptFenced: A newer attempt of the run is starting right now. Nothing was recorded.
     """
-    signing.check_can_sign()
+    check_can_sign(root)
     plan_rewind(root, reference, mirrors=mirrors)  # raises before anything is written anywhere
     bus = bus or events.EventBus()
     began = time.monotonic()

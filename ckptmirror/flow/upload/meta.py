@@ -33,6 +33,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.meta_merging import check_same_save, merge_parts
 from ckptmirror.core.model import Artifact, Meta, Tombstone
+from ckptmirror.core.uncommitted import node_behind_text
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, objects_of
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.upload.sending import Sending
@@ -213,12 +214,7 @@ class MetaUpload(Sending):
             raise self._behind(awaited)
 
     def _behind(self, part: str) -> NodeBehind:
-        parsed = names.parse_name(part)
-        assert parsed is not None
-        return NodeBehind(
-            f"node {parsed.part - 1} of {parsed.parts} (from 0) has still to upload what it saved: {part} is not on "
-            f"{self._context.mirror.url} yet."
-        )
+        return NodeBehind(node_behind_text(part, self._context.mirror.url))
 
     def _publish_part(self, meta: Meta, mine: Meta) -> bool:
         """Publish this node's part; return whether it was not there yet."""

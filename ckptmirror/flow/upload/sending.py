@@ -3,6 +3,7 @@
 Rules:
 * A record belongs to a save whose meta is committed on this disk; that meta says what the bytes must be.
 * A save creates only its own names: the plain one if it is free, otherwise the one with its tag (``names.tagged``).
+* Of a save that is signed, nothing is sent by a process that could not sign its meta on the mirror.
 * Before the first file of each save, the mirror is asked whether this attempt may still send there.
 """
 
@@ -14,8 +15,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Protocol
 
-from ckptmirror.core import events, names
-from ckptmirror.core.codec import meta_from_bytes
+from ckptmirror.core import events, names, signing
+from ckptmirror.core.codec import is_signed, meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta, IntegrityError, StorePermanent
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.verification import delete_command
@@ -142,7 +143,8 @@ class Sending:
             if record.role == "meta":
                 path = self._context.root / record.path
                 try:
-                    meta = meta_from_bytes(files.read_limited(path, META_LIMIT_BYTES))
+                    data = files.read_limited(path, META_LIMIT_BYTES)
+                    meta = meta_from_bytes(data)
                 except FileNotFoundError as error:
                     raise StorePermanent(f"{path} is gone.", hint="Nothing was deleted by ckptmirror.") from error
                 except BrokenMeta as error:
@@ -151,5 +153,7 @@ class Sending:
                     ) from error
                 if meta.save_id != self._record.save_id:
                     raise IntegrityError(f"{path} is the meta of another save, not of this one.")
+                if signing.current().sign is None and is_signed(data):
+                    raise signing.cannot_sign(str(path))
                 return meta
         raise IntegrityError(f"The table does not know the meta of save {self._record.save_id[:8]}.")

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from ckptmirror.core.errors import ConfigError
 from ckptmirror.core.model import Attempt, Kind
 from ckptmirror.core.reach import Reach
+from ckptmirror.core.start.attempts import may_drain
 from ckptmirror.core.start.decide import Try, Wish, next_move
-from ckptmirror.core.start.disks import Torn, identity_of, never_whole, one_disk, torn
+from ckptmirror.core.start.disks import Torn, identity_of, never_whole, one_disk, seen_by_its_job, torn
 from ckptmirror.core.start.evidence import (
     DISK,
     Copy,
@@ -118,6 +119,15 @@ def test_a_job_is_the_same_root_only_on_the_same_disks() -> None:
     others = [["one"], ["two"], ["one", "three"], ["one", "two", "three"]]
     assert len({identity_of(roots) for roots in [*others, ["one", "two"]]}) == 5
     assert identity_of(["one", ""]) == ""
+
+
+def test_a_drain_on_one_node_takes_the_attempts_of_the_jobs_that_this_root_was_one_of_for_its_own() -> None:
+    silent = replace(place(BOTH[1], [A], []), reach=Reach.SILENT)
+    seen = Evidence((disk(part(TWO, 0)), place(BOTH[0], [A], []), silent), "node 0")
+    rival = may_drain(seen_by_its_job(seen, "A", ["another job"]), BOTH[0], TWO)
+    assert (rival.may, rival.waits_for, rival.rival) == ("wait", (BOTH[1],), A)
+    assert may_drain(seen_by_its_job(seen, "A", ["another job", HERE]), BOTH[0], TWO).may == "commit"
+    assert seen_by_its_job(seen, "unknown", [HERE]) == seen
 
 
 def test_parts_survive_json() -> None:
