@@ -55,7 +55,7 @@ def check_loaded(
     ranks: Ranks,
     report: LoadReport,
     rules: NameRules = ALL_NAMES,
-) -> None:
+) -> list[Summed]:
     """Compare the live tensors of all ranks with the lists of a save.
 
     Args:
@@ -66,6 +66,9 @@ def check_loaded(
         ranks: All ranks of the job.
         report: What this rank loaded.
         rules: Which of the model's tensors it loaded, and under which names.
+
+    Returns:
+        What this rank holds, with its sums; nothing if the save has no lists.
 
     Raises:
         LoadDiffers: A tensor is not what was saved; names it. Raised on every rank.
@@ -115,6 +118,7 @@ def check_loaded(
     if lists and ranks.is_leader:
         more = f"; {not_compared} could not be compared" if not_compared else ""
         save_logger(_log, meta).debug("step %d: %d tensors are as they were saved%s", meta.step, len(live), more)
+    return live
 
 
 def _words(differ: Iterable[tuple[int, str]]) -> str:
