@@ -228,7 +228,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFound: The requested save does not exist.
-            LoadDiffers: A tensor in memory is not what was saved, although the files are whole.
+            LoadDiffers: A value in memory is not what was saved, although the files are whole.
             RefusedOnlyCopy: There are saves, but none can be resumed.
             StoreTemporary: A required mirror does not answer and there is nothing on the disk.
         """
@@ -322,7 +322,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFound: It does not exist.
             IntegrityError: A file differs from what was saved.
-            LoadDiffers: A tensor in memory is not what was saved, although the files are whole.
+            LoadDiffers: A value in memory is not what was saved, although the files are whole.
         """
         self._check_open()
         check_state(state)

@@ -26,6 +26,7 @@ from ckptmirror.core.tensor_lists import lost_lists
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
 from ckptmirror.flow.fetch.load import meta_of
 from ckptmirror.flow.fetch.loaded_check import check_loaded, not_proved
+from ckptmirror.flow.fetch.loaded_objects import check_groups, check_objects
 from ckptmirror.flow.fetch.partial import fetched_parts
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older
@@ -196,17 +197,22 @@ def load_kind(
     """Load one kind of a verified save in ``root`` into the state, including its sidecars, and no file of another."""
     from ckptmirror.formats import get_format
     from ckptmirror.formats.base import LoadTarget
-    from ckptmirror.formats.sidecars import load_sidecars
+    from ckptmirror.formats.emergency import emergency_extra
+    from ckptmirror.formats.sidecars import extra_tree, load_sidecars
 
     meta = replace(meta, artifacts=meta.artifacts_of(kind))
     target = LoadTarget(
         state, ranks.rank, ranks.world_size, options.exclude, elsewhere, options.allow_cold_optimizer, options.rules
     )
-    tensors = get_format(kind).load(root, meta, target)
-    if kind == "emergency":
-        return tensors  # its files hold everything
-    sidecars = load_sidecars(root, meta, target)
-    return tensors + sidecars
+    report = get_format(kind).load(root, meta, target)
+    is_whole = kind == "emergency"  # its files hold everything
+    if options.verify_loaded and not is_whole:
+        check_groups(state, report.groups)
+    if not is_whole:
+        report += load_sidecars(root, meta, target)
+    if options.verify_loaded:
+        check_objects(state, report.loaded, (emergency_extra if is_whole else extra_tree)(root, meta, target))
+    return report
 
 
 def _resolve(root: Path, reference: Reference, exclude: frozenset[str]) -> CheckpointReference:

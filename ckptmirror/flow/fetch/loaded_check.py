@@ -6,6 +6,7 @@ Rules:
 * What each rank had of its own (``core.per_rank``) is compared with the list of the rank of its number alone.
 * All ranks get one verdict, so that all of them raise, or none does.
 * What a module of another layout version may have migrated is not compared, nor is what no list here has.
+* Then the objects of the user's classes are asked too (``loaded_objects``), now that all ranks have loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptmirror.core.errors import IntegrityError, LoadDiffers
 from ckptmirror.core.model import Artifact, Kind, Meta
@@ -21,6 +22,7 @@ from ckptmirror.core.name_rules import ALL_NAMES, NameRules
 from ckptmirror.core.names import SaveName
 from ckptmirror.core.tensor_lists import lost_lists
 from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole, of_rank, under_rules
+from ckptmirror.flow.fetch.loaded_objects import warn_of_objects
 from ckptmirror.flow.fetch.tensor_lists import lists_of, read_tensor_list
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.ranks.base import Ranks, exchange_result, gather_result
@@ -115,6 +117,8 @@ def check_loaded(
         differ = [(-1, name) for name in names]
     if differ:
         raise LoadDiffers(f"After the load of step {meta.step}, memory does not hold what was saved: {_words(differ)}.")
+    if lists:
+        warn_of_objects(state, report.loaded, lambda: _extra_of(root, meta, kind, state, ranks))
     if lists and ranks.is_leader:
         more = f"; {not_compared} could not be compared" if not_compared else ""
         save_logger(_log, meta).debug("step %d: %d tensors are as they were saved%s", meta.step, len(live), more)
@@ -135,14 +139,20 @@ def _not_migrated(
     """Return the names without those that a module of another layout version may have changed."""
     if not differ:
         return ()
+    from ckptmirror.formats.live_sums import migrated_names
+
+    migrated = migrated_names(state.model, _extra_of(root, meta, kind, state, ranks) or {})
+    return tuple(name for name in differ if not migrated(name))
+
+
+def _extra_of(root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: Ranks) -> Any:
+    """Return the extra state that this rank loaded; None if the save has none."""
     from ckptmirror.formats.base import LoadTarget
     from ckptmirror.formats.emergency import emergency_extra
-    from ckptmirror.formats.live_sums import migrated_names
     from ckptmirror.formats.sidecars import extra_tree
 
     extra_of = emergency_extra if kind == "emergency" else extra_tree
-    migrated = migrated_names(state.model, extra_of(root, meta, LoadTarget(state, ranks.rank, ranks.world_size)) or {})
-    return tuple(name for name in differ if not migrated(name))
+    return extra_of(root, meta, LoadTarget(state, ranks.rank, ranks.world_size))
 
 
 def _read(root: Path, meta: Meta, artifact: Artifact) -> list[Summed]:
