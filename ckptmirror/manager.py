@@ -59,6 +59,7 @@ from ckptmirror.observe.log import LogListener, log_failure
 from ckptmirror.ranks import Ranks, StopRequest, open_ranks
 
 if TYPE_CHECKING:
+    from ckptmirror.flow.fetch.unchanged_check import UnchangedCheck
     from ckptmirror.flow.retention.rotation import RotationReport
     from ckptmirror.formats.train_state import TrainState
 
@@ -144,6 +145,7 @@ class CheckpointManager:
         self._skipped: list[SaveHandle] = []  # for lack of room
         self._snapshot_step = -1
         self._torn: frozenset[str] = frozenset()  # saves that wait for nodes which are not of this job
+        self._unchanged: UnchangedCheck | None = None
         self._closed = False
         self._freed = False
         self._left_pending: DeadlinePassed | None = None  # what close() raised, to raise again
@@ -222,12 +224,13 @@ class CheckpointManager:
                 load; all others are the save's. A rate goes on from its place in the schedule, with the new base.
             allow_cold_optimizer: Whether to go on if only the save has state of an optimizer, or only ``state`` has an
                 optimizer, which then starts without history.
-            verify_loaded: Whether to compare each tensor in memory with what was saved, after the load. Turn it off if
-                a ``load_state_dict`` of yours changes values on purpose.
+            verify_loaded: Whether to compare each tensor in memory with what was saved, after the load, and the
+                parameters and the optimizer's state with what was loaded, before the first step or in the first save.
+                Turn it off if a ``load_state_dict`` of yours, or what follows, changes values on purpose.
 
         Raises:
             CheckpointNotFound: The requested save does not exist.
-            LoadDiffers: A tensor in memory is not what was saved, although the files are whole.
+            LoadDiffers: A value in memory is not what was saved, although the files are whole.
             RefusedOnlyCopy: There are saves, but none can be resumed.
             StoreTemporary: A required mirror does not answer and there is nothing on the disk.
         """
@@ -251,7 +254,9 @@ class CheckpointManager:
                 save_logger(_log, last).error(
                     "step %d was not saved; the next save() or close() will raise the error: %s", last.step, failure
                 )
-        info, run_id, attempt, self._torn = resume_run(
+        if self._unchanged is not None:
+            self._unchanged.end()
+        info, run_id, attempt, self._torn, self._unchanged = resume_run(
             self.root,
             self.ranks,
             self._node,
@@ -285,6 +290,8 @@ class CheckpointManager:
             before_each=self._rank_lock.retake if self._rank_lock is not None else None,
         )
         self._saver.follow(self._last_before)
+        if self._unchanged is not None:
+            self._saver.before_first = self._unchanged.before_save
         if info is None:
             _log.info("run %s attempt %d starts at step 0", run_id[:8], attempt.number)
         else:
@@ -325,7 +332,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFound: It does not exist.
             IntegrityError: A file differs from what was saved.
-            LoadDiffers: A tensor in memory is not what was saved, although the files are whole.
+            LoadDiffers: A value in memory is not what was saved, although the files are whole.
         """
         self._check_open()
         check_state(state)
@@ -354,6 +361,7 @@ class CheckpointManager:
             StepBehind: ``step`` is lower than the last one saved.
             BackgroundSaveFailed: The save before this one failed.
             AttemptFenced: A newer attempt of this run has started elsewhere.
+            LoadDiffers: The model or the optimizer was made or filled anew after :meth:`resume`.
         """
         saver = self._started()
         check_is_state(state)
@@ -488,6 +496,8 @@ class CheckpointManager:
 
     def _free(self) -> None:
         self._freed = True
+        if self._unchanged is not None:
+            self._unchanged.end()
         atexit.unregister(self._warn_that_it_was_not_closed)
         if self._rank_lock is not None:
             self._rank_lock.release()

@@ -43,9 +43,16 @@ _COLUMNS = (*SAVE_COLUMNS, Column("STATE"))
 )
 @step_option("Only the saves of this step.  [default: all]")
 @click.option("--deep", is_flag=True, help="Read every byte and compare its checksum.")
+@click.option("--tensors", is_flag=True, help="Compare every tensor in the files with what memory held at the save.")
 @json_option
 def command(
-    reference: str | None, root: Path | None, mirrors: tuple[str, ...], step: int | None, deep: bool, as_json: bool
+    reference: str | None,
+    root: Path | None,
+    mirrors: tuple[str, ...],
+    step: int | None,
+    deep: bool,
+    tensors: bool,
+    as_json: bool,
 ) -> int:
     """Check every save of a root or a mirror: does every file that its meta names exist, with the right size?
 
@@ -60,6 +67,7 @@ def command(
     Examples:
       ckptmirror verify /local-ssd/run-17
       ckptmirror verify gs://bucket/run-17 --step 5000 --deep
+      ckptmirror verify /local-ssd/run-17 --tensors
       ckptmirror verify --root /local-ssd/run-17 --mirror gs://bucket/run-17 --deep
     """
     target = _target(reference, root, mirrors)
@@ -67,7 +75,7 @@ def command(
 
     with progress("verify") as pace:
         pace.doing("listing the saves")
-        found = verify(target, step=step, deep=deep, on_progress=pace, on_wait=pace.waiting)
+        found = verify(target, step=step, deep=deep, tensors=tensors, on_progress=pace, on_wait=pace.waiting)
     if as_json:
         print_json(_facts(found))
     else:
@@ -117,7 +125,7 @@ def _cells(save: VerifiedSave, deep: bool) -> list[Cell]:
 def _state(save: VerifiedSave, deep: bool) -> Cell:
     state = save.verdict.state
     if state == "whole":
-        return "whole" + (", every byte" if deep else ""), "green"
+        return "whole" + (", every byte" if deep else "") + _tensors(save), "green"
     more = f" (and {len(save.faults) - 1} more)" if len(save.faults) > 1 else ""
     wrong = f"{save.faults[0] if save.faults else save.meta}{more}"
     if save.whole_kinds and save.whole_kinds == save.verdict.kinds:
@@ -127,6 +135,15 @@ def _state(save: VerifiedSave, deep: bool) -> Cell:
     if state != "damaged":
         return f"not read: {wrong}", "yellow"
     return f"DAMAGED: {wrong} -> {save.mend or 'no good copy is known'}", "red"
+
+
+def _tensors(save: VerifiedSave) -> str:
+    """Say how many tensors are what was saved."""
+    if save.tensors is None:
+        return ""
+    equal = {name for one in save.tensors for name in one.equal}
+    others = {name for one in save.tensors for name in one.not_compared} - equal
+    return f", {len(equal)} tensors" + (f" ({len(others)} not compared)" if others else "")
 
 
 def _print_result(found: Verification, target: Target) -> int:
@@ -154,6 +171,13 @@ def _print_result(found: Verification, target: Target) -> int:
 
 def _after_damage(found: Verification, target: Target) -> str:
     """Say what to do about damage: for the saves with a command that repairs them, and for the others."""
+    wrong = [save for save in found.saves for one in save.tensors or () if one.differ]
+    if wrong and not found.deep:
+        return "With --deep, it also says whether the bytes are those that were written, and what repairs them if not."
+    if wrong:
+        return (
+            "A tensor whose bytes are those that were written was written wrong: use another kind or save. Report it."
+        )
     has_command = {bool(save.mend) for save in found.saves if save.verdict.state == "damaged"}
     hints = ["A line with a command: the command repairs that save."] * (True in has_command)
     if False in has_command:
@@ -196,7 +220,14 @@ def _facts(found: Verification) -> dict[str, Any]:
                 "read_bytes": save.read_bytes,
                 "mend": save.mend,
                 "whole_kinds": list(save.whole_kinds),
+                "tensors": None
+                if save.tensors is None
+                else [{field: _plain(value) for field, value in one._asdict().items()} for one in save.tensors],
             }
             for save in found.saves
         ],
     }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

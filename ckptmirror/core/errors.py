@@ -149,7 +149,7 @@ class DataChanged(UsageError):
 
 
 class LoadDiffers(UsageError):
-    """After a load, a tensor in memory is not what was saved, although the bytes on the disk are right."""
+    """After a load, a value in memory is not what was saved, although the bytes on the disk are right."""
 
     hint = (
         "The code that takes the state has changed it, or has left something out: a load_state_dict, a hook of the "

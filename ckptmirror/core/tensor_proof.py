@@ -25,6 +25,7 @@ __all__ = [
     "Difference",
     "Fingerprint",
     "Summed",
+    "changed",
     "compare",
     "compare_whole",
     "difference",
@@ -186,6 +187,19 @@ def compare_whole(
             elif is_equal is None:
                 otherwise.append(name)
     return Compared(tuple(differ), tuple(otherwise))
+
+
+def changed(before: Iterable[Summed], now: Iterable[Summed]) -> tuple[str, ...]:
+    """Return the names of a rank's pieces that have other sums now, or are gone; not of those cut or cast otherwise."""
+    current = list(now)
+    sums = {(one.name, one.dtype, one.region): one.sums for one in current}
+    known = {one.name for one in current}
+    found = [
+        one.name
+        for one in before
+        if one.name not in known or sums.get((one.name, one.dtype, one.region), one.sums) != one.sums
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def difference(first: Iterable[Iterable[Summed]], second: Iterable[Iterable[Summed]]) -> Difference:

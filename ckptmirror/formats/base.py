@@ -128,16 +128,18 @@ class LoadReport:
         missing: Parts of the state that the save lacks, each with what happened to it.
         command: The settings in force in the save, of the live groups in order.
         changed: Lines about what this command built otherwise.
+        groups: The groups of optimizers in the save, of the live groups in order.
     """
 
     loaded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     command: Command = NO_COMMAND
     changed: tuple[str, ...] = ()
+    groups: tuple[Mapping[str, Any], ...] = ()
 
     def __add__(self, rest: LoadReport) -> LoadReport:
         command = self.command if self.command != NO_COMMAND else rest.command
-        return LoadReport(self.loaded + rest.loaded, self.missing + rest.missing, command)
+        return LoadReport(self.loaded + rest.loaded, self.missing + rest.missing, command, groups=self.groups)
 
 
 class Missing(list[str]):

@@ -26,6 +26,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.name_rules import ALL_NAMES, NameRules
+from ckptmirror.core.rebuilt_tree import rebuilt
 from ckptmirror.core.regions import Region
 from ckptmirror.formats.base import LoadReport, LoadTarget
 from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges, loads_metadata, regions_of
@@ -52,6 +53,7 @@ __all__ = [
     "read_directory_metadata",
     "read_full_directory",
     "read_tree",
+    "saved_pieces",
 ]
 
 _METADATA_LIMIT_BYTES = 1 << 30
@@ -117,7 +119,7 @@ class _Reader:
                     wanted.append((value, functools.partial(self._pieces, entry), entry.key))
                 items.append((entry.path, value))
             fill_all(wanted)
-        return decode(_assemble(items, top))
+        return decode(rebuilt(items, top))
 
     def load(self, index: MetadataIndex, into: torch.Tensor | None = None) -> Any:
         """Return a plain value, or a piece of a tensor, as it was written; see :func:`load_part`."""
@@ -210,6 +212,16 @@ def read_tree(directory: Path, named: Container[str] | None = None) -> Any:
     return reader.value(entries)
 
 
+def saved_pieces(directory: Path, named: Container[str]) -> Iterator[tuple[str, Piece]]:
+    """Yield the pieces of every tensor, one at a time, each with the name that a list of tensors has for it."""
+    entries, reader = _open(directory, named, all_here=True)
+    with reader.files:
+        for entry in (one for one in entries if isinstance(one.described, TensorStorageMetadata)):
+            size = tuple(entry.described.size)
+            for piece in reader._pieces(entry, Region(size, (0,) * len(size), size)):
+                yield ".".join(map(str, entry.path)), piece
+
+
 def check_directory(data: bytes, sizes_bytes: Mapping[str, int], where: str) -> None:
     """Check that a ``.metadata`` describes whole tensors in files of these sizes, as a load does first.
 
@@ -247,7 +259,7 @@ def check_plain_values(directory: Path, metadata: Metadata, present: Container[s
             elif metadata.storage_data[MetadataIndex(entry.key)].relative_path in present:
                 items.append((entry.path, reader.load(MetadataIndex(entry.key))))
         if len(items) == len(entries):  # else the rest is on the disks of other nodes
-            decode(_assemble(items))
+            decode(rebuilt(items))
 
 
 def files_read(directory: Path, module: torch.nn.Module, elsewhere: frozenset[str] = frozenset()) -> set[str]:
@@ -411,17 +423,3 @@ def _allocate(described: Any, owner: torch.Tensor | None) -> Any:
         return torch.empty(size, dtype=dtype, device=owner.device if owner is not None and follows else "cpu")
     except RuntimeError as error:
         raise IntegrityError(f"The directory describes a tensor of {size}: {error}") from error
-
-
-def _assemble(items: list[tuple[Path_, Any]], at: int = 0) -> Any:
-    """Rebuild a tree from leaves and their paths, from part ``at`` on: text keys make dicts, numbers make lists."""
-    if len(items) == 1 and len(items[0][0]) == at:
-        return items[0][1]
-    below: dict[str | int, list[tuple[Path_, Any]]] = {}
-    for item in items:
-        if len(item[0]) == at:
-            raise IntegrityError("The saved state has a value where it also has a container.")
-        below.setdefault(item[0][at], []).append(item)
-    if all(isinstance(key, int) for key in below):
-        return [_assemble(below[key], at + 1) for key in sorted(below)]
-    return {str(key): _assemble(rest, at + 1) for key, rest in below.items()}

@@ -59,6 +59,7 @@ def load_parts(
     dtypes: Mapping[str, torch.dtype] = {}
     fill: Callable[[], Mapping[str, torch.dtype]] | None = None
     order: list[int] | None = None
+    groups: tuple[Mapping[str, Any], ...] = ()
     beside = extra()
     own = own_for(target, beside)
     if "model" not in target.exclude:
@@ -98,8 +99,9 @@ def load_parts(
         load_optimizer(state.optimizer, plans, saved, dtypes)
         loaded.append("optimizer")
         order = [index for plan in plans for index, _ in plan]
+        groups = tuple(saved["param_groups"][index] for index in order)
         order = list(range(len(order))) if target.elsewhere else order  # of this stage's own groups, beside it
-    return LoadReport(tuple(loaded), (*target.left, *missing), Command.parse(command, order))
+    return LoadReport(tuple(loaded), (*target.left, *missing), Command.parse(command, order), groups=groups)
 
 
 def _cold(why: str) -> UsageError:

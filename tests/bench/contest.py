@@ -114,6 +114,8 @@ def table(measured: Sequence[Measured]) -> list[str]:
 def _shown(value: float, unit: str) -> str:
     if unit == "s":
         return f"{value:.3f} s"
+    if unit == "GiB/s":
+        return f"{value:.2f} {unit}"
     if unit != "bytes":
         return f"{value:.0f}"
     return f"{value / 2**20:.0f} MiB" if value >= 10 * 2**20 else f"{value / 2**10:.1f} KiB"

@@ -26,6 +26,7 @@ from ckptmirror.core.tensor_lists import is_proof, lost_lists
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
 from ckptmirror.flow.fetch.load import meta_of
 from ckptmirror.flow.fetch.loaded_check import check_loaded, not_proved
+from ckptmirror.flow.fetch.loaded_objects import check_groups, check_objects
 from ckptmirror.flow.fetch.partial import fetched_parts
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older
@@ -119,7 +120,7 @@ def load_state(
         report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
         if meta is not None and options.verify_loaded:  # on every rank: the copies of two nodes may have other lists
             listed = replace(meta, artifacts=()) if lost_lists(meta) else meta
-            not_compared = check_loaded(place, listed, given.kind, state, ranks, report, options.rules)
+            _, not_compared = check_loaded(place, listed, given.kind, state, ranks, report, options.rules)
             report = replace(report, missing=report.missing + not_compared)
     not_wanted = left_out(state, options.exclude)
     for part in not_wanted:  # what is missing was logged where it was found
@@ -200,17 +201,22 @@ def load_kind(
     """Load one kind of a verified save in ``root`` into the state, including its sidecars, and no file of another."""
     from ckptmirror.formats import get_format
     from ckptmirror.formats.base import LoadTarget
-    from ckptmirror.formats.sidecars import load_sidecars
+    from ckptmirror.formats.emergency import emergency_extra
+    from ckptmirror.formats.sidecars import extra_tree, load_sidecars
 
     meta = replace(meta, artifacts=meta.artifacts_of(kind))
     target = LoadTarget(
         state, ranks.rank, ranks.world_size, options.exclude, elsewhere, options.allow_cold_optimizer, options.rules
     )
-    tensors = get_format(kind).load(root, meta, target)
-    if kind == "emergency":
-        return tensors  # its files hold everything
-    sidecars = load_sidecars(root, meta, target)
-    return tensors + sidecars
+    report = get_format(kind).load(root, meta, target)
+    is_whole = kind == "emergency"  # its files hold everything
+    if options.verify_loaded and not is_whole:
+        check_groups(state, report.groups)
+    if not is_whole:
+        report += load_sidecars(root, meta, target)
+    if options.verify_loaded:
+        check_objects(state, report.loaded, (emergency_extra if is_whole else extra_tree)(root, meta, target))
+    return report
 
 
 def _resolve(root: Path, reference: Reference, exclude: frozenset[str]) -> CheckpointReference:

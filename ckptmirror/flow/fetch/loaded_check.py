@@ -7,6 +7,7 @@ Rules:
 * All ranks get one verdict, so that all of them raise, or none does.
 * A list that is lost or damaged proves nothing, and that is said.
 * What a module of another layout version may have migrated is not compared, nor is what no list here has.
+* Then the objects of the user's classes are asked too (``loaded_objects``), now that all ranks have loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptmirror.core.errors import IntegrityError, LoadDiffers
 from ckptmirror.core.model import Artifact, Kind, Meta
@@ -22,6 +23,7 @@ from ckptmirror.core.name_rules import ALL_NAMES, NameRules
 from ckptmirror.core.names import SaveName
 from ckptmirror.core.tensor_lists import lost_lists
 from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole, of_rank, under_rules
+from ckptmirror.flow.fetch.loaded_objects import warn_of_objects
 from ckptmirror.flow.fetch.tensor_lists import lists_of, read_tensor_list
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.ranks.base import Ranks, exchange_result, gather_result
@@ -30,10 +32,22 @@ if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadReport
     from ckptmirror.formats.train_state import TrainState
 
-__all__ = ["check_loaded", "not_proved"]
+__all__ = ["Checked", "check_loaded", "not_proved"]
 
 _log = logging.getLogger("ckptmirror.load")
 _NAMED = 8
+
+
+class Checked(NamedTuple):
+    """What came of a check that found no difference.
+
+    Attributes:
+        live: What this rank holds, with its sums; nothing if the save has no lists.
+        missing: Lines about what could not be compared, which are logged; the same on all ranks.
+    """
+
+    live: list[Summed]
+    missing: tuple[str, ...]
 
 
 class _Verdict(NamedTuple):
@@ -70,11 +84,8 @@ def check_loaded(
     ranks: Ranks,
     report: LoadReport,
     rules: NameRules = ALL_NAMES,
-) -> tuple[str, ...]:
+) -> Checked:
     """Compare the live tensors of all ranks with the lists of a save.
-
-    Returns:
-        Lines about what could not be compared, which are logged; the same on all ranks.
 
     Args:
         root: The directory with the files.
@@ -141,6 +152,8 @@ def check_loaded(
         not_read += why
     if differ:
         raise LoadDiffers(f"After the load of step {meta.step}, memory does not hold what was saved: {_words(differ)}.")
+    if lists:
+        warn_of_objects(state, report.loaded, lambda: _extra_of(root, meta, kind, state, ranks))
     lines = [f"tensors: {why} So what was loaded is not all proved to be what was saved" for why in _first(not_read)]
     if not_compared and not not_read:
         lines.append(
@@ -151,7 +164,7 @@ def check_loaded(
         save_logger(_log, meta).warning("step %d: %s", meta.step, line)
     if lists and ranks.is_leader and not lines:
         save_logger(_log, meta).debug("step %d: %d tensors are as they were saved", meta.step, len(live))
-    return tuple(lines)
+    return Checked(live, tuple(lines))
 
 
 def _first(reasons: Collection[str]) -> list[str]:
@@ -174,11 +187,17 @@ def _not_migrated(
     """Return the names without those that a module of another layout version may have changed."""
     if not differ:
         return ()
+    from ckptmirror.formats.live_sums import migrated_names
+
+    migrated = migrated_names(state.model, _extra_of(root, meta, kind, state, ranks) or {})
+    return tuple(name for name in differ if not migrated(name))
+
+
+def _extra_of(root: Path, meta: Meta, kind: Kind, state: TrainState, ranks: Ranks) -> Any:
+    """Return the extra state that this rank loaded; None if the save has none."""
     from ckptmirror.formats.base import LoadTarget
     from ckptmirror.formats.emergency import emergency_extra
-    from ckptmirror.formats.live_sums import migrated_names
     from ckptmirror.formats.sidecars import extra_tree
 
     extra_of = emergency_extra if kind == "emergency" else extra_tree
-    migrated = migrated_names(state.model, extra_of(root, meta, LoadTarget(state, ranks.rank, ranks.world_size)) or {})
-    return tuple(name for name in differ if not migrated(name))
+    return extra_of(root, meta, LoadTarget(state, ranks.rank, ranks.world_size))

@@ -81,6 +81,7 @@ class Saver:
 
     Attributes:
         last_step: The newest committed step, including the one resumed from; -1 at a start from scratch.
+        before_first: Called with the state of a save until it has not raised once.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Saver:
         self.run_id = run_id
         self.attempt = attempt
         self.last_step = -1
+        self.before_first: Callable[[TrainState], None] | None = None
         self._number = 0
         self._ranks = ranks
         self._bus = bus
@@ -124,6 +126,7 @@ class Saver:
             StepBehind: The step is lower than this attempt's last.
             BackgroundSaveFailed: An earlier save failed, not because the disk was full, and no caller has seen it yet.
             AttemptFenced: A newer attempt of this run has started.
+            LoadDiffers: ``before_first`` found that memory no longer held what was loaded.
         """
         return self._turn_lock.run(f"save() of step {request.step}", functools.partial(self._save, request, state))
 
@@ -149,6 +152,9 @@ class Saver:
         failure: BaseException | None = None
         try:
             self._refuse(request, earlier)
+            if self.before_first is not None:
+                self.before_first(state)
+                self.before_first = None
             import_formats(request.kinds)
             if self._leader is not None:
                 said = SaveMetadata.of(request, state)

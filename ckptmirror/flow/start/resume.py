@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import IntegrityError, KindMismatch, Temporary
@@ -38,8 +38,10 @@ from ckptmirror.core.start.disks import Torn
 from ckptmirror.core.start.evidence import DISK
 from ckptmirror.core.start.sharing import Holding, fetched_by, transfers
 from ckptmirror.core.tensor_lists import is_list, lost_lists
+from ckptmirror.core.tensor_proof import Summed
 from ckptmirror.flow.fetch.load_state import ResumeInfo, check_share, load_kind, names_elsewhere
 from ckptmirror.flow.fetch.loaded_check import check_loaded, not_proved
+from ckptmirror.flow.fetch.unchanged_check import UnchangedCheck, unchanged_check
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
@@ -67,11 +69,29 @@ if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadReport
     from ckptmirror.formats.train_state import TrainState
 
-__all__ = ["resume_run"]
+__all__ = ["Resumed", "resume_run"]
 
 _log = logging.getLogger("ckptmirror.resume")
 _STARTS_LIMIT = 5
 T = TypeVar("T")
+
+
+class Resumed(NamedTuple):
+    """What came of a start.
+
+    Attributes:
+        info: What was loaded; None if training starts from scratch.
+        run_id: The run's id.
+        attempt: This attempt.
+        torn: The saves for whose other parts no node of this job waits (see :meth:`Node.start`).
+        unchanged: Compares what was loaded with what the first step or save finds; None if it was not proved.
+    """
+
+    info: ResumeInfo | None
+    run_id: str
+    attempt: Attempt
+    torn: frozenset[str]
+    unchanged: UnchangedCheck | None
 
 
 def resume_run(
@@ -85,7 +105,7 @@ def resume_run(
     options: LoadOptions,
     stages: Stages = NO_STAGES,
     bus: events.EventBus,
-) -> tuple[ResumeInfo | None, str, Attempt, frozenset[str]]:
+) -> Resumed:
     """Load the save that training continues from, on every rank.
 
     Args:
@@ -94,10 +114,6 @@ def resume_run(
             path of a save in the root.
         options: What to load, and what to accept.
         stages: The stage of each rank.
-
-    Returns:
-        What was loaded (None: training starts from scratch), the run's id, this attempt, and the saves for whose other
-        parts no node of this job waits (see :meth:`Node.start`).
 
     Raises:
         CheckpointNotFound: The requested save does not exist.
@@ -121,7 +137,7 @@ def resume_run(
 
     _meet_until_done(ranks, look if node is not None and ranks.rank == 0 else None, node, "look at every place")
     for _ in range(_STARTS_LIMIT):
-        proposal, report = _load_first_sound(root, ranks, bringer, node, state, options, elsewhere)
+        proposal, report, live = _load_first_sound(root, ranks, bringer, node, state, options, elsewhere)
         claimed = _claim(ranks, bringer, node, proposal)
         if claimed is None:
             continue
@@ -130,7 +146,8 @@ def resume_run(
         info = _info(proposal, report, left_out(state, options.exclude)) if report is not None else None
         if info is not None and info.changed and ranks.rank == 0:
             bus.emit(events.CommandChanged(step=info.step, save_id=info.save_id, changes="; ".join(info.changed)))
-        return info, proposal.run_id, attempt, claimed.torn.all
+        unchanged = unchanged_check(state, live, info.step, ranks) if info is not None else None
+        return Resumed(info, proposal.run_id, attempt, claimed.torn.all, unchanged)
     raise Temporary(
         "Other attempts of this run keep starting, or saving, at the same time.",
         hint="Stop the others: one attempt of a run trains at a time.",
@@ -151,12 +168,15 @@ def _load_first_sound(
     state: TrainState,
     options: LoadOptions,
     elsewhere: frozenset[str],
-) -> tuple[Proposal, LoadReport | None]:
-    """Load the first proposal that all ranks can load; return no report for a start at step 0."""
+) -> tuple[Proposal, LoadReport | None, list[Summed]]:
+    """Load the first proposal that all ranks can load; return no report for a start at step 0.
+
+    What this rank holds then is returned with its sums, if it was compared with what was saved.
+    """
     while True:
         proposal = _propose(ranks, bringer, node)
         if proposal.meta is None:
-            return proposal, None
+            return proposal, None, []
         try:
             whose_lists = _lists_to_read(ranks, proposal) if options.verify_loaded else frozenset()
             place, verified = _verified_here(root, ranks, node, proposal, state, elsewhere, whose_lists)
@@ -169,10 +189,11 @@ def _load_first_sound(
             if ranks.nodes > 1 and found.result is not Result.NOT_BROUGHT:
                 _discard_all(root, ranks, node, proposal.meta)
         else:
+            live: list[Summed] = []
             if options.verify_loaded and not lost_lists(proposal.meta):
-                not_compared = check_loaded(place, verified, proposal.kind, state, ranks, report, options.rules)
+                live, not_compared = check_loaded(place, verified, proposal.kind, state, ranks, report, options.rules)
                 report = replace(report, missing=report.missing + not_compared)
-            return proposal, report
+            return proposal, report, live
 
 
 def _lists_to_read(ranks: Ranks, proposal: Proposal) -> frozenset[int]:

@@ -48,6 +48,7 @@ class Subject:
         is_missed: Whether nothing is there, although the table says that it was.
         faults: What is wrong with single artifacts, by path.
         objects: On a mirror, what the listing says of each object that the meta names.
+        wrong_tensors: By kind, the names of tensors in its files that are not what was saved.
         exists: Returns whether the place has a file or object of this name now.
     """
 
@@ -65,6 +66,7 @@ class Subject:
     faults: dict[str, Finding] = field(default_factory=dict)
     objects: Mapping[str, ObjectInfo] = field(default_factory=dict)
     read_bytes: int = 0
+    wrong_tensors: Mapping[Kind, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def is_on_mirror(self) -> bool:
@@ -93,6 +95,7 @@ class Subject:
     def state(self) -> State:
         """Return its state, by what is known so far."""
         of_all: list[State] = [self.hindrance or "damaged"] if self._is_broken else []
+        of_all += ["damaged"] * bool(self.wrong_tensors)
         return worst([*of_all, *(fault.state for fault in self.faults.values())])
 
     def whole_kinds(self) -> tuple[Kind, ...]:
@@ -102,7 +105,8 @@ class Subject:
         damaged = [one for one in self.artifacts if one.path in self.faults]
         gone = [one for one in damaged if self.faults[one.path].is_gone]
         lost = loadable(self.meta, gone)[1]
-        return self.meta.kinds_without(one for one in damaged if one.path not in lost)
+        whole = self.meta.kinds_without(one for one in damaged if one.path not in lost)
+        return tuple(kind for kind in whole if kind not in self.wrong_tensors)
 
     def readable(self) -> list[Artifact]:
         """The artifacts that exist and have no fault so far."""

@@ -3,7 +3,8 @@
 Rules:
 * The structure comes first: the meta is valid, and every file or object that it names exists, with its size, and with
   its crc32c if the mirror keeps one. ``deep`` also reads every byte (``fetch.blocks``), and then
-  whether the pieces of a DCP directory make up its tensors (``contents``).
+  whether the pieces of a DCP directory make up its tensors (``contents``). ``tensors`` compares the tensors in the
+  files with what memory held as they were saved (``flow.verify.tensors``).
 * A check changes and locks nothing, and may run beside a trainer: a save that is deleted on purpose meanwhile is not
   damage.
 * There is one exception. With ``deep``, and with the root given beside a mirror that its table knows by identity,
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -39,6 +40,7 @@ from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
 from ckptmirror.flow.verify.contents import check_contents
 from ckptmirror.flow.verify.structure import Subject, look_at_mirror, look_at_root
 from ckptmirror.flow.verify.table_feedback import Table
+from ckptmirror.flow.verify.tensors import TensorsFound, check_tensors
 from ckptmirror.local.uploads import SaveRow
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.retrying import OnWait
@@ -61,6 +63,7 @@ class VerifiedSave:
         read_bytes: How many of its bytes were read and compared.
         mend: The command that repairs it; empty if none is known, or nothing needs repair.
         whole_kinds: Its kinds of which no load needs a damaged file.
+        tensors: What came of comparing the tensors of each kind with their fingerprints; None if that was not asked.
     """
 
     place: str
@@ -73,6 +76,7 @@ class VerifiedSave:
     read_bytes: int = 0
     mend: str = ""
     whole_kinds: tuple[Kind, ...] = ()
+    tensors: tuple[TensorsFound, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ def verify(
     *,
     step: int | None = None,
     deep: bool = False,
+    tensors: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
     on_wait: OnWait | None = None,
 ) -> Verification:
@@ -138,6 +143,7 @@ def verify(
         target: What to verify.
         step: Only the saves of this step.
         deep: Read every byte.
+        tensors: Compare every tensor with its fingerprint.
         on_progress: Called with the bytes read and all bytes, first before the first byte, by one thread at a time.
         on_wait: Called when a mirror is asked again later, with its URL, the seconds until then, and the error.
 
@@ -169,6 +175,14 @@ def verify(
             stores = {mirror.url: mirror.store for mirror in mirrors}
             for subject in subjects:
                 check_contents(subject, stores.get(subject.place))
+        compared: dict[int, tuple[TensorsFound, ...]] = {}
+        if tensors:
+            by_url = {mirror.url: mirror for mirror in mirrors}
+            for subject in subjects:
+                found_here = check_tensors(subject, by_url.get(subject.place))
+                subject.wrong_tensors = {one.kind: one.differ for one in found_here if one.differ}
+                compared[id(subject)] = found_here
+        if deep or tensors:
             subjects = [subject for subject in subjects if not subject.is_gone()]
         for subject in subjects:
             row = table.save_of(subject)
@@ -180,7 +194,9 @@ def verify(
             on_it = [subject for subject in subjects if subject.place == mirror.url]
             pending_again += table.doubt(mirror, on_it, notes) if deep else 0
             notes += table.notes_on(mirror, on_it)
-        saves = tuple(_verified(subject, subjects, table) for subject in subjects)
+        saves = tuple(
+            replace(_verified(subject, subjects, table), tensors=compared.get(id(subject))) for subject in subjects
+        )
     return Verification(deep, saves, tuple(dict.fromkeys(notes)), pending_again, tuple(waiting))
 
 
@@ -277,11 +293,16 @@ def _verified(subject: Subject, everything: Sequence[Subject], table: Table) -> 
     called = {artifact.path: subject.name_of(artifact) for artifact in subject.artifacts}
     lines = [_line(called.get(path, path), fault.why) for path, fault in subject.faults.items()]
     lines = lines or [subject.why] * bool(subject.why)
+    lines += [
+        f"{name} in kind {kind} is not what was saved"
+        for kind, listed in subject.wrong_tensors.items()
+        for name in listed
+    ]
     mend = ""
     if state == "damaged" and _is_spare(subject, everything, table):
         mend = delete_command(subject.address)
         lines = [f"{line.rstrip('.')}; a whole save of step {subject.step} is beside it" for line in lines]
-    elif state == "damaged":
+    elif state == "damaged" and (subject.faults or not subject.wrong_tensors):  # every copy has the same tensors
         mend = _mend(subject, everything, table)
     return VerifiedSave(
         place=subject.place,

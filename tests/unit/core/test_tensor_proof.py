@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.regions import Region
-from ckptmirror.core.tensor_proof import Compared, Summed, compare, compare_whole, of_rank, read_list, total
+from ckptmirror.core.tensor_proof import Compared, Summed, changed, compare, compare_whole, of_rank, read_list, total
 
 VALUES = [(7 * at * at + 3, 11 * at + 5) for at in range(12)]  # the sums of each element of a tensor of 12
 
@@ -52,6 +52,14 @@ def test_what_each_rank_has_of_its_own_is_compared_with_its_own_list_alone() -> 
     assert result([piece(0, 12, name="optimizer.moment")], own) == Compared(("optimizer.moment",), ())
     assert result([piece(0, 12), piece(0, 12, name="optimizer.moment")], []) == Compared((), ())
     assert result([piece(0, 12, name="model.norm", more=1)], []) == Compared(("model.norm",), ())
+
+
+def test_what_has_other_sums_than_before_or_is_gone_has_changed_and_what_is_cut_or_cast_otherwise_has_not() -> None:
+    before = [piece(0, 6), piece(0, 12, name="model.v")]
+    assert changed(before, before) == ()
+    assert changed(before, [piece(0, 6, more=1), piece(0, 12, name="model.v")]) == ("model.w",)
+    assert changed(before, [piece(0, 6)]) == ("model.v",)
+    assert changed(before, [piece(0, 12), piece(0, 12, name="model.v", dtype="bfloat16", more=1)]) == ()
 
 
 def test_a_tensor_of_another_dtype_or_shape_is_not_compared() -> None:
