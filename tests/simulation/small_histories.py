@@ -157,7 +157,10 @@ class Histories(Uploads):
             where = "+".join(map(str, nodes))
             what = f"{attempt} on {where} chooses {named(choice.parent)}{' by a person' if choice.by_person else ''}"
             after = state._replace(started=state.started + 1)
-            yield Step(what, with_actor(after, actor), self._wrong_choice(state, sight, choice))
+            wrong = self._wrong_choice(state, sight, choice)
+            if wish == AUTO and choice.by_person and choice.parent is not None and not self.world.rots:
+                wrong = wrong or self._wrong_way_back(state, sight, choice.parent)
+            yield Step(what, with_actor(after, actor), wrong)
 
     def _wishes(self, state: State, sight: Sight) -> list[Wish]:
         wishes = [AUTO]
@@ -189,6 +192,24 @@ class Histories(Uploads):
         """Each node's vote on a save that it reads from its disk."""
         return [save.save_id not in disk.rotten for disk in sight.disks]
 
+    def _wrong_way_back(self, state: State, sight: Sight, parent: SaveFacts) -> str:
+        """What is wrong about a start that went back by itself."""
+        if any(mirror is None for mirror, url in zip(sight.mirrors, URLS, strict=True) if url in state.configured):
+            return "a start goes back by itself while a mirror is silent"
+        known = {one.id: one for place in (*sight.disks, *sight.mirrors) if place is not None for one in place.listed}
+        if any(one.by_person and one.parent == ref_of(parent) for one in known.values()):
+            return "a start goes back by itself a second time to one save"
+        order = rules.count(self._evidence(sight)).order.in_order()
+        if parent.step + 1 != order[-1].step:
+            return "a start goes back by itself by more than one step"
+        left = ref_of(order[-1])
+        saved = {save.attempt for save in self._whole_saves(sight.disks)}
+        saved |= {save.attempt for mirror in sight.mirrors if mirror is not None for save in mirror.saves}
+        reported, ended = (frozenset().union(*(disk[at] for disk in sight.disks)) for at in (-2, -1))
+        if not [one for one in known.values() if one.parent == left and one.id in reported - ended - saved]:
+            return "a start goes back by itself from a save that no start failed from"
+        return ""
+
     def _wrong_choice(self, state: State, sight: Sight, choice: Choice) -> str:
         if choice.parent is not None:
             if choice.place == DISK and any(choice.parent.save_id in disk.rotten for disk in sight.disks):
@@ -205,8 +226,10 @@ class Histories(Uploads):
             while at is not None:
                 way.add(at.id)
                 at = known.get(at.parent.attempt) if at.parent is not None else None
-            back_to = known[state.decided].parent
-            if state.decided not in way and choice.parent.step > (back_to.step if back_to is not None else 0):
+            back_to, number = known[state.decided].parent, known[state.decided].number
+            went_on = any(known[one].number > number and known[one].parent == back_to for one in way)
+            is_on_way = state.decided in way or went_on
+            if not is_on_way and choice.parent.step > (back_to.step if back_to is not None else 0):
                 return "a person's decision is undone"
         return ""
 
@@ -215,6 +238,8 @@ class Histories(Uploads):
             yield from self._claims_root(state, actor)
             return
         yield Step(f"{actor.attempt} dies", without(state, actor))
+        if self.world.reports and actor.phase == "runs":
+            yield from self._reports(state, actor)
         if self.world.survives and actor.phase != "claims" and len(actor.nodes) > 1:
             for node in actor.nodes:
                 yield Step(f"node {node} of {actor.attempt} dies", left_by(state, actor, node))
@@ -228,6 +253,17 @@ class Histories(Uploads):
             yield from self._commits(state, actor)
         else:
             yield from self._runs(state, actor)
+
+    def _reports(self, state: State, actor: Actor) -> Iterator[Step]:
+        one, after = frozenset({actor.attempt}), state
+        if actor.attempt not in state.disks[actor.nodes[0]].reported:
+            for node in actor.nodes:
+                after = put_disk(after, node, after.disks[node]._replace(reported=after.disks[node].reported | one))
+            yield Step(f"{actor.attempt} reports a step", after)
+        else:
+            for node in actor.nodes:
+                after = put_disk(after, node, after.disks[node]._replace(ended=after.disks[node].ended | one))
+            yield Step(f"{actor.attempt} ends", without(after, actor))
 
     def _claims_root(self, state: State, actor: Actor) -> Iterator[Step]:
         assert actor.choice is not None
@@ -373,6 +409,8 @@ class Histories(Uploads):
                 continue
             if choice is None:
                 return "a start waits for ever"
+            if choice.parent is not None and choice.by_person and not self.world.rots:
+                continue  # it goes back by itself: judged where it starts
             if choice.parent != (stands[-1] if stands else None):
                 return "starts disagree with what stands on the mirrors, when all is drained"
             if (

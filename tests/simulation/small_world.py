@@ -48,6 +48,7 @@ class World:
         survives: The other nodes of a job go on when one dies: they commit on their disks what was agreed, and upload.
         rots: A part on a disk may be damaged, once.
         sends_files: The files of a part are sent in a step of their own, before the part.
+        reports: An attempt may report a step of training, and may end in order.
         attempts: How many starts there are at most.
     """
 
@@ -66,6 +67,7 @@ class World:
     survives: bool = False
     rots: bool = False
     sends_files: bool = False
+    reports: bool = False
     attempts: int = 3
     last_step: int = 3
 
@@ -78,6 +80,8 @@ class Disk(NamedTuple):
         uploaded: The ids of the attempts of which this host committed a save on a mirror.
         rotten: The ids of the saves of which the part here is damaged.
         skipped: The ids of the saves whose parts here are given up.
+        reported: The ids of the attempts that reported a step of training here.
+        ended: The ids of those that ended in order here.
     """
 
     root: str = ""
@@ -91,6 +95,8 @@ class Disk(NamedTuple):
     parts: frozenset[Part] = frozenset()
     rotten: frozenset[str] = frozenset()
     skipped: frozenset[str] = frozenset()
+    reported: frozenset[str] = frozenset()
+    ended: frozenset[str] = frozenset()
 
 
 class Mirror(NamedTuple):
@@ -272,6 +278,8 @@ def _voices(one: Attempt, disk: Disk, made: set[str]) -> dict[Voice, bool]:
         Voice.COMPLETED: one.id in disk.completed,
         Voice.UPLOADED: one.id in disk.uploaded,
         Voice.FENCED_US: one in disk.met,
+        Voice.REPORTED: one.id in disk.reported,
+        Voice.ENDED: one.id in disk.ended,
     }
 
 
