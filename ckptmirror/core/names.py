@@ -21,6 +21,7 @@ __all__ = [
     "ATTEMPTS_NAME",
     "CONTROL_DIR",
     "EVENTS_NAME",
+    "HEALTH_NAME",
     "LATEST_NAME",
     "LOCK_NAME",
     "MAX_STEP",
@@ -57,6 +58,7 @@ __all__ = [
 CONTROL_DIR = ".ckptmirror"
 ATTEMPTS_NAME = f"{CONTROL_DIR}/attempts.json"
 MET_NAME = f"{CONTROL_DIR}/met.json"  # the attempts that fenced one of this root
+HEALTH_NAME = f"{CONTROL_DIR}/health.json"  # how far attempts of this root got
 STATUS_NAME = f"{CONTROL_DIR}/status.json"
 TABLE_NAME = f"{CONTROL_DIR}/uploads.db"
 TABLE_NOTE_NAME = f"{CONTROL_DIR}/table.json"  # where the table is, if elsewhere

@@ -259,6 +259,7 @@ def test_the_names_on_disk_are_those_that_the_code_makes():
         names.SaveName(1234567).model,
         names.ATTEMPTS_NAME,
         names.MET_NAME,
+        names.HEALTH_NAME,
         names.STATUS_NAME,
         names.TABLE_NAME,
         f"{names.TABLE_NAME}-reserve",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes
+from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes, health_from_bytes, health_to_bytes
 from ckptmirror.core.errors import (
     BrokenMeta,
     CkptMirrorError,
@@ -26,7 +26,7 @@ from ckptmirror.core.errors import (
     ObjectNotFound,
     Temporary,
 )
-from ckptmirror.core.model import Attempt, AttemptList, new_id
+from ckptmirror.core.model import Attempt, AttemptHealth, AttemptList, Sign, new_id
 from ckptmirror.core.start.lineage import attempts_of_metas, merge_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local import files
@@ -37,16 +37,19 @@ from ckptmirror.local.save_logger import save_logger
 __all__ = [
     "attempts_here",
     "check_run",
+    "health_here",
     "listed_attempts",
     "met_here",
     "not_one_run",
     "note_met",
+    "note_sign",
     "read_local_attempts",
     "read_mirror_attempts",
     "trusted_attempts",
 ]
 
 _LIST_LIMIT_BYTES = 16 * 1024 * 1024
+_HEALTH_LIMIT_BYTES = 1024 * 1024
 _log = logging.getLogger("ckptmirror.claim")
 
 
@@ -102,6 +105,27 @@ def note_met(root: Path, run_id: str, attempts: Sequence[Attempt]) -> None:
         files.write_bytes(root / names.MET_NAME, attempts_to_bytes(met), save_id=new_id(), replace=True)
     except CkptMirrorError as error:
         _log.error("the next start will not know that the run continued elsewhere: %s", error)
+
+
+def health_here(root: Path, run_id: str) -> AttemptHealth:
+    """Return how far the attempts of this root got. Without the file, or if it cannot be trusted, nothing is known."""
+    try:
+        health = health_from_bytes(files.read_limited(root / names.HEALTH_NAME, _HEALTH_LIMIT_BYTES))
+    except FileNotFoundError:
+        return AttemptHealth(run_id)
+    except (IntegrityError, OSError) as error:  # broken, or it cannot be read
+        _log.warning("skipped %s: %s", root / names.HEALTH_NAME, error)
+        return AttemptHealth(run_id)
+    return health if health.run_id == run_id else AttemptHealth(run_id)
+
+
+def note_sign(root: Path, run_id: str, attempt: str, sign: Sign) -> None:
+    """Record how far an attempt got, for the starts after it. A failure is only logged: that attempt will not count."""
+    try:
+        health = health_here(root, run_id).with_sign(attempt, sign)
+        files.write_bytes(root / names.HEALTH_NAME, health_to_bytes(health), save_id=new_id(), replace=True)
+    except (CkptMirrorError, OSError) as error:
+        _log.warning("the next starts will not know that attempt %s %s: %s", attempt[:8], sign, error)
 
 
 def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[AttemptList | None, int]:

@@ -262,6 +262,10 @@ class _Rows:
         heard = self._heard(
             disk.attempts, metas, counts, {meta.attempt.id for meta in metas if meta.save_id in uploaded}
         )
+        heard = [
+            replace(one, voices=one.voices | {Voice(sign) for sign in disk.signs.get(one.attempt.id, ())})
+            for one in heard
+        ]
         heard += [Heard(attempt, frozenset({Voice.FENCED_US})) for attempt in disk.met.attempts]
         return replace(
             self._row(DISK, "disk", disk.attempts, disk.listed, disk.why, run_id),
