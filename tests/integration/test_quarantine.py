@@ -23,6 +23,7 @@ from ckptmirror.core.errors import UsageError
 from ckptmirror.flow.places.attempt_lists import health_here, read_local_attempts
 from ckptmirror.flow.places.resolve import list_checkpoints
 from ckptmirror.flow.start.rewind import rewind
+from tests.kit.cli import run
 from tests.kit.processes import clean_process
 from tests.kit.training import everything, new_state, running, same, saved_run
 
@@ -251,6 +252,27 @@ def test_a_program_that_never_closes_its_manager_has_failed_only_if_it_raised(
     subprocess.run([sys.executable, "-c", script, str(root), url], capture_output=True, timeout=60, check=False)
     run_id = json.loads((root / names.ATTEMPTS_NAME).read_text())["run_id"]
     assert list(health_here(root, run_id).signs.values()) == [signs]
+
+
+def test_ls_shows_it_until_a_person_releases_it(root: Path, url: str) -> None:
+    starts(root, url, "killed", "diverged")
+    assert not any(line.quarantined or line.why for line in list_checkpoints(root))
+    starts(root, url, "killed")
+    good, bad = list_checkpoints(root)
+    assert (good.step, good.standing, good.quarantined, good.why) == (3, "current", False, "")
+    assert (bad.step, bad.standing, bad.quarantined) == (6, "current", True)
+    shown = run("ls", root).stdout
+    assert "quarantined: 3 starts in a row failed from it before their next save" in " ".join(shown.split())
+    listed = json.loads(run("ls", root, "--json").stdout)["saves"]
+    assert [(save["step"], save["quarantined"]) for save in listed] == [(3, False), (6, True)]
+    assert not any(line.quarantined for line in list_checkpoints(url))
+    assert resumed(root, url)[0] == 3
+    assert [(line.step, line.standing, line.quarantined) for line in list_checkpoints(root)] == [
+        (3, "current", False),
+        (6, "superseded", True),
+    ]
+    rewind(root, bad.save_id)
+    assert not any(line.quarantined or line.why for line in list_checkpoints(root))
 
 
 # -- what report takes -----------------------------------------------------------------------------------------
