@@ -542,8 +542,7 @@ class CheckpointManager:
                 self._saver.wait_over(_LEAVING_TELL_S)
         if self._node is None:
             return
-        if not _is_failure(getattr(sys, "last_value", None)):
-            self._node.end_in_order()
+        self._node.end_attempt(failed=_is_failure(getattr(sys, "last_value", None)))
         try:
             pending = self._node.durability().files
         except CkptMirrorError as error:

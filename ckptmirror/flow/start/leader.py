@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,7 +66,7 @@ from ckptmirror.flow.start.control_directory import take_root_again
 from ckptmirror.flow.start.disk_facts import DiskFacts, look_at_disk
 from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
 from ckptmirror.local import trash
-from ckptmirror.local.daemon_pool import begin_or_do
+from ckptmirror.local.daemon_pool import begin_or_do, is_over
 from ckptmirror.local.lock import SHORT_VERBS, RootLock, exclusive
 from ckptmirror.local.root_id import keep_root_id
 from ckptmirror.local.save_logger import save_logger
@@ -83,6 +84,7 @@ _STOP_LATE_S = 5.0  # how long to stop threads if the time is up and a mirror do
 _SHORT_VERB_S = 60.0  # how long a start waits for a short verb to release the root
 _STOP_BRINGING_S = 2.0
 _REPAIR_WAIT_S = 5.0
+_NOTES_S = 2.0  # how long an attempt waits at its end for what it notes of itself
 _STOPPED_LIMIT_S = 2.0  # short, since the grace period of a stop request is running
 _SKIPPED_LISTED = 20
 _DELETIONS_LIMIT = 100  # how often the control directory is recreated while somebody is still deleting it
@@ -120,6 +122,7 @@ class Node:
         self._last_step: int | None = None
         self._signs: set[Sign] = set()  # of this attempt
         self._noting = threading.Lock()
+        self._notes: list[Future[None]] = []  # of signs, in the background
         self._retaking = threading.Lock()
         self._meet_again = False
         self._torn: frozenset[str] = frozenset()
@@ -151,7 +154,7 @@ class Node:
         Raises:
             Temporary: The root is still being changed.
         """
-        self.end_in_order()
+        self.end_attempt(failed=False)
         rotation_ended, _ = self._stop_services()
         if not rotation_ended or self._is_bringing():
             raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
@@ -311,15 +314,19 @@ class Node:
         if not has_saved:  # an attempt that saved has not failed
             self._note(sign)
 
-    def end_in_order(self) -> None:
-        """Record that this attempt did not fail, if it has reported anything."""
-        if self._signs - {"saved", "ended"}:
+    def end_attempt(self, *, failed: bool) -> None:
+        """Record how this attempt ended, if it has reported anything."""
+        ends_s = time.monotonic() + _NOTES_S
+        for note in self._notes:
+            is_over(note, ends_s - time.monotonic())
+        self._notes.clear()
+        if not failed and self._signs - {"saved", "ended"}:
             self._signs.add("ended")
             self._write_sign(self.claim, "ended")
 
     def _note(self, sign: Sign) -> None:
         claim = self.claim
-        begin_or_do(lambda: self._write_sign(claim, sign), "ckptmirror-health")
+        self._notes.append(begin_or_do(lambda: self._write_sign(claim, sign), "ckptmirror-health"))
 
     def _write_sign(self, claim: RunClaim | None, sign: Sign) -> None:
         with self._noting:
@@ -511,8 +518,7 @@ class Node:
         ends_s = time.monotonic() + timeout_s
         limit_s = _STOPPED_LIMIT_S if stopped else _STOP_LATE_S
         try:
-            if not failed:
-                self.end_in_order()
+            self.end_attempt(failed=failed)
             self.fenced()  # recreates a deleted control directory while mirrors can still be asked
             unasked = self._see_to_the_rest(timeout_s, stopped)
             limit_s = limit_s if stopped else max(limit_s, ends_s - time.monotonic())
