@@ -29,7 +29,7 @@ _COLUMNS = (*SAVE_COLUMNS, Column("AGE", only_for_people=True), Column("WHY"))
 def command(place: str | None, root: Path | None, mirror: str | None, as_json: bool) -> int:
     """List the saves of a directory or a mirror: current, replaced, superseded, and incomplete, with the reason.
 
-    For a root it also says which save is quarantined: starts failed from it in a row, so a start goes back past it.
+    It also says which save is quarantined: starts failed from it in a row, so a start goes back past it.
 
     Without DIR or URL, it lists the first mirror in the settings, else the root in the settings, else this directory.
 

@@ -13,17 +13,20 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ckptmirror import CheckpointManager, StopRequest
-from ckptmirror.core import names
+from ckptmirror.core import names, signing
 from ckptmirror.core.errors import UsageError
-from ckptmirror.flow.places.attempt_lists import health_here, read_local_attempts
+from ckptmirror.flow.places.attempt_lists import diverged_there, health_here, read_local_attempts
 from ckptmirror.flow.places.resolve import list_checkpoints
 from ckptmirror.flow.start.rewind import rewind
 from tests.kit.cli import run
+from tests.kit.faulty_store import FaultyStore, StoreFault
 from tests.kit.processes import clean_process
 from tests.kit.training import everything, new_state, running, same, saved_run
 
@@ -212,10 +215,11 @@ def test_starts_of_another_host_in_between_do_not_let_this_one_go_back(root: Pat
         starts(other, url, "killed")
     assert resumed(root, url) == (6, "")
     assert resumed(other, url) == (6, "")
-    starts(other, url, *["diverged"] * 3)
-    assert resumed(root, url) == (6, "")  # which knows nothing of the other's disk
+    starts(other, url, "diverged", "diverged")
+    assert resumed(root, url) == (6, "")
+    starts(other, url, "diverged")
+    assert resumed(root, url)[0] == 3  # the mirror tells of those
     assert resumed(other, url)[0] == 3
-    assert resumed(root, url)[0] == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", None], ids=["empty", "no fields", "of another run"])
@@ -253,6 +257,46 @@ def test_a_program_that_never_closes_its_manager_has_failed_only_if_it_raised(
     assert list(health_here(root, run_id).signs.values()) == [signs]
 
 
+def test_starts_that_diverged_count_on_a_new_disk_too(url: str, tmp_path: Path) -> None:
+    saved_run(tmp_path / "first", (3, 6), url, kinds=("model",))
+    for host in range(3):
+        starts(tmp_path / f"host {host}", url, "diverged")
+    assert [(line.step, line.quarantined) for line in list_checkpoints(url)] == [(3, False), (6, True)]
+    step, said = resumed(tmp_path / "last", url)
+    assert step == 3
+    assert "attempts 1, 2, 3 reported a loss that is not finite" in said
+    assert len(list((tmp_path / "mirror" / names.HEALTH_DIR).iterdir())) == 3
+    assert resumed(tmp_path / "first", url)[0] == 3
+
+
+def test_where_signatures_are_demanded_no_mirror_is_believed_about_what_diverged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listed = [names.diverged_name("a" * 32), "health/other", names.WRITER_NAME]
+    assert diverged_there(listed) == {"a" * 32}
+    demanding = SimpleNamespace(is_signed=lambda _content, _signature: True)
+    monkeypatch.setattr(signing, "current", lambda: demanding)
+    assert diverged_there(listed) == frozenset()
+
+
+def test_neither_report_nor_close_waits_for_a_mirror_that_hangs(root: Path, url: str) -> None:
+    answers = threading.Event()
+    with running(root, url, kinds=("model",)) as manager:
+        manager.resume(new_state())
+        node = manager._node
+        assert node is not None
+        assert node.claim is not None
+        attempt = node.claim.attempt.id
+        (mirror,) = node.mirrors
+        hanging = FaultyStore(mirror.store, [StoreFault("write", hold=answers)])
+        node.mirrors = [replace(mirror, store=hanging)]
+        manager.report(7, NAN)
+    assert hanging.calls == [("write", names.diverged_name(attempt))]
+    run_id = json.loads((root / names.ATTEMPTS_NAME).read_text())["run_id"]
+    assert health_here(root, run_id).signs == {attempt: {"diverged", "ended"}}
+    answers.set()
+
+
 def test_ls_shows_it_until_a_person_releases_it(root: Path, url: str) -> None:
     starts(root, url, "killed", "diverged")
     assert not any(line.quarantined or line.why for line in list_checkpoints(root))
@@ -264,7 +308,7 @@ def test_ls_shows_it_until_a_person_releases_it(root: Path, url: str) -> None:
     assert "quarantined: 3 starts in a row failed from it before their next save" in " ".join(shown.split())
     listed = json.loads(run("ls", root, "--json").stdout)["saves"]
     assert [(save["step"], save["quarantined"]) for save in listed] == [(3, False), (6, True)]
-    assert not any(line.quarantined for line in list_checkpoints(url))
+    assert not any(line.quarantined for line in list_checkpoints(url))  # which knows of none that died
     assert resumed(root, url)[0] == 3
     assert [(line.step, line.standing, line.quarantined) for line in list_checkpoints(root)] == [
         (3, "current", False),

@@ -205,8 +205,10 @@ class Histories(Uploads):
         left = ref_of(order[-1])
         saved = {save.attempt for save in self._whole_saves(sight.disks)}
         saved |= {save.attempt for mirror in sight.mirrors if mirror is not None for save in mirror.saves}
-        reported, ended = (frozenset().union(*(disk[at] for disk in sight.disks)) for at in (-2, -1))
-        if not [one for one in known.values() if one.parent == left and one.id in reported - ended - saved]:
+        failed = {one for disk in sight.disks for one in disk.reported}
+        failed -= {one for disk in sight.disks for one in disk.ended}
+        failed |= {one for mirror in sight.mirrors if mirror is not None for one in mirror.diverged}
+        if not [one for one in known.values() if one.parent == left and one.id in failed - saved]:
             return "a start goes back by itself from a save that no start failed from"
         return ""
 
@@ -264,6 +266,11 @@ class Histories(Uploads):
             for node in actor.nodes:
                 after = put_disk(after, node, after.disks[node]._replace(ended=after.disks[node].ended | one))
             yield Step(f"{actor.attempt} ends", without(after, actor))
+            mirrors = tuple(
+                mirror._replace(diverged=mirror.diverged | one) if index in self._answering(state) else mirror
+                for index, mirror in enumerate(state.mirrors)
+            )
+            yield Step(f"{actor.attempt} diverges", without(state, actor)._replace(mirrors=(mirrors[0], mirrors[1])))
 
     def _claims_root(self, state: State, actor: Actor) -> Iterator[Step]:
         assert actor.choice is not None

@@ -48,7 +48,7 @@ class World:
         survives: The other nodes of a job go on when one dies: they commit on their disks what was agreed, and upload.
         rots: A part on a disk may be damaged, once.
         sends_files: The files of a part are sent in a step of their own, before the part.
-        reports: An attempt may report a step of training, and may end in order.
+        reports: An attempt may report a step of training; then it may diverge, or end in order.
         attempts: How many starts there are at most.
     """
 
@@ -105,6 +105,7 @@ class Mirror(NamedTuple):
     Attributes:
         files: The save id and the share of each part whose files are there.
         parts: The object's name, the save and the share of each part.
+        diverged: The ids of the attempts that diverged.
     """
 
     run: str | None = None
@@ -113,6 +114,7 @@ class Mirror(NamedTuple):
     saves: frozenset[SaveFacts] = frozenset()
     files: frozenset[tuple[str, int]] = frozenset()
     parts: frozenset[tuple[str, SaveFacts, int]] = frozenset()
+    diverged: frozenset[str] = frozenset()
 
 
 Disks = tuple[Disk, ...]
@@ -283,6 +285,10 @@ def _voices(one: Attempt, disk: Disk, made: set[str]) -> dict[Voice, bool]:
     }
 
 
+def _voices_there(one: Attempt, mirror: Mirror, saved: set[str]) -> dict[Voice, bool]:
+    return {Voice.CLAIMED: True, Voice.COUNTS: one.id in saved, Voice.DIVERGED: one.id in mirror.diverged}
+
+
 @functools.cache
 def _mirror_row(url: str, mirror: Mirror, was_required: bool) -> Row:
     saved = {save.attempt for save in mirror.saves}
@@ -295,7 +301,7 @@ def _mirror_row(url: str, mirror: Mirror, was_required: bool) -> Row:
         run_id=mirror.run,
         names_required=mirror.required,
         heard=tuple(
-            Heard(one, frozenset({Voice.CLAIMED, Voice.COUNTS} if one.id in saved else {Voice.CLAIMED}))
+            Heard(one, frozenset(voice for voice, holds in _voices_there(one, mirror, saved).items() if holds))
             for one in in_order(mirror.listed)
         ),
         copies=tuple(Copy(save, Origin.REMOTE) for save in sorted(mirror.saves, key=lambda save: save.save_id)),

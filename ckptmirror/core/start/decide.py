@@ -413,9 +413,11 @@ class _Start:
             return None
         newest = candidates[0].save
         heard = self._counted.heard.values()
-        disk = {one.attempt.id: one.voices for one in self._evidence.disk.heard}
+        voices = {one.attempt.id: one.voices for one in self._evidence.disk.heard}
+        for one in self._evidence.heard_as(Voice.DIVERGED):
+            voices[one] = voices.get(one, frozenset()) | {Voice.DIVERGED}
         saved = self._evidence.heard_as(Voice.COUNTS) | self._evidence.heard_as(Voice.UPLOADED)
-        failures = quarantined(heard, disk, saved, root=self._evidence.root).get(newest.save_id)
+        failures = quarantined(heard, voices, saved, root=self._evidence.root).get(newest.save_id)
         if failures is None:
             return None
         earlier = next((one.save for one in candidates if one.save.step < newest.step), None)

@@ -47,7 +47,7 @@ def quarantined(
 
     Args:
         attempts: Every attempt that is known.
-        voices: How the disk of this root knows of each, by id.
+        voices: How the disk of this root knows of each, by id; and which of them diverged, according to any place.
         saved: The ids of the attempts of which some place has a committed save.
         root: The identity of the root that would start next; None: the root of the newest attempt.
     """

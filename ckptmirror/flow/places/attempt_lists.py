@@ -11,10 +11,10 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ckptmirror.core import names
+from ckptmirror.core import names, signing
 from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes, health_from_bytes, health_to_bytes
 from ckptmirror.core.errors import (
     BrokenMeta,
@@ -24,6 +24,7 @@ from ckptmirror.core.errors import (
     LineageError,
     NewerFormat,
     ObjectNotFound,
+    PreconditionFailed,
     Temporary,
 )
 from ckptmirror.core.model import Attempt, AttemptHealth, AttemptList, Sign, new_id
@@ -37,10 +38,12 @@ from ckptmirror.local.save_logger import save_logger
 __all__ = [
     "attempts_here",
     "check_run",
+    "diverged_there",
     "health_here",
     "listed_attempts",
     "met_here",
     "not_one_run",
+    "note_diverged",
     "note_met",
     "note_sign",
     "read_local_attempts",
@@ -126,6 +129,26 @@ def note_sign(root: Path, run_id: str, attempt: str, sign: Sign) -> None:
         files.write_bytes(root / names.HEALTH_NAME, health_to_bytes(health), save_id=new_id(), replace=True)
     except (CkptMirrorError, OSError) as error:
         _log.warning("the next starts will not know that attempt %s %s: %s", attempt[:8], sign, error)
+
+
+def note_diverged(mirror: Mirror, attempt: str) -> None:
+    """Record on a mirror that an attempt diverged, for starts on other disks. A failure is only logged."""
+    try:
+        mirror.store.write(names.diverged_name(attempt), b"{}\n", if_generation=0)
+    except PreconditionFailed:
+        pass  # another node has done so
+    except CkptMirrorError as error:
+        _log.debug("%s does not record that attempt %s diverged: %s", mirror.url, attempt[:8], error)
+
+
+def diverged_there(listed: Iterable[str]) -> frozenset[str]:
+    """Return the ids of the attempts that diverged, according to the names of a mirror's objects.
+
+    Where signatures are demanded, these objects, which have none, are not believed.
+    """
+    if signing.current().is_signed is not None:
+        return frozenset()
+    return frozenset(one for name in listed if (one := names.diverged_attempt(name)) is not None)
 
 
 def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[AttemptList | None, int]:

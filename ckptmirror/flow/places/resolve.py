@@ -33,7 +33,7 @@ from ckptmirror.core.model import KINDS, Artifact, Kind, Meta, top_names
 from ckptmirror.core.start.evidence import Voice
 from ckptmirror.core.start.quarantine import quarantined, why_quarantined
 from ckptmirror.core.uncommitted import Uncommitted
-from ckptmirror.flow.places.attempt_lists import health_here
+from ckptmirror.flow.places.attempt_lists import diverged_there, health_here
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, read_mirror_meta
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import CheckpointReference, Located, list_hint, locate
@@ -87,7 +87,8 @@ class ListedCheckpoint:
         kinds: Empty if the meta cannot be read.
         current_kinds: The kinds in which this save is the current one of its step.
         place: The meta's path, or its name on the mirror.
-        quarantined: Whether starts failed from it in a row, so that a start goes back past it. Only a root knows that.
+        quarantined: Whether starts failed from it in a row, so that a start goes back past it. A mirror knows only of
+            those that diverged.
     """
 
     step: int
@@ -396,7 +397,7 @@ def by_run(catalog: Catalog) -> list[Catalog]:
 
 def _listed_whole(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
     order = lineage_of(catalog)
-    why = _why_quarantined(catalog, root) if root is not None else {}
+    why = _why_quarantined(catalog, root)
     standings = order.standing_by_save()
     lines = []
     for save_id, meta in catalog.saves.items():
@@ -406,12 +407,14 @@ def _listed_whole(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]
     return lines
 
 
-def _why_quarantined(catalog: Catalog, root: Path) -> dict[str, str]:
-    """Return the saves of a root that are quarantined as far as its disk knows, by id, with the reason."""
+def _why_quarantined(catalog: Catalog, root: Path | None) -> dict[str, str]:
+    """Return the saves that are quarantined as far as this place, a root or a mirror, knows, by id, with the reason."""
     if catalog.attempts is None:
         return {}
-    signs = health_here(root, catalog.attempts.run_id).signs
-    voices = {one: [Voice(sign) for sign in said] for one, said in signs.items()}
+    voices = {one: [Voice.DIVERGED] for one in diverged_there(catalog.others)} if root is None else {}
+    if root is not None:
+        signs = health_here(root, catalog.attempts.run_id).signs
+        voices = {one: [Voice(sign) for sign in said] for one, said in signs.items()}
     saved = {meta.attempt.id for meta in catalog.metas()}
     found = quarantined(catalog.attempts.attempts, voices, saved)
     return {save_id: f"quarantined: {why_quarantined(failures)}" for save_id, failures in found.items()}

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -38,7 +39,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.model import Meta, Sign
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.start.quarantine import FAILED_STARTS
-from ckptmirror.flow.places.attempt_lists import note_sign
+from ckptmirror.flow.places.attempt_lists import note_diverged, note_sign
 from ckptmirror.flow.places.catalog import Catalog, local_catalog
 from ckptmirror.flow.places.mirrors import (
     Mirror,
@@ -326,7 +327,10 @@ class Node:
 
     def _note(self, sign: Sign) -> None:
         claim = self.claim
-        self._notes.append(begin_or_do(lambda: self._write_sign(claim, sign), "ckptmirror-health"))
+        notes = [partial(self._write_sign, claim, sign)]
+        if sign == "diverged" and claim is not None:  # each in a thread of its own, since a mirror may not answer
+            notes += [partial(note_diverged, mirror, claim.attempt.id) for mirror in self.mirrors]
+        self._notes += [begin_or_do(note, "ckptmirror-health") for note in notes]
 
     def _write_sign(self, claim: RunClaim | None, sign: Sign) -> None:
         with self._noting:

@@ -63,6 +63,11 @@ CASES = [
         [failing(disk(ALL, saved=[a100, a200]), how=DIVERGED)],
         tries(a100, says="attempts 1, 2, 3 reported a loss that is not finite", **DECIDED),
     ),
+    Case(
+        "a mirror tells of starts elsewhere whose loss was not finite",
+        [disk([a], saved=[a100, a200]), failing(mirror(M, ALL, [a100, a200]), how=DIVERGED)],
+        tries(a100, says="attempts 1, 2, 3 reported a loss that is not finite", **DECIDED),
+    ),
     Case("two are not enough", [disk(ALL[:3], saved=[a100, a200])], tries(a200, **NOT_DECIDED)),
     Case("the earlier one may be on a mirror", [here(a200), at_m], tries(a100, M, says=BACK, **DECIDED)),
     Case(
