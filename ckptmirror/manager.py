@@ -212,7 +212,9 @@ class CheckpointManager:
             state: What to load into.
             policy: ``"auto"``; a step, ``"latest"``, a save id or the path of a save in ``root`` (going back to an
                 older save is a rewind: it takes the later saves off the lineage); or ``"scratch"``, with ``force=True``
-                if there are saves.
+                if there are saves. Where training began there before by such a decision, and has saved since, the same
+                command was started again, and continues from the newest save.
+            force: Start from scratch although there are saves; go back to a save although training began there before.
             exclude: Parts of the state to leave unchanged, with a warning: names of ``TrainState``, ``"rng"``, and
                 patterns of the model's tensors such as ``"model.head.*"``.
             rename: The names that tensors of the save have in the model: patterns, ``{"old.*": "new.*"}``, or a
@@ -274,7 +276,15 @@ class CheckpointManager:
             )
         import_formats(self.kinds)
         self._saver = Saver(
-            self.root, run_id, attempt, self._save_ranks, self.events, leader, self._skipped, self._stages
+            self.root,
+            run_id,
+            attempt,
+            self._save_ranks,
+            self.events,
+            leader,
+            self._skipped,
+            self._stages,
+            before_each=self._rank_lock.retake if self._rank_lock is not None else None,
         )
         self._saver.follow(self._last_before)
         if info is None:
@@ -349,8 +359,6 @@ class CheckpointManager:
         """
         saver = self._started()
         check_is_state(state)
-        if self._rank_lock is not None:
-            self._rank_lock.retake()
         chosen = self.kinds if kinds is None else checked_kinds(kinds)
         if self._stages.of_ranks:
             check_kinds_of_stages(chosen)

@@ -1,4 +1,4 @@
-"""``ckptmirror rewind``: continue the run from an older save."""
+"""``ckptmirror rewind``: continue the run from an older save, or start it over."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 @exit_codes(3, 5, 6, 7, 10, 11, 12)
 @click.command(short_help="Continue the run from an older save.")
 @root_option
-@step_option("Go back to this step; it or --save is required.")
+@step_option("Go back to this step; this, --save or --scratch is required.")
 @click.option(
     "--save",
     metavar="ID",
-    help="Go to this save (at least 8 digits of its id), which may be superseded; it or --step is required.",
+    help="Go to this save (at least 8 digits of its id), which may be superseded.",
 )
+@click.option("--scratch", is_flag=True, help="Start over: the next start begins at step 0.")
 @click.option(
     "--mirror",
     "mirrors",
@@ -41,7 +42,13 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Print what would change and record nothing.")
 @json_option
 def command(
-    root: Path, step: int | None, save: str | None, mirrors: tuple[str, ...], dry_run: bool, as_json: bool
+    root: Path,
+    step: int | None,
+    save: str | None,
+    scratch: bool,
+    mirrors: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
 ) -> int:
     """Continue the run from an older save: the next start of the trainer continues there.
 
@@ -57,9 +64,9 @@ def command(
       ckptmirror rewind /local-ssd/run-17 --step 5000
       ckptmirror rewind /new-disk --step 5000 --mirror gs://bucket/run-17
     """
-    if (step is None) == (save is None):
+    if (given := (step is not None) + (save is not None) + scratch) != 1:
         raise UsageError(
-            "Give --step N or --save ID" + (", not both." if step is not None else "."),
+            "Give --step N, --save ID or --scratch" + (", only one of them." if given else "."),
             hint="`ckptmirror ls` lists steps and save ids.",
         )
     if save is not None and not re.fullmatch("[0-9a-f]{8,32}", save):
@@ -70,7 +77,7 @@ def command(
     from ckptmirror.flow.start.rewind import plan_rewind, rewind
     from ckptmirror.observe.journal import bus_with_journal
 
-    reference = step if step is not None else str(save)
+    reference = step if step is not None else save or "scratch"
     plan = plan_rewind(root, reference, mirrors=mirrors)
     if not as_json:
         _print_plan(plan)
@@ -80,7 +87,8 @@ def command(
         return 0
     with progress("rewind") as pace:
         rewound = rewind(root, reference, mirrors=mirrors, bus=bus_with_journal(root, "rewind"), on_progress=pace)
-        confirm(root, rewound.save_id, plan.places)
+        if rewound.save_id:
+            confirm(root, rewound.save_id, plan.places)
     if as_json:
         print_json(_facts(root, plan, rewound, rewound.recorded_on, rewound.unreachable))
     _print_rewound(root, rewound)
@@ -88,7 +96,10 @@ def command(
 
 
 def _print_plan(plan: RewindPlan) -> None:
-    print(f"continue from {_line(plan.save)}: on {', '.join(plan.places)}")
+    if plan.save is not None:
+        print(f"continue from {_line(plan.save)}: on {', '.join(plan.places)}")
+    else:
+        print("start over    at step 0")
     for save in plan.fork.superseded:
         print(f"supersede     {_line(save)}")
     for save in plan.fork.restored:
@@ -104,10 +115,9 @@ def _line(save: SaveFacts) -> str:
 
 def _print_rewound(root: Path, rewound: Rewound) -> None:
     told = f", recorded on {', '.join(rewound.recorded_on)}" if rewound.recorded_on else ""
-    print(
-        f"attempt {rewound.attempt} continues from step {rewound.step} ({rewound.save_id[:8]}){told}", file=sys.stderr
-    )
-    if not (rewound.fork.superseded or rewound.fork.restored):
+    what = f"continues from step {rewound.step} ({rewound.save_id[:8]})" if rewound.save_id else "starts over at step 0"
+    print(f"attempt {rewound.attempt} {what}{told}", file=sys.stderr)
+    if rewound.save_id and not (rewound.fork.superseded or rewound.fork.restored):
         print(
             f"step {rewound.step} was already the newest save seen; if another machine has a newer one, its next start "
             "leaves that behind",
@@ -143,8 +153,8 @@ def _facts(
         "root": str(root),
         "recorded": rewound is not None,
         "attempt": rewound.attempt if rewound is not None else None,
-        "step": rewound.step if rewound is not None else plan.save.step,
-        "save_id": rewound.save_id if rewound is not None else plan.save.save_id,
+        "step": plan.save.step if plan.save is not None else 0,
+        "save_id": plan.save.save_id if plan.save is not None else None,
         "places": list(plan.places),
         "superseded": listed(fork.superseded),
         "restored": listed(fork.restored),

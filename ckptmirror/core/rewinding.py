@@ -29,14 +29,17 @@ class Fork:
 
 
 def fork_at(
-    attempts: Sequence[Attempt], saves: Sequence[SaveFacts], parent: SaveRef, counting: Collection[str] | None = None
+    attempts: Sequence[Attempt],
+    saves: Sequence[SaveFacts],
+    parent: SaveRef | None,
+    counting: Collection[str] | None = None,
 ) -> Fork:
     """Return what a new attempt from ``parent`` would change.
 
     Args:
         attempts: All known attempts.
         saves: All known saves, also those that are not whole: they would be left behind too.
-        parent: The save to continue from.
+        parent: The save to continue from; None: step 0.
         counting: The ids of the attempts that count; None: all of them.
 
     Raises:

@@ -12,12 +12,17 @@ from collections.abc import Iterable
 
 from ckptmirror.core.model import Artifact, Kind, Meta
 
-__all__ = ["is_list", "loadable", "lost_lists"]
+__all__ = ["is_list", "is_proof", "loadable", "lost_lists"]
 
 
 def is_list(path: str) -> bool:
     """Whether a path of an artifact is that of a rank's list of tensors."""
     return _name(path).startswith("tensors_")
+
+
+def is_proof(artifact: Artifact) -> bool:
+    """Whether an artifact is a list of tensors that no load needs."""
+    return is_list(artifact.path) and "emergency" not in artifact.kinds
 
 
 def loadable(meta: Meta, damaged: Iterable[Artifact]) -> tuple[tuple[Kind, ...], tuple[str, ...]]:
@@ -27,7 +32,7 @@ def loadable(meta: Meta, damaged: Iterable[Artifact]) -> tuple[tuple[Kind, ...],
         The kinds, and the paths of the lists that are damaged.
     """
     damaged = list(damaged)
-    lists = tuple(one.path for one in damaged if is_list(one.path) and "emergency" not in one.kinds)
+    lists = tuple(one.path for one in damaged if is_proof(one))
     return meta.kinds_without(one for one in damaged if one.path not in lists), lists
 
 

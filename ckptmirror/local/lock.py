@@ -87,6 +87,12 @@ class _LockFile:
                 raise
             return False
 
+    def is_gone(self) -> bool:
+        """Whether it is known not to be at its path: a disk that does not answer says nothing about the lock."""
+        with contextlib.suppress(OSError):
+            return not self.is_at_path()
+        return False
+
     def write(self, facts: Mapping[str, object]) -> None:
         """Replace the content, for people to read."""
         data = json.dumps(facts, default=str, sort_keys=True).encode()[:_OWNER_LIMIT_BYTES]
@@ -168,8 +174,7 @@ class RootLock:
     def lost(self) -> bool:
         """Whether the held lock file was deleted, so that another process may write here. It stays so."""
         if self._lock is not None and self.held and not self._lost:
-            with contextlib.suppress(OSError):  # a disk that does not answer says nothing about the lock
-                self._lost = not self._lock.is_at_path()
+            self._lost = self._lock.is_gone()
         return self._lost
 
     def acquire(
@@ -317,8 +322,12 @@ class RankLock:
             raise RootLocked(f"Another leader of {self.root} kept its ranks out for {self._wait_s:g} s.")
 
     def retake(self) -> None:
-        """Take the lock again if its file was deleted and no process holds it exclusively now."""
-        if self._lock is not None and self.held and not self._lock.is_at_path():
+        """Take the lock again if its file was deleted and no process holds it exclusively now.
+
+        Raises:
+            LocalStorageUnwritable: The lock file cannot be written.
+        """
+        if self._lock is not None and self.held and self._lock.is_gone():
             make_dirs(self.root / names.CONTROL_DIR)
             lock = _locked(self.root / RANKS_LOCK_NAME, fcntl.LOCK_SH, 0.0)
             if lock is not None:

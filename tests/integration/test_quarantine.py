@@ -171,7 +171,7 @@ def test_it_goes_back_to_one_save_only_once(root: Path, url: str) -> None:
     starts(root, url, *["diverged"] * 3)
     step, said = resumed(root, url)
     assert step == 6
-    assert "has gone back to step 3 before" in said
+    assert "was taken back to step 3 before" in said
 
 
 def test_what_is_loaded_is_the_earlier_save(tmp_path: Path, url: str) -> None:

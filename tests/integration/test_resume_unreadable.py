@@ -346,7 +346,7 @@ def test_a_replaced_save_stands_in_for_a_broken_one_before_an_older_step_does(
         start = manager.resume(new_state())
         assert start is not None
         assert (start.step, start.passed_over) == (3, ())
-        start = manager.resume(new_state(), policy=2)
+        start = manager.resume(new_state(), policy=2, force=True)
         assert start is not None
         assert (start.save_id, start.passed_over) == (first.save_id, ())
 

@@ -303,14 +303,92 @@ def test_a_step_of_which_nothing_is_whole_says_what_is_wrong_with_it(tmp_path: P
 
 def test_bad_input_is_a_sentence_a_hint_and_an_exit_code(tmp_path: Path) -> None:
     root, _, _ = drained(tmp_path, 100, 200)
-    assert_tells(run("rewind", "--root", root), 2, "Give --step N or --save ID")
-    assert_tells(run("rewind", "--root", root, "--step", "1", "--save", "12345678"), 2, "not both")
+    assert_tells(run("rewind", "--root", root), 2, "Give --step N, --save ID or --scratch.")
+    assert_tells(run("rewind", "--root", root, "--step", "1", "--save", "12345678"), 2, "only one")
     assert_tells(run("rewind", "--root", root, "--save", "scratch"), 2, "'scratch' is not a save id")
     assert_tells(run("rewind", "--root", root, "--step", "150"), 3, "no save of step 150", "100, 200")
     with pytest.raises(UsageError):
         rewind(root, "12")
     with pytest.raises(NoTable):
         plan_rewind(tmp_path / "none", 100)
+
+
+# -- a command that is started again ----------------------------------------------------------------------------
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("form", ["step", "save id", "path", "scratch"])
+def test_a_command_that_goes_back_does_so_once_however_often_it_is_started(tmp_path: Path, form: str) -> None:
+    root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
+    saved_run(root, (3, 6), url)
+    three = next(line for line in list_checkpoints(root) if line.step == 3)
+    forms = {"step": 3, "save id": three.save_id[:8], "path": root / "meta_000003.json", "scratch": "scratch"}
+    asked = {"policy": forms[form], "force": form == "scratch"}
+    began = None if form == "scratch" else 3
+
+    def start(place: Path, *, save: int | None = None, **given: object) -> tuple[int | None, tuple[str, ...]]:
+        with running(place, url) as manager:
+            found = manager.resume(state := new_state(), **given)  # type: ignore[arg-type]
+            if save is not None:
+                manager.save(save, state).wait("mirrored")
+            return (found.step, found.passed_over) if found is not None else (None, ())
+
+    assert start(root, **asked) == (began, ())
+    assert start(root, save=4, **asked)[0] == began  # it was killed before its first save
+    for place in (root, tmp_path / "new-machine"):
+        if place == root or form != "path":
+            step, said = start(place, **asked)
+            assert step == 4
+            assert any("the run continues what it began" in line for line in said)
+    if form == "scratch":
+        assert_tells(run("rewind", "--root", root, "--scratch"), 0, "starts over at step 0", stdout=None)
+    else:
+        assert start(root, **{**asked, "force": True}) == (3, ())
+    assert start(root, save=5)[0] == began
+    assert start(root, **asked)[0] == 5
+
+
+def test_the_first_command_of_a_run_may_say_that_it_starts_from_scratch(tmp_path: Path) -> None:
+    for expected in (None, 2, 2):
+        with running(tmp_path) as manager:
+            state = new_state()
+            found = manager.resume(state, policy="scratch", force=True)
+            assert (found.step if found is not None else None) == expected
+            if found is None:
+                manager.save(2, state).wait()
+
+
+def test_a_save_on_another_branch_is_gone_back_to_the_first_time(tmp_path: Path) -> None:
+    saved_run(tmp_path, (3, 6, 9))
+    for policy, expected in ((6, 6), (3, 3), (6, 3)):
+        with running(tmp_path) as manager:
+            if policy == 6 and expected == 3:  # the save of step 6 is off the lineage now
+                with pytest.raises(CheckpointNotFound, match="Step 6 is off the lineage"):
+                    manager.resume(new_state(), policy=6)
+                continue
+            start = manager.resume(new_state(), policy=policy)
+            assert start is not None
+            assert start.step == expected
+
+
+def test_a_start_over_is_recorded_without_a_trainer_and_undone(tmp_path: Path) -> None:
+    root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
+    saved_run(root, (3, 6), url)
+    planned = run("rewind", "--root", root, "--scratch", "--dry-run")
+    assert planned.stdout.startswith("start over    at step 0\n")
+    assert planned.stdout.count("supersede") == 2
+    done = run("rewind", "--root", root, "--scratch", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["step"], facts["save_id"], facts["places"], facts["told"]) == (0, None, [], [url])
+    with running(tmp_path / "elsewhere", url) as manager:
+        assert manager.resume(new_state()) is None
+    undone = run(*shlex.split(facts["undo"])[1:])
+    assert undone.returncode == 0, undone.stderr
+    with running(root, url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 6
 
 
 # -- the hint ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ckptmirror import CheckpointManager, TrainState
-from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.core.errors import CkptMirrorError, LocalStorageUnwritable
 from ckptmirror.local import crashpoints
+from ckptmirror.local.lock import RankLock
 from tests.integration.save_ranks_job import everything_that_happens
 from tests.kit.faults import flip_bit
 from tests.kit.processes import LIMIT_S, outcome, run_ranks
@@ -282,3 +285,54 @@ def test_a_rank_that_is_killed_in_a_save_of_kind_dcp_ends_that_save_on_the_other
         assert kind == "BackgroundSaveFailed"
         assert f"rank {dies} is gone" in message
     assert sorted(whole(tmp_path)) == [1]
+
+
+def save_without_a_lock(rank: int, root: str) -> tuple[str, str, int | None]:
+    """Rank 1 cannot take its lock again before its second save; then both leave a snapshot."""
+    is_refused = False
+
+    def refused(_lock: RankLock) -> None:
+        if is_refused:
+            raise LocalStorageUnwritable("Cannot open the lock file: no permission.")
+
+    RankLock.retake = refused  # type: ignore[method-assign]
+    state = new_state()
+    with CheckpointManager(root, kinds=("model",), timeout_s=LIMIT_S) as manager:
+        manager.resume(state)
+        manager.save(1, state).wait("committed", timeout_s=LIMIT_S)
+        is_refused = rank == 1
+        try:
+            manager.save(2, state).wait("committed", timeout_s=LIMIT_S)
+            told = ("", "")
+        except CkptMirrorError as error:
+            told = (type(error).__name__, error.message)
+        manager.save_emergency_checkpoint(3, state)
+    with CheckpointManager(root, kinds=("model",), timeout_s=LIMIT_S) as manager:
+        start = manager.resume(state)
+        return *told, start.step if start is not None else None
+
+
+def test_a_rank_that_cannot_take_its_lock_again_fails_the_save_on_all_at_once_and_tears_no_snapshot(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(2, save_without_a_lock, str(tmp_path))
+    assert first == ("BackgroundSaveFailed", first[1], 3)
+    assert "rank 1 failed" in first[1]
+    assert "no permission" in first[1]
+    assert second == ("LocalStorageUnwritable", "Cannot open the lock file: no permission.", 3)
+
+
+def test_a_lock_file_that_cannot_be_looked_at_is_not_taken_for_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = RankLock(tmp_path)
+    lock.acquire()
+
+    def refused(path: object, **_more: object) -> os.stat_result:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "lstat", refused)
+        lock.retake()
+    assert lock.held
+    lock.release()

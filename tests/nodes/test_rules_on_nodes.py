@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from ckptmirror import CheckpointManager, list_checkpoints, stage_checkpoint_ste
 from ckptmirror.core.errors import ConfigError, LocalStorageUnwritable, UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.drain import drain, push
-from ckptmirror.flow.start import resume
+from ckptmirror.flow.start import gather, resume
 from ckptmirror.flow.start.rewind import rewind
 from tests.integration.test_signed_runs import make_key
 from tests.kit.faults import flip_bit
@@ -195,3 +196,23 @@ def test_nodes_that_never_had_a_mirror_push_their_parts_to_one(tmp_path: Path) -
     shutil.rmtree(tmp_path / "a")
     shutil.rmtree(tmp_path / "b")
     expect(Job(tmp_path, "ab").run(), 1, job.url, first[0])
+
+
+@pytest.mark.short
+def test_a_node_whose_disk_turns_read_only_still_takes_part_in_sending_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[int] = []
+
+    class Channel:
+        def receive(self, into: memoryview, source: int) -> None:
+            received.append(source + len(into))
+
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    channel: Any = Channel()
+    (failed,) = gather._receive(channel, tmp_path / "shard", 0, None, [memoryview(bytearray(4))] * 3)
+    assert isinstance(failed, LocalStorageUnwritable)
+    assert received == [4, 4, 4]

@@ -117,7 +117,7 @@ def test_an_emergency_snapshot_of_which_a_node_is_lost_is_passed_over(tmp_path: 
     job = Job(tmp_path, "ab")
     for one in job.run():
         assert (one.step, one.place) == (1, job.url)
-        assert "no disk of this job has what rank 1 wrote" in one.passed_over
+        assert "no disk of this job has what rank 1 of those wrote" in one.passed_over
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -129,7 +129,7 @@ def test_a_part_of_a_snapshot_whose_rest_is_gone_goes_once_a_later_save_is_mirro
         left.unlink()
     for one in Job(tmp_path, "ab", (3,), kept=kept).run():
         assert (one.step, one.failed) == (1, "")
-        assert "no disk of this job has what rank 1 wrote" in one.passed_over
+        assert "no disk of this job has what rank 1 of those wrote" in one.passed_over
     assert list(tmp_path.glob("[ab]/emergency_*")) == []
     found = [json.loads(line) for line in (tmp_path / "a" / EVENTS_NAME).read_text().splitlines()]
     reasons = [line["facts"]["reason"] for line in found if line["event"] in ("RotationRefused", "SaveRotated")]
@@ -175,7 +175,7 @@ def test_a_save_that_a_crash_left_on_some_nodes_is_passed_over_and_goes(dies: in
     second = Job(tmp_path, "ab", (3, 4)).run()
     for one in second:
         assert one.step == 1
-        assert f"no disk of this job has what node {dies} wrote" in one.passed_over
+        assert f"no disk of this job has what node {dies} of those wrote" in one.passed_over
         assert one.failed == ""
     assert not left.exists()
     expect(Job(tmp_path, "ab").run(), 4, "disk", second[0])

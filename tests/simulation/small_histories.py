@@ -169,6 +169,11 @@ class Histories(Uploads):
             wishes += [Wish(step) for step in steps[-2:-1]]
         if not state.decided and self.world.starts_over and (sight.disk.listed or any(sight.mirrors)):
             wishes.append(START_OVER)
+        if state.decided:  # the same command, started again
+            back_to = _listed(state)[state.decided].parent
+            again = Wish(back_to.step) if back_to is not None else START_OVER
+            settled, _ = decide.settled(self._evidence(sight), again)
+            wishes += [settled] if not settled.is_auto else []
         return wishes
 
     def _steps_of_lineage(self, sight: Sight) -> tuple[int, ...]:
@@ -223,15 +228,15 @@ class Histories(Uploads):
         if choice.parent is None:
             return "a start at step 0 although a save stands on a mirror" if self._standing(state.mirrors) else ""
         if state.decided and self._answering(state):
-            known = {one.id: one for place in (*state.disks, *state.mirrors) for one in place.listed}
-            way, at = set(), known.get(choice.parent.attempt)
+            known = _listed(state)
+            way, at = [], known.get(choice.parent.attempt)
             while at is not None:
-                way.add(at.id)
+                way.append(at)
                 at = known.get(at.parent.attempt) if at.parent is not None else None
-            back_to, number = known[state.decided].parent, known[state.decided].number
-            went_on = any(known[one].number > number and known[one].parent == back_to for one in way)
-            is_on_way = state.decided in way or went_on
-            if not is_on_way and choice.parent.step > (back_to.step if back_to is not None else 0):
+            decision = known[state.decided]
+            back_to = decision.parent
+            follows = any(one.parent == back_to and one.number >= decision.number for one in way)
+            if not follows and choice.parent.step > (back_to.step if back_to is not None else 0):
                 return "a person's decision is undone"
         return ""
 
@@ -437,6 +442,10 @@ class Histories(Uploads):
                 if part.save.save_id not in disk.rotten | disk.skipped:
                     shares.setdefault((part.save, part.of), set()).update(part.shares)
         return whole | {save for (save, of), there in shares.items() if len(there) == of}
+
+
+def _listed(state: State) -> dict[str, Attempt]:
+    return {one.id: one for place in (*state.disks, *state.mirrors) for one in place.listed}
 
 
 def _done_by(actor: Actor, node: int) -> Actor:

@@ -9,7 +9,9 @@ this order; ``attempts`` decides which attempts count.
    was lost.
 2. While a person's attempt is doubtful, every start waits.
 3. A start from scratch, forced or not, needs an answer from every configured mirror and every mirror that a list names.
-   Without force it is refused if anything was saved.
+   Without force it is refused if anything was saved. A start that goes back to a save, or starts over by force, where a
+   person did so before and training saved since, is the same command started again, and goes on from the newest save
+   (``settled``). With force, a start goes back to a save each time.
 4. Candidates: the newest save of the lineage first. Within a step: dcp, then model, then an emergency snapshot, then
    the saves that those replaced, newest first. Within a save: the disk (last, while its repair is unfinished), then the
    mirrors in configured order, then the persistent directory; copies that lost lists of tensors after all others. A
@@ -62,7 +64,19 @@ from ckptmirror.core.start.explain import Notice
 from ckptmirror.core.start.lineage import SaveFacts, lineage
 from ckptmirror.core.start.quarantine import chosen_saves, quarantined
 
-__all__ = ["MakeRoom", "Move", "Outcome", "Refuse", "Result", "Scratch", "Try", "Wish", "next_move", "run_of"]
+__all__ = [
+    "MakeRoom",
+    "Move",
+    "Outcome",
+    "Refuse",
+    "Result",
+    "Scratch",
+    "Try",
+    "Wish",
+    "next_move",
+    "run_of",
+    "settled",
+]
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ class Wish:
     Attributes:
         reference: ``"auto"``, ``"latest"``, ``"scratch"``, a step, or a save id (8 digits or more).
         kind: The kind to load, if the caller named one.
-        force: Start from scratch even where there are saves.
+        force: Start from scratch even where there are saves; go back to a save even where training went on from it.
         world_size: How many ranks will load.
     """
 
@@ -184,6 +198,29 @@ def next_move(evidence: Evidence, wish: Wish, tried: Sequence[Outcome] = ()) -> 
         return Refuse(error, start.said())
 
 
+def settled(evidence: Evidence, wish: Wish) -> tuple[Wish, Attempt | None]:
+    """Return what a start does in place of going back, or starting over, a second time: the rest of rule 3.
+
+    Asked once, before the start claims the run: afterwards its own attempt is on the way.
+
+    Returns:
+        The wish, and the attempt that the start goes on with; None if it does what it was asked to do.
+    """
+    if wish.is_auto or wish.force is not (wish.reference == "scratch"):
+        return wish, None
+    try:
+        counted = count(_of_run(evidence, _run_to_continue(evidence, wish)))
+    except CkptMirrorError:
+        return wish, None  # next_move says why
+    decided = [one for one in map(counted.known.__getitem__, counted.counting) if one.by_person]
+    have_saved = {save.attempt for save in counted.saves}
+    for at, begun in enumerate(counted.order.way):
+        by_person = any(one.parent == begun.parent and one.number <= begun.number for one in decided)
+        if by_person and _began_at(begun, wish.reference) and (at > 0 or begun.id in have_saved):
+            return replace(wish, reference="auto"), begun
+    return wish, None
+
+
 def run_of(evidence: Evidence) -> str | None:
     """Return the id of the run; None if neither this disk nor a mirror names one.
 
@@ -197,6 +234,7 @@ def run_of(evidence: Evidence) -> str | None:
     return next(iter(named), None)
 
 
+_ID_DIGITS = 8
 _NOT_BROUGHT = (Result.NOT_BROUGHT, Result.NO_ROOM, Result.STILL_FULL)
 
 
@@ -305,7 +343,7 @@ class _Start:
             raise explain.never_step_0(saved, asked=True)
         if self._unheard:
             raise explain.not_answering("A start over needs the answer of every mirror. ", self._unheard)
-        return Scratch(by_person=bool(saved or self._counted.heard), notices=self.said())
+        return Scratch(by_person=self._wish.force or bool(self._counted.heard), notices=self.said())
 
     def _step_0(self) -> Move:
         if self._wish.reference != "auto":
@@ -425,7 +463,7 @@ class _Start:
         if earlier is None:
             obstacle = "there is no earlier save"
         elif earlier.save_id in chosen_saves(heard):
-            obstacle = f"the run has gone back to step {earlier.step} before"
+            obstacle = f"the run was taken back to step {earlier.step} before"
         elif self._unheard or any(one.hindrance for one in self._problems):
             obstacle = "to go back, every mirror has to answer and every save to be readable"
         elif not any(self._is_left(one, row) for one in candidates if one.save == earlier for row in one.rows):
@@ -488,7 +526,7 @@ class _Start:
         return attempt.number if attempt is not None else -1, save.number
 
     def _by_id(self, reference: str) -> SaveFacts:
-        if len(reference) < 8 or not set(reference) <= set("0123456789abcdef"):
+        if len(reference) < _ID_DIGITS or not set(reference) <= set("0123456789abcdef"):
             raise explain.unknown_reference(reference)
         found = [save for save in self._counted.saves if save.save_id.startswith(reference)]
         if len(found) > 1:
@@ -731,6 +769,16 @@ def _of_run(evidence: Evidence, run_id: str | None) -> Evidence:
 
 def _is_of(outcome: Outcome, candidate: _Candidate, row: Row) -> bool:
     return (outcome.save_id, outcome.kind, outcome.place) == (candidate.save.save_id, candidate.kind, row.place)
+
+
+def _began_at(attempt: Attempt, reference: str | int) -> bool:
+    """Whether an attempt started at this step, save id or "scratch"."""
+    parent = attempt.parent
+    if parent is None or reference == "scratch":
+        return parent is None and reference == "scratch"
+    if isinstance(reference, int):
+        return parent.step == reference
+    return len(reference) >= _ID_DIGITS and parent.save_id.startswith(reference)
 
 
 def _age(attempt: Attempt) -> tuple[int, str]:

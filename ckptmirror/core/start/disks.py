@@ -171,7 +171,7 @@ def _problems(parts: Mapping[str, Sequence[Part]], whole: Mapping[str, Iterable[
             unit = "rank" if _is_snapshot(found) else "node"
             numbers = ", ".join(map(str, absent[:_NAMED])) + (", ..." if len(absent) > _NAMED else "")
             which = f"{unit}{'s' if len(absent) > 1 else ''} {numbers}"
-            why = f"{found[0].of} {unit}s saved it, and no disk of this job has what {which} wrote"
+            why = f"{found[0].of} {unit}s saved it, and no disk of this job has what {which} of those wrote"
         else:
             faulty = min((part for part in found if part.why), key=lambda part: part.hindrance, default=found[0])
             name, why, hindrance = faulty.name, faulty.why, faulty.hindrance

@@ -35,6 +35,7 @@ __all__ = [
     "NOT_CONFIGURED",
     "Notice",
     "emergency_needs_ranks",
+    "goes_on",
     "missing_step",
     "missing_word",
     "named",
@@ -143,6 +144,18 @@ def emergency_needs_ranks(step: int, saved_by: int, ranks: int) -> RefusedOnlyCo
         f"its own, so only that many can load it; this start has {ranks}. Continuing from an older save would leave "
         "it behind.",
         hint=f"Start with {saved_by} ranks, or go back on purpose with policy=<step>.",
+    )
+
+
+def goes_on(fork: Attempt) -> str:
+    """Return the notice of a start that goes on with what a person began where it was asked to begin."""
+    at, again = "at step 0", "`ckptmirror rewind --scratch`"
+    if fork.parent is not None:
+        at = f"from step {fork.parent.step}"
+        again = f"`ckptmirror rewind --save {fork.parent.save_id[:8]}`, or give force=True once"
+    return (
+        f"{named(fork)} began {at}, as this start was asked to, and the run continues what it began, as if the same "
+        f"command was started again. To begin {at} once more, run {again}"
     )
 
 

@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UsageError
 from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.stages import NO_STAGES, Stages
-from ckptmirror.core.tensor_lists import lost_lists
+from ckptmirror.core.tensor_lists import is_proof, lost_lists
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
 from ckptmirror.flow.fetch.load import meta_of
 from ckptmirror.flow.fetch.loaded_check import check_loaded, not_proved
@@ -56,7 +56,8 @@ class ResumeInfo:
     Attributes:
         step: The step of the save that was loaded.
         kind: The kind that was loaded.
-        place: ``"disk"``, or the URL of the mirror or the persistent directory that it was brought from.
+        place: ``"disk"``, or the URL of the mirror or the persistent directory that it was brought from. Of a ``load``:
+            the path, or the mirror's URL.
         loaded: Parts of the state that were loaded.
         missing: Parts of the state that the save does not hold, or that ``exclude`` left out.
         passed_over: Newer saves and copies that could not be used or that no list names, and mirrors that did not
@@ -118,12 +119,15 @@ def load_state(
         report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
         if meta is not None and options.verify_loaded:  # on every rank: the copies of two nodes may have other lists
             listed = replace(meta, artifacts=()) if lost_lists(meta) else meta
-            check_loaded(place, listed, given.kind, state, ranks, report, options.rules)
+            not_compared = check_loaded(place, listed, given.kind, state, ranks, report, options.rules)
+            report = replace(report, missing=report.missing + not_compared)
     not_wanted = left_out(state, options.exclude)
     for part in not_wanted:  # what is missing was logged where it was found
         save_logger(_log, given, rank=ranks.rank).warning("step %d: %s", given.step, part)
     missing = report.missing + not_wanted + (not_proved(meta) if meta is not None else ())
-    return ResumeInfo(given.step, given.save_id or "", given.kind, str(given.path), report.loaded, missing, ())
+    return ResumeInfo(
+        given.step, given.save_id or "", given.kind, str(given.path or given.dir), report.loaded, missing, ()
+    )
 
 
 class _Found(NamedTuple):
@@ -157,8 +161,8 @@ def _check_same(resolved: Sequence[CheckpointReference]) -> None:
 
 
 def check_share(root: Path, ranks: Ranks, artifacts: Sequence[Artifact]) -> Fault | None:
-    """Verify every n-th artifact, and return the first fault. The ranks of a node together verify all."""
-    share = artifacts[ranks.local_rank :: ranks.local_world_size]
+    """Verify every n-th artifact that a load needs, and return the first fault. The ranks of a node verify all."""
+    share = [one for one in artifacts if not is_proof(one)][ranks.local_rank :: ranks.local_world_size]
     faults = read_all([FileToRead(root / artifact.path, artifact.digest, cached=True) for artifact in share])
     for artifact, found in zip(share, faults, strict=True):
         if found is not None:
@@ -212,10 +216,21 @@ def load_kind(
 def _resolve(root: Path, reference: Reference, exclude: frozenset[str]) -> CheckpointReference:
     if isinstance(reference, bool):
         raise UsageError(f"{reference!r} is not a reference.")
-    if isinstance(reference, int):
+    is_of_root = isinstance(reference, int) or reference == "latest"
+    try:
+        if not isinstance(reference, int):
+            return resolve_for_load(root if is_of_root else reference, exclude)
         meta, kind = choose(local_catalog(root).without(exclude), reference, staged=True)
         return CheckpointReference(root, meta.step, kind, meta.save_id, main_path(root, meta, kind))
-    return resolve_for_load(root if reference == "latest" else reference, exclude)
+    except CheckpointNotFound as error:
+        if is_of_root and any(
+            one.meta is not None and one.meta.nodes > 1 for one in local_catalog(root).problems.values()
+        ):
+            error.hint = (
+                "A node's disk has only the files of its own ranks. Give the URL of a mirror, such as "
+                "gs://bucket/run/dcp_000200, or stage the save on every node: `ckptmirror stage --step N --kind KIND`."
+            )
+        raise
 
 
 def _verified(ranks: Ranks, found: CheckpointReference, exclude: frozenset[str]) -> Meta:

@@ -5,15 +5,16 @@ Rules:
   the same topology nothing is sent but the verdicts. Otherwise the pieces go to rank 0, which reads the lists of all.
 * What each rank had of its own (``core.per_rank``) is compared with the list of the rank of its number alone.
 * All ranks get one verdict, so that all of them raise, or none does.
+* A list that is lost or damaged proves nothing, and that is said.
 * What a module of another layout version may have migrated is not compared, nor is what no list here has.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptmirror.core.errors import IntegrityError, LoadDiffers
 from ckptmirror.core.model import Artifact, Kind, Meta
@@ -33,6 +34,20 @@ __all__ = ["check_loaded", "not_proved"]
 
 _log = logging.getLogger("ckptmirror.load")
 _NAMED = 8
+
+
+class _Verdict(NamedTuple):
+    """What a rank found.
+
+    Attributes:
+        differ: The names of tensors that are not what was saved.
+        is_open: Whether there are tensors that only the lists of all ranks can tell about.
+        not_read: Why lists could not be read.
+    """
+
+    differ: tuple[str, ...]
+    is_open: bool
+    not_read: tuple[str, ...]
 
 
 def not_proved(meta: Meta) -> tuple[str, ...]:
@@ -55,8 +70,11 @@ def check_loaded(
     ranks: Ranks,
     report: LoadReport,
     rules: NameRules = ALL_NAMES,
-) -> None:
+) -> tuple[str, ...]:
     """Compare the live tensors of all ranks with the lists of a save.
+
+    Returns:
+        Lines about what could not be compared, which are logged; the same on all ranks.
 
     Args:
         root: The directory with the files.
@@ -74,24 +92,32 @@ def check_loaded(
 
     lists = lists_of(meta, kind)
 
+    unread: dict[str, None] = {}
+
     def read(of: Iterable[Artifact]) -> Iterator[list[Summed]]:
-        return (under_rules(_read(root, meta, one), rules, are_saved=True) for one in of)
+        for one in of:
+            try:
+                yield under_rules(read_tensor_list(root, one), rules, are_saved=True)
+            except IntegrityError as error:
+                unread[error.message.replace(f"{root}/", "")] = None
+                yield []
 
     live: list[Summed] = []
     found = Compared((), ())
 
-    def compare_own() -> tuple[tuple[str, ...], bool]:
+    def compare_own() -> _Verdict:
         nonlocal live, found
         live = under_rules(live_sums(state, report.loaded), rules, are_saved=False) if lists else []
         own, first = (next(read([lists[rank]])) if rank in lists else [] for rank in (ranks.rank, 0))
         live, near = of_rank(live, own, first)
         found = compare(live, near)
-        return _not_migrated(root, meta, kind, state, ranks, found.differ)[:_NAMED], bool(found.cut_otherwise)
+        differ = _not_migrated(root, meta, kind, state, ranks, found.differ)[:_NAMED]
+        return _Verdict(differ, bool(found.cut_otherwise), tuple(unread))
 
     verdicts = exchange_result(ranks, compare_own, what="compare what was loaded")
-    differ = [(rank, name) for rank, (names, _) in enumerate(verdicts) for name in names]
-    not_compared = 0
-    if not differ and any(is_open for _, is_open in verdicts):
+    differ = [(rank, name) for rank, one in enumerate(verdicts) for name in one.differ]
+    not_compared, not_read = 0, [why for one in verdicts for why in one.not_read]
+    if not differ and any(one.is_open for one in verdicts):
         is_cut = set(found.cut_otherwise)
 
         def pieces() -> tuple[tuple[str, ...], list[Summed]]:
@@ -100,21 +126,38 @@ def check_loaded(
 
         sent = gather_result(ranks, pieces, what="send the sums of what was loaded", to="first")
 
-        def compare_all() -> tuple[tuple[str, ...], int]:
+        def compare_all() -> tuple[tuple[str, ...], int, tuple[str, ...]]:
             if ranks.rank != 0:
-                return (), 0
+                return (), 0, ()
             names = {name for open_here, _ in sent.values() for name in open_here}
             of_all = ([piece for piece in of_one if not piece.per_rank] for of_one in read(lists.values()))
             whole = compare_whole([pieces for _, pieces in sent.values()], of_all, names)
-            return _not_migrated(root, meta, kind, state, ranks, whole.differ)[:_NAMED], len(whole.cut_otherwise)
+            differ = _not_migrated(root, meta, kind, state, ranks, whole.differ)[:_NAMED]
+            lacks_lists = bool(lists) and len(lists) < meta.world_size
+            return differ, len(whole.cut_otherwise) if lacks_lists else 0, tuple(unread)
 
-        names, not_compared = exchange_result(ranks, compare_all, what="compare the tensors that are cut otherwise")[0]
+        names, not_compared, why = exchange_result(ranks, compare_all, what="compare the tensors cut otherwise")[0]
         differ = [(-1, name) for name in names]
+        not_read += why
     if differ:
         raise LoadDiffers(f"After the load of step {meta.step}, memory does not hold what was saved: {_words(differ)}.")
-    if lists and ranks.is_leader:
-        more = f"; {not_compared} could not be compared" if not_compared else ""
-        save_logger(_log, meta).debug("step %d: %d tensors are as they were saved%s", meta.step, len(live), more)
+    lines = [f"tensors: {why} So what was loaded is not all proved to be what was saved" for why in _first(not_read)]
+    if not_compared and not not_read:
+        lines.append(
+            f"tensors: {not_compared} are cut otherwise than they were saved, and were not compared, since lists of "
+            "other ranks are not here"
+        )
+    for line in lines if ranks.is_leader else []:
+        save_logger(_log, meta).warning("step %d: %s", meta.step, line)
+    if lists and ranks.is_leader and not lines:
+        save_logger(_log, meta).debug("step %d: %d tensors are as they were saved", meta.step, len(live))
+    return tuple(lines)
+
+
+def _first(reasons: Collection[str]) -> list[str]:
+    """Return the first reason, and how many more there are."""
+    different = list(dict.fromkeys(reasons))
+    return [one + (f" ({len(different) - 1} more.)" if len(different) > 1 else "") for one in different[:1]]
 
 
 def _words(differ: Iterable[tuple[int, str]]) -> str:
@@ -139,12 +182,3 @@ def _not_migrated(
     extra_of = emergency_extra if kind == "emergency" else extra_tree
     migrated = migrated_names(state.model, extra_of(root, meta, LoadTarget(state, ranks.rank, ranks.world_size)) or {})
     return tuple(name for name in differ if not migrated(name))
-
-
-def _read(root: Path, meta: Meta, artifact: Artifact) -> list[Summed]:
-    """Read a rank's list; a broken one proves nothing, and what was loaded from whole files is not lost for it."""
-    try:
-        return read_tensor_list(root, artifact)
-    except IntegrityError as error:
-        save_logger(_log, meta).warning("step %d: what was loaded is not compared with it: %s", meta.step, error)
-        return []

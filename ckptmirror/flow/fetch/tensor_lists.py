@@ -1,7 +1,7 @@
 """The lists of tensors that ranks wrote beside a save, with a fingerprint of each: on this disk, or on a mirror.
 
 Rules:
-* A list is compared with its checksum before it is parsed. One that is gone counts as empty.
+* A list is compared with its checksum before it is parsed.
 * From a mirror only the lists come, not the tensors.
 """
 
@@ -38,13 +38,13 @@ def read_tensor_list(root: Path, artifact: Artifact) -> list[Summed]:
     """Read a rank's list.
 
     Raises:
-        IntegrityError: It is not what was saved, or no list.
+        IntegrityError: It is lost, or is not what was saved, or no list.
     """
     path = root / artifact.path
     try:
         data = files.read_limited(path, artifact.digest.size_bytes)
-    except FileNotFoundError:
-        return []
+    except FileNotFoundError as error:
+        raise IntegrityError(f"{path} is lost.") from error
     if len(data) != artifact.digest.size_bytes or crc32c(data) != artifact.digest.crc32c:
         raise IntegrityError(f"{path} is not what was saved.")
     try:

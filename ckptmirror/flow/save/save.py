@@ -77,6 +77,7 @@ class Saver:
         leader: Set on the node's leader.
         skipped: A list to which the saver adds saves that find the disk full.
         stages: The stage of each rank.
+        before_each: What this rank has to do before each save; if it fails, the save fails on all ranks.
 
     Attributes:
         last_step: The newest committed step, including the one resumed from; -1 at a start from scratch.
@@ -92,6 +93,8 @@ class Saver:
         leader: LeaderSide | None,
         skipped: list[SaveHandle],
         stages: Stages = NO_STAGES,
+        *,
+        before_each: Callable[[], None] | None = None,
     ) -> None:
         self.root = root
         self.run_id = run_id
@@ -103,6 +106,7 @@ class Saver:
         self._leader = leader
         self._skipped = skipped
         self._stages = stages
+        self._before_each = before_each
         self._copier: HostCopier | None = None
         self._in_flight: SaveHandle | None = None
         self._turn_lock = TurnLock()
@@ -169,6 +173,8 @@ class Saver:
     def _refuse(self, request: SaveRequest, earlier: SaveHandle | None) -> None:
         if earlier is not None:
             earlier.raise_unobserved()
+        if self._before_each is not None:
+            self._before_each()
         if request.step < self.last_step:
             raise StepBehind(
                 f"Step {request.step} is before step {self.last_step}, which is already saved: steps must increase.",

@@ -20,10 +20,22 @@ from ckptmirror.core.meta_merging import plain
 from ckptmirror.core.model import Attempt, Kind, Meta, new_id
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.attempts import claim_from
-from ckptmirror.core.start.decide import MakeRoom, Move, Outcome, Refuse, Result, Scratch, Try, Wish, next_move, run_of
+from ckptmirror.core.start.decide import (
+    MakeRoom,
+    Move,
+    Outcome,
+    Refuse,
+    Result,
+    Scratch,
+    Try,
+    Wish,
+    next_move,
+    run_of,
+    settled,
+)
 from ckptmirror.core.start.disks import never_whole
 from ckptmirror.core.start.evidence import DISK
-from ckptmirror.core.start.explain import Notice, with_root
+from ckptmirror.core.start.explain import Notice, goes_on, with_root
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
 from ckptmirror.flow.places.catalog import MetaCache
@@ -111,6 +123,16 @@ class Bringer:
         own = replace(own, catalog=own.catalog.without(self._without)) if self._without else own
         disks = [own, *self._others]
         return survey(disks, node.mirrors, persistent=self._persistent, cache=self._cache)
+
+    def settle(self) -> None:
+        """Go on with what a person began where this start is asked to begin, if somebody did."""
+        self._wish, begun = settled(self.seen.evidence, self._wish)
+        if begun is None:
+            return
+        self._log_once(Notice(with_root(goes_on(begun), str(self._node.root)), "warning"))
+        if self._without:  # no save is named any more
+            self._without = ()
+            self.seen = self._survey()
 
     def _report_silent(self) -> None:
         for row in self.seen.evidence.mirrors():

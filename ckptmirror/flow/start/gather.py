@@ -5,8 +5,9 @@ Rules:
   saved itself is linked there; the save on its disk is not changed, and is still what the node keeps and sends.
 * Only regular files that no link leads to are linked, copied or sent, and ``.metadata`` is compared with its checksum
   before it is read.
-* First come the files that every rank reads, and its own. Of a DCP directory, ``.metadata`` then tells which others a
-  node's ranks read, and these files whether a rank needs the extra state of others.
+* First come the files that every rank reads, its own, and the lists of tensors that prove the load, if they are
+  anywhere. Of a DCP directory, ``.metadata`` then tells which others a node's ranks read, and these files whether a
+  rank needs the extra state of others.
 * What a node lacks comes from a mirror, if one has the save; otherwise from the disks of the nodes that have it. The
   job's leader asks the mirror for the objects of all nodes at once.
 * A file that is sent goes from node to node, each passing on what it has just received: however many need it, no node
@@ -34,10 +35,10 @@ from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorage
 from ckptmirror.core.model import Artifact, Kind, Meta, new_id
 from ckptmirror.core.start.decide import Result
 from ckptmirror.core.start.sharing import Holding, Transfer
+from ckptmirror.core.tensor_lists import is_proof
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all, receive
 from ckptmirror.flow.fetch.destination import make_real_dirs
 from ckptmirror.flow.fetch.staging import check_space, incoming_of
-from ckptmirror.flow.fetch.tensor_lists import lists_of
 from ckptmirror.flow.places.catalog import local_catalog, objects_of
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.trash import empty_trash
@@ -118,20 +119,23 @@ class View:
         meta: The whole save, under its plain names.
         kind: The kind that will be loaded.
         ranks: The ranks whose extra state the ranks of this node read.
+        lists: The ranks whose lists of tensors they read.
         trusted: Whether the node's own files are taken as they are, for the vote to check. After that found one that is
             damaged, they are compared with their checksums here, so that only those that are whole are used.
     """
 
-    def __init__(self, root: Path, meta: Meta, kind: Kind, ranks: Collection[int], *, trusted: bool) -> None:
+    def __init__(
+        self, root: Path, meta: Meta, kind: Kind, ranks: Collection[int], lists: Collection[int], *, trusted: bool
+    ) -> None:
         self._root = root
         self._meta = meta
         self._trusted = trusted
         self._kind = kind
-        self._files = {one.path: one for one in meta.artifacts_of(kind) if _role_of(one.path) != "tensors"}
+        self._all = {one.path: one for one in meta.artifacts_of(kind)}
+        self._files = {path: one for path, one in self._all.items() if not is_proof(one) or one.rank in lists}
         self._has: set[str] = set()
         self.path = _view_of(root, meta)
         own = {rank if rank < meta.world_size else 0 for rank in ranks}  # one that the save did not have reads rank 0's
-        self._lists = {one.path: one for rank, one in lists_of(meta, kind).items() if rank in {0, *own}}
         self.needs: dict[str, Artifact] = {
             path: one
             for path, one in self._files.items()
@@ -189,11 +193,6 @@ class View:
             path: one for path, one in self._files.items() if paths is None or path in paths or path in self.needs
         }
 
-    @property
-    def lists(self) -> tuple[Artifact, ...]:
-        """The lists of tensors that this node has."""
-        return tuple(one for path, one in self._lists.items() if path in self._has)
-
     def got(self, paths: Iterable[str]) -> None:
         """Note that these files are in the view now."""
         self._has.update(paths)
@@ -209,8 +208,7 @@ class View:
         return Holding(frozenset(self._has), tuple(path for path in self.needs if path not in self._has))
 
     def _link_own(self) -> None:
-        # What no rank here reads may be sent to another node; a list of tensors is used if it is here, but not fetched.
-        wanted = {**self._files, **self._lists} if self._trusted else self.needs
+        wanted = self._all if self._trusted else self.needs  # what no rank here reads may be sent to another node
         metas = local_catalog(self._root, with_attempts=False).metas()
         listing = Listing(self._root)
         mine = {
@@ -347,7 +345,8 @@ def _receive(
     failures: list[CkptMirrorError] = []
     with contextlib.ExitStack() as opened:
         try:
-            path.unlink(missing_ok=True)
+            with explained("write", path):
+                path.unlink(missing_ok=True)
             descriptor = create_temporary(path)
             opened.callback(os.close, descriptor)
         except CkptMirrorError as error:

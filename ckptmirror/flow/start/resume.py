@@ -36,7 +36,7 @@ from ckptmirror.core.start.attempts import Claim
 from ckptmirror.core.start.decide import Result, Wish
 from ckptmirror.core.start.evidence import DISK
 from ckptmirror.core.start.sharing import Holding, fetched_by, transfers
-from ckptmirror.core.tensor_lists import lost_lists
+from ckptmirror.core.tensor_lists import is_list, lost_lists
 from ckptmirror.flow.fetch.load_state import ResumeInfo, check_share, load_kind, names_elsewhere
 from ckptmirror.flow.fetch.loaded_check import check_loaded, not_proved
 from ckptmirror.flow.retention.reconcile import forget_brought
@@ -115,6 +115,7 @@ def resume_run(
         reference, kind = settled_policy(node.root, policy)
         wish = Wish(reference, kind, force, ranks.world_size)
         bringer = Bringer(node, wish, bus, others, without=options.exclude)
+        bringer.settle()
         return True
 
     _meet_until_done(ranks, look if node is not None and ranks.rank == 0 else None, node, "look at every place")
@@ -156,7 +157,8 @@ def _load_first_sound(
         if proposal.meta is None:
             return proposal, None
         try:
-            place, verified = _verified_here(root, ranks, node, proposal, state, elsewhere)
+            whose_lists = _lists_to_read(ranks, proposal) if options.verify_loaded else frozenset()
+            place, verified = _verified_here(root, ranks, node, proposal, state, elsewhere, whose_lists)
             load = functools.partial(load_kind, place, verified, proposal.kind, state, ranks, options, elsewhere)
             report = _load_together(load, ranks, verified, state, options)
         except _CannotUse as found:
@@ -167,8 +169,20 @@ def _load_first_sound(
                 _discard_all(root, ranks, node, proposal.meta)
         else:
             if options.verify_loaded and not lost_lists(proposal.meta):
-                check_loaded(place, verified, proposal.kind, state, ranks, report, options.rules)
+                not_compared = check_loaded(place, verified, proposal.kind, state, ranks, report, options.rules)
+                report = replace(report, missing=report.missing + not_compared)
             return proposal, report
+
+
+def _lists_to_read(ranks: Ranks, proposal: Proposal) -> frozenset[int]:
+    """Return the ranks whose lists of tensors this node reads; rank 0 puts together what is cut for other ranks."""
+    meta, at_place = proposal.meta, proposal.at_place
+    assert meta is not None
+    if lost_lists(meta) or (at_place is not None and lost_lists(at_place)):
+        return frozenset()
+    if 0 in ranks.node_ranks and meta.world_size != ranks.world_size:
+        return frozenset(range(meta.world_size))
+    return frozenset({0, *ranks.node_ranks})
 
 
 class _CannotUse(Exception):
@@ -206,7 +220,13 @@ def _disks_of_others(ranks: Ranks, node: Node | None) -> list[DiskFacts]:
 
 
 def _gather(
-    root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, state: TrainState, elsewhere: frozenset[str]
+    root: Path,
+    ranks: Ranks,
+    node: Node | None,
+    proposal: Proposal,
+    state: TrainState,
+    elsewhere: frozenset[str],
+    whose_lists: frozenset[int],
 ) -> View:
     """Gather on each node the files that its ranks read.
 
@@ -219,7 +239,7 @@ def _gather(
         copy_back = functools.partial(bring_back, root, Path(proposal.place), at_place)
         _check_all(_meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
     whose = ranks.node_ranks if state.ema is None else (0, *ranks.node_ranks)  # rank 0 may have the only average
-    view = View(root, meta, proposal.kind, whose, trusted=proposal.place == DISK)
+    view = View(root, meta, proposal.kind, whose, whose_lists, trusted=proposal.place == DISK)
     _complete(ranks, node, proposal, view, view.begin)
     from ckptmirror.formats.base import LoadTarget
 
@@ -262,8 +282,8 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
         for rank in (rank for rank, one in fetched.items() if one.result is None):
             holdings[rank] = holdings[rank].with_files(to_fetch.get(rank, ()))
     plan, absent = transfers(holdings, sizes_bytes)
-    if absent:
-        raise _CannotUse(f"no node has {absent[0]}", Result.BROKEN)
+    if needed := [path for path in absent if not is_list(path) or proposal.kind == "emergency"]:
+        raise _CannotUse(f"no node has {needed[0]}", Result.BROKEN)
     if plan:
         channel = ranks.channel("files", more_s=relay_s(plan, sizes_bytes))
         try:
@@ -310,7 +330,13 @@ def _discard_all(root: Path, ranks: Ranks, node: Node | None, meta: Meta) -> Non
 
 
 def _verified_here(
-    root: Path, ranks: Ranks, node: Node | None, proposal: Proposal, state: TrainState, elsewhere: frozenset[str]
+    root: Path,
+    ranks: Ranks,
+    node: Node | None,
+    proposal: Proposal,
+    state: TrainState,
+    elsewhere: frozenset[str],
+    whose_lists: frozenset[int],
 ) -> tuple[Path, Meta]:
     """Return where a node has what its ranks read, and the save with these files alone, once all ranks verified theirs.
 
@@ -326,7 +352,7 @@ def _verified_here(
         _vote_on_bytes(root, ranks, verified.artifacts)
         return root, verified
     try:
-        view = _gather(root, ranks, node, proposal, state, elsewhere)
+        view = _gather(root, ranks, node, proposal, state, elsewhere, whose_lists)
         read = tuple(view.needs.values())
         _vote_on_bytes(view.path, ranks, read)
     except _CannotUse as found:
@@ -340,8 +366,9 @@ def _verified_here(
                 found.reason,
             )
         _discard_all(root, ranks, node, meta)
-        return _verified_here(root, ranks, node, replace(proposal, share_downloads=False), state, elsewhere)
-    return view.path, replace(meta, artifacts=(*read, *view.lists))
+        proposal = replace(proposal, share_downloads=False)
+        return _verified_here(root, ranks, node, proposal, state, elsewhere, whose_lists)
+    return view.path, replace(meta, artifacts=read)
 
 
 def _check_all(found: Mapping[int, Gathered]) -> None:
@@ -448,12 +475,14 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
 
 
 def _warn_about_latest(root: Path, chosen: Meta) -> None:
-    """Warn if ``latest`` names an older step: somebody may have re-pointed it to go back, but it is not followed."""
+    """Warn if ``latest`` names an older step than is here: somebody may have re-pointed it, but it is not followed."""
     try:
         named = names.parse_name((root / names.LATEST_NAME).readlink().name)
+        here = [names.parse_name(path.name) for path in root.iterdir()]
     except OSError:  # there is none, or it is not a link
         return
-    if named is not None and named.step is not None and named.step < chosen.step:
+    has_chosen = any(one is not None and one.role == "meta" and one.step == chosen.step for one in here)
+    if has_chosen and named is not None and named.step is not None and named.step < chosen.step:
         save_logger(_log, chosen).warning(
             "%s names step %d, and is not followed: training continues from step %d. To go back, stop it and %s.",
             root / names.LATEST_NAME,
@@ -477,7 +506,7 @@ def _report(
     if node is None:
         return
     meta = proposal.meta
-    if policy == "auto" and meta is not None:
+    if policy == "auto" and meta is not None and proposal.place == DISK:
         _warn_about_latest(node.root, meta)
     bus.emit(
         events.AttemptDecided(

@@ -39,7 +39,7 @@ from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.rewinding import Fork, fork_at
 from ckptmirror.core.start.attempts import count
-from ckptmirror.core.start.decide import Refuse, Result, Try, Wish, next_move, run_of
+from ckptmirror.core.start.decide import Refuse, Result, Scratch, Try, Wish, next_move, run_of
 from ckptmirror.core.start.explain import unknown_reference
 from ckptmirror.core.start.lineage import SaveFacts
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
@@ -60,7 +60,7 @@ __all__ = ["RewindPlan", "Rewound", "plan_rewind", "rewind"]
 
 _log = logging.getLogger("ckptmirror.rewind")
 _STARTS_LIMIT = 5
-_NO_SAVES = ("auto", "latest", "scratch")  # policies that name no save
+_NOT_BACK = ("auto", "latest")  # policies that do not go back
 OnBytes = Callable[[int, int], None]
 
 
@@ -69,13 +69,13 @@ class RewindPlan:
     """What a rewind would do.
 
     Attributes:
-        save: The save to go back to.
+        save: The save to go back to; None: the run starts over at step 0.
         places: Where it is whole: ``"disk"``, or a mirror's URL; best first.
         fork: The saves that it supersedes, and those that it puts back on the lineage.
         silent: Mirrors that do not answer, with the reason.
     """
 
-    save: SaveFacts
+    save: SaveFacts | None
     places: tuple[str, ...]
     fork: Fork
     silent: Mapping[str, str] = field(default_factory=dict)
@@ -87,7 +87,8 @@ class Rewound:
 
     Attributes:
         attempt: The number of the attempt that records it.
-        place: Where the copy came from: ``"disk"``, or a mirror's URL.
+        step: The step of the save; 0 with no ``save_id`` and no ``kind`` if the run starts over.
+        place: Where the copy came from: ``"disk"``, or a mirror's URL; "" for none.
         before: The newest whole save of the lineage before; a rewind to it undoes this one. None if there was none.
         recorded_on: The mirrors whose lists record it.
         unreachable: The mirrors that do not record it yet, with the reason.
@@ -96,7 +97,7 @@ class Rewound:
     attempt: int
     step: int
     save_id: str
-    kind: Kind
+    kind: Kind | None
     place: str
     fork: Fork
     before: SaveFacts | None
@@ -109,7 +110,7 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
 
     Args:
         root: The root that the trainer saves to, or will.
-        reference: A step of the lineage; or a save id (8 digits or more), also of a superseded save.
+        reference: A step of the lineage; a save id (8 digits or more), also of a superseded save; or ``"scratch"``.
         mirrors: URLs beside those that the root's table knows.
 
     Raises:
@@ -118,21 +119,23 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
         NoTable: No mirror is named, and there is no table that names one.
         ConfigError: Root and mirrors belong to different runs.
     """
-    if reference in _NO_SAVES:
+    if reference in _NOT_BACK:
         raise unknown_reference(str(reference))
     with _looking(root, mirrors) as (opened, table):
         seen = survey([look_at_disk(root, table, read_root_id(root))], opened)
     if run_of(seen.evidence) is None:
         where = ", ".join([str(root), *(mirror.url for mirror in opened)])
         raise CheckpointNotFound(f"{where} names no run.", hint="Check --root and --mirror.")
-    move = next_move(seen.evidence, Wish(reference))
+    move = next_move(seen.evidence, Wish(reference, force=True))
     if isinstance(move, Refuse):
         raise _with_verb(root, reference, seen, move.error)
+    silent = {row.place: row.why for row in seen.evidence.mirrors() if not row.answers}
+    if isinstance(move, Scratch):
+        return RewindPlan(None, (), _fork(seen, move), silent)
     assert isinstance(move, Try), "a save was named"
     rows = [row.place for row in seen.evidence.rows]
     there = {place for save_id, place in seen.metas if save_id == move.save.save_id}
     places = (move.place, *(place for place in rows if place in there and place != move.place))
-    silent = {row.place: row.why for row in seen.evidence.mirrors() if not row.answers}
     return RewindPlan(move.save, places, _fork(seen, move), silent)
 
 
@@ -156,13 +159,15 @@ def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirror
     return error
 
 
-def _fork(seen: Survey, move: Try) -> Fork:
-    """What an attempt from a save would change among all saves that a meta names, whole or not."""
+def _fork(seen: Survey, move: Try | Scratch) -> Fork:
+    """What an attempt from a save, or from step 0, would change among all saves that a meta names, whole or not."""
     counted = count(seen.evidence)
     facts = {save.save_id: save for save in counted.saves}
     for problem in (one for row in seen.evidence.answering() for one in row.problems if one.is_save):
         if problem.save is not None:
             facts.setdefault(problem.save.save_id, problem.save)
+    if isinstance(move, Scratch):
+        return fork_at(list(counted.known.values()), list(facts.values()), None, counted.counting)
     meta = seen.metas[(move.save.save_id, move.place)]
     attempts = [*counted.known.values(), *move.adopt]
     return fork_at(attempts, list(facts.values()), meta.ref, counted.counting)
@@ -176,11 +181,11 @@ def rewind(
     bus: events.EventBus | None = None,
     on_progress: OnBytes | None = None,
 ) -> Rewound:
-    """Record that the run continues from an older save.
+    """Record that the run continues from an older save, or starts over.
 
     Args:
         root: The root that the trainer saves to, or will.
-        reference: A step of the lineage; or a save id (8 digits or more), also of a superseded save.
+        reference: A step of the lineage; a save id (8 digits or more), also of a superseded save; or ``"scratch"``.
         mirrors: URLs beside those that the root's table knows.
         bus: Receives events about what is brought, what is broken, and the new attempt.
         on_progress: Called with bytes done and total bytes, first of a download, then of the check.
@@ -201,7 +206,7 @@ def rewind(
         node.prepare()
         bringer = Bringer(
             node,
-            Wish(reference),
+            Wish(reference, force=True),
             bus,
             on_progress=lambda at: (
                 on_progress(at.received_bytes + at.kept_bytes, at.total_bytes) if on_progress is not None else None
@@ -209,26 +214,28 @@ def rewind(
         )
         proposal, meta, claim, before, fork = _recorded(root, bringer, on_progress)
         forget_brought(root)
-        _point_latest_at(root, meta)
-        number = claim.attempt.number
+        if meta is not None:
+            _point_latest_at(root, meta)
+        number, save_id = claim.attempt.number, meta.save_id if meta is not None else ""
+        place = proposal.place if meta is not None else ""
         bus.emit(
             events.AttemptDecided(
                 attempt=number,
-                step=meta.step,
-                save_id=meta.save_id,
-                place=proposal.place,
+                step=meta.step if meta is not None else None,
+                save_id=save_id,
+                place=place,
                 duration_s=time.monotonic() - began,
             )
         )
         bus.emit(events.AttemptEnded(attempt=number, status="rewound"))
         return Rewound(
             attempt=number,
-            step=meta.step,
-            save_id=meta.save_id,
-            kind=proposal.kind,
-            place=proposal.place,
+            step=meta.step if meta is not None else 0,
+            save_id=save_id,
+            kind=proposal.kind if meta is not None else None,
+            place=place,
             fork=fork,
-            before=before if before is None or before.save_id != meta.save_id else None,
+            before=before if before is None or before.save_id != save_id else None,
             recorded_on=tuple(mirror.url for mirror in node.mirrors if mirror.url not in claim.unclaimed),
             unreachable=dict(claim.unclaimed),
         )
@@ -238,13 +245,12 @@ def rewind(
 
 def _recorded(
     root: Path, bringer: Bringer, on_progress: OnBytes | None
-) -> tuple[Proposal, Meta, RunClaim, SaveFacts | None, Fork]:
+) -> tuple[Proposal, Meta | None, RunClaim, SaveFacts | None, Fork]:
     """Record the decision once a copy is here; return it with the newest save before it and what it changes."""
     for _ in range(_STARTS_LIMIT):
         proposal, meta = _first_sound(root, bringer, on_progress)
         order = count(bringer.seen.evidence).order.in_order()
-        assert bringer.chosen is not None
-        fork = _fork(bringer.seen, bringer.chosen)
+        fork = _fork(bringer.seen, bringer.chosen or Scratch(by_person=True))
         try:
             return proposal, meta, bringer.claim(proposal), order[-1] if order else None, fork
         except StartOver as why:
@@ -252,8 +258,8 @@ def _recorded(
     raise Temporary("Other attempts of this run keep starting at the same time.", hint="Stop them first.")
 
 
-def _first_sound(root: Path, bringer: Bringer, on_progress: OnBytes | None) -> tuple[Proposal, Meta]:
-    """Bring one copy after another to this disk until every checksum of one is right.
+def _first_sound(root: Path, bringer: Bringer, on_progress: OnBytes | None) -> tuple[Proposal, Meta | None]:
+    """Bring one copy after another to this disk until every checksum of one is right; None if the run starts over.
 
     Raises:
         IntegrityError: Every copy is damaged.
@@ -261,7 +267,8 @@ def _first_sound(root: Path, bringer: Bringer, on_progress: OnBytes | None) -> t
     while True:
         proposal = bringer.next()
         meta = proposal.meta
-        assert meta is not None, "only a start over proposes none"
+        if meta is None:
+            return proposal, None
         artifacts = meta.artifacts_of(proposal.kind)
         total, done = sum(artifact.digest.size_bytes for artifact in artifacts), 0
 

@@ -76,7 +76,7 @@ def test_a_save_is_whole_in_the_kinds_that_all_its_parts_have(of: int, lies: lis
 
 def test_a_part_that_is_missing_is_named_by_its_node() -> None:
     (found,) = one_disk([disk(part(ONE, 0, 3)), disk()]).problems
-    assert "3 nodes saved it, and no disk of this job has what nodes 1, 2 wrote" in found.why
+    assert "3 nodes saved it, and no disk of this job has what nodes 1, 2 of those wrote" in found.why
     assert (found.step, found.save_id, found.save) == (100, "a1", ONE)
 
 
@@ -151,7 +151,7 @@ def test_a_start_takes_the_newest_save_that_is_whole_somewhere(
     assert (move.save, move.place) == chosen
     passed = [notice.line for notice in move.notices if notice.step == TWO.step]
     assert bool(passed) == (chosen[0] is ONE)
-    assert all("no disk of this job has what node 1 wrote" in line for line in passed)
+    assert all("no disk of this job has what node 1 of those wrote" in line for line in passed)
 
 
 def test_a_part_alone_is_given_up_only_if_no_other_place_can_have_the_rest() -> None:

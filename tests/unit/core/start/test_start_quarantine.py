@@ -99,7 +99,7 @@ CASES = [
     Case(
         "the run has gone back there before",
         [here(lists=[by("back", 0, after=a100, person=True), *ALL]), mirror(M, [a], [a100, a200])],
-        tries(a200, says="has gone back to step 100 before", **NOT_DECIDED),
+        tries(a200, says="was taken back to step 100 before", **NOT_DECIDED),
     ),
     Case(
         "another root's start came in between",
