@@ -19,6 +19,7 @@ __all__ = [
     "check_kinds_of_stages",
     "checked_kinds",
     "checked_limit",
+    "checked_loss",
     "checked_stage",
     "checked_step",
     "node_key",
@@ -117,6 +118,18 @@ def checked_limit(timeout_s: float) -> float:
         return above_0(timeout_s)
     except WrongValue as error:
         raise ConfigError(f"timeout_s {error.why} (seconds).", hint="Write timeout_s=600.0, for example.") from None
+
+
+def checked_loss(loss: float) -> float:
+    """Return a loss, which may be NaN or infinite.
+
+    Raises:
+        UsageError: It is not a number.
+    """
+    try:
+        return float(loss)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
+        raise UsageError(f"loss is a {type(loss).__name__}, not one number.", hint="Give loss.item().") from error
 
 
 def checked_step(step: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from ckptmirror.arguments import (
     check_kinds_of_stages,
     checked_kinds,
     checked_limit,
+    checked_loss,
     checked_stage,
     checked_step,
     node_key,
@@ -405,6 +407,28 @@ class CheckpointManager:
         self._snapshot_step = step
         return path
 
+    def report(self, step: int, loss: float) -> None:
+        """Tell that training has reached ``step``, and its loss there. Call it often, for example at each logged step.
+
+        From this the next starts know whether a save is good. If training reported a step, and then it diverged or died
+        before its next save, three times in a row from one save, that save is *quarantined*: ``resume`` goes back to
+        the save before it, once, and says so. Without reports no save is ever quarantined.
+
+        It never waits: what is new is written in the background. Only what the first rank of each node reports counts.
+
+        Args:
+            step: The step of training that was done.
+            loss: The loss, as a number that is on the host already: of a tensor, ``float`` waits for the device. If it
+                is NaN or infinite, this start has diverged, unless it saves all the same: better raise an error.
+
+        Raises:
+            UsageError: ``resume`` was not called, ``step`` is not a step, or ``loss`` is not a number.
+        """
+        self._started()
+        step, value = checked_step(step), checked_loss(loss)
+        if self._node is not None:
+            self._node.report(step, value)
+
     # -- look -----------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
@@ -462,6 +486,7 @@ class CheckpointManager:
             )
         self._closed = True
         stopped = stop is not None and stop.requested
+        failed = not stopped and _is_failure(sys.exc_info()[1])  # which is being handled around this call
         deadline = time.monotonic() + timeout_s
         if stop is not None and stopped:
             self.events.emit(stop_event(stop, self.ranks.rank))
@@ -481,7 +506,8 @@ class CheckpointManager:
             saving = self._saver is not None and self._saver.in_flight is not None
             try:
                 if self._node is not None:
-                    self._node.finish(max(0.0, deadline - time.monotonic()), stopped=stopped, saving=saving)
+                    left_s = max(0.0, deadline - time.monotonic())
+                    self._node.finish(left_s, stopped=stopped, saving=saving, failed=failed)
             except DeadlinePassed as error:
                 self._left_pending = error
                 raise
@@ -534,6 +560,7 @@ class CheckpointManager:
                 self._saver.wait_over(_LEAVING_TELL_S)
         if self._node is None:
             return
+        self._node.end_attempt(failed=_is_failure(getattr(sys, "last_value", None)))
         try:
             pending = self._node.durability().files
         except CkptMirrorError as error:
@@ -586,3 +613,8 @@ class CheckpointManager:
             raise UsageError(
                 "This manager is closed.", hint="Create a CheckpointManager again, and call resume() before save()."
             )
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    """Whether training ends because of an error that may be the fault of the save: not of a stop, nor of a place."""
+    return isinstance(error, Exception) and not isinstance(error, CkptMirrorError)

@@ -29,6 +29,8 @@ _COLUMNS = (*SAVE_COLUMNS, Column("AGE", only_for_people=True), Column("WHY"))
 def command(place: str | None, root: Path | None, mirror: str | None, as_json: bool) -> int:
     """List the saves of a directory or a mirror: current, replaced, superseded, and incomplete, with the reason.
 
+    It also says which save is quarantined: starts failed from it in a row, so a start goes back past it.
+
     Without DIR or URL, it lists the first mirror in the settings, else the root in the settings, else this directory.
 
     \b
@@ -79,4 +81,5 @@ def _facts(line: ListedCheckpoint) -> dict[str, Any]:
         "created_at_utc": line.created_at_utc,
         "staged_from": line.staged_from,
         "place": line.place,
+        "quarantined": line.quarantined,
     }

@@ -28,8 +28,10 @@ from ckptmirror.core.model import (
     KINDS,
     MAX_BLOCKS,
     MIN_BLOCK_SIZE_BYTES,
+    SIGNS,
     Artifact,
     Attempt,
+    AttemptHealth,
     AttemptList,
     Digest,
     Kind,
@@ -42,6 +44,8 @@ from ckptmirror.core.sealed_json import LIMIT_BYTES, VERSION, json_object, open_
 __all__ = [
     "attempts_from_bytes",
     "attempts_to_bytes",
+    "health_from_bytes",
+    "health_to_bytes",
     "is_signed",
     "meta_from_bytes",
     "meta_or_tombstone_from_bytes",
@@ -62,6 +66,9 @@ _META = "ckptmirror-meta"
 _TOMBSTONE = "ckptmirror-tombstone"
 _ATTEMPTS = "ckptmirror-attempts"
 _ATTEMPTS_VERSION = 2  # ckptmirror 0.1.0 wrote 1, which lacks required and completed, and less of each attempt
+_HEALTH = "ckptmirror-health"
+_HEALTH_KEPT = 256  # attempts: enough for any row of starts that fail
+_MAX_SIGNS = 64
 _SIGNED = 1  # added to the version of a document with a signature, or with a proof
 _HASH_BYTES = 32
 _MAX_MIRRORS = 1000
@@ -413,6 +420,42 @@ def _save_ref(fields: Fields) -> SaveRef:
     )
     fields.end()
     return ref
+
+
+def health_to_bytes(health: AttemptHealth) -> bytes:
+    """Return the one JSON form of the signs of the newest attempts.
+
+    Raises:
+        BrokenMeta: It could not be read back.
+    """
+    newest = list(health.signs.items())[-_HEALTH_KEPT:]
+    document = {
+        "run_id": health.run_id,
+        "attempts": [{"id": one, "signs": sorted(signs)} for one, signs in newest],
+    }
+    return _sealed(_HEALTH, document, _health_from_fields)
+
+
+def health_from_bytes(data: bytes) -> AttemptHealth:
+    """Read the signs of attempts; those of a later version are left out.
+
+    Raises:
+        BrokenMeta: It is not valid.
+    """
+    return _health_from_fields(_opened(data, _HEALTH)[1])
+
+
+def _health_from_fields(fields: Fields) -> AttemptHealth:
+    run_id = fields.id("run_id")
+    items = fields.array("attempts", _HEALTH_KEPT)
+    fields.end()
+    signs = {}
+    for index, item in enumerate(items):
+        entry = Fields(item, f"attempts[{index}]")
+        said = entry.array("signs", _MAX_SIGNS)
+        signs[entry.id("id")] = frozenset(sign for sign in SIGNS if sign in said)
+        entry.end()
+    return AttemptHealth(run_id, signs)
 
 
 def _sealed(name: str, document: dict[str, Any], read: Callable[[Fields], object], version: int = VERSION) -> bytes:

@@ -18,13 +18,16 @@ __all__ = [
     "MAX_BLOCKS",
     "MIN_BLOCK_SIZE_BYTES",
     "SAVED_KINDS",
+    "SIGNS",
     "Artifact",
     "Attempt",
+    "AttemptHealth",
     "AttemptList",
     "Digest",
     "Kind",
     "Meta",
     "SaveRef",
+    "Sign",
     "Tombstone",
     "new_id",
 ]
@@ -32,6 +35,8 @@ __all__ = [
 Kind = Literal["dcp", "model", "emergency"]
 KINDS: tuple[Kind, ...] = ("dcp", "model", "emergency")
 SAVED_KINDS: tuple[Kind, ...] = ("dcp", "model")
+Sign = Literal["reported", "diverged", "ended", "saved"]
+SIGNS: tuple[Sign, ...] = ("reported", "diverged", "ended", "saved")
 
 ALL_NODES = -1  # the ``node`` of a meta merged from the parts of several nodes
 MIN_BLOCK_SIZE_BYTES = 4 * 1024 * 1024
@@ -115,6 +120,24 @@ class AttemptList:
     required: tuple[str, ...] = ()
     completed: tuple[str, ...] = ()
     forgotten: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptHealth:
+    """Content of ``.ckptmirror/health.json``: how far attempts of this root got. Only the newest are kept.
+
+    Attributes:
+        signs: For each attempt, by id, oldest first: whether it ``reported`` a step of training; whether it
+            ``diverged``, that is, reported a loss that is not finite; whether it ``ended`` in order, or ``saved``. The
+            last two are recorded only of one that reported.
+    """
+
+    run_id: str
+    signs: Mapping[str, frozenset[Sign]] = field(default_factory=dict)
+
+    def with_sign(self, attempt: str, sign: Sign) -> AttemptHealth:
+        """Return this with one sign more."""
+        return replace(self, signs={**self.signs, attempt: self.signs.get(attempt, frozenset()) | {sign}})
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ __all__ = [
     "ATTEMPTS_NAME",
     "CONTROL_DIR",
     "EVENTS_NAME",
+    "HEALTH_NAME",
     "LATEST_NAME",
     "LOCK_NAME",
     "MAX_STEP",
@@ -39,6 +40,8 @@ __all__ = [
     "SaveName",
     "build_name",
     "check_relative_path",
+    "diverged_attempt",
+    "diverged_name",
     "emergency_dir_name",
     "emergency_meta_name",
     "is_tmp_name",
@@ -57,6 +60,7 @@ __all__ = [
 CONTROL_DIR = ".ckptmirror"
 ATTEMPTS_NAME = f"{CONTROL_DIR}/attempts.json"
 MET_NAME = f"{CONTROL_DIR}/met.json"  # the attempts that fenced one of this root
+HEALTH_NAME = f"{CONTROL_DIR}/health.json"  # how far attempts of this root got
 STATUS_NAME = f"{CONTROL_DIR}/status.json"
 TABLE_NAME = f"{CONTROL_DIR}/uploads.db"
 TABLE_NOTE_NAME = f"{CONTROL_DIR}/table.json"  # where the table is, if elsewhere
@@ -67,6 +71,7 @@ OLDER_EVENTS_NAME = f"{CONTROL_DIR}/events.older.jsonl"
 LATEST_NAME = "latest"
 WRITER_NAME = "writer.json"  # on a mirror
 PARTS_DIR = "parts"  # on a mirror
+HEALTH_DIR = "health"  # on a mirror
 PINS_DIR = "pins"  # on a mirror
 
 NO_TIME = "19700101T000000Z"  # in the name of a snapshot's directory that has no time
@@ -117,6 +122,7 @@ _SOURCES: tuple[tuple[Role, str], ...] = (
 )
 _PATTERNS = tuple((role, re.compile(source, re.ASCII)) for role, source in _SOURCES)
 _TMP = re.compile(r"(?P<final>.+)\.(?P<save>[0-9a-f]{8})\.tmp", re.ASCII)
+_DIVERGED = re.compile(rf"{HEALTH_DIR}/([0-9a-f]{{32}})\.diverged", re.ASCII)
 _TAG_ONLY = re.compile(r"[0-9a-f]{8}", re.ASCII)
 _SAVE_ID_START = re.compile(r"[0-9a-f]{8,}", re.ASCII)
 _UTC_ONLY = re.compile(_UTC, re.ASCII)
@@ -223,6 +229,17 @@ def part_name(step: int, save_id: str, part: int, parts: int) -> str:
     if not 1 <= _checked_number("part", part) <= parts:
         raise UsageError(f"Part {part} of {parts} does not exist: parts count from 1.")
     return f"{parts_prefix(step, save_id)}{part:05d}-of-{parts:05d}.json"
+
+
+def diverged_name(attempt: str) -> str:
+    """Return ``health/<attempt id>.diverged``: an object that says of an attempt that its loss was not finite."""
+    return f"{HEALTH_DIR}/{attempt}.diverged"
+
+
+def diverged_attempt(name: str) -> str | None:
+    """Return the id of the attempt of which an object says that; None if it is another object."""
+    match = _DIVERGED.fullmatch(name)
+    return match[1] if match is not None else None
 
 
 def parts_prefix(step: int, save_id: str) -> str:

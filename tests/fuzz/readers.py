@@ -32,6 +32,8 @@ from ckptmirror.config import load_settings
 from ckptmirror.core import names, signing
 from ckptmirror.core.codec import (
     attempts_from_bytes,
+    health_from_bytes,
+    health_to_bytes,
     meta_from_bytes,
     meta_or_tombstone_from_bytes,
     meta_to_bytes,
@@ -50,7 +52,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.journal import entries_from_lines
 from ckptmirror.core.legacy_meta import legacy_meta_from_bytes
-from ckptmirror.core.model import Digest, Kind, Meta, Tombstone
+from ckptmirror.core.model import SIGNS, AttemptHealth, Digest, Kind, Meta, Tombstone
 from ckptmirror.core.sealed_json import seal
 from ckptmirror.core.tensor_proof import read_list
 from ckptmirror.flow.places.attempt_lists import attempts_here
@@ -173,6 +175,11 @@ def _of_json(run: _Run) -> Iterator[Reader]:
         mutate=change_json,
     )
     yield Reader("list of attempts", lists, attempts_from_bytes, (BrokenMeta,), mutate=change_json)
+    health = [health_to_bytes(AttemptHealth("4" * 32, {"6" * 32: frozenset(SIGNS), "7" * 32: frozenset()}))]
+    yield Reader("health of attempts", health, health_from_bytes, (BrokenMeta,), mutate=change_json)
+    yield Reader(
+        "health of attempts, resealed", health, health_from_bytes, (BrokenMeta,), prepare=_sealed, mutate=change_json
+    )
     tensors = [path.read_bytes() for path in (*run.root.glob("tensors_*"), *run.root.glob("emergency*/tensors_*"))]
     yield Reader("list of tensors", tensors, read_list, (BrokenMeta,), mutate=change_json)
     yield Reader(

@@ -259,6 +259,7 @@ def test_the_names_on_disk_are_those_that_the_code_makes():
         names.SaveName(1234567).model,
         names.ATTEMPTS_NAME,
         names.MET_NAME,
+        names.HEALTH_NAME,
         names.STATUS_NAME,
         names.TABLE_NAME,
         f"{names.TABLE_NAME}-reserve",
@@ -269,13 +270,14 @@ def test_the_names_on_disk_are_those_that_the_code_makes():
         names.EVENTS_NAME,
         names.OLDER_EVENTS_NAME,
         names.WRITER_NAME,
+        names.diverged_name("5f0c9a2e" * 4),
         names.part_name(200, "1f0c9a2e" + "0" * 24, 1, 2),
         names.tmp_name(plain.model, "1f0c9a2e" + "0" * 24),
     }
     listed = {row[0].strip("`") for row in rows((REFERENCE / "on-disk.md").read_text())}
     assert listed == made
     for name in listed:
-        if not name.startswith(names.CONTROL_DIR) and name != names.WRITER_NAME:
+        if not name.startswith((names.CONTROL_DIR, names.HEALTH_DIR)) and name != names.WRITER_NAME:
             assert names.parse_name(name) is not None, name
 
 

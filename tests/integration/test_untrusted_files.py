@@ -171,6 +171,7 @@ def test_a_json_file_of_a_terabyte_is_not_read(name: str, tmp_path: Path) -> Non
 
 NOTES = [
     names.STATUS_NAME,
+    names.HEALTH_NAME,
     names.LOCK_NAME,
     names.EVENTS_NAME,
     BRINGING_NAME,

@@ -158,7 +158,10 @@ class Histories(Uploads):
             where = "+".join(map(str, nodes))
             what = f"{attempt} on {where} chooses {named(choice.parent)}{' by a person' if choice.by_person else ''}"
             after = state._replace(started=state.started + 1)
-            yield Step(what, with_actor(after, actor), self._wrong_choice(state, sight, choice))
+            wrong = self._wrong_choice(state, sight, choice)
+            if wish == AUTO and choice.by_person and choice.parent is not None and not self.world.rots:
+                wrong = wrong or self._wrong_way_back(state, sight, choice.parent)
+            yield Step(what, with_actor(after, actor), wrong)
 
     def _wishes(self, state: State, sight: Sight) -> list[Wish]:
         wishes = [AUTO]
@@ -195,6 +198,26 @@ class Histories(Uploads):
         """Each node's vote on a save that it reads from its disk."""
         return [save.save_id not in disk.rotten for disk in sight.disks]
 
+    def _wrong_way_back(self, state: State, sight: Sight, parent: SaveFacts) -> str:
+        """What is wrong about a start that went back by itself."""
+        if any(mirror is None for mirror, url in zip(sight.mirrors, URLS, strict=True) if url in state.configured):
+            return "a start goes back by itself while a mirror is silent"
+        known = {one.id: one for place in (*sight.disks, *sight.mirrors) if place is not None for one in place.listed}
+        if any(one.by_person and one.parent == ref_of(parent) for one in known.values()):
+            return "a start goes back by itself a second time to one save"
+        order = rules.count(self._evidence(sight)).order.in_order()
+        if parent.step + 1 != order[-1].step:
+            return "a start goes back by itself by more than one step"
+        left = ref_of(order[-1])
+        saved = {save.attempt for save in self._whole_saves(sight.disks)}
+        saved |= {save.attempt for mirror in sight.mirrors if mirror is not None for save in mirror.saves}
+        failed = {one for disk in sight.disks for one in disk.reported}
+        failed -= {one for disk in sight.disks for one in disk.ended}
+        failed |= {one for mirror in sight.mirrors if mirror is not None for one in mirror.diverged}
+        if not [one for one in known.values() if one.parent == left and one.id in failed - saved]:
+            return "a start goes back by itself from a save that no start failed from"
+        return ""
+
     def _wrong_choice(self, state: State, sight: Sight, choice: Choice) -> str:
         if choice.parent is not None:
             if choice.place == DISK and any(choice.parent.save_id in disk.rotten for disk in sight.disks):
@@ -223,6 +246,8 @@ class Histories(Uploads):
             yield from self._claims_root(state, actor)
             return
         yield Step(f"{actor.attempt} dies", without(state, actor))
+        if self.world.reports and actor.phase == "runs":
+            yield from self._reports(state, actor)
         if self.world.survives and actor.phase != "claims" and len(actor.nodes) > 1:
             for node in actor.nodes:
                 yield Step(f"node {node} of {actor.attempt} dies", left_by(state, actor, node))
@@ -236,6 +261,22 @@ class Histories(Uploads):
             yield from self._commits(state, actor)
         else:
             yield from self._runs(state, actor)
+
+    def _reports(self, state: State, actor: Actor) -> Iterator[Step]:
+        one, after = frozenset({actor.attempt}), state
+        if actor.attempt not in state.disks[actor.nodes[0]].reported:
+            for node in actor.nodes:
+                after = put_disk(after, node, after.disks[node]._replace(reported=after.disks[node].reported | one))
+            yield Step(f"{actor.attempt} reports a step", after)
+        else:
+            for node in actor.nodes:
+                after = put_disk(after, node, after.disks[node]._replace(ended=after.disks[node].ended | one))
+            yield Step(f"{actor.attempt} ends", without(after, actor))
+            mirrors = tuple(
+                mirror._replace(diverged=mirror.diverged | one) if index in self._answering(state) else mirror
+                for index, mirror in enumerate(state.mirrors)
+            )
+            yield Step(f"{actor.attempt} diverges", without(state, actor)._replace(mirrors=(mirrors[0], mirrors[1])))
 
     def _claims_root(self, state: State, actor: Actor) -> Iterator[Step]:
         assert actor.choice is not None
@@ -381,6 +422,8 @@ class Histories(Uploads):
                 continue
             if choice is None:
                 return "a start waits for ever"
+            if choice.parent is not None and choice.by_person and not self.world.rots:
+                continue  # it goes back by itself: judged where it starts
             if choice.parent != (stands[-1] if stands else None):
                 return "starts disagree with what stands on the mirrors, when all is drained"
             if (

@@ -48,6 +48,7 @@ class World:
         survives: The other nodes of a job go on when one dies: they commit on their disks what was agreed, and upload.
         rots: A part on a disk may be damaged, once.
         sends_files: The files of a part are sent in a step of their own, before the part.
+        reports: An attempt may report a step of training; then it may diverge, or end in order.
         attempts: How many starts there are at most.
     """
 
@@ -66,6 +67,7 @@ class World:
     survives: bool = False
     rots: bool = False
     sends_files: bool = False
+    reports: bool = False
     attempts: int = 3
     last_step: int = 3
 
@@ -79,6 +81,8 @@ class Disk(NamedTuple):
         rotten: The ids of the saves of which the part here is damaged.
         skipped: The ids of the saves whose parts here are given up.
         jobs: The identities of the jobs of several nodes that this root was one of.
+        reported: The ids of the attempts that reported a step of training here.
+        ended: The ids of those that ended in order here.
     """
 
     root: str = ""
@@ -93,6 +97,8 @@ class Disk(NamedTuple):
     rotten: frozenset[str] = frozenset()
     skipped: frozenset[str] = frozenset()
     jobs: frozenset[str] = frozenset()
+    reported: frozenset[str] = frozenset()
+    ended: frozenset[str] = frozenset()
 
 
 class Mirror(NamedTuple):
@@ -101,6 +107,7 @@ class Mirror(NamedTuple):
     Attributes:
         files: The save id and the share of each part whose files are there.
         parts: The object's name, the save and the share of each part.
+        diverged: The ids of the attempts that diverged.
     """
 
     run: str | None = None
@@ -109,6 +116,7 @@ class Mirror(NamedTuple):
     saves: frozenset[SaveFacts] = frozenset()
     files: frozenset[tuple[str, int]] = frozenset()
     parts: frozenset[tuple[str, SaveFacts, int]] = frozenset()
+    diverged: frozenset[str] = frozenset()
 
 
 Disks = tuple[Disk, ...]
@@ -274,7 +282,13 @@ def _voices(one: Attempt, disk: Disk, made: set[str]) -> dict[Voice, bool]:
         Voice.COMPLETED: one.id in disk.completed,
         Voice.UPLOADED: one.id in disk.uploaded,
         Voice.FENCED_US: one in disk.met,
+        Voice.REPORTED: one.id in disk.reported,
+        Voice.ENDED: one.id in disk.ended,
     }
+
+
+def _voices_there(one: Attempt, mirror: Mirror, saved: set[str]) -> dict[Voice, bool]:
+    return {Voice.CLAIMED: True, Voice.COUNTS: one.id in saved, Voice.DIVERGED: one.id in mirror.diverged}
 
 
 @functools.cache
@@ -289,7 +303,7 @@ def _mirror_row(url: str, mirror: Mirror, was_required: bool) -> Row:
         run_id=mirror.run,
         names_required=mirror.required,
         heard=tuple(
-            Heard(one, frozenset({Voice.CLAIMED, Voice.COUNTS} if one.id in saved else {Voice.CLAIMED}))
+            Heard(one, frozenset(voice for voice, holds in _voices_there(one, mirror, saved).items() if holds))
             for one in in_order(mirror.listed)
         ),
         copies=tuple(Copy(save, Origin.REMOTE) for save in sorted(mirror.saves, key=lambda save: save.save_id)),

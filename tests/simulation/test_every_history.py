@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptmirror.core import meta_merging, names
-from ckptmirror.core.start import attempts, decide, disks
+from ckptmirror.core.start import attempts, decide, disks, quarantine
 from ckptmirror.core.start.lineage import SaveFacts
 from tests.simulation import small_histories, small_uploads, small_world
 from tests.simulation.explorer import explore, wander
@@ -32,6 +32,8 @@ WORLDS = {
     "a mirror is left out": replace(RUNNING, reconfigures=True),
     "an older copy of a root is restored": replace(RUNNING, restores=True),
     "claims of several starts mingle": replace(RUNNING, claims_at_once=False, rewinds=True),
+    "starts fail and go back": replace(RUNNING, reports=True, loses=False),
+    "starts fail where a person goes back": replace(RUNNING, reports=True, loses=False, rewinds=True, mirrors=1),
     "commits pause": replace(RUNNING, claims_at_once=False, commits_at_once=False),
 }
 TWO = ((0, 1),)
@@ -49,6 +51,7 @@ ON_NODES = {
     "three nodes": replace(ON_ONE_MIRROR, jobs=((0, 1, 2), (0, 2)), publishes_at_once=False),
     "one node of two goes on alone": replace(ON_ONE_MIRROR, jobs=((0, 1), (0,))),
     "a part rots": replace(ON_ONE_MIRROR, rots=True),
+    "starts of two nodes fail": replace(ON_ONE_MIRROR, reports=True, jobs=((0, 1), (2, 1))),
     "a person goes back on two nodes": replace(ON_TWO, rewinds=True),
     "two jobs on other nodes": replace(ON_TWO, jobs=((0, 1), (2, 3)), claims_at_once=False),
     "commits of two nodes pause": replace(ON_ONE_MIRROR, commits_at_once=False, survives=True, sends_files=True),
@@ -64,6 +67,12 @@ WORLDS |= ON_NODES
 each_world = pytest.mark.parametrize(
     "world", [pytest.param(name, marks=pytest.mark.long if name in ON_NODES else ()) for name in WORLDS]
 )
+
+
+@pytest.fixture(autouse=True)
+def one_failure_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world has few starts, so one that failed quarantines its save."""
+    monkeypatch.setattr(quarantine, "FAILED_STARTS", 1)
 
 
 @pytest.mark.timeout(3000)
@@ -156,6 +165,18 @@ def _given_up_at_once(evidence: Any) -> Any:
     return [part.save for part in evidence.disk.parts]
 
 
+def _ends_are_deaths(right: Callable[..., Any]) -> Callable[..., Any]:
+    def quarantined(heard: Any, voices: Any, saved: Any, **more: Any) -> Any:
+        return right(heard, {one: said - {attempts.Voice.ENDED} for one, said in voices.items()}, saved, **more)
+
+    return quarantined
+
+
+def _nothing_was_chosen(_attempts: Any) -> frozenset[str]:
+    return frozenset()
+
+
+FAILING = replace(SHORT, reports=True, attempts=4, mirrors=1, outages=False)
 REWOUND = replace(SHORT, rewinds=True)
 MINGLED = replace(SHORT, claims_at_once=False)
 TORN = replace(ON_TWO, mirrors=1, outages=False, publishes_at_once=False, survives=True)
@@ -187,6 +208,14 @@ PLANTED: dict[str, tuple[World, list[Planted]]] = {
     "the identity of one root is that of all": (
         replace(ON_TWO, jobs=SPARE),
         [(place, "identity_of", _leader_alone) for place in (small_histories, small_uploads)],
+    ),
+    "a start goes back again and again": (
+        replace(FAILING, last_step=3, attempts=5),
+        [(place, "chosen_saves", _nothing_was_chosen) for place in (decide, quarantine)],
+    ),
+    "a start that ended in order has failed": (
+        FAILING,
+        [(decide, "quarantined", _ends_are_deaths(quarantine.quarantined))],
     ),
     "one part is the whole save": (TORN, [(disks, "_absent", _any_part_is_all)]),
     "a part is given up although another disk may have the rest": (

@@ -51,6 +51,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         handle.wait("committed", timeout_s=10.0)
         if stop.check(manager.ranks):
             assert_type(manager.save_emergency_checkpoint(2, state), Path)
+        manager.report(10, 0.5)
         manager.wait(until="mirrored", timeout_s=10.0)
         print(manager.status().newest_safe_step)
 

@@ -29,7 +29,11 @@ this order; ``attempts`` decides which attempts count.
    has heard of, but not about one that it has never heard of.
 10. If only another number of ranks can load the newest emergency snapshot, since the ranks that wrote it held different
     values, only a save of the same step may be used in place of it, unless a person names another.
-11. Step 0 needs what a start from scratch needs, and either no sign that anything was ever saved, or a recorded
+11. A save that is quarantined (``quarantine``) is not tried before the newest save of an earlier step. That is a
+    decision, which every required mirror records. It is left alone while any mirror does not answer, or something that
+    may be whole cannot be read, and where there is no earlier step, or a start has gone back to that one before. If the
+    earlier save cannot be loaded, the quarantined one is tried after all. Only ``auto`` passes over it.
+12. Step 0 needs what a start from scratch needs, and either no sign that anything was ever saved, or a recorded
     decision to start from scratch that no save followed. If it was made elsewhere and leaves saves behind, the start
     says so.
 """
@@ -58,6 +62,7 @@ from ckptmirror.core.start.attempts import Counted, count, is_own, others_of, ri
 from ckptmirror.core.start.evidence import DISK, Evidence, ListFound, Origin, Problem, Row, Voice
 from ckptmirror.core.start.explain import Notice
 from ckptmirror.core.start.lineage import SaveFacts, lineage
+from ckptmirror.core.start.quarantine import chosen_saves, quarantined
 
 __all__ = [
     "MakeRoom",
@@ -249,6 +254,7 @@ class _Held:
     """A save that may still become usable, so going back to an older one is refused with this error."""
 
     save_id: str
+    step: int
     error: CkptMirrorError
     or_step: int | None = None  # another save of this step may still be tried
 
@@ -326,7 +332,7 @@ class _Start:
                 "without it: its saves are superseded; each can be resumed by its save id"
             )
 
-    # -- rules 3 and 11 --------------------------------------------------------------------------------------
+    # -- rules 3 and 12 --------------------------------------------------------------------------------------
 
     def _start_over(self) -> Move:
         order = self._counted.order
@@ -400,6 +406,8 @@ class _Start:
 
     def _continue(self) -> Move | None:
         candidates = self._candidates()
+        earlier = self._instead_of_quarantined(candidates)
+        candidates.sort(key=lambda one: one.save.save_id != earlier)  # it comes first; all others stay in order
         only, held = self._so_far()
         asked_for_room = any(one.result in (Result.MADE_ROOM, Result.STILL_FULL) for one in self._tried)
         for candidate, row in ((one, row) for one in candidates for row in one.rows):
@@ -411,11 +419,13 @@ class _Start:
                 continue
             if only not in (None, save.save_id):
                 continue
-            if held is not None and save.save_id != held.save_id and save.step != held.or_step:
-                raise held.error
+            for one in held:
+                if one.step >= save.step and one.save_id != save.save_id and one.or_step != save.step:
+                    raise one.error
             self._check_going_back(candidate)
             self._note_what_is_aside(save)
-            goes_back = not self._silent and any(one.save_id != save.save_id for one in self._failed())
+            passed = [one for one in self._failed() if one.save_id != save.save_id and self._step_of(one) >= save.step]
+            goes_back = bool(passed and not self._silent) or save.save_id == earlier
             decides = goes_back or not self._wish.is_auto
             return Try(
                 save,
@@ -427,11 +437,43 @@ class _Start:
                 adopt=self._adopted(save),
                 notices=self.said(),
             )
-        if held is not None:
-            raise held.error
+        if held:
+            raise held[0].error
         if only is not None:
             raise self._none_loaded(f"save {only[:8]}")
         return None
+
+    # -- rule 11 ---------------------------------------------------------------------------------------------
+
+    def _instead_of_quarantined(self, candidates: Sequence[_Candidate]) -> str | None:
+        """Return the id of the save to try first if the newest one is quarantined; None if the order stays."""
+        if self._wish.reference != "auto" or not candidates:
+            return None
+        newest = candidates[0].save
+        heard = self._counted.heard.values()
+        voices = {one.attempt.id: one.voices for one in self._evidence.disk.heard}
+        for one in self._evidence.heard_as(Voice.DIVERGED):
+            voices[one] = voices.get(one, frozenset()) | {Voice.DIVERGED}
+        saved = self._evidence.heard_as(Voice.COUNTS) | self._evidence.heard_as(Voice.UPLOADED)
+        failures = quarantined(heard, voices, saved, root=self._evidence.root).get(newest.save_id)
+        if failures is None:
+            return None
+        earlier = next((one.save for one in candidates if one.save.step < newest.step), None)
+        obstacle = ""
+        if earlier is None:
+            obstacle = "there is no earlier save"
+        elif earlier.save_id in chosen_saves(heard):
+            obstacle = f"the run was taken back to step {earlier.step} before"
+        elif self._unheard or any(one.hindrance for one in self._problems):
+            obstacle = "to go back, every mirror has to answer and every save to be readable"
+        elif not any(self._is_left(one, row) for one in candidates if one.save == earlier for row in one.rows):
+            obstacle = f"step {earlier.step} cannot be loaded"
+        self._note(explain.quarantined(newest, failures, earlier, obstacle))
+        return earlier.save_id if earlier is not None and not obstacle else None
+
+    def _is_left(self, candidate: _Candidate, row: Row) -> bool:
+        """Whether this copy may still be tried."""
+        return not any(_is_of(one, candidate, row) for one in self._failed())
 
     def _candidates(self) -> list[_Candidate]:
         reference = self._wish.reference
@@ -500,32 +542,35 @@ class _Start:
 
     # -- rules 5, 7 and 10: what was tried -------------------------------------------------------------------
 
-    def _so_far(self) -> tuple[str | None, _Held | None]:
-        """Return the only save that may still be loaded, and the first that may still become usable."""
+    def _so_far(self) -> tuple[str | None, list[_Held]]:
+        """Return the only save that may still be loaded, and those that may still become usable."""
         only: str | None = None
-        held: _Held | None = None
+        held: list[_Held] = []
         for one in self._failed():
             self._note(self._line(one), step=self._step_of(one), save_id=one.save_id, place=one.place)
             if one.result is Result.TOUCHED:
                 only = one.save_id
-            held = held or self._held_by(one)
+            held += self._held_by(one)
         return only, held
 
-    def _held_by(self, one: Outcome) -> _Held | None:
+    def _held_by(self, one: Outcome) -> list[_Held]:
+        """Return what holds a start back after this outcome, if anything does."""
         step = self._step_of(one)
         if one.result in _NOT_BROUGHT:
             error = one.error or explain.not_readable(f"The copy of step {step} in {one.place}", one.reason)
-            return _Held(one.save_id, error)
+            return [_Held(one.save_id, step, error)]
         if one.result is Result.UNREADABLE:
-            return _Held(one.save_id, explain.not_readable(f"The copy of step {step}", one.reason))
+            return [_Held(one.save_id, step, explain.not_readable(f"The copy of step {step}", one.reason))]
         if one.result is Result.OTHER_RANKS:
             copies = (copy for row in self._evidence.rows for copy in row.copies if copy.save.save_id == one.save_id)
             saved_by = max((copy.world_size for copy in copies), default=0)
-            return _Held(one.save_id, explain.emergency_needs_ranks(step, saved_by, self._wish.world_size), step)
+            needs_ranks = explain.emergency_needs_ranks(step, saved_by, self._wish.world_size)
+            return [_Held(one.save_id, step, needs_ranks, or_step=step)]
         if one.kind != "emergency" and self._unheard:  # no mirror holds emergency snapshots
             why = f"The copy of step {step} is broken ({one.reason}), and a whole one may be there: "
-            return _Held(one.save_id, explain.not_answering(why, self._unheard, may_go_back=not self._silent))
-        return None
+            waits = explain.not_answering(why, self._unheard, may_go_back=not self._silent)
+            return [_Held(one.save_id, step, waits)]
+        return []
 
     def _failed(self) -> list[Outcome]:
         """Return the copies that failed, except those that rotation has made room for, or still may."""

@@ -61,6 +61,10 @@ class Voice(StrEnum):
     NAMED = "named"  # only a meta names it
     UPLOADED = "uploaded"  # this root's table records that a save of it is committed on a mirror
     FENCED_US = "fenced_us"  # it fenced an attempt of this root
+    REPORTED = "reported"  # on this root, its training reported a step
+    DIVERGED = "diverged"  # its training reported a loss that is not finite
+    ENDED = "ended"  # on this root, it ended in order
+    SAVED = "saved"  # on this root, it committed a save after it had reported a step
     UNDECIDED = "undecided"  # a list of ckptmirror 0.1.0 has it, written before its parent was known
 
 

@@ -28,7 +28,8 @@ from ckptmirror.core.nearest_steps import nearest_steps
 from ckptmirror.core.problems import Hindrance
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.evidence import Row
-from ckptmirror.core.start.lineage import Lineage
+from ckptmirror.core.start.lineage import Lineage, SaveFacts
+from ckptmirror.core.start.quarantine import Failure, why_quarantined
 
 __all__ = [
     "NOT_CONFIGURED",
@@ -43,6 +44,7 @@ __all__ = [
     "not_one_run",
     "not_readable",
     "person_in_doubt",
+    "quarantined",
     "rival_may_have_saved",
     "unknown_reference",
     "with_root",
@@ -203,4 +205,22 @@ def never_step_0(what: Sequence[str], *, asked: bool) -> RefusedOnlyCopy:
         f"There are saves, but none of them can be resumed, and step 0 is never a silent fallback: {listed}",
         hint="Repair one, name a whole one (policy=<save id>), continue from one without what it lost, as its line "
         "says, or decide with policy='scratch', force=True.",
+    )
+
+
+def quarantined(save: SaveFacts, failures: Sequence[Failure], earlier: SaveFacts | None, obstacle: str) -> str:
+    """Return the sentence about a quarantined save.
+
+    Args:
+        save: The save, which is the newest.
+        failures: The starts that failed from it.
+        earlier: The save that training goes back to.
+        obstacle: Why it does not go back; "": it does.
+    """
+    what = f"step {save.step} (save {save.save_id[:8]}) is quarantined: {why_quarantined(failures)}"
+    if earlier is None or obstacle:
+        return f"{what}; training continues from it all the same: {obstacle}"
+    return (
+        f"{what}; training goes back to step {earlier.step}. If the save is not the cause, stop, and continue from it "
+        f"with policy={save.save_id[:8]!r} or `ckptmirror rewind --save {save.save_id[:8]}`"
     )

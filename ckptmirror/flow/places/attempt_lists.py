@@ -12,11 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ckptmirror.core import names, signing
-from ckptmirror.core.codec import attempts_from_bytes, attempts_to_bytes, is_signed
+from ckptmirror.core.codec import (
+    attempts_from_bytes,
+    attempts_to_bytes,
+    health_from_bytes,
+    health_to_bytes,
+    is_signed,
+)
 from ckptmirror.core.errors import (
     BrokenMeta,
     CkptMirrorError,
@@ -25,9 +31,10 @@ from ckptmirror.core.errors import (
     LineageError,
     NewerFormat,
     ObjectNotFound,
+    PreconditionFailed,
     Temporary,
 )
-from ckptmirror.core.model import Attempt, AttemptList, new_id
+from ckptmirror.core.model import Attempt, AttemptHealth, AttemptList, Sign, new_id
 from ckptmirror.core.start.lineage import attempts_of_metas, merge_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local import files
@@ -39,16 +46,21 @@ __all__ = [
     "attempts_here",
     "check_can_sign",
     "check_run",
+    "diverged_there",
+    "health_here",
     "listed_attempts",
     "met_here",
     "not_one_run",
+    "note_diverged",
     "note_met",
+    "note_sign",
     "read_local_attempts",
     "read_mirror_attempts",
     "trusted_attempts",
 ]
 
 _LIST_LIMIT_BYTES = 16 * 1024 * 1024
+_HEALTH_LIMIT_BYTES = 1024 * 1024
 _log = logging.getLogger("ckptmirror.claim")
 
 
@@ -118,6 +130,47 @@ def note_met(root: Path, run_id: str, attempts: Sequence[Attempt]) -> None:
         files.write_bytes(root / names.MET_NAME, attempts_to_bytes(met), save_id=new_id(), replace=True)
     except CkptMirrorError as error:
         _log.error("the next start will not know that the run continued elsewhere: %s", error)
+
+
+def health_here(root: Path, run_id: str) -> AttemptHealth:
+    """Return how far the attempts of this root got. Without the file, or if it cannot be trusted, nothing is known."""
+    try:
+        health = health_from_bytes(files.read_limited(root / names.HEALTH_NAME, _HEALTH_LIMIT_BYTES))
+    except FileNotFoundError:
+        return AttemptHealth(run_id)
+    except (IntegrityError, OSError) as error:  # broken, or it cannot be read
+        _log.warning("skipped %s: %s", root / names.HEALTH_NAME, error)
+        return AttemptHealth(run_id)
+    return health if health.run_id == run_id else AttemptHealth(run_id)
+
+
+def note_sign(root: Path, run_id: str, attempt: str, sign: Sign) -> None:
+    """Record how far an attempt got, for the starts after it. A failure is only logged: that attempt will not count."""
+    try:
+        health = health_here(root, run_id).with_sign(attempt, sign)
+        files.write_bytes(root / names.HEALTH_NAME, health_to_bytes(health), save_id=new_id(), replace=True)
+    except (CkptMirrorError, OSError) as error:
+        _log.warning("the next starts will not know that attempt %s %s: %s", attempt[:8], sign, error)
+
+
+def note_diverged(mirror: Mirror, attempt: str) -> None:
+    """Record on a mirror that an attempt diverged, for starts on other disks. A failure is only logged."""
+    try:
+        mirror.store.write(names.diverged_name(attempt), b"{}\n", if_generation=0)
+    except PreconditionFailed:
+        pass  # another node has done so
+    except CkptMirrorError as error:
+        _log.debug("%s does not record that attempt %s diverged: %s", mirror.url, attempt[:8], error)
+
+
+def diverged_there(listed: Iterable[str]) -> frozenset[str]:
+    """Return the ids of the attempts that diverged, according to the names of a mirror's objects.
+
+    Where signatures are demanded, these objects, which have none, are not believed.
+    """
+    if signing.current().is_signed is not None:
+        return frozenset()
+    return frozenset(one for name in listed if (one := names.diverged_attempt(name)) is not None)
 
 
 def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[AttemptList | None, int]:

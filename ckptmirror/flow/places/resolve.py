@@ -30,7 +30,10 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.lost_parts import how_to_load, parts_lost, without_parts
 from ckptmirror.core.model import KINDS, Artifact, Kind, Meta, top_names
+from ckptmirror.core.start.evidence import Voice
+from ckptmirror.core.start.quarantine import quarantined, why_quarantined
 from ckptmirror.core.uncommitted import Uncommitted
+from ckptmirror.flow.places.attempt_lists import diverged_there, health_here
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, read_mirror_meta
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import CheckpointReference, Located, list_hint, locate
@@ -79,11 +82,13 @@ class ListedCheckpoint:
     Attributes:
         standing: ``incomplete`` if it is not whole or its meta is broken; ``older`` for a legacy checkpoint, which has
             no checksums and is not part of any lineage; otherwise its standing in the lineage.
-        why: Why it is incomplete.
+        why: Why it is incomplete, or quarantined.
         size_bytes: Of a mirror's save that waits for nodes: what of it is there.
         kinds: Empty if the meta cannot be read.
         current_kinds: The kinds in which this save is the current one of its step.
         place: The meta's path, or its name on the mirror.
+        quarantined: Whether starts failed from it in a row, so that a start goes back past it. A mirror knows only of
+            those that diverged.
     """
 
     step: int
@@ -99,6 +104,7 @@ class ListedCheckpoint:
     created_at_utc: str = ""
     staged_from: str | None = None
     place: str = ""
+    quarantined: bool = False
 
 
 # -- one reference -------------------------------------------------------------------------------------------
@@ -360,7 +366,7 @@ def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
 def _listed(catalog: Catalog, root: Path | None, waiting: Iterable[Uncommitted] = ()) -> list[ListedCheckpoint]:
     from ckptmirror.flow.places.legacy_references import find_older, older_on_mirror
 
-    lines = [line for part in by_run(catalog) for line in _listed_whole(part)]
+    lines = [line for part in by_run(catalog) for line in _listed_whole(part, root)]
     for name, problem in catalog.problems.items():
         parsed = names.parse_name(Path(name).name)
         step = parsed.step if parsed is not None and parsed.step is not None else -1
@@ -389,14 +395,29 @@ def by_run(catalog: Catalog) -> list[Catalog]:
     ]
 
 
-def _listed_whole(catalog: Catalog) -> list[ListedCheckpoint]:
+def _listed_whole(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
     order = lineage_of(catalog)
+    why = _why_quarantined(catalog, root)
     standings = order.standing_by_save()
     lines = []
     for save_id, meta in catalog.saves.items():
         current = tuple(k for k in meta.kinds if (s := order.current.get((meta.step, k))) and s.save_id == save_id)
-        lines.append(_line(meta, standings[save_id], current_kinds=current))
+        line = _line(meta, standings[save_id], current_kinds=current, why=why.get(save_id, ""))
+        lines.append(replace(line, quarantined=save_id in why))
     return lines
+
+
+def _why_quarantined(catalog: Catalog, root: Path | None) -> dict[str, str]:
+    """Return the saves that are quarantined as far as this place, a root or a mirror, knows, by id, with the reason."""
+    if catalog.attempts is None:
+        return {}
+    voices = {one: [Voice.DIVERGED] for one in diverged_there(catalog.others)} if root is None else {}
+    if root is not None:
+        signs = health_here(root, catalog.attempts.run_id).signs
+        voices = {one: [Voice(sign) for sign in said] for one, said in signs.items()}
+    saved = {meta.attempt.id for meta in catalog.metas()}
+    found = quarantined(catalog.attempts.attempts, voices, saved)
+    return {save_id: f"quarantined: {why_quarantined(failures)}" for save_id, failures in found.items()}
 
 
 def _line(

@@ -12,10 +12,10 @@ from pathlib import Path
 from ckptmirror.core import names
 from ckptmirror.core.errors import IntegrityError, NewerFormat
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.model import AttemptList
+from ckptmirror.core.model import AttemptList, Sign
 from ckptmirror.core.start.evidence import ListFound
 from ckptmirror.core.start.lineage import attempts_of_metas
-from ckptmirror.flow.places.attempt_lists import met_here, read_local_attempts
+from ckptmirror.flow.places.attempt_lists import health_here, met_here, read_local_attempts
 from ckptmirror.flow.places.catalog import Catalog, local_catalog
 from ckptmirror.flow.retention.reconcile import being_brought
 from ckptmirror.local.root_id import RootId
@@ -43,6 +43,7 @@ class DiskFacts:
         verified_on: The mirrors that have something verified.
         mirrors: The mirrors that the table knows.
         places: Which place each mirror is, by URL, as far as the root remembers.
+        signs: How far its attempts got, by id.
     """
 
     attempts: AttemptList | None
@@ -59,6 +60,7 @@ class DiskFacts:
     verified_on: frozenset[str] = frozenset()
     mirrors: tuple[MirrorRow, ...] = ()
     places: Mapping[str, str] = field(default_factory=dict)
+    signs: Mapping[str, frozenset[Sign]] = field(default_factory=dict)
 
 
 def look_at_disk(root: Path, table: UploadsTable | None, identity: RootId) -> DiskFacts:
@@ -85,9 +87,10 @@ def look_at_disk(root: Path, table: UploadsTable | None, identity: RootId) -> Di
     rebuilt = attempts if attempts is not None else attempts_of_metas(catalog.metas())
     run_id = rebuilt.run_id if rebuilt is not None else None
     met = met_here(root, run_id) if run_id is not None else AttemptList("")
+    signs = health_here(root, run_id).signs if run_id is not None else {}
     bringing = being_brought(root)
     if table is None:
-        return DiskFacts(attempts, listed, why, run_id, catalog, identity, bringing, met)
+        return DiskFacts(attempts, listed, why, run_id, catalog, identity, bringing, met, signs=signs)
     records = table.records()
     return DiskFacts(
         attempts,
@@ -103,4 +106,5 @@ def look_at_disk(root: Path, table: UploadsTable | None, identity: RootId) -> Di
         metas_sent=tuple(record for record in records if record.role == "meta"),
         verified_on=frozenset(record.mirror for record in records if record.state is RecordState.VERIFIED),
         mirrors=tuple(table.mirrors()),
+        signs=signs,
     )

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -33,9 +36,11 @@ from ckptmirror.core.errors import (
     NoTable,
     Temporary,
 )
-from ckptmirror.core.model import Meta
+from ckptmirror.core.model import Meta, Sign
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.start.disks import Torn
+from ckptmirror.core.start.quarantine import FAILED_STARTS
+from ckptmirror.flow.places.attempt_lists import note_diverged, note_sign
 from ckptmirror.flow.places.catalog import Catalog, local_catalog
 from ckptmirror.flow.places.mirrors import (
     Mirror,
@@ -64,6 +69,7 @@ from ckptmirror.flow.start.control_directory import take_root_again
 from ckptmirror.flow.start.disk_facts import DiskFacts, look_at_disk
 from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
 from ckptmirror.local import trash
+from ckptmirror.local.daemon_pool import begin_or_do, is_over
 from ckptmirror.local.lock import SHORT_VERBS, RootLock, exclusive
 from ckptmirror.local.root_id import keep_root_id
 from ckptmirror.local.save_logger import save_logger
@@ -81,6 +87,7 @@ _STOP_LATE_S = 5.0  # how long to stop threads if the time is up and a mirror do
 _SHORT_VERB_S = 60.0  # how long a start waits for a short verb to release the root
 _STOP_BRINGING_S = 2.0
 _REPAIR_WAIT_S = 5.0
+_NOTES_S = 2.0  # how long an attempt waits at its end for what it notes of itself
 _STOPPED_LIMIT_S = 2.0  # short, since the grace period of a stop request is running
 _SKIPPED_LISTED = 20
 _NOTHING_TORN = Torn()
@@ -117,6 +124,9 @@ class Node:
         self._rotation_thread: RotationThread | None = None
         self._audit: MirrorAudit | None = None
         self._last_step: int | None = None
+        self._signs: set[Sign] = set()  # of this attempt
+        self._noting = threading.Lock()
+        self._notes: list[Future[None]] = []  # of signs, in the background
         self._retaking = threading.Lock()
         self._meet_again = False
         self._torn: frozenset[str] = frozenset()
@@ -149,6 +159,7 @@ class Node:
         Raises:
             Temporary: The root is still being changed.
         """
+        self.end_attempt(failed=False)
         rotation_ended, _ = self._stop_services()
         if not rotation_ended or self._is_bringing():
             raise Temporary(f"{self.root} is still being changed by what the start before this one began.")
@@ -182,6 +193,7 @@ class Node:
                 but nothing waits for the parts of nodes that are not of this job.
         """
         self.claim = claim
+        self._signs = set()
         self._torn, self._behind = torn.all, torn.behind
         self._abandoned = frozenset(abandoned or ())
         for save_id, reason in (abandoned or {}).items():
@@ -283,7 +295,52 @@ class Node:
         if self._rotation_thread is not None:
             self._rotation_thread.wake()
         self._last_step = meta.step
+        if "saved" not in self._signs:
+            has_reported = bool(self._signs)
+            self._signs.add("saved")
+            if has_reported:
+                self._note("saved")
         self.write_status("running")
+
+    def report(self, step: int, loss: float) -> None:
+        """Record, the first time, that training got to a step, and that its loss is not finite; never waits."""
+        sign: Sign = "reported" if math.isfinite(loss) else "diverged"
+        if sign in self._signs:
+            return
+        has_saved = "saved" in self._signs
+        self._signs.add(sign)
+        if sign == "diverged":
+            _log.warning(
+                "step %d: the reported loss is %s. If %d starts in a row fail from one save, the next one goes back to "
+                "the save before it",
+                step,
+                loss,
+                FAILED_STARTS,
+            )
+        if not has_saved:  # an attempt that saved has not failed
+            self._note(sign)
+
+    def end_attempt(self, *, failed: bool) -> None:
+        """Record how this attempt ended, if it has reported anything."""
+        ends_s = time.monotonic() + _NOTES_S
+        for note in self._notes:
+            is_over(note, ends_s - time.monotonic())
+        self._notes.clear()
+        if not failed and self._signs - {"saved", "ended"}:
+            self._signs.add("ended")
+            self._write_sign(self.claim, "ended")
+
+    def _note(self, sign: Sign) -> None:
+        claim = self.claim
+        notes = [partial(self._write_sign, claim, sign)]
+        if sign == "diverged" and claim is not None:  # each in a thread of its own, since a mirror may not answer
+            notes += [partial(note_diverged, mirror, claim.attempt.id) for mirror in self.mirrors]
+        self._notes += [begin_or_do(note, "ckptmirror-health") for note in notes]
+
+    def _write_sign(self, claim: RunClaim | None, sign: Sign) -> None:
+        with self._noting:
+            if claim is not None and not self.lock.lost:
+                note_sign(self.root, claim.run_id, claim.attempt.id, sign)
 
     def on_skipped(self, step: int, reason: str) -> None:
         """Record in the status that the disk had no room for a save, and rotate what may go."""
@@ -477,8 +534,14 @@ class Node:
         }
         write_status_file(self.root, facts)
 
-    def finish(self, timeout_s: float, *, stopped: bool, saving: bool = False) -> None:
+    def finish(self, timeout_s: float, *, stopped: bool, saving: bool = False, failed: bool = False) -> None:
         """Upload what is pending within ``timeout_s`` seconds, then release everything (see :meth:`close`).
+
+        Args:
+            timeout_s: The limit.
+            stopped: Whether the run was asked to stop.
+            saving: Whether a save is in flight.
+            failed: Whether training ends because of an error of its own.
 
         Raises:
             DeadlinePassed: The run finished (it was not stopped) and something is not verified on a mirror that counts.
@@ -487,6 +550,7 @@ class Node:
         ends_s = time.monotonic() + timeout_s
         limit_s = _STOPPED_LIMIT_S if stopped else _STOP_LATE_S
         try:
+            self.end_attempt(failed=failed)
             self.fenced()  # recreates a deleted control directory while mirrors can still be asked
             unasked = self._see_to_the_rest(timeout_s, stopped)
             limit_s = limit_s if stopped else max(limit_s, ends_s - time.monotonic())

@@ -38,7 +38,7 @@ from ckptmirror.core.start.evidence import (
 )
 from ckptmirror.core.start.lineage import attempts_of_metas
 from ckptmirror.core.tensor_lists import is_list, lost_lists
-from ckptmirror.flow.places.attempt_lists import read_mirror_attempts
+from ckptmirror.flow.places.attempt_lists import diverged_there, read_mirror_attempts
 from ckptmirror.flow.places.catalog import Catalog, MetaCache, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, counting, counting_rows
 from ckptmirror.flow.retention.reconcile import REMOVED_REASON
@@ -262,6 +262,10 @@ class _Rows:
         heard = self._heard(
             disk.attempts, metas, counts, {meta.attempt.id for meta in metas if meta.save_id in uploaded}
         )
+        heard = [
+            replace(one, voices=one.voices | {Voice(sign) for sign in disk.signs.get(one.attempt.id, ())})
+            for one in heard
+        ]
         heard += [Heard(attempt, frozenset({Voice.FENCED_US})) for attempt in disk.met.attempts]
         return replace(
             self._row(DISK, "disk", disk.attempts, disk.listed, disk.why, run_id),
@@ -345,9 +349,14 @@ class _Rows:
         metas = self._of_run(catalog.metas(), run_id)
         saves = self._of_run(catalog.saves.values(), run_id)
         row = self._row(mirror.url, "mirror", seen.attempts, seen.listed, _why(seen.error), run_id)
+        heard = self._heard(seen.attempts, metas, {meta.attempt.id for meta in metas})
+        diverged = diverged_there(catalog.others)
         return replace(
             row,
-            heard=tuple(self._heard(seen.attempts, metas, {meta.attempt.id for meta in metas})),
+            heard=tuple(
+                replace(one, voices=one.voices | {Voice.DIVERGED}) if one.attempt.id in diverged else one
+                for one in heard
+            ),
             copies=tuple(self._copy(mirror.url, meta, Origin.REMOTE, meta.kinds) for meta in saves),
             problems=tuple(self._problems(catalog, run_id, self._sent)),
             removed=tuple(catalog.tombstones),

@@ -16,13 +16,24 @@ from hypothesis import strategies as st
 from ckptmirror.core.codec import (
     attempts_from_bytes,
     attempts_to_bytes,
+    health_from_bytes,
+    health_to_bytes,
     meta_from_bytes,
     meta_or_tombstone_from_bytes,
     meta_to_bytes,
     tombstone_to_bytes,
 )
 from ckptmirror.core.errors import BrokenMeta, NewerFormat
-from ckptmirror.core.model import MIN_BLOCK_SIZE_BYTES, Artifact, Attempt, AttemptList, SaveRef, Tombstone
+from ckptmirror.core.model import (
+    MIN_BLOCK_SIZE_BYTES,
+    SIGNS,
+    Artifact,
+    Attempt,
+    AttemptHealth,
+    AttemptList,
+    SaveRef,
+    Tombstone,
+)
 from ckptmirror.core.plain_values import finite_metrics, plain_values
 
 TOMBSTONE = Tombstone(id_of("save"), 200, ("dcp",), "keep_last=2", "2026-11-21T13:15:00+00:00")
@@ -75,6 +86,26 @@ def test_lists_of_attempts_are_read_back_in_the_order_of_their_numbers(items: li
     found = attempts_from_bytes(data)
     assert found.attempts == tuple(sorted(attempts, key=lambda a: (a.number, a.id)))
     assert attempts_to_bytes(AttemptList(RUN_ID, tuple(reversed(attempts)))) == data
+
+
+@given(st.dictionaries(ids, st.frozensets(st.sampled_from(SIGNS)), max_size=5))
+def test_the_health_of_attempts_is_read_back_in_its_order(signs: Any) -> None:
+    health = AttemptHealth(RUN_ID, signs)
+    found = health_from_bytes(health_to_bytes(health))
+    assert found == health
+    assert list(found.signs) == list(signs)
+
+
+def test_of_the_health_of_attempts_only_the_newest_are_kept_and_later_signs_are_left_out() -> None:
+    health = AttemptHealth(RUN_ID)
+    for number in range(300):
+        health = health.with_sign(id_of(f"attempt {number}"), "reported")
+    data = health_to_bytes(health.with_sign(id_of("attempt 299"), "ended"))
+    found = health_from_bytes(resealed(lambda d: d["attempts"][-1]["signs"].append("rested"), data)).signs
+    assert list(found) == [id_of(f"attempt {number}") for number in range(44, 300)]
+    assert found[id_of("attempt 299")] == {"reported", "ended"}
+    with pytest.raises(BrokenMeta, match=r"attempts\[0\].signs"):
+        health_from_bytes(resealed(lambda d: d["attempts"][0].update(signs="reported"), data))
 
 
 def test_one_format_is_not_taken_for_another() -> None:

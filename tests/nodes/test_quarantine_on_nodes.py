@@ -1,0 +1,63 @@
+"""Jobs of several nodes that fail from one save: the next job goes back to the one before it, on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ckptmirror import CheckpointManager
+from tests.nodes.jobs import WAIT_S, Found, Job, built
+
+pytestmark = pytest.mark.long
+
+
+def fail(rank: int, job: Job, *, diverges: tuple[int, ...]) -> int:
+    """Resume, report a step, and diverge (on some ranks), or end with an error; return where the rank began."""
+    manager = CheckpointManager(job.base / job.nodes[rank], [job.url], timeout_s=WAIT_S)
+    with contextlib.suppress(ZeroDivisionError), manager:
+        info = manager.resume(built(job.wrapped))
+        assert info is not None
+        manager.report(info.step + 1, float("nan") if rank in diverges else 0.5)
+        raise ZeroDivisionError
+    return info.step
+
+
+def jobs_that_fail(base: Path, *nodes: str, diverges: tuple[int, ...] = ()) -> None:
+    for one in nodes:
+        assert Job(base, one).run(partial(fail, diverges=diverges)) == [2] * len(one)
+
+
+def next_job(base: Path, nodes: str) -> list[Found]:
+    found = Job(base, nodes).run()
+    assert [one.failed for one in found] == [""] * len(nodes)
+    return found
+
+
+@pytest.mark.parametrize("diverges", [(), (0,), (1,)], ids=["died", "diverged on node 0", "diverged on node 1"])
+def test_all_ranks_of_the_fourth_job_go_back_together(diverges: tuple[int, ...], tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    jobs_that_fail(tmp_path, "ab", "ab", "ab", diverges=diverges)
+    found = next_job(tmp_path, "ab")
+    assert [one.step for one in found] == [1, 1]
+    assert all("step 2 (save " in one.passed_over and "is quarantined" in one.passed_over for one in found)
+    assert [one.step for one in next_job(tmp_path, "cd")] == [1, 1]  # which knows only what the mirror lists
+
+
+def test_a_job_that_died_does_not_count_if_the_next_one_was_on_other_nodes(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    jobs_that_fail(tmp_path, "ab", "ac", "ab")
+    assert [one.step for one in next_job(tmp_path, "ab")] == [2, 2]
+    jobs_that_fail(tmp_path, "ac", "ab", diverges=(0,))  # and the last that died, after which the same nodes came back
+    assert [one.step for one in next_job(tmp_path, "ab")] == [1, 1]
+
+
+@pytest.mark.parametrize("diverges", [(), (0,)], ids=["died", "diverged"])
+def test_of_jobs_whose_node_is_lost_only_those_that_diverged_count(diverges: tuple[int, ...], tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    jobs_that_fail(tmp_path, "ab", "ab", "ab", diverges=diverges)
+    shutil.rmtree(tmp_path / "a")
+    assert [one.step for one in next_job(tmp_path, "ab")] == [1 if diverges else 2] * 2
