@@ -6,7 +6,8 @@ Rules:
   time) comes from the lowest node.
 * Each node chooses the tag of its names by itself, so merged paths have no tag, and ``object`` names each object.
 * What is merged is a node's or a rank's own: a copy may lack files, and the merged meta would not say so.
-* Every node has the coordinator's ``.metadata``: a path may come several times, but only with the same digest.
+* Every node has the coordinator's ``.metadata``: a path may come several times, but only with the same digest. Where
+  only some nodes signed, the one with hashes stands.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def merge_copies(one: Meta, other: Meta) -> Meta:
     found: dict[str, Artifact] = {}
     for artifact in (*plain(one).artifacts, *plain(other).artifacts):
         before = found.setdefault(artifact.path, artifact)
-        if before.digest == artifact.digest:
+        if before.digest.agrees_with(artifact.digest):
             found[artifact.path] = replace(before, kinds=_all_kinds(before.kinds, artifact.kinds))
     artifacts = tuple(found[path] for path in sorted(found))
     return replace(plain(one), kinds=_all_kinds(one.kinds, other.kinds), artifacts=artifacts)
@@ -107,6 +108,8 @@ def _merged_artifacts(metas: Sequence[Meta], *, keep_paths: bool = False) -> tup
             stored = artifact.object_name
             moved = replace(artifact, path=path, object=None if stored == path else stored)
             earlier = merged.setdefault(path, moved)
-            if earlier.digest != artifact.digest:
+            if earlier.digest.hashes == () and earlier.digest.agrees_with(artifact.digest):
+                merged[path] = replace(earlier, digest=artifact.digest)
+            elif not earlier.digest.agrees_with(artifact.digest):
                 raise BrokenMeta(f"Two nodes wrote {path[:80]!a} with different bytes.")
     return tuple(merged[path] for path in sorted(merged))

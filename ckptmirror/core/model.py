@@ -68,6 +68,12 @@ class Digest:
     blocks: tuple[int, ...]
     hashes: tuple[bytes, ...] = ()
 
+    def agrees_with(self, other: Digest) -> bool:
+        """Whether both may be of the same bytes: what one does not have, because it was not signed, is not compared."""
+        if not (self.hashes and other.hashes):
+            return replace(self, hashes=()) == replace(other, hashes=())
+        return self == other
+
 
 @dataclass(frozen=True, slots=True)
 class SaveRef:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError, WaitTimeout
+from ckptmirror.core.rank_names import rank_name
 from ckptmirror.ranks.base import Readers, exchange_result
 from ckptmirror.ranks.messages import Answer, Report, decide, failure_of, pack_value, refusal
 from ckptmirror.ranks.nodes import NodeLayout, Probe, joined, layout_of, ranks_by_node
@@ -213,7 +214,7 @@ class GlooRanks:
         try:
             _wait(call([_over(data)], peer, _TAG), time.monotonic() + self._timeout_s)
         except RuntimeError as error:
-            self._broken = RankFailed(f"rank {peer} is gone: {self._why_gone(peer, error)}")
+            self._broken = RankFailed(f"{self._named(peer)} is gone: {self._why_gone(peer, error)}")
             raise self._broken from error
 
     def channel(self, name: str, *, more_s: float = 0.0) -> GlooRanks:
@@ -256,10 +257,10 @@ class GlooRanks:
                 messages.append(self._whole(frames[peer], peer, deadline))
             except RuntimeError as error:
                 if time.monotonic() >= deadline:
-                    return self._late(own, f"rank {peer} did not take part within {self._timeout_s:g} s")
+                    return self._late(own, f"{self._named(peer)} did not take part within {self._timeout_s:g} s")
                 missing[peer] = self._why_gone(peer, error)
         if missing:
-            peers = "; ".join(f"rank {peer} is gone: {why}" for peer, why in sorted(missing.items()))
+            peers = "; ".join(f"{self._named(peer)} is gone: {why}" for peer, why in sorted(missing.items()))
             answer = Answer("missing", reason=peers)
             self._tell([(answer, works.keys() - missing.keys())], deadline)
             return answer
@@ -314,12 +315,12 @@ class GlooRanks:
             message = self._whole(frame, 0, answer_deadline)
         except RuntimeError as error:
             if time.monotonic() >= answer_deadline:
-                reason = f"rank 0 did not answer within {self._timeout_s:g} s"
+                reason = f"{self._named(0)} did not answer within {self._timeout_s:g} s"
                 self._leave_reason(f"{reason} (in {report.what!r})")
                 return Answer("late", reason=reason)
             if reason := self._reason_of(0):
                 return Answer("late", reason=reason.removesuffix(f" (in {report.what!r})"))
-            return Answer("missing", reason=f"rank 0 is gone: {_words(error)}")
+            return Answer("missing", reason=f"{self._named(0)} is gone: {_words(error)}")
         return cast(Answer, pickle.loads(message))  # noqa: S301  sent by the same job's ranks
 
     # -- both -----------------------------------------------------------------------------------------------------
@@ -333,6 +334,9 @@ class GlooRanks:
             _wait(self._group.recv([_over(rest)], peer, _TAG), deadline)
             data += rest
         return data
+
+    def _named(self, peer: int) -> str:
+        return rank_name(peer, self.nodes_of_ranks)
 
     def _why_gone(self, peer: int, error: RuntimeError) -> str:
         return self._reason_of(peer) or _words(error)

@@ -73,6 +73,13 @@ def test_nodes_that_do_not_demand_the_same_signatures_are_refused(tmp_path: Path
     assert [message for _, message, _ in run_ranks(2, open_signed, str(tmp_path), [key, key])] == ["None", "None"]
 
 
+def test_nodes_of_which_only_some_sign_are_refused(tmp_path: Path) -> None:
+    key = make_key(tmp_path / "keys")["signing_key"]
+    for kind, message, _ in run_ranks(2, open_signed, str(tmp_path), [{"signing_key": key}, {}]):
+        assert kind == ConfigError.__name__
+        assert "differ in signing_key: node 0 has one, node 1 has none" in message
+
+
 def test_a_node_whose_root_is_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
     for node in "ab":
         Job(tmp_path, node, (1,), "ddp", mirrored=False).run()

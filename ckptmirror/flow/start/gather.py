@@ -216,7 +216,7 @@ class View:
             for meta in metas
             if meta.save_id == self._meta.save_id
             for artifact in meta.artifacts
-            if (path := names.plain(artifact.path)) in wanted and wanted[path].digest == artifact.digest
+            if (path := names.plain(artifact.path)) in wanted and wanted[path].digest.agrees_with(artifact.digest)
             if path not in self._has and listing.fault_of(artifact.path, artifact.digest.size_bytes) is None
         }
         found = [None] * len(mine) if self._trusted else read_all(list(mine.values()))
@@ -247,7 +247,7 @@ class View:
             raise IntegrityError(f"The meta of step {on_mirror.step} on {mirror.url} does not name {absent[0]}.")
         wanted = [replace(by_path[path], path=path, object=by_path[path].object_name) for path in paths]
         for artifact in wanted:
-            if artifact.digest != self._files[artifact.path].digest:
+            if not artifact.digest.agrees_with(self._files[artifact.path].digest):
                 raise IntegrityError(f"{mirror.url}/{artifact.object_name} is not what the nodes saved.")
         incoming = incoming_of(mirror, on_mirror, wanted, lambda path: self.path / path, objects=objects)
         check_space(self.path, incoming)

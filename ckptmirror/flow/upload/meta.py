@@ -322,7 +322,8 @@ def _meta_or_none(data: bytes) -> Meta | Tombstone | None:
 def _covers(there: Meta, mine: Meta) -> bool:
     """Whether a mirror's meta names every file of a local save. A staged copy may hold only some kinds."""
     named = {path: artifact.digest for path, artifact in zip(_untagged_paths(there), there.artifacts, strict=True)}
-    return all(named.get(names.untagged(artifact.path)) == artifact.digest for artifact in mine.artifacts)
+    found = ((named.get(names.untagged(artifact.path)), artifact.digest) for artifact in mine.artifacts)
+    return all(there is not None and there.agrees_with(digest) for there, digest in found)
 
 
 def _untagged_paths(meta: Meta) -> list[str]:

@@ -141,3 +141,17 @@ def test_the_meta_of_a_copy_is_no_rank_of_a_snapshot() -> None:
     copy = emergency(1, staged_from="file:///elsewhere", partial=True, artifacts=())
     with pytest.raises(BrokenMeta, match="copy"):
         merge_emergency([emergency(0), copy])
+
+
+def test_parts_of_which_only_some_were_signed_agree_and_what_was_signed_stands() -> None:
+    """Whoever merges gets the same bytes; two that were signed have to have the same hashes."""
+    plain, signed = part(0), part(1)
+    hashed = replace(signed.artifacts[0].digest, hashes=(b"h" * 32,))
+    signed = replace(signed, artifacts=(replace(signed.artifacts[0], digest=hashed), *signed.artifacts[1:]))
+    for parts in itertools.permutations((plain, signed, part(2))):
+        merged = merge_parts(parts)
+        assert next(one for one in merged.artifacts if one.path.endswith(".metadata")).digest == hashed
+    other = replace(hashed, hashes=(b"o" * 32,))
+    wrong = replace(plain, artifacts=(replace(plain.artifacts[0], digest=other), *plain.artifacts[1:]))
+    with pytest.raises(BrokenMeta, match="with different bytes"):
+        merge_parts([wrong, signed, part(2)])
