@@ -9,6 +9,8 @@ import torch
 
 from ckptmirror import TrainState, load_checkpoint
 from ckptmirror.core import events
+from ckptmirror.core.errors import BackgroundSaveFailed, LocalStorageUnwritable
+from ckptmirror.flow.save.save import Saver
 from tests.kit.training import running
 
 
@@ -41,3 +43,22 @@ def test_what_only_overflows_in_a_sum_is_not_named(tmp_path: Path) -> None:
         manager.events.subscribe(lambda event: heard.append(event) if isinstance(event, events.NotFinite) else None)
         manager.save(1, TrainState(model)).wait()
     assert heard == []
+
+
+def test_a_save_that_failed_is_not_said_to_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, float("nan"))
+    heard: list[int] = []
+
+    def refused(*_: object) -> None:
+        raise LocalStorageUnwritable("Cannot publish.")
+
+    with running(tmp_path) as manager:
+        manager.resume(TrainState(model))
+        manager.events.subscribe(lambda one: heard.append(one.step) if isinstance(one, events.NotFinite) else None)
+        with monkeypatch.context() as patched:
+            patched.setattr(Saver, "_commit", refused)
+            with pytest.raises(BackgroundSaveFailed, match="Cannot publish"):
+                manager.save(1, TrainState(model)).wait()
+        manager.save(2, TrainState(model)).wait()
+    assert heard == [2]

@@ -86,7 +86,8 @@ def test_ranks_do_not_wait_for_one_that_never_resumes_and_name_it(missing: int, 
     others = [one for rank, one in enumerate(found) if rank != missing]
     for kind, message, code, took_s in others:
         assert (kind, code) == (WaitTimeout.__name__, 5)
-        word = "rank 0 did not answer" if missing == 0 else f"rank {missing} did not take part"
+        node = "abb".index("abb"[missing])
+        word = f"rank {missing} on node {node} did not {'answer' if missing == 0 else 'take part'}"
         assert f"{word} within {SHORT_S:g} s" in message
         assert took_s < 4 * SHORT_S + WAIT_S / 4
     assert len({message for _, message, _, _ in others}) == 1

@@ -328,6 +328,8 @@ class Saver:
                 self._leader.on_commit(meta)  # before close() can continue: it changes the root
         finally:
             handle.reach("committed")
+        if names := self._not_finite.committed():
+            self._bus.emit(events.NotFinite(step=request.step, rank=self._ranks.rank, path=names))
         self._bus.emit(
             events.SaveCommitted(
                 step=request.step,
@@ -394,8 +396,7 @@ class Saver:
         failure: BaseException | None = None
         try:
             mine, held = write_files(copied, context)
-            if names := self._not_finite.look_at(copied.snapshot):
-                self._bus.emit(events.NotFinite(step=context.name.step, rank=self._ranks.rank, path=names))
+            self._not_finite.look_at(copied.snapshot)
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error
         what = f"report the files of step {context.name.step}"

@@ -308,14 +308,18 @@ class NotFiniteDetector:
 
     def __init__(self) -> None:
         self._before = False
+        self._found: list[str] = []
 
-    def look_at(self, snapshot: Snapshot) -> str:
-        """Return the first names of such tensors; "" if there are none, or if the last save had some too."""
+    def look_at(self, snapshot: Snapshot) -> None:
+        """Look for such tensors in what is being saved."""
         from ckptmirror.formats.not_finite import not_finite
 
-        found = not_finite(snapshot)
-        is_new, self._before = bool(found) and not self._before, bool(found)
-        return _some(found) if is_new else ""
+        self._found = list(not_finite(snapshot))
+
+    def committed(self) -> str:
+        """Return the first names, now that it is saved; "" if there are none, or if the last save had some too."""
+        is_new, self._before = bool(self._found) and not self._before, bool(self._found)
+        return _some(self._found) if is_new else ""
 
 
 class StallDetector:
