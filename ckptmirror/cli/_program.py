@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import TextIO
 
@@ -16,6 +17,7 @@ from ckptmirror.cli._next_command import completing_hints
 from ckptmirror.cli._options import demanding_signatures, show_verbose, verbose_option
 from ckptmirror.cli._streams import printable_streams
 from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.local.storage_errors import disk_error
 
 __all__ = ["program", "run"]
 
@@ -125,6 +127,9 @@ def _run(arguments: list[str] | None) -> int:
         return _print_error(error, str(error), error.hint, error.exit_code)
     except OSError as error:
         _forget_stdout()
+        if isinstance(error, PermissionError) and isinstance(error.filename, str):
+            explained = disk_error(error, "use", Path(error.filename))
+            return _print_error(error, str(explained), explained.hint, explained.exit_code)
         where = f"{error.filename}: " if error.filename is not None else ""
         return _print_error(
             error, f"{where}{error.strerror or error}", "Check the path, its permissions and its disk.", 1

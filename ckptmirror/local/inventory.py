@@ -115,7 +115,8 @@ def read_inventory(root: Path) -> Inventory:
     """List a root. A root that does not exist is empty.
 
     Raises:
-        IntegrityError: The root itself cannot be listed (no permission, not a directory).
+        IntegrityError: The root itself cannot be listed (not a directory, an I/O error).
+        LocalStorageUnwritable: This user may not list it.
     """
     reading = _Reading(root, Listing(root))
     for name in reading.listing.names():

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmirror.core.errors import IntegrityError
+from ckptmirror.local.storage_errors import disk_error
 
 __all__ = ["Fault", "Listing", "is_not_readable_now"]
 
@@ -126,6 +127,8 @@ class Listing:
         except FileNotFoundError:
             return _Directory({}, Fault(f"{directory or self.root} is missing"))
         except OSError as error:
+            if not directory and isinstance(error, PermissionError):
+                raise disk_error(error, "list", self.root) from error
             if not directory:
                 raise IntegrityError(f"{self.root} cannot be listed: {error.strerror}.") from error
             return _Directory({}, Fault(f"{directory} cannot be listed: {error.strerror}", is_not_readable_now(error)))

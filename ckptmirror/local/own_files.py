@@ -76,7 +76,9 @@ def make_own_dir(path: Path) -> None:
     Raises:
         LocalStorageUnwritable: It cannot be made, or it is not one that ckptmirror may write to.
     """
-    if not path.is_symlink():
+    with explained("write to", path):
+        is_link = path.is_symlink()
+    if not is_link:
         make_dirs(path)
     check_own_dir(path, "write to")
 

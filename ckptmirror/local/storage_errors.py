@@ -5,7 +5,8 @@ Rules:
 * Full (no space, no quota, no inodes), not writable (read-only, permission, a file in the way) and broken (the device
   failed) are different errors.
 * An I/O error never counts as "already there" and is never retried: the kernel may have dropped the bytes.
-* Reading a name that does not exist stays a FileNotFoundError, because callers catch it.
+* Reading a name that does not exist stays a FileNotFoundError, because callers catch it. What is read for its own sake
+  is read inside :func:`permitted`: an error of another kind keeps its meaning.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 
-__all__ = ["disk_error", "explained", "why_full"]
+__all__ = ["disk_error", "explained", "permitted", "why_full"]
 
 _FILE_HINT = "Choose another path, or move that file away."
 _DISK_HEALTH_HINT = "Check the disk's health (the kernel log names the device), then save again; nothing was committed."
@@ -49,6 +50,19 @@ def explained(action: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise disk_error(error, action, path) from error
+
+
+@contextmanager
+def permitted(path: Path) -> Iterator[None]:
+    """Run the body, which reads ``path``, and turn only a lack of permission into an error of ckptmirror.
+
+    Raises:
+        LocalStorageUnwritable: This user may not read it.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise disk_error(error, "read", path) from error
 
 
 def disk_error(error: OSError, action: str, path: Path) -> CkptMirrorError:

@@ -34,6 +34,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.model import new_id
 from ckptmirror.local import directories, files, trash
 from ckptmirror.local.file_systems import refuse_fuse, refuse_network_place
+from ckptmirror.local.storage_errors import permitted
 from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
 
 __all__ = ["check_place", "note_place", "open_known_table", "open_table", "table_path"]
@@ -214,7 +215,8 @@ def _tells_of(path: Path, root: Path) -> bool:
 def _read_note(root: Path) -> _Note | None:
     path = root / names.TABLE_NOTE_NAME
     try:
-        note = _Note(**json.loads(files.read_limited(path, _NOTE_LIMIT_BYTES)))
+        with permitted(path):
+            note = _Note(**json.loads(files.read_limited(path, _NOTE_LIMIT_BYTES)))
         if not isinstance(note.host, str) or not Path(note.path).is_absolute():
             raise ValueError("it holds no absolute path")
         if Path(note.path).name != Path(names.TABLE_NAME).name:

@@ -5,18 +5,21 @@ The table is narrower: who may not write it may not read it either (``local/uplo
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptmirror import CheckpointManager, Retention, stage_checkpoint_step
+from ckptmirror.cli import main as verb_here
 from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.flow.drain import drain
@@ -191,7 +194,7 @@ def shared_place() -> Iterator[Path]:
 def _as_user(work: Callable[[Path], object], place: Path, user: int, mask: int, answer: Any) -> None:
     with tempfile.TemporaryDirectory() as elsewhere:  # imports what this user may not read
         _save_without_upload(Path(elsewhere))
-        drain(Path(elsewhere) / "root", timeout_s=60.0)
+        _verbs(Path(elsewhere))
     os.setgroups([])
     os.setgid(_GROUP)
     os.setuid(user)
@@ -212,6 +215,15 @@ def _save_without_upload(place: Path) -> None:
 
 def _save_and_upload(place: Path) -> list[int]:
     return [*saved_run(place / "root", (2,), f"file://{place}/mirror")]
+
+
+def _verbs(place: Path) -> dict[str, tuple[int, str]]:
+    """The exit code of verbs that are run in this process, and what each says."""
+    ended = {}
+    for verb in ("status", "ls", "verify", "drain", "timeline", "retry"):
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as shown:
+            ended[verb] = verb_here([verb, str(place / "root")]), shown.getvalue()
+    return ended
 
 
 def _drain(place: Path) -> bool:
@@ -242,3 +254,49 @@ def test_a_user_who_may_not_read_the_table_is_told_whose_it_is_and_what_to_do(sh
     assert kind == "LocalStorageUnwritable"
     assert f"it belongs to user id {_TRAINER}, and user id {_SIDECAR} may not read it" in why
     assert "umask 007" in hint
+
+
+@pytest.mark.parametrize("locked", [".", names.CONTROL_DIR])
+def test_a_root_that_a_user_may_not_read_is_named_by_every_verb(locked: str, shared_place: Path) -> None:
+    _answer_of(_TRAINER, 0o022, _save_without_upload, shared_place)
+    root = shared_place / "root"
+    for user, mode in ((_SIDECAR, 0o700), (_TRAINER, 0o000)):
+        (root / locked).chmod(mode)
+        ended = _answer_of(user, 0o022, _verbs, shared_place)
+        for verb, (code, shown) in ended.items():
+            if locked == "." and verb not in ("ls", "verify"):  # click looks whether their argument is readable
+                assert code == 2
+            else:
+                assert (verb, code) == (verb, 10)
+                assert f"user id {user} has no permission" in shown
+
+
+@pytest.mark.parametrize("locked", [".", names.CONTROL_DIR])
+def test_a_root_that_loses_its_modes_in_training_is_an_error_of_ckptmirror(locked: str, shared_place: Path) -> None:
+    raised = _answer_of(_TRAINER, 0o022, functools.partial(_lose_the_root, locked), shared_place)
+    assert raised == dict.fromkeys(raised, "LocalStorageUnwritable")
+    assert raised.keys() >= {"status", "wait", "close"}
+    assert list((shared_place / "kept").glob("emergency_*/meta_rank0.json"))
+
+
+def _lose_the_root(locked: str, place: Path) -> dict[str, str]:
+    """What each call of a manager raises."""
+    root, state, raised = place / "root", new_state(), {}
+    manager = CheckpointManager(root, [f"file://{place}/mirror"], persistent_dir=place / "kept")
+    manager.resume(state)
+    manager.save(1, state).wait("mirrored", timeout_s=60.0)
+    (root / locked).chmod(0)
+    calls: dict[str, Callable[[], object]] = {
+        "emergency": lambda: manager.save_emergency_checkpoint(2, state),
+        "status": manager.status,
+        "wait": lambda: manager.wait("mirrored", timeout_s=5.0),
+        "rotate": lambda: manager.rotate(1.0),
+        "close": lambda: manager.close(timeout_s=5.0),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - the kind of the error is the question
+            raised[name] = type(error).__name__
+    (root / locked).chmod(0o755)
+    return raised

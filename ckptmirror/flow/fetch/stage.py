@@ -27,7 +27,7 @@ from ckptmirror.core.model import Kind, Meta
 from ckptmirror.flow.fetch.destination import is_training_root, make_control_dir
 from ckptmirror.flow.fetch.stage_progress import OnProgress, StageProgress
 from ckptmirror.flow.fetch.staging import Staging, wanted_artifacts
-from ckptmirror.flow.places.attempt_lists import read_local_attempts, trusted_attempts
+from ckptmirror.flow.places.attempt_lists import listed_attempts, trusted_attempts
 from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, check_destination, mirror_specs
 from ckptmirror.flow.places.resolve import main_path
@@ -203,7 +203,7 @@ def _waiting(meta: Meta, root: Path) -> OnHeld:
 
 def _check_run(dest: Path, meta: Meta, mirror: Mirror, *, repair: bool = False) -> None:
     """Refuse another run's save in a training root, where it would be uploaded as this run's."""
-    attempts = trusted_attempts(dest) if repair else read_local_attempts(dest)  # a start asks the mirrors instead
+    attempts = trusted_attempts(dest) if repair else listed_attempts(dest)  # a start asks the mirrors instead
     if attempts is not None and attempts.run_id != meta.run_id:
         raise ConfigError(
             f"{mirror.url} holds run {meta.run_id[:8]}, and a trainer saves run {attempts.run_id[:8]} to {dest}.",

@@ -41,6 +41,7 @@ from ckptmirror.local import files
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.save_logger import save_logger
+from ckptmirror.local.storage_errors import permitted
 
 __all__ = [
     "attempts_here",
@@ -96,10 +97,12 @@ def listed_attempts(root: Path) -> AttemptList | None:
 
     Raises:
         BrokenMeta: The list cannot be trusted; the message names its file and what repairs it.
+        LocalStorageUnwritable: This user may not read it.
     """
     path = root / names.ATTEMPTS_NAME
     try:
-        return read_local_attempts(root)
+        with permitted(path):
+            return read_local_attempts(root)
     except NewerFormat as error:
         raise NewerFormat(f"{path}: {error.message}") from error
     except BrokenMeta as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 import apsw
 
 from ckptmirror.core import errors
-from ckptmirror.local.storage_errors import why_full
+from ckptmirror.local.storage_errors import permitted, why_full
 from ckptmirror.local.uploads.reserve import spend_reserve
 from ckptmirror.local.uploads.statements import statement
 
@@ -41,7 +41,8 @@ def named_failures(path: Path) -> Iterator[None]:
         NoTable: The file cannot be opened.
     """
     try:
-        yield
+        with permitted(path):
+            yield
     except (apsw.BusyError, apsw.LockedError) as error:
         raise errors.TableLocked(f"{path} is held by another process: {error}") from error
     except (apsw.CorruptError, apsw.NotADBError, apsw.FormatError, apsw.SchemaChangeError) as error:
