@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from ckptmirror import CheckpointManager
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import LocalStorageFull, NameTaken
 from ckptmirror.core.model import Attempt, Meta, new_id, top_names
 from ckptmirror.core.retention import Retention
+from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.retention import rotation as rotate_module
 from ckptmirror.flow.retention.reconcile import reconcile
@@ -28,12 +30,14 @@ from ckptmirror.flow.save.emergency_files import read_note
 from ckptmirror.local import directories, files
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import exclusive
+from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.ranks import SingleRank
+from tests.kit.cli import run
 from tests.kit.faults import DiskFault, failing
 from tests.kit.roots import MirroredRoot, two_saves, whole
 from tests.kit.saves import FIRST_ATTEMPT, RUN_ID
-from tests.kit.training import saved_run
+from tests.kit.training import new_state, saved_run, train
 
 # -- equal bytes are not one's own -----------------------------------------------------------------------------
 
@@ -383,3 +387,21 @@ def test_i1_a_save_in_the_lower_layer_of_an_overlay_is_kept_and_rotation_says_wh
     assert report.deleted == ()
     assert "lower layers of an overlay" in report.refused[old.save_id]
     assert set(whole(root)) == {1, 2}
+
+
+def test_a_step_that_was_saved_again_with_equal_bytes_and_brought_back_is_deleted_here(tmp_path: Path) -> None:
+    root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
+    saved_run(root, (1, 2), url, kinds=("model",))
+    with CheckpointManager(root, [url], kinds=("model",)) as manager:
+        state = new_state()
+        manager.resume(state, policy=1)
+        train(state, 1)
+        manager.save(2, state).wait()
+    shutil.rmtree(root)
+    saved_run(root, (3,), url, kinds=("model",), retention=Retention(keep_last=9))
+    (brought,) = (meta for meta in local_catalog(root).saves.values() if meta.step == 2)
+    with open_known_table(root) as table:
+        objects = {record.object for record in table.records(save_id=brought.save_id) if record.role == "artifact"}
+    assert "model_000002.pt" in objects  # on a mirror without metadata, the other save's object is as good
+    assert run("rotate", "--root", root, "--keep-last", "1").returncode == 0
+    assert [meta.step for meta in local_catalog(root).saves.values()] == [3]

@@ -11,6 +11,7 @@ from ckptmirror.core.errors import CheckpointNotFound, RefusedOnlyCopy
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.start.rewind import plan_rewind
+from tests.kit.cli import run
 from tests.nodes.jobs import Job
 
 pytestmark = pytest.mark.long
@@ -33,6 +34,28 @@ def test_a_save_that_is_staged_into_the_root_of_a_node_is_whole_there(tmp_path: 
     for rank, found in enumerate(again):
         assert (found.step, found.failed, found.extra) == (2, "", {"seen": (rank, 2)})
     assert {one.path for one in meta_at(tmp_path / "other").artifacts} == {one.path for one in staged.artifacts}
+
+
+def test_i1_a_node_that_sent_metadata_under_another_name_deletes_its_part_once_the_one_in_the_meta_is_right(
+    tmp_path: Path,
+) -> None:
+    root, mirror = tmp_path / "b", tmp_path / "mirror"
+    Job(tmp_path, "ab", (1,)).run()
+    (root / "extra_000002_rank9.pt").touch()  # so that only this node's names of step 2 have a tag
+    Job(tmp_path, "ab", (2, 3), keep_last=9).run()
+    part = meta_at(root)
+    assert part.tag
+    (sent,) = mirror.glob(f"dcp_*-{part.tag}/.metadata")
+    named, away = mirror / "dcp_000002" / ".metadata", tmp_path / "away"
+    assert named.read_bytes() == sent.read_bytes()
+    named.rename(away)
+    ended = run("rotate", "--root", root, "--keep-last", "1")
+    assert ended.returncode == 7
+    assert "its meta there names dcp_000002/.metadata, but the verified object is" in ended.stderr
+    assert meta_at(root) == part
+    away.rename(named)
+    assert run("rotate", "--root", root, "--keep-last", "1").returncode == 0
+    assert {one.step for one in local_catalog(root).parts.values()} == {3}
 
 
 def test_one_node_that_goes_on_alone_gives_a_new_mirror_the_whole_save(tmp_path: Path) -> None:

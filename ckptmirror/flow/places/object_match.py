@@ -20,7 +20,7 @@ from ckptmirror.stores.base import ObjectInfo, Store
 if TYPE_CHECKING:  # code that only reads a mirror imports this file and needs no table
     from ckptmirror.local.uploads import UploadRecord
 
-__all__ = ["read_back_crc32c", "why_differs"]
+__all__ = ["is_of_save", "read_back_crc32c", "why_differs"]
 
 _READ_BACK_BYTES = 4 * 1024 * 1024
 
@@ -53,6 +53,13 @@ def why_differs(
     if there is None or there == digest.crc32c:
         return None
     return f"has crc32c {there:08x}" + (f" instead of {digest.crc32c:08x}" if digest.crc32c is not None else "")
+
+
+def is_of_save(artifact: Artifact, save_id: str, info: ObjectInfo, store: Store) -> bool:
+    """Whether an object is a save's file: by its metadata, or by equal bytes alone if the store keeps no metadata."""
+    if store.capabilities.custom_metadata and info.metadata.get("ckptmirror-save") != save_id:
+        return False
+    return why_differs(artifact, info, store=store) is None
 
 
 def read_back_crc32c(store: Store, info: ObjectInfo) -> int:

@@ -33,7 +33,7 @@ from ckptmirror.core.retention import MirrorSafety
 from ckptmirror.core.uncommitted import is_behind_text
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.mirrors import Mirror, counting_rows
-from ckptmirror.flow.places.object_match import why_differs
+from ckptmirror.flow.places.object_match import is_of_save, why_differs
 from ckptmirror.flow.retention.mirror_audit import forget_verified
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.local.uploads import MirrorStanding, UploadRecord, UploadsTable
@@ -285,7 +285,7 @@ def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None
         if why is not None:
             forget_verified(table, record, f"{name} {why}")
             return f"{name} {why}"
-    return _why_meta_differs(found, records) if found is not None else None
+    return _why_meta_differs(found, records, mirror) if found is not None else None
 
 
 def _is_large_and_as_verified(mirror: Mirror, meta: UploadRecord) -> bool:
@@ -300,8 +300,11 @@ def _is_large_and_as_verified(mirror: Mirror, meta: UploadRecord) -> bool:
     return found is not None and found.crc32c is not None and why_differs(meta, found) is None
 
 
-def _why_meta_differs(found: Meta, records: Sequence[UploadRecord]) -> str | None:
-    """Say why the mirror's meta does not name the objects that were verified; None if it does."""
+def _why_meta_differs(found: Meta, records: Sequence[UploadRecord], mirror: Mirror) -> str | None:
+    """Say why the mirror's meta does not name the objects that were verified, or equal ones; None if it does.
+
+    All nodes have ``.metadata``, and two of them may have sent it under different names: the meta names one.
+    """
     if not found.is_whole:
         return "only one node's part of it is committed there"
     named = {names.untagged(artifact.path): artifact for artifact in found.artifacts}
@@ -313,6 +316,9 @@ def _why_meta_differs(found: Meta, records: Sequence[UploadRecord]) -> str | Non
             return f"its meta there does not name {record.path}"
         if (artifact.digest.size_bytes, artifact.digest.crc32c) != (record.size_bytes, record.crc32c):
             return f"its meta there names {record.path} with other contents"
-        if artifact.object_name != (record.object or record.path):
+        if artifact.object_name == (record.object or record.path):
+            continue
+        info = mirror.store.stat(artifact.object_name)
+        if info is None or not is_of_save(artifact, found.save_id, info, mirror.store):
             return f"its meta there names {artifact.object_name}, but the verified object is {record.object}"
     return None

@@ -22,7 +22,7 @@ from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.verification import delete_command
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.flow.places.object_match import why_differs
+from ckptmirror.flow.places.object_match import is_of_save
 from ckptmirror.flow.upload.transfer_progress import UnderWay
 from ckptmirror.local import files
 from ckptmirror.local.uploads import Claim, UploadRecord, UploadsTable
@@ -105,10 +105,7 @@ class Sending:
         return list(dict.fromkeys([*came_from, *own]))
 
     def _is_right(self, info: ObjectInfo, artifact: Artifact, meta: Meta) -> bool:
-        """Whether the object is this save's: by its metadata, or by equal bytes if the store keeps no metadata."""
-        if self._store.capabilities.custom_metadata and info.metadata.get("ckptmirror-save") != meta.save_id:
-            return False
-        return why_differs(artifact, info, store=self._store) is None
+        return is_of_save(artifact, meta.save_id, info, self._store)
 
     def _is_damaged_own(self, info: ObjectInfo, meta: Meta) -> bool:
         """Whether an object with wrong bytes still belongs to this save, so that a person may delete it.
